@@ -1,0 +1,30 @@
+"""Builds waterflow's one extension against the torch that is installed.
+
+Install with ``pip install --no-build-isolation``: an isolated build would fetch another torch than the one
+that the extension then meets.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+SOURCES = sorted(str(path) for path in Path("waterflow").glob("*/csrc/*.cpp"))
+HEADERS = sorted(str(path) for path in Path("waterflow").glob("*/csrc/*.h"))
+
+# Two compilers at once need about 3 GB of memory; MAX_JOBS overrides.
+os.environ.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, 8)))
+
+setup(
+    ext_modules=[
+        CppExtension(
+            "waterflow._C",
+            SOURCES,
+            depends=HEADERS,
+            extra_compile_args=["-O2", "-fvisibility=hidden", f'-DWATERFLOW_TORCH_VERSION="{torch.__version__}"'],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -1,0 +1,50 @@
+"""The exceptions that users can catch."""
+
+from __future__ import annotations
+
+
+class WaterflowError(Exception):
+    """Base of all errors that waterflow raises on purpose."""
+
+
+class InvalidJobError(WaterflowError, ValueError):
+    """A job, or a set of jobs, that cannot be trained as it was handed in."""
+
+
+class CaptureError(WaterflowError):
+    """A step that cannot be captured as one graph; it then runs eagerly, as an opaque job."""
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        self.reason = reason
+        self.where = where
+        super().__init__(f"{reason} ({where})" if where else reason)
+
+
+class MemoryLimitError(WaterflowError, MemoryError):
+    """A job that does not fit into the memory limit, whatever else runs.
+
+    Attributes are bytes; ``largest_batch`` is the largest first dimension of the batch that fits, or None where
+    it is not known.
+    """
+
+    def __init__(self, message: str, *, needed: int, limit: int, largest_batch: int | None = None) -> None:
+        self.needed = needed
+        self.limit = limit
+        self.largest_batch = largest_batch
+        super().__init__(message)
+
+
+class StepError(WaterflowError, RuntimeError):
+    """An operation failed in the middle of a captured step; the message names it and the user's line."""
+
+
+class NonFiniteLossError(WaterflowError, ArithmeticError):
+    """The loss became NaN or infinite."""
+
+
+class JobCancelled(WaterflowError):
+    """The job was stopped at a group boundary: pruned, interrupted, or removed."""
+
+
+class StudyError(WaterflowError, ValueError):
+    """A study, or its settings, that cannot be run as asked."""

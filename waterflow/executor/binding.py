@@ -1,0 +1,123 @@
+"""Binding a captured step to one job's tensors: which object fills which slot, and what must not be replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow import _C
+from waterflow.executor.captured import CapturedStep
+from waterflow.partition.capture import FIRST_STEP_FLAG, GROUP_NUMBERS, StepSpec
+
+_WATCHED_SETTINGS = (bool, int, float, str, type(None))
+_BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+
+
+def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.Tensor],
+         first_step: dict[str, bool]) -> tuple[_C.Binding, list[int], list[int]]:  # fmt: skip
+    """Fill a program's lasting inputs from the model and the optimizer.
+
+    Optimizer state that does not exist yet is created, as the optimizer itself would. ``accumulators`` are
+    gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the update reads.
+    Returns the binding, the slots of the batch's tensors, and the leaf that each comes from.
+    """
+    lowered = captured.lowered
+    binding = _C.Binding(lowered.program)
+    tensors: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
+    tensors.update(spec.model.named_buffers())
+    groups = spec.optimizer.param_groups
+    batch_slots: list[int] = []
+    batch_leaves: list[int] = []
+    placeholders = [node for node in captured.capture.graph.nodes if node.op == "placeholder"]
+    for slot, given in enumerate(lowered.inputs):
+        used = slot >= len(placeholders) or bool(placeholders[slot].users)
+        if given.kind == "batch":
+            batch_slots.append(slot)
+            batch_leaves.append(given.leaf)
+        elif not used:
+            continue
+        elif given.kind in ("parameter", "buffer"):
+            binding.set_input(slot, tensors[given.name].detach())
+        elif given.kind == "state":
+            binding.set_input(slot, _state_entry(spec.optimizer, tensors[given.name], given.key))
+        elif given.kind == "accumulator":
+            if given.name not in accumulators:
+                accumulators[given.name] = torch.zeros_like(tensors[given.name].detach())
+            binding.set_input(slot, accumulators[given.name])
+        elif given.kind == "rate":
+            single = spec.device.type == "cuda"
+            binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
+        elif given.kind == "number":
+            key, index = GROUP_NUMBERS[given.key]
+            binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number, False)
+        else:
+            key = f"{FIRST_STEP_FLAG}:{given.group}"
+            first_step.setdefault(key, False)
+            binding.read(slot, first_step, key, -1, _C.Binding.Kind.flag, False)
+    for slot, constant in lowered.constants:
+        binding.set_input(slot, constant)
+    _watch_model(binding, spec.model)
+    _watch_optimizer(binding, spec.optimizer)
+    binding.finish_inputs()
+    return binding, batch_slots, batch_leaves
+
+
+def _state_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
+    state = optimizer.state[parameter]
+    value = state.get(key)
+    if value is None:
+        if key == "step":
+            value = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        else:
+            value = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+        state[key] = value
+    elif key == "step" and not isinstance(value, torch.Tensor):
+        value = state[key] = torch.tensor(float(value), dtype=torch.float32, device=parameter.device)
+    return value
+
+
+def missing_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether SGD has not taken its first step in this group: its buffer then starts as the gradient itself."""
+    if not isinstance(optimizer, torch.optim.SGD) or group["momentum"] == 0:
+        return False
+    return all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
+
+
+def _watch_model(binding: _C.Binding, model: nn.Module) -> None:
+    for module in model.modules():
+        state = module.__dict__
+        for kind in ("_parameters", "_buffers", "_modules"):
+            for name in state[kind]:
+                binding.watch(state[kind], name)
+            binding.watch_size(state[kind])
+        for name, value in state.items():
+            if name in _BOOKKEEPING:
+                continue
+            if isinstance(value, _WATCHED_SETTINGS):
+                binding.watch(state, name)
+            elif name.endswith("_hooks"):
+                binding.watch_size(value)
+    for parameter in model.parameters():
+        hooks = parameter._backward_hooks
+        if hooks is not None:
+            binding.watch_size(hooks)
+
+
+def _watch_optimizer(binding: _C.Binding, optimizer: torch.optim.Optimizer) -> None:
+    binding.watch(optimizer.__dict__, "state")
+    binding.watch(optimizer.__dict__, "param_groups")
+    binding.watch_size(optimizer.state)
+    binding.watch_size(optimizer.param_groups)
+    for group in optimizer.param_groups:
+        binding.watch(group, "params")
+        binding.watch_size(group["params"])
+        for name in ("amsgrad", "maximize", "nesterov", "fused", "foreach"):
+            if name in group:
+                binding.watch(group, name)
+    for entries in optimizer.state.values():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                binding.watch(entries, name)
+        binding.watch_size(entries)

@@ -1,0 +1,193 @@
+"""Captured steps that jobs share: graph, program, plans; and the cache that finds them again."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.errors import CaptureError
+from waterflow.executor.lowering import Lowered, lower
+from waterflow.partition.capture import Capture, StepSpec, capture_step
+from waterflow.partition.liveness import OperationMemory, operation_memory
+from waterflow.partition.plan import Plan, make_plan
+from waterflow.partition.profile import profiled_memory, same_requests
+
+# A step whose requests differ from time to time is planned by the highest of this many.
+MOST_PROFILES = 4
+
+
+class PlannedStep:
+    """The plan of a captured step on lanes with a given number of intra-op threads; improves by profiles.
+
+    Thread-safe: several jobs may bring profiles at once.
+    """
+
+    def __init__(self, captured: CapturedStep) -> None:
+        self._captured = captured
+        self._lock = threading.Lock()
+        self._tables: list[torch.Tensor] = []
+        self.plan = captured.predicted
+        self.native = _native(self.plan)
+        self.wants_profile = True
+        self.measured_height = 0
+
+    def add_profile(self, table: torch.Tensor) -> None:
+        """Take in the record of one profiled step. Two consecutive equal ones, or several unequal, make the plan."""
+        with self._lock:
+            if not self.wants_profile:
+                return
+            self._tables.append(table)
+            enough = len(self._tables) >= 2 and same_requests(self._tables[-1], self._tables[-2])
+            if not enough and len(self._tables) < MOST_PROFILES:
+                return
+            chosen = [self._tables[-1]] if enough else self._tables
+            candidates = [profiled_memory(t, self._captured.memory) for t in chosen]
+            memory, seconds = candidates[-1]
+            if len(candidates) > 1:
+                columns = zip(*(m for m, _ in candidates))
+                memory = [
+                    OperationMemory(max(m.peak for m in c), max(m.after for m in c), c[0].traffic) for c in columns
+                ]
+            predicted = self._captured.predicted
+            self.plan = make_plan(
+                predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds
+            )
+            self.native = _native(self.plan)
+            self.measured_height = self.plan.height
+            self.wants_profile = False
+            self._tables.clear()
+
+
+def _native(plan: Plan) -> _C.GroupPlan:
+    return _C.GroupPlan(
+        ends=[g.end for g in plan.groups], peak=[g.peak for g in plan.groups], after=[g.after for g in plan.groups]
+    )
+
+
+@dataclass
+class CapturedStep:
+    """A capture with its program and its predicted plan, shared by all jobs whose key is equal."""
+
+    capture: Capture
+    lowered: Lowered
+    memory: list[OperationMemory]
+    predicted: Plan
+    keep: list[Any]  # what the key counts by identity
+    _planned: dict[int, PlannedStep] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def planned(self, threads: int) -> PlannedStep:
+        """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""
+        with self._lock:
+            if threads not in self._planned:
+                self._planned[threads] = PlannedStep(self)
+            return self._planned[threads]
+
+
+def build(
+    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, keep: list[Any], name: str = "step"
+) -> CapturedStep:
+    """Capture, lower and plan one step. Raises CaptureError."""
+    capture = capture_step(spec, leaves, batch_spec)
+    lowered = lower(capture)
+    memory = operation_memory(capture.graph, lowered.instructions)
+    if not memory:
+        raise CaptureError("the step computes nothing")
+    persistent, batch = input_bytes(capture)
+    predicted = make_plan(name, memory, persistent=persistent, batch=batch)
+    return CapturedStep(capture, lowered, memory, predicted, keep)
+
+
+def input_bytes(capture: Capture) -> tuple[int, int]:
+    """Bytes of what persists and of one batch, each storage once."""
+    placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
+    persistent: dict[int, int] = {}
+    batch: dict[int, int] = {}
+    for node, given in zip(placeholders, capture.inputs):
+        value = node.meta["val"]
+        storage = value.untyped_storage()
+        if given.kind == "batch":
+            batch[storage._cdata] = storage.nbytes()
+        elif given.kind in ("parameter", "buffer", "accumulator") or (given.kind == "state" and node.users):
+            persistent[storage._cdata] = storage.nbytes()
+    return sum(persistent.values()), sum(batch.values())
+
+
+def input_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> tuple[int, int]:
+    """The same of a job that is not captured, from the tensors themselves."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for entries in optimizer.state.values():
+        tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return _storage_bytes(tensors), _storage_bytes(leaves)
+
+
+def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class CaptureCache:
+    """Least recently used captures by key. Thread-safe; equal keys wait for the one that captures first."""
+
+    def __init__(self, size: int = 256) -> None:
+        self._size = size
+        self._entries: OrderedDict[Hashable, CapturedStep | CaptureError] = OrderedDict()
+        self._lock = threading.Lock()
+        self._building: dict[Hashable, threading.Event] = {}
+        self.captures = 0
+        self.hits = 0
+
+    def get(self, key: Hashable, make: Callable[[], CapturedStep]) -> CapturedStep:
+        """The entry of ``key``, built by ``make`` if there is none. A CaptureError is remembered, too."""
+        while True:
+            with self._lock:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    self._entries.move_to_end(key)
+                    self.hits += 1
+                    break
+                waiting = self._building.get(key)
+                if waiting is None:
+                    self._building[key] = threading.Event()
+            if waiting is None:
+                entry = self._build(key, make)
+                break
+            waiting.wait()
+        if isinstance(entry, CaptureError):
+            raise CaptureError(entry.reason, entry.where)
+        return entry
+
+    def _build(self, key: Hashable, make: Callable[[], CapturedStep]) -> CapturedStep | CaptureError:
+        entry: CapturedStep | CaptureError | None = None
+        try:
+            try:
+                entry = make()
+            except CaptureError as error:
+                entry = CaptureError(error.reason, error.where)
+            return entry
+        finally:
+            with self._lock:
+                if entry is not None:
+                    self._entries[key] = entry
+                    self.captures += 1
+                    while len(self._entries) > self._size:
+                        self._entries.popitem(last=False)
+                self._building.pop(key).set()
+
+    def clear(self) -> None:
+        """Forget everything; captures in use live on with their jobs."""
+        with self._lock:
+            self._entries.clear()
+            self.captures = self.hits = 0
+
+
+captures = CaptureCache()

@@ -1,0 +1,322 @@
+// waterflow._C: what Python sees of the engine.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/extension.h>
+
+#include "../../allocator/csrc/meter.h"
+#include "admission.h"
+#include "barrier.h"
+#include "binding.h"
+#include "engine.h"
+#include "program.h"
+
+namespace py = pybind11;
+
+namespace waterflow {
+namespace {
+
+Instruction make_instruction(const std::string& name, const std::string& overload, const py::list& arguments,
+                             std::vector<int32_t> results, std::vector<int32_t> drops, const py::list& expected,
+                             bool result_is_list, bool random) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  Instruction instruction{op, {}, std::move(results), std::move(drops), {}, result_is_list, random};
+  const auto& schema = op.schema();
+  TORCH_CHECK(arguments.size() == schema.arguments().size(), name, " takes ", schema.arguments().size(),
+              " arguments; got ", arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto entry = arguments[i].cast<py::tuple>();
+    const auto kind = entry[0].cast<std::string>();
+    Argument argument;
+    if (kind == "constant") {
+      argument.value = torch::jit::toIValue(entry[1], schema.arguments()[i].type());
+    } else if (kind == "slot") {
+      argument.kind = Argument::Kind::slot;
+      argument.slot = entry[1].cast<int32_t>();
+      argument.last_use = entry[2].cast<bool>();
+    } else if (kind == "list") {
+      argument.kind = Argument::Kind::tensor_list;
+      argument.slots = entry[1].cast<std::vector<int32_t>>();
+    } else {
+      argument.kind = Argument::Kind::optional_tensor_list;
+      argument.slots = entry[1].cast<std::vector<int32_t>>();
+    }
+    instruction.arguments.push_back(std::move(argument));
+  }
+  for (auto item : expected) {
+    auto entry = item.cast<std::tuple<int32_t, int32_t, std::vector<int64_t>>>();
+    instruction.expected.push_back({std::get<0>(entry), std::get<1>(entry), std::get<2>(entry)});
+  }
+  return instruction;
+}
+
+// GeneratorSwap for Python's `with`: the lock is taken without the interpreter lock, for its holder may want that.
+class SwapContext {
+ public:
+  explicit SwapContext(at::Generator own) : own_(std::move(own)) {}
+  void enter() {
+    py::gil_scoped_release release;
+    swap_ = std::make_unique<GeneratorSwap>(own_);
+  }
+  void exit() { swap_.reset(); }
+
+ private:
+  at::Generator own_;
+  std::unique_ptr<GeneratorSwap> swap_;
+};
+
+// A property read without the interpreter lock: lanes may hold the engine's lock while they wait for it.
+template <typename Method>
+py::cpp_function unlocked(Method method) {
+  return py::cpp_function(method, py::call_guard<py::gil_scoped_release>());
+}
+
+// Waits without the interpreter lock, looking now and then whether the user pressed Ctrl-C.
+void wait_done(Engine& engine, const std::shared_ptr<StepRun>& run) {
+  bool done = false;
+  while (!done) {
+    {
+      py::gil_scoped_release release;
+      done = engine.wait(run, 50);
+    }
+    if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+py::list outputs(const StepRun& run) {
+  if (run.error) std::rethrow_exception(run.error);
+  py::list list;
+  for (const auto& tensor : run.outputs) {
+    if (tensor.defined()) {
+      list.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+    } else {
+      list.append(py::none());
+    }
+  }
+  return list;
+}
+
+at::Tensor profile_table(const StepRun& run) {
+  auto table = at::empty({static_cast<int64_t>(run.profiled.size()), 4}, at::kLong);
+  auto* row = table.mutable_data_ptr<int64_t>();
+  for (const auto& entry : run.profiled) {
+    *row++ = entry.peak;
+    *row++ = entry.net;
+    *row++ = entry.nanoseconds;
+    *row++ = entry.requests;
+  }
+  return table;
+}
+
+at::Tensor span_table(const std::vector<Span>& spans) {
+  auto table = at::empty({static_cast<int64_t>(spans.size()), 8}, at::kLong);
+  auto* row = table.mutable_data_ptr<int64_t>();
+  for (const auto& span : spans) {
+    for (int64_t value : {span.job, span.step, span.group, span.lane, span.start_ns, span.end_ns, span.held,
+                          span.held_by_job}) {
+      *row++ = value;
+    }
+  }
+  return table;
+}
+
+// Admission with heights that live as long as it does, for tests of the policy alone.
+class OwnedAdmission : public Admission {
+ public:
+  using Admission::Admission;
+  bool issue(Id job, std::vector<int64_t> peak, std::vector<int64_t> after) {
+    auto heights = std::make_unique<Heights>(std::move(peak), std::move(after));
+    auto& owned = heights_[job];
+    if (!in_step(job)) owned = std::move(heights);
+    return try_issue(job, owned.get());
+  }
+
+ private:
+  std::map<Id, std::unique_ptr<Heights>> heights_;
+};
+
+}  // namespace
+}  // namespace waterflow
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace waterflow;
+  m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
+  py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
+  py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
+
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def(py::init<int32_t, int32_t, int32_t>(), py::arg("inputs"), py::arg("fixed"), py::arg("slots"))
+      .def(
+          "add",
+          [](Program& self, const std::string& name, const std::string& overload, const py::list& arguments,
+             std::vector<int32_t> results, std::vector<int32_t> drops, const py::list& expected, bool result_is_list,
+             bool random, bool view) {
+            auto instruction = make_instruction(name, overload, arguments, std::move(results), std::move(drops),
+                                                expected, result_is_list, random);
+            if (view) {
+              self.add_view(std::move(instruction));
+            } else {
+              self.add(std::move(instruction));
+            }
+          },
+          py::arg("name"), py::arg("overload"), py::arg("arguments"), py::arg("results"), py::arg("drops"),
+          py::arg("expected"), py::arg("result_is_list"), py::arg("random"), py::arg("view"))
+      .def("set_outputs", &Program::set_outputs)
+      .def("set_written", &Program::set_written)
+      .def("__len__", &Program::size);
+
+  py::class_<GroupPlan, std::shared_ptr<GroupPlan>>(m, "GroupPlan")
+      .def(py::init([](std::vector<int32_t> ends, std::vector<int64_t> peak, std::vector<int64_t> after) {
+             return std::make_shared<GroupPlan>(std::move(ends), Heights(std::move(peak), std::move(after)));
+           }),
+           py::arg("ends"), py::arg("peak"), py::arg("after"))
+      .def_property_readonly("largest", [](const GroupPlan& self) { return self.heights.largest(); });
+
+  py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
+      .def_readonly("done", &StepRun::done)
+      .def_readonly("failed_node", &StepRun::failed_node)
+      .def_readonly("waited_ns", &StepRun::waited_ns)
+      .def_readonly("busy_ns", &StepRun::busy_ns)
+      .def("outputs", &outputs)
+      .def("profile", &profile_table)
+      .def("run_alone", [](const std::shared_ptr<StepRun>& self) {
+        py::gil_scoped_release release;
+        run_alone(*self);
+      });
+  m.def(
+      "opaque_run",
+      [](std::shared_ptr<GroupPlan> plan, py::object callable) {
+        auto run = std::make_shared<StepRun>();
+        run->plan = std::move(plan);
+        // The callable is let go under the interpreter lock, whichever thread lets it go.
+        std::shared_ptr<py::object> held(new py::object(std::move(callable)), [](py::object* object) {
+          py::gil_scoped_acquire acquire;
+          delete object;
+        });
+        run->opaque = [held] {
+          py::gil_scoped_acquire acquire;
+          (*held)();
+        };
+        return run;
+      },
+      py::arg("plan"), py::arg("callable"));
+
+  m.def(
+      "metered",
+      [](const py::object& work) {
+        MeterGuard meter;
+        py::object result = work();
+        return py::make_tuple(std::move(result), meter.peak());
+      },
+      "Calls `work()`; returns its result and the most bytes that this thread's requests held meanwhile.");
+
+  py::class_<Binding, std::shared_ptr<Binding>> binding(m, "Binding");
+  py::enum_<Binding::Kind>(binding, "Kind")
+      .value("number", Binding::Kind::number)
+      .value("flag", Binding::Kind::flag)
+      .value("rate", Binding::Kind::rate);
+  binding.def(py::init<std::shared_ptr<Program>>())
+      .def("set_input", &Binding::set_input)
+      .def("set_generator",
+           [](Binding& self, const std::optional<at::Generator>& generator) {
+             self.set_generator(generator.value_or(at::Generator()));
+           })
+      .def("watch", [](Binding& self, const py::dict& dict, const py::object& key) { self.watch(dict.ptr(), key.ptr()); })
+      .def("watch_size", [](Binding& self, const py::object& container) { self.watch_size(container.ptr()); })
+      .def("read",
+           [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
+              Binding::Kind kind, bool single) {
+             self.read(slot, dict.ptr(), key.ptr(), index, kind, single ? at::kFloat : at::kDouble);
+           })
+      .def("finish_inputs", &Binding::finish_inputs)
+      .def("current", &Binding::current)
+      .def(
+          "run",
+          [](Binding& self, std::shared_ptr<GroupPlan> plan, const py::sequence& tensors,
+             const std::vector<int32_t>& slots, bool profile) {
+            std::vector<std::pair<int32_t, at::Tensor>> batch;
+            batch.reserve(slots.size());
+            for (size_t i = 0; i < slots.size(); ++i) {
+              py::object tensor = tensors[i];
+              TORCH_CHECK(THPVariable_Check(tensor.ptr()), "a batch entry is not a tensor");
+              batch.emplace_back(slots[i], THPVariable_Unpack(tensor.ptr()));
+            }
+            return self.run(std::move(plan), std::move(batch), profile);
+          },
+          py::arg("plan"), py::arg("tensors"), py::arg("slots"), py::arg("profile"));
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity) {
+             // Its last owner may hold the interpreter lock, which a lane may be waiting for.
+             return std::shared_ptr<Engine>(new Engine(lanes, intra_op, capacity), [](Engine* engine) {
+               if (PyGILState_Check()) {
+                 py::gil_scoped_release release;
+                 delete engine;
+               } else {
+                 delete engine;
+               }
+             });
+           }),
+           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"))
+      .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
+      .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
+      .def("submit", &Engine::submit, py::call_guard<py::gil_scoped_release>())
+      .def("cancel", &Engine::cancel, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &wait_done)
+      .def("set_capacity", &Engine::set_capacity, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("capacity", unlocked(&Engine::capacity))
+      .def_property_readonly("held", unlocked(&Engine::held))
+      .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
+      .def_property_readonly("lanes", &Engine::lanes)
+      .def_property_readonly("steps_done", unlocked(&Engine::steps_done))
+      .def_property_readonly("scheduling_ns", unlocked(&Engine::scheduling_ns))
+      .def_property_readonly("lane_busy_ns", unlocked(&Engine::lane_busy_ns))
+      .def("queued", &Engine::queued, py::call_guard<py::gil_scoped_release>())
+      .def("record_spans", &Engine::record_spans, py::arg("on"), py::arg("most") = 1 << 20,
+           py::call_guard<py::gil_scoped_release>())
+      .def("take_spans", [](Engine& self) {
+             py::gil_scoped_release release;
+             return span_table(self.take_spans());
+           })
+      .def("check", &Engine::check, py::call_guard<py::gil_scoped_release>())
+      .def_static("now_ns", &Engine::now_ns);
+
+  py::class_<CounterBarrier>(m, "CounterBarrier")
+      .def(py::init<int32_t>(), py::arg("parties"))
+      .def("arrive", &CounterBarrier::arrive)
+      .def("pass_", &CounterBarrier::pass)
+      .def("rearm", &CounterBarrier::rearm)
+      .def("add_party", &CounterBarrier::add_party)
+      .def("remove_party", &CounterBarrier::remove_party)
+      .def_property_readonly("open", &CounterBarrier::open)
+      .def_property_readonly("parties", &CounterBarrier::parties)
+      .def_property_readonly("waiting_for", &CounterBarrier::waiting_for);
+
+  py::class_<SwapContext>(m, "GeneratorSwap")
+      .def(py::init<at::Generator>())
+      .def("__enter__", &SwapContext::enter)
+      .def("__exit__", [](SwapContext& self, const py::args&) { self.exit(); });
+
+  py::class_<OwnedAdmission>(m, "Admission")
+      .def(py::init<int64_t>(), py::arg("capacity"))
+      .def("try_issue", &OwnedAdmission::issue, py::arg("job"), py::arg("peak"), py::arg("after"))
+      .def("complete", &OwnedAdmission::complete)
+      .def("release", &OwnedAdmission::release)
+      .def("wait", &OwnedAdmission::wait)
+      .def("waiting", &OwnedAdmission::waiting)
+      .def("must_yield", &OwnedAdmission::must_yield)
+      .def("set_capacity", &OwnedAdmission::set_capacity)
+      .def("held_by", &OwnedAdmission::held_by)
+      .def("groups_left", &OwnedAdmission::groups_left)
+      .def("in_step", &OwnedAdmission::in_step)
+      .def_property_readonly("held", &OwnedAdmission::held)
+      .def_property_readonly("capacity", &OwnedAdmission::capacity)
+      .def_property_readonly("pending_capacity", &OwnedAdmission::pending_capacity)
+      .def("check", &OwnedAdmission::check);
+
+  py::class_<CountingAllocator>(m, "CountingAllocator")
+      .def_static("start", &CountingAllocator::start)
+      .def_static("stop", &CountingAllocator::stop)
+      .def_static("reset_peak", &CountingAllocator::reset_peak)
+      .def_static("current", &CountingAllocator::current)
+      .def_static("peak", &CountingAllocator::peak);
+}

@@ -1,0 +1,411 @@
+#include "engine.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace waterflow {
+namespace {
+
+constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
+constexpr int32_t kLaterGroupParties = 2;  // the group before, room
+
+// Batches and values that change from step to step are let go with the step.
+void let_go(StepRun& run) {
+  for (const auto& [slot, value] : run.inputs) run.frame->slots[slot] = c10::IValue();
+  run.inputs.clear();
+  run.frame->clear_intermediates();
+}
+
+void fill(StepRun& run) {
+  for (const auto& [slot, value] : run.inputs) run.frame->slots[slot] = value;
+  if (run.profile) run.profiled.assign(run.frame->program->size(), {});
+}
+
+void run_group(StepRun& run, int32_t group) {
+  if (run.opaque) {
+    run.opaque();
+    return;
+  }
+  const int32_t begin = group == 0 ? 0 : run.plan->ends[group - 1];
+  const int32_t end = run.plan->ends[group];
+  if (run.profile) {
+    run.frame->program->run_profiled(*run.frame, begin, end, run.profiled);
+  } else {
+    run.frame->program->run(*run.frame, begin, end);
+  }
+}
+
+}  // namespace
+
+GroupPlan::GroupPlan(std::vector<int32_t> ends_, Heights heights_)
+    : ends(std::move(ends_)), heights(std::move(heights_)) {
+  if (static_cast<int32_t>(ends.size()) != heights.groups()) {
+    throw std::invalid_argument("a plan has " + std::to_string(ends.size()) + " groups and heights for " +
+                                std::to_string(heights.groups()));
+  }
+  if (!std::is_sorted(ends.begin(), ends.end())) throw std::invalid_argument("groups must follow one another");
+}
+
+void run_alone(StepRun& run) {
+  try {
+    fill(run);
+    for (int32_t group = 0; group < run.plan->heights.groups(); ++group) run_group(run, group);
+    run.outputs = run.frame->finish();
+    let_go(run);
+  } catch (const NodeError& error) {
+    run.failed_node = error.node;
+    run.error = std::current_exception();
+    let_go(run);
+  } catch (...) {
+    run.error = std::current_exception();
+    let_go(run);
+  }
+  run.done = true;
+}
+
+int64_t Engine::now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity) : admission_(capacity) {
+  if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
+  if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
+  const int before = at::get_num_threads();
+  for (int32_t i = 0; i < lanes; ++i) {
+    auto lane = std::make_unique<Lane>();
+    lane->index = i;
+    lanes_.push_back(std::move(lane));
+  }
+  std::mutex started_lock;
+  std::condition_variable started_one;
+  int32_t started = 0;
+  for (auto& lane : lanes_) {
+    lane->thread = std::thread([this, intra_op, lane = lane.get(), &started_lock, &started_one, &started] {
+      at::set_num_threads(intra_op);
+      {
+        std::lock_guard<std::mutex> guard(started_lock);
+        ++started;
+        started_one.notify_all();
+      }
+      lane_main(*lane);
+    });
+  }
+  std::unique_lock<std::mutex> guard(started_lock);
+  started_one.wait(guard, [&] { return started == lanes; });
+  // set_num_threads also sets what threads that start later will take: put that back.
+  at::set_num_threads(before);
+}
+
+Engine::~Engine() {
+  {
+    std::lock_guard<std::mutex> guard(lock_);
+    stop_ = true;
+    for (auto& [id, job] : jobs_) job->cancelled = "the engine is shutting down";
+    for (auto& lane : lanes_) lane->wake.notify_all();
+  }
+  for (auto& lane : lanes_) lane->thread.join();
+  const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
+  for (auto& [id, job] : jobs_) fail_queue(*job, error);
+}
+
+Engine::Job& Engine::find(Id job) {
+  auto found = jobs_.find(job);
+  if (found == jobs_.end()) throw std::invalid_argument("job " + std::to_string(job) + " is not in this engine");
+  return *found->second;
+}
+
+const Engine::Job& Engine::find(Id job) const { return const_cast<Engine*>(this)->find(job); }
+
+Engine::Id Engine::add_job() {
+  std::lock_guard<std::mutex> guard(lock_);
+  auto job = std::make_unique<Job>();
+  job->id = next_id_++;
+  job->barriers.emplace_back(kFirstGroupParties);
+  job->barriers[0].arrive();  // there is no step before the first
+  const Id id = job->id;
+  jobs_.emplace(id, std::move(job));
+  return id;
+}
+
+void Engine::submit(Id id, std::shared_ptr<StepRun> run) {
+  std::lock_guard<std::mutex> guard(lock_);
+  Job& job = find(id);
+  if (stop_) throw std::runtime_error("the engine has been closed");
+  if (run->plan->heights.largest() > admission_.pending_capacity().value_or(admission_.capacity())) {
+    throw std::invalid_argument("a step that reaches " + std::to_string(run->plan->heights.largest()) +
+                                " bytes cannot run in " + std::to_string(admission_.capacity()) + " bytes");
+  }
+  job.queue.push_back(std::move(run));
+  if (!job.running || job.queue.size() == 2) batch_arrives(job);
+  offer_room(nullptr);
+}
+
+void Engine::batch_arrives(Job& job) {
+  if (job.batch_arrived) return;
+  job.batch_arrived = true;
+  job.barriers[0].arrive();
+  if (job.barriers[0].waiting_for() == 1) {
+    job.waiting_since = now_ns();
+    ready_.push_back(&job);
+  }
+}
+
+Engine::Lane* Engine::free_lane(Lane* here) {
+  if (here != nullptr && here->job == nullptr) return here;
+  for (auto& lane : lanes_) {
+    if (lane->job == nullptr) return lane.get();
+  }
+  return nullptr;
+}
+
+// Room is the last arrival at a group's barrier: whoever gets it may be issued.
+bool Engine::grant(Job& job, Lane* here) {
+  StepRun& run = *job.queue.front();
+  const bool starts = !admission_.in_step(job.id);
+  const int32_t group = starts ? 0 : run.plan->heights.groups() - admission_.groups_left(job.id);
+  Lane* lane = nullptr;
+  if (starts) {
+    lane = free_lane(here);
+    if (lane == nullptr) return false;
+  }
+  if (!admission_.try_issue(job.id, &run.plan->heights)) {
+    admission_.wait(job.id);
+    return false;
+  }
+  peak_held_ = std::max(peak_held_, admission_.held());
+  job.barriers[group].arrive();
+  if (starts) {
+    ready_.erase(std::find(ready_.begin(), ready_.end(), &job));
+    job.running = true;
+    job.lane = lane->index;
+    lane->job = &job;
+  } else {
+    lane = lanes_[job.lane].get();
+  }
+  run.waited_ns += now_ns() - job.waiting_since;
+  if (lane != here) lane->wake.notify_one();
+  return true;
+}
+
+void Engine::offer_room(Lane* here) {
+  if (!admission_.waiting().empty()) {
+    for (Id id : admission_.waiting()) grant(find(id), here);
+  }
+  for (size_t i = 0; i < ready_.size();) {
+    if (free_lane(here) == nullptr) return;
+    Job* job = ready_[i];
+    if (!grant(*job, here)) ++i;
+  }
+}
+
+void Engine::lane_main(Lane& lane) {
+  std::unique_lock<std::mutex> lock(lock_);
+  while (true) {
+    lane.wake.wait(lock, [&] { return stop_ || lane.job != nullptr; });
+    if (lane.job == nullptr) return;
+    run_step(lock, lane);
+  }
+}
+
+void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
+  Job& job = *lane.job;
+  auto held_run = job.queue.front();
+  StepRun& run = *held_run;
+  const int32_t groups = run.plan->heights.groups();
+  while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
+  std::exception_ptr error;
+  bool filled = false;
+  for (int32_t group = 0; group < groups; ++group) {
+    CounterBarrier& barrier = job.barriers[group];
+    lane.wake.wait(lock, [&] { return barrier.open() || !job.cancelled.empty(); });
+    if (!job.cancelled.empty()) {
+      error = std::make_exception_ptr(Cancelled(job.cancelled));
+      break;
+    }
+    barrier.pass();
+    if (group == 0) {
+      job.batch_arrived = false;
+      if (job.queue.size() > 1) batch_arrives(job);
+    }
+    const int64_t start = now_ns();
+    const int64_t held = admission_.held(), own = admission_.held_by(job.id);
+    lock.unlock();
+    try {
+      if (!filled && run.frame) fill(run);
+      filled = true;
+      run_group(run, group);
+      if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
+    } catch (const NodeError& failure) {
+      run.failed_node = failure.node;
+      error = std::current_exception();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (run.frame && (error || group + 1 == groups)) let_go(run);
+    run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
+    const int64_t end = now_ns();
+    lock.lock();
+    run.busy_ns += end - start;
+    lane.busy_ns += end - start;
+    if (recording_ && spans_.size() < most_spans_) {
+      spans_.push_back({job.id, job.steps, group, lane.index, start, end, held, own});
+    }
+    if (error) break;
+    if (admission_.complete(job.id)) break;
+    job.barriers[group + 1].arrive();  // the group before
+    job.waiting_since = end;
+    if (admission_.waiting().empty()) {
+      grant(job, &lane);
+    } else {
+      admission_.wait(job.id);  // the others may be nearer the end of theirs
+      offer_room(&lane);
+    }
+    scheduling_ns_ += now_ns() - end;
+  }
+  if (error) {
+    lock.unlock();
+    if (run.frame && filled) let_go(run);
+    lock.lock();
+    run.error = error;
+  }
+  lane.job = nullptr;
+  end_step(job, run);
+  const int64_t before = now_ns();
+  offer_room(&lane);
+  scheduling_ns_ += now_ns() - before;
+}
+
+void Engine::end_step(Job& job, StepRun& run) {
+  admission_.release(job.id);
+  ++steps_done_;
+  ++job.steps;
+  const bool failed = run.error != nullptr;
+  job.queue.pop_front();
+  job.running = false;
+  job.lane = -1;
+  run.done = true;
+  run.finished.notify_all();
+  if (failed) {
+    fail_queue(job, std::make_exception_ptr(Cancelled("an earlier step of this job failed")));
+    for (auto& barrier : job.barriers) barrier.rearm();
+    ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
+    job.batch_arrived = false;
+  }
+  job.barriers[0].arrive();  // the step before
+  if (job.barriers[0].waiting_for() == 1) {
+    job.waiting_since = now_ns();
+    ready_.push_back(&job);
+  }
+  idle_.notify_all();
+}
+
+void Engine::fail_queue(Job& job, const std::exception_ptr& error) {
+  for (auto& run : job.queue) {
+    run->error = error;
+    run->done = true;
+    run->inputs.clear();
+    run->finished.notify_all();
+  }
+  job.queue.clear();
+}
+
+void Engine::cancel(Id id, const std::string& reason) {
+  std::unique_lock<std::mutex> lock(lock_);
+  Job& job = find(id);
+  job.cancelled = reason.empty() ? "cancelled" : reason;
+  if (job.running) {
+    lanes_[job.lane]->wake.notify_all();
+    idle_.wait(lock, [&] { return !job.running; });
+  }
+  admission_.release(id);
+  fail_queue(job, std::make_exception_ptr(Cancelled(job.cancelled)));
+  ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
+  for (auto& barrier : job.barriers) barrier.rearm();
+  job.barriers[0].arrive();
+  job.batch_arrived = false;
+  job.cancelled.clear();
+  offer_room(nullptr);
+}
+
+void Engine::remove_job(Id id) {
+  cancel(id, "its job was removed");
+  std::lock_guard<std::mutex> guard(lock_);
+  jobs_.erase(id);
+}
+
+bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
+  std::unique_lock<std::mutex> lock(lock_);
+  return run->finished.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return run->done; });
+}
+
+bool Engine::set_capacity(int64_t bytes) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const bool now = admission_.set_capacity(bytes);
+  for (auto& [id, job] : jobs_) {
+    if (job->running || job->queue.empty() || job->queue.front()->plan->heights.largest() <= bytes) continue;
+    // It would wait for ever.
+    fail_queue(*job, std::make_exception_ptr(std::runtime_error(
+                         "the memory limit was lowered below what a step of this job needs: it reaches " +
+                         std::to_string(job->queue.front()->plan->heights.largest()) + " bytes, " +
+                         std::to_string(bytes) + " are left")));
+    admission_.release(id);
+    ready_.erase(std::remove(ready_.begin(), ready_.end(), job.get()), ready_.end());
+    job->barriers[0].rearm();
+    job->barriers[0].arrive();
+    job->batch_arrived = false;
+  }
+  offer_room(nullptr);
+  return now;
+}
+
+int64_t Engine::capacity() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return admission_.capacity();
+}
+int64_t Engine::held() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return admission_.held();
+}
+int64_t Engine::peak_held() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return peak_held_;
+}
+size_t Engine::queued(Id job) const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return find(job).queue.size();
+}
+std::vector<int64_t> Engine::lane_busy_ns() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  std::vector<int64_t> busy;
+  for (const auto& lane : lanes_) busy.push_back(lane->busy_ns);
+  return busy;
+}
+int64_t Engine::steps_done() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return steps_done_;
+}
+int64_t Engine::scheduling_ns() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return scheduling_ns_;
+}
+
+void Engine::record_spans(bool on, size_t most) {
+  std::lock_guard<std::mutex> guard(lock_);
+  recording_ = on;
+  most_spans_ = most;
+}
+
+std::vector<Span> Engine::take_spans() {
+  std::lock_guard<std::mutex> guard(lock_);
+  return std::move(spans_);
+}
+
+void Engine::check() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  admission_.check();
+}
+
+}  // namespace waterflow

@@ -1,0 +1,139 @@
+// Lanes that run the steps of many jobs, group by group, as admission and barriers allow.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "admission.h"
+#include "barrier.h"
+#include "program.h"
+
+namespace waterflow {
+
+// The groups of one captured step: where each ends in its program, and what it holds.
+struct GroupPlan {
+  GroupPlan(std::vector<int32_t> ends, Heights heights);
+  std::vector<int32_t> ends;
+  Heights heights;
+};
+
+struct Cancelled : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// One step of one job on its way through the engine.
+struct StepRun {
+  std::shared_ptr<const GroupPlan> plan;
+  // A captured step ...
+  std::shared_ptr<Frame> frame;
+  std::vector<std::pair<int32_t, c10::IValue>> inputs;  // slots to fill when it starts
+  bool profile = false;
+  std::vector<InstructionProfile> profiled;
+  // ... or anything else that is one group.
+  std::function<void()> opaque;
+
+  std::vector<at::Tensor> outputs;
+  std::exception_ptr error;
+  int32_t failed_node = -1;
+  bool done = false;
+  int64_t waited_ns = 0;  // for room, at all of its groups
+  int64_t busy_ns = 0;    // on the lane, its groups running
+  std::condition_variable finished;
+};
+
+// A captured step, run on the calling thread with no engine.
+void run_alone(StepRun& run);
+
+struct Span {
+  int64_t job, step, group, lane, start_ns, end_ns, held, held_by_job;
+};
+
+class Engine {
+ public:
+  using Id = int64_t;
+
+  // `intra_op`: threads of each lane inside one operation, fixed for the engine's life (another number changes bits).
+  Engine(int32_t lanes, int32_t intra_op, int64_t capacity);
+  ~Engine();
+
+  Id add_job();
+  // Cancels what is queued, waits for a group in flight to end, and forgets the job.
+  void remove_job(Id job);
+  void submit(Id job, std::shared_ptr<StepRun> run);
+  // Waits at most `milliseconds`; returns whether the step is done. Does not rethrow.
+  bool wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds);
+  // Cancels queued steps, and the one that runs at its next group boundary. `reason` is in their error.
+  void cancel(Id job, const std::string& reason);
+
+  bool set_capacity(int64_t bytes);
+  int64_t capacity() const;
+  int64_t held() const;
+  int64_t peak_held() const;
+  size_t queued(Id job) const;
+  int32_t lanes() const { return static_cast<int32_t>(lanes_.size()); }
+  std::vector<int64_t> lane_busy_ns() const;
+  int64_t steps_done() const;
+  int64_t scheduling_ns() const;  // spent inside admission and barriers, all lanes
+  static int64_t now_ns();
+
+  void record_spans(bool on, size_t most);
+  std::vector<Span> take_spans();
+  void check() const;
+
+ private:
+  struct Job {
+    Id id;
+    std::deque<std::shared_ptr<StepRun>> queue;  // the front one may be running
+    std::vector<CounterBarrier> barriers;        // one a group; the first counts previous step, batch and room
+    int64_t steps = 0;
+    int64_t waiting_since = 0;
+    int32_t lane = -1;
+    bool batch_arrived = false;
+    bool running = false;
+    std::string cancelled;  // the reason; empty when not
+  };
+  struct Lane {
+    int32_t index;
+    Job* job = nullptr;
+    std::condition_variable wake;
+    int64_t busy_ns = 0;
+    std::thread thread;
+  };
+
+  void lane_main(Lane& lane);
+  void run_step(std::unique_lock<std::mutex>& lock, Lane& lane);
+  void end_step(Job& job, StepRun& run);
+  void fail_queue(Job& job, const std::exception_ptr& error);
+  void batch_arrives(Job& job);
+  void offer_room(Lane* here);
+  bool grant(Job& job, Lane* here);
+  Lane* free_lane(Lane* here);
+  Job& find(Id job);
+  const Job& find(Id job) const;
+
+  mutable std::mutex lock_;
+  Admission admission_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::unordered_map<Id, std::unique_ptr<Job>> jobs_;
+  std::deque<Job*> ready_;  // a step is there and only room and a lane are missing, first come first
+  std::condition_variable idle_;
+  Id next_id_ = 0;
+  int64_t peak_held_ = 0;
+  int64_t steps_done_ = 0;
+  int64_t scheduling_ns_ = 0;
+  bool stop_ = false;
+  bool recording_ = false;
+  size_t most_spans_ = 0;
+  std::vector<Span> spans_;
+};
+
+}  // namespace waterflow

@@ -1,0 +1,171 @@
+#include "program.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
+
+#include <chrono>
+
+#include "../../allocator/csrc/meter.h"
+
+namespace waterflow {
+namespace {
+
+bool strides_match(const at::Tensor& tensor, const std::vector<int64_t>& expected) {
+  const auto strides = tensor.strides();
+  const auto sizes = tensor.sizes();
+  if (strides.size() != expected.size()) return false;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (strides[i] != expected[i] && sizes[i] > 1) return false;
+  }
+  return true;
+}
+
+at::Tensor with_strides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  auto copy = at::empty_strided(tensor.sizes(), strides, tensor.options());
+  copy.copy_(tensor);
+  return copy;
+}
+
+void match_strides(const ExpectedStrides& expected, c10::IValue& value) {
+  if (expected.element < 0) {
+    if (!value.isTensor() || strides_match(value.toTensor(), expected.strides)) return;
+    value = with_strides(value.toTensor(), expected.strides);
+    return;
+  }
+  auto list = value.toTensorList();
+  at::Tensor element = list.get(expected.element);
+  if (!strides_match(element, expected.strides)) list.set(expected.element, with_strides(element, expected.strides));
+}
+
+// Graphs are captured below autograd, so their operations run below it, too.
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView guard;
+};
+
+}  // namespace
+
+void Program::execute(const Instruction& instruction, Frame& frame) const {
+  auto& stack = frame.stack;
+  auto& slots = frame.slots;
+  stack.clear();
+  for (const auto& argument : instruction.arguments) {
+    switch (argument.kind) {
+      case Argument::Kind::constant:
+        stack.push_back(argument.value);
+        break;
+      case Argument::Kind::slot:
+        if (argument.last_use) {
+          stack.push_back(std::move(slots[argument.slot]));
+        } else {
+          stack.push_back(slots[argument.slot]);
+        }
+        break;
+      case Argument::Kind::tensor_list: {
+        c10::List<at::Tensor> list;
+        list.reserve(argument.slots.size());
+        for (auto slot : argument.slots) list.push_back(slots[slot].toTensor());
+        stack.emplace_back(std::move(list));
+        break;
+      }
+      case Argument::Kind::optional_tensor_list: {
+        c10::List<std::optional<at::Tensor>> list;
+        list.reserve(argument.slots.size());
+        for (auto slot : argument.slots) {
+          if (slot < 0) {
+            list.push_back(std::nullopt);
+          } else {
+            list.push_back(slots[slot].toTensor());
+          }
+        }
+        stack.emplace_back(std::move(list));
+        break;
+      }
+    }
+  }
+  for (const auto& expected : instruction.expected) match_strides(expected, stack[expected.argument]);
+  if (instruction.random && frame.random.defined()) {
+    GeneratorSwap swap(frame.random);
+    instruction.op.callBoxed(stack);
+  } else {
+    instruction.op.callBoxed(stack);
+  }
+  if (instruction.result_is_list) {
+    auto list = stack.back().toTensorVector();
+    for (size_t i = 0; i < instruction.results.size(); ++i) {
+      if (instruction.results[i] >= 0) slots[instruction.results[i]] = std::move(list[i]);
+    }
+  } else {
+    for (size_t i = 0; i < instruction.results.size(); ++i) {
+      if (instruction.results[i] >= 0) slots[instruction.results[i]] = std::move(stack[i]);
+    }
+  }
+  stack.clear();
+  for (auto slot : instruction.drops) slots[slot] = c10::IValue();
+}
+
+void Program::run(Frame& frame, int32_t begin, int32_t end) const {
+  BelowAutograd below;
+  for (int32_t i = begin; i < end; ++i) {
+    try {
+      execute(instructions_[i], frame);
+    } catch (const std::exception& error) {
+      frame.stack.clear();
+      throw NodeError(i, error.what());
+    }
+  }
+}
+
+void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, std::vector<InstructionProfile>& profile) const {
+  using clock = std::chrono::steady_clock;
+  BelowAutograd below;
+  MeterGuard meter;
+  for (int32_t i = begin; i < end; ++i) {
+    const int64_t before = meter.current();
+    meter.restart_peak();
+    const auto start = clock::now();
+    try {
+      execute(instructions_[i], frame);
+    } catch (const std::exception& error) {
+      frame.stack.clear();
+      throw NodeError(i, error.what());
+    }
+    auto& entry = profile[i];
+    entry.nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(clock::now() - start).count();
+    entry.peak = meter.peak() - before;
+    entry.net = meter.current() - before;
+    entry.requests = meter.requests();
+  }
+}
+
+void Program::make_views(Frame& frame) const {
+  BelowAutograd below;
+  for (const auto& view : views_) execute(view, frame);
+}
+
+std::vector<at::Tensor> Frame::finish() {
+  BelowAutograd below;
+  for (auto slot : program->written()) {
+    if (slots[slot].isTensor()) slots[slot].toTensor().unsafeGetTensorImpl()->bump_version();
+  }
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(program->outputs().size());
+  for (auto slot : program->outputs()) {
+    if (slot < 0 || !slots[slot].isTensor()) {
+      outputs.emplace_back();
+      continue;
+    }
+    at::Tensor value = slots[slot].toTensor();
+    // What a user may keep owns its memory: no input's, and no more of an intermediate's than it shows.
+    const bool shares = slot < program->inputs() || value.storage().nbytes() > value.nbytes() || value.is_view();
+    outputs.push_back(shares ? value.detach().clone() : value);
+  }
+  return outputs;
+}
+
+void Frame::clear_intermediates() {
+  for (size_t i = program->fixed(); i < slots.size(); ++i) slots[i] = c10::IValue();
+  stack.clear();
+}
+
+}  // namespace waterflow

@@ -1,0 +1,112 @@
+// A captured step as a flat list of dispatcher calls over numbered slots.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/jit/runtime/operator.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "random_state.h"
+
+namespace waterflow {
+
+struct Argument {
+  enum class Kind : uint8_t { constant, slot, tensor_list, optional_tensor_list };
+  Kind kind = Kind::constant;
+  int32_t slot = -1;
+  bool last_use = false;  // a slot whose value may be moved out
+  c10::IValue value;
+  std::vector<int32_t> slots;  // of a list; -1 is None
+};
+
+// A tensor argument whose strides the captured graph relied on. Fake tensors predict strides that real
+// kernels do not always return; where a call walks raw memory it must see the predicted ones.
+struct ExpectedStrides {
+  int32_t argument;
+  int32_t element;  // of a list argument; -1 for a plain one
+  std::vector<int64_t> strides;
+};
+
+struct Instruction {
+  c10::OperatorHandle op;
+  std::vector<Argument> arguments;
+  std::vector<int32_t> results;  // slot per result; -1 drops it
+  std::vector<int32_t> drops;    // slots that die here
+  std::vector<ExpectedStrides> expected;
+  bool result_is_list = false;
+  bool random = false;
+};
+
+// What one instruction did to memory and how long it took; filled while a step is profiled.
+struct InstructionProfile {
+  int64_t peak = 0;         // bytes above what was held when it began
+  int64_t net = 0;          // bytes held after it, less bytes held before
+  int64_t nanoseconds = 0;
+  int64_t requests = 0;
+};
+
+struct NodeError : std::runtime_error {
+  NodeError(int32_t node, const std::string& what) : std::runtime_error(what), node(node) {}
+  int32_t node;
+};
+
+struct Frame;
+
+// Immutable once built; shared by every job whose capture is the same.
+class Program {
+ public:
+  // Slots [0, inputs) are inputs; [inputs, fixed) are views of inputs that stay as long as their storage does.
+  Program(int32_t inputs, int32_t fixed, int32_t slots) : inputs_(inputs), fixed_(fixed), slots_(slots) {}
+
+  void add(Instruction instruction) { instructions_.push_back(std::move(instruction)); }
+  void add_view(Instruction instruction) { views_.push_back(std::move(instruction)); }
+  void set_outputs(std::vector<int32_t> slots) { outputs_ = std::move(slots); }
+  void set_written(std::vector<int32_t> slots) { written_ = std::move(slots); }
+
+  int32_t inputs() const { return inputs_; }
+  int32_t fixed() const { return fixed_; }
+  int32_t slots() const { return slots_; }
+  const std::vector<int32_t>& written() const { return written_; }
+  int32_t size() const { return static_cast<int32_t>(instructions_.size()); }
+  const std::vector<int32_t>& outputs() const { return outputs_; }
+
+  // Computes the fixed views, once the inputs that they look at are in the frame.
+  void make_views(Frame& frame) const;
+  // Runs instructions [begin, end) on the calling thread, without the interpreter lock.
+  // Throws NodeError; the frame is then to be cleared by the caller.
+  void run(Frame& frame, int32_t begin, int32_t end) const;
+  // The same, recording requests and times of each instruction into `profile` (one entry an instruction).
+  void run_profiled(Frame& frame, int32_t begin, int32_t end, std::vector<InstructionProfile>& profile) const;
+
+ private:
+  void execute(const Instruction& instruction, Frame& frame) const;
+
+  int32_t inputs_;
+  int32_t fixed_;
+  int32_t slots_;
+  std::vector<Instruction> instructions_;
+  std::vector<Instruction> views_;
+  std::vector<int32_t> outputs_;
+  std::vector<int32_t> written_;  // inputs that the step changes in place
+};
+
+// The values of one job while a step runs.
+struct Frame {
+  explicit Frame(std::shared_ptr<const Program> program_)
+      : program(std::move(program_)), slots(program->slots()) {}
+
+  // After the last group: what the user gets, in memory of its own; marks changed inputs as changed.
+  std::vector<at::Tensor> finish();
+  void clear_intermediates();
+
+  std::shared_ptr<const Program> program;
+  std::vector<c10::IValue> slots;
+  torch::jit::Stack stack;
+  at::Generator random;  // undefined: the process's own generator, as in eager
+};
+
+}  // namespace waterflow

@@ -1,0 +1,136 @@
+"""Steps that run eagerly: the reference that captured steps equal, and the way of what cannot be captured."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from waterflow import _C
+from waterflow.errors import InvalidJobError
+from waterflow.partition.capture import StepSpec, split_result
+from waterflow.partition.cleanup import is_random
+
+
+class ModelAndLoss(nn.Module):
+    """Holds a model beside a loss that has tensors of its own (class weights, margins)."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.training = model.training
+
+
+class _OfTarget:
+    """``loss(output, target)`` as a step function."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self.loss = loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise InvalidJobError(
+                f"loss(output, target) needs batches (input, target); got {type(batch).__name__}. "
+                "Pass step=, a function of (model, batch), for other batches"
+            )
+        return self.loss(model(*batch[:-1]), batch[-1])
+
+
+class _OfHeldLoss:
+    """The same for a loss module that is held beside the model."""
+
+    def __call__(self, holder: nn.Module, batch: Any) -> Any:
+        assert isinstance(holder, ModelAndLoss)
+        return _OfTarget(holder.loss)(holder.model, batch)
+
+
+class _OfOutput:
+    """The model computes its loss itself."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            output = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        if isinstance(output, dict) and "loss" in output:
+            return output["loss"]
+        return getattr(output, "loss", output)
+
+
+def compose(
+    model: nn.Module, loss: Any, step: Callable[[nn.Module, Any], Any] | None
+) -> tuple[nn.Module, Callable[[nn.Module, Any], Any]]:
+    """The module whose tensors a step trains, and the function of (module, batch) that computes its loss."""
+    if step is None and loss is not None and not isinstance(loss, nn.Module) and _wants_model(loss):
+        step = loss
+    if step is not None:
+        return model, step
+    if loss is None:
+        return model, _OfOutput()
+    if isinstance(loss, nn.Module) and any(True for _ in [*loss.parameters(), *loss.buffers()]):
+        return ModelAndLoss(model, loss), _OfHeldLoss()
+    if not callable(loss):
+        raise InvalidJobError(f"loss must be callable; got {type(loss).__name__}")
+    return model, _OfTarget(loss)
+
+
+def _wants_model(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return bool(parameters) and parameters[0] == "model"
+
+
+class OwnRandomNumbers(TorchDispatchMode):
+    """Shows a job's own generator to each random operation of eager code, forward and backward."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_random(func):
+            return func(*args, **(kwargs or {}))
+        with _C.GeneratorSwap(self._generator):
+            return func(*args, **(kwargs or {}))
+
+
+class EagerStep:
+    """One training step through autograd and the optimizer's own ``step()``."""
+
+    def __init__(self, spec: StepSpec, generator: torch.Generator | None) -> None:
+        self._spec = spec
+        self._generator = generator
+
+    def __call__(self, batch: Any, update: bool) -> Any:
+        """Train on ``batch``; returns the loss, or (loss, metrics)."""
+        spec = self._spec
+        random = OwnRandomNumbers(self._generator) if self._generator is not None else contextlib.nullcontext()
+        cast: Any = contextlib.nullcontext()
+        if spec.autocast is not None:
+            cast = torch.autocast(spec.device.type, dtype=spec.autocast)
+        with random, torch.enable_grad():
+            with cast:
+                result = spec.compute_loss(spec.model, batch)
+            loss, metrics = split_result(result)
+            (loss / spec.accumulate if spec.accumulate > 1 else loss).backward()
+        if update:
+            trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
+            if spec.clip_norm is not None:
+                nn.utils.clip_grad_norm_(trained, spec.clip_norm)
+            if spec.clip_value is not None:
+                nn.utils.clip_grad_value_(trained, spec.clip_value)
+            spec.optimizer.step()
+            spec.optimizer.zero_grad(set_to_none=True)
+        if metrics:
+            return loss.detach(), {name: value.detach() for name, value in metrics.items()}
+        return loss.detach()

@@ -1,0 +1,262 @@
+"""The engine of one device: lanes, the memory limit, and what each job may hold of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from waterflow import _C
+from waterflow.errors import InvalidJobError, MemoryLimitError
+from waterflow.partition.plan import Plan, format_bytes
+
+logger = logging.getLogger("waterflow")
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
+          "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+DEFAULT_MEMORY = 0.8
+# Held back for eager work beside the steps (evaluation, the first look at what is not captured).
+RESERVE_SHARE = 0.05
+LEAST_RESERVE = 64 << 20
+
+
+def parse_memory(memory: int | float | str | None, available: int | None = None) -> int:
+    """Bytes of a memory limit: an integer, a share of what is free (a float up to 1.0), or text like ``4GiB``."""
+    if memory is None:
+        memory = DEFAULT_MEMORY
+    if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
+        raise InvalidJobError(f"memory must be bytes, a share, or text like '4GiB'; got {memory!r}")
+    if isinstance(memory, str):
+        text = memory.strip().lower()
+        number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+        unit = text[len(number) :].strip()
+        try:
+            count = float(number) * _UNITS[unit]
+        except (ValueError, KeyError):
+            raise InvalidJobError(f"cannot read {memory!r} as memory; write '4GiB', '800MB', or a number") from None
+        if "." in number and unit == "" and float(number) <= 1:
+            return parse_memory(float(number), available)
+        bytes_ = int(count)
+    elif isinstance(memory, float) and memory <= 1.0:
+        if memory <= 0:
+            raise InvalidJobError(f"a share of the memory must lie in (0, 1]; got {memory}")
+        bytes_ = int((available if available is not None else free_memory()) * memory)
+    else:
+        bytes_ = int(memory)
+    if bytes_ <= 0:
+        raise InvalidJobError(f"a memory limit must be positive; got {memory!r}")
+    return bytes_
+
+
+def free_memory() -> int:
+    """Bytes that this machine could still give out, the control group's limit included."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            available = min(available, int(limit.read()) - int(used.read()))
+    return available
+
+
+@dataclass
+class Claim:
+    """What one job holds for as long as it is in the engine, and the largest height that its steps reach."""
+
+    name: str
+    owner: int
+    bytes: int
+    height: int
+
+
+class Engine:
+    """Runs the steps of many jobs on one device under one memory limit.
+
+    Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
+    themselves (thread pools, workspaces inside oneDNN) is outside it.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        memory: int | float | str | None = None,
+        lanes: int | None = None,
+        intra_op: int = 1,
+        reserve: int | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cpu":
+            raise InvalidJobError(
+                f"device {str(self.device)!r} is not supported by this version, which trains on 'cpu'; "
+                "pass device='cpu'"
+            )
+        self.limit = parse_memory(memory)
+        if reserve is None:
+            reserve = min(max(int(self.limit * RESERVE_SHARE), LEAST_RESERVE), self.limit // 4)
+        self.reserve = reserve
+        self.intra_op = intra_op
+        self.lanes = lanes if lanes is not None else max(1, (os.cpu_count() or 1) // intra_op)
+        self.native = _C.Engine(lanes=self.lanes, intra_op=intra_op, capacity=self.limit - self.reserve)
+        self._claims: dict[int, Claim] = {}
+        self._changed = threading.Condition()
+        self._waiting: set[int] = set()
+        self._eager = threading.Lock()
+        self._closed = False
+        self.started_ns = _C.Engine.now_ns()
+        self.names: dict[int, str] = {}
+        self.persistent_log: list[tuple[int, int, str, int]] = []
+
+    # -- jobs
+
+    def add_job(self, name: str) -> int:
+        """Make room in the book for a job; returns its number in this engine."""
+        job = int(self.native.add_job())
+        self.names[job] = name
+        return job
+
+    def remove_job(self, job: int) -> None:
+        """Cancel what the job has queued and give back all that it claimed."""
+        with contextlib.suppress(ValueError):
+            self.native.remove_job(job)
+        self.release(job)
+
+    def claim(self, job: int, plan: Plan, *, batches: int = 1) -> None:
+        """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
+
+        What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
+        does not fit into an empty device, or when everyone who holds memory waits for more.
+        """
+        wanted = plan.persistent + plan.batch * batches
+        owner = threading.get_ident()
+        with self._changed:
+            mine = self._claims.get(job)
+            if mine is not None and wanted <= mine.bytes and plan.height <= mine.height:
+                return
+            if wanted + plan.height > self.limit - self.reserve:
+                raise self.too_large(plan, wanted)
+            try:
+                while not self._fits(job, wanted, plan.height):
+                    self._waiting.add(owner)
+                    holders = {c.owner for j, c in self._claims.items() if j != job}
+                    if holders <= self._waiting:
+                        raise MemoryLimitError(
+                            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of "
+                            f"{format_bytes(self._largest(job, plan.height))}, and everyone who holds memory of the "
+                            f"{format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
+                            needed=wanted + plan.height, limit=self.limit,
+                        )  # fmt: skip
+                    self._changed.wait(timeout=1.0)
+                    if self._closed:
+                        raise InvalidJobError("the engine was closed while a job waited for memory")
+            finally:
+                self._waiting.discard(owner)
+            self._claims[job] = Claim(plan.name, owner, wanted, plan.height)
+            self._book(job, plan.name, wanted)
+            self._set_capacity()
+
+    def would_fit(self, plan: Plan) -> bool:
+        """Whether a further job with this plan could claim its memory now."""
+        with self._changed:
+            return self._fits(-1, plan.persistent + plan.batch, plan.height)
+
+    def release(self, job: int) -> None:
+        """Give back what a job claimed."""
+        with self._changed:
+            claim = self._claims.pop(job, None)
+            if claim is not None:
+                self._book(job, claim.name, 0)
+                self._set_capacity()
+            self._changed.notify_all()
+
+    def claimed(self) -> int:
+        """Bytes that persist for the jobs now in the engine."""
+        with self._changed:
+            return sum(claim.bytes for claim in self._claims.values())
+
+    def too_large(self, plan: Plan, wanted: int, largest_batch: int | None = None) -> MemoryLimitError:
+        """The error for a job that does not fit even alone."""
+        room = self.limit - self.reserve
+        advice = f"; the largest batch that fits is {largest_batch}" if largest_batch else ""
+        return MemoryLimitError(
+            f"job {plan.name!r} does not fit: its state and batch take {format_bytes(wanted)} and its step reaches "
+            f"{format_bytes(plan.height)} above them; the limit of {format_bytes(self.limit)} leaves "
+            f"{format_bytes(room)} (the rest is the reserve){advice}. Lower the batch size or raise memory=.",
+            needed=wanted + plan.height, limit=self.limit, largest_batch=largest_batch,
+        )  # fmt: skip
+
+    def _fits(self, job: int, wanted: int, height: int) -> bool:
+        others = sum(c.bytes for j, c in self._claims.items() if j != job)
+        return others + wanted + self._largest(job, height) <= self.limit - self.reserve
+
+    def _largest(self, job: int, height: int) -> int:
+        return max([height, *(c.height for j, c in self._claims.items() if j != job)])
+
+    def _set_capacity(self) -> None:
+        self.native.set_capacity(self.limit - self.reserve - sum(c.bytes for c in self._claims.values()))
+
+    def _book(self, job: int, name: str, count: int) -> None:
+        self.persistent_log.append((_C.Engine.now_ns(), job, name, count))
+
+    # -- work that is not captured
+
+    def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None) -> tuple[Any, int]:
+        """Run ``work`` on a lane as one group; returns its result and its measured height in bytes.
+
+        Without a plan the height is not known yet: it then runs in the reserve, one at a time.
+        """
+        box: list[Any] = []
+
+        def task() -> None:
+            box.append(_C.metered(work))
+
+        with contextlib.nullcontext() if plan is not None else self._eager:
+            run = _C.opaque_run(plan or _C.GroupPlan(ends=[1], peak=[0], after=[0]), task)
+            self.native.submit(job, run)
+            self.native.wait(run)
+            run.outputs()
+        result, height = box[0]
+        return result, height
+
+    def close(self) -> None:
+        """End the lanes. Steps that are queued fail; nothing waits for ever."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for job in list(self.names):
+            with contextlib.suppress(ValueError):
+                self.native.remove_job(job)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_local = threading.local()
+
+
+def current_engine() -> Engine | None:
+    """The engine that work of the calling thread belongs to; None outside of any."""
+    return getattr(_local, "engine", None)
+
+
+@contextlib.contextmanager
+def within(engine: Engine) -> Iterator[None]:
+    """Steps that the calling thread makes or calls inside belong to ``engine``."""
+    before = current_engine()
+    _local.engine = engine
+    try:
+        yield
+    finally:
+        _local.engine = before

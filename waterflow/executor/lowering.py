@@ -1,0 +1,232 @@
+"""From a captured graph to the executor's program: numbered slots, positional arguments, last uses."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from waterflow import _C
+from waterflow.errors import CaptureError
+from waterflow.partition.capture import FIRST_STEP_FLAG, GROUP_NUMBERS, Capture, GraphInput
+from waterflow.partition.cleanup import is_random, is_view
+from waterflow.partition.fake_rules import is_update
+
+aten = torch.ops.aten
+
+# Operations whose result is wrong or an error when their argument's strides are not the captured ones.
+_STRIDE_BOUND = frozenset(
+    {aten.view.default, aten._unsafe_view.default, aten.as_strided.default, aten.view_as_real.default}
+)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program and what it needs. ``instructions[i]`` is the graph node behind instruction ``i``."""
+
+    program: _C.Program
+    inputs: tuple[GraphInput, ...]
+    constants: tuple[tuple[int, torch.Tensor], ...]
+    instructions: tuple[fx.Node, ...]
+
+
+def lower(capture: Capture) -> Lowered:
+    """Build the program of a captured step. Raises CaptureError for nodes that are no dispatcher calls."""
+    return _Lowering(capture).run()
+
+
+class _Lowering:
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.inputs = list(capture.inputs)
+        self.slots: dict[fx.Node, int] = {}
+        self.constants: list[tuple[int, torch.Tensor]] = []
+
+    def run(self) -> Lowered:
+        nodes = list(self.capture.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for slot, node in enumerate(placeholders):
+            self.slots[node] = slot
+        calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.numbers = self._group_numbers(calls)
+        for node in nodes:
+            if node.op == "get_attr":
+                self.slots[node] = len(self.inputs) + len(self.constants)
+                self.constants.append((self.slots[node], self.capture.constants[node.target]))
+        inputs = len(self.inputs) + len(self.constants)
+
+        fixed = self._fixed_views(calls)
+        for node in calls:
+            if node in fixed:
+                self.slots[node] = inputs + fixed[node]
+        next_slot = inputs + len(fixed)
+        body = [node for node in calls if node not in fixed]
+        results: dict[fx.Node, list[int]] = {}
+        for node in body:
+            results[node], next_slot = self._number_results(node, next_slot)
+        for node in nodes:  # chains of getitem on what is no tensor list do not occur below autograd
+            if node.target is operator.getitem and node not in self.slots:
+                raise CaptureError(f"the graph indexes into {node.args[0]}, which is no operation's result")
+
+        output = next(node for node in nodes if node.op == "output")
+        outputs = [value for value in output.args[0]]
+        drops = self._last_uses(body, inputs + len(fixed), outputs)
+
+        program = _C.Program(inputs=inputs, fixed=inputs + len(fixed), slots=next_slot)
+        for node in fixed:
+            self._add(program, node, [self.slots[node]], set(), view=True)
+        for node in body:
+            self._add(program, node, results[node], drops[node], view=False)
+        program.set_outputs([self.slots[value] if isinstance(value, fx.Node) else -1 for value in outputs])
+        program.set_written(sorted(self._written(body, len(placeholders))))
+        return Lowered(program, tuple(self.inputs), tuple(self.constants), tuple(body))
+
+    # -- inputs that are numbers
+
+    def _group_numbers(self, calls: Sequence[fx.Node]) -> dict[tuple[fx.Node, str], int]:
+        """A slot for each number of an update, so that it may change from step to step."""
+        slots: dict[tuple[int, str], int] = {}
+        found = {}
+        for node in calls:
+            if not is_update(node.target):
+                continue
+            group = self.capture.update_groups[node.name]
+            for argument in node.target._schema.arguments:
+                if argument.name in GROUP_NUMBERS:
+                    given = GraphInput("number", key=argument.name, group=group)
+                elif argument.name == FIRST_STEP_FLAG:
+                    given = GraphInput("flag", key=argument.name, group=group)
+                else:
+                    continue
+                where = (group, argument.name)
+                if where not in slots:
+                    slots[where] = len(self.inputs)
+                    self.inputs.append(given)
+                found[node, argument.name] = slots[where]
+        return found
+
+    # -- views that outlive the step
+
+    def _fixed_views(self, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """Views of what persists: computed once when the program is bound, not in every step."""
+        persistent = {
+            node
+            for node, given in zip(self.slots, self.capture.inputs)
+            if given.kind in ("parameter", "buffer", "state", "accumulator")
+        }
+        fixed: dict[fx.Node, int] = {}
+        for node in calls:
+            if not is_view(node.target) or isinstance(node.meta.get("val"), (list, tuple)):
+                continue
+            if all(source in persistent or source in fixed for source in node.all_input_nodes):
+                fixed[node] = len(fixed)
+        return fixed
+
+    # -- slots
+
+    def _number_results(self, node: fx.Node, next_slot: int) -> tuple[list[int], int]:
+        returns = node.target._schema.returns
+        is_list = len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+        if not is_list and len(returns) == 1:
+            if not node.users:
+                return [-1], next_slot
+            self.slots[node] = next_slot
+            return [next_slot], next_slot + 1
+        count = len(node.meta["val"]) if is_list else len(returns)
+        results = [-1] * count
+        for user in node.users:
+            if user.target is not operator.getitem:
+                raise CaptureError(f"{user} takes all results of {node} at once")
+            position = user.args[1]
+            if results[position] < 0:
+                results[position] = next_slot
+                next_slot += 1
+            self.slots[user] = results[position]
+        return results, next_slot
+
+    def _last_uses(
+        self, body: Sequence[fx.Node], first: int, outputs: Sequence[Any]
+    ) -> dict[fx.Node, set[int]]:
+        kept = {self.slots[value] for value in outputs if isinstance(value, fx.Node)}
+        drops: dict[fx.Node, set[int]] = {}
+        for node in reversed(body):
+            used = {self.slots[source] for source in node.all_input_nodes}
+            drops[node] = {slot for slot in used if slot >= first and slot not in kept}
+            kept |= used
+        return drops
+
+    def _written(self, body: Sequence[fx.Node], placeholders: int) -> set[int]:
+        written: set[int] = set()
+        for node in body:
+            for argument, value in zip(node.target._schema.arguments, node.args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    values = value if isinstance(value, (list, tuple)) else [value]
+                    written |= {self.slots[v] for v in values if isinstance(v, fx.Node)}
+        return {slot for slot in written if slot < placeholders}
+
+    # -- instructions
+
+    def _add(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int], *, view: bool) -> None:
+        schema = node.target._schema
+        values = list(node.args) + [None] * (len(schema.arguments) - len(node.args))
+        for i, argument in enumerate(schema.arguments):
+            if i >= len(node.args):
+                values[i] = node.kwargs[argument.name] if argument.name in node.kwargs else argument.default_value
+        arguments: list[tuple[Any, ...]] = []
+        moved: set[int] = set()
+        for argument, value in zip(schema.arguments, values):
+            number = self.numbers.get((node, argument.name))
+            if number is not None:
+                arguments.append(("slot", number, False))
+            elif isinstance(value, fx.Node):
+                slot = self.slots[value]
+                # The value moves into the call at the last of its last uses' arguments only if it stands once.
+                once = sum(v is value for v in node.all_input_nodes) == 1 and _mentions(values, value) == 1
+                last = slot in drops and once
+                if last:
+                    moved.add(slot)
+                arguments.append(("slot", slot, last))
+            elif isinstance(value, (list, tuple)) and any(isinstance(v, fx.Node) for v in value):
+                kind = "optional" if "Optional[Tensor]" in str(argument.type) else "list"
+                arguments.append((kind, [-1 if v is None else self.slots[v] for v in value]))
+            elif str(argument.type) == "List[Optional[Tensor]]":
+                arguments.append(("optional", [-1 for _ in value]))
+            else:
+                arguments.append(("constant", value))
+        program.add(
+            name=schema.name,
+            overload=schema.overload_name,
+            arguments=arguments,
+            results=results,
+            drops=sorted(drops - moved),
+            expected=self._expected(node, values),
+            result_is_list=len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]",
+            random=is_random(node.target),
+            view=view,
+        )
+
+    def _expected(self, node: fx.Node, values: Sequence[Any]) -> list[tuple[int, int, list[int]]]:
+        if node.target in _STRIDE_BOUND and isinstance(values[0], fx.Node):
+            return [(0, -1, list(values[0].meta["val"].stride()))]
+        if is_update(node.target):
+            # The fused kernels walk parameters, gradients and state as raw memory, side by side.
+            return [
+                (1, i, list(parameter.meta["val"].stride()))
+                for i, parameter in enumerate(values[0])
+                if parameter.meta["val"].dim() > 1
+            ]
+        return []
+
+
+def _mentions(values: Sequence[Any], node: fx.Node) -> int:
+    count = 0
+    for value in values:
+        if value is node:
+            count += 1
+        elif isinstance(value, (list, tuple)):
+            count += sum(v is node for v in value)
+    return count

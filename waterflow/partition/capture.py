@@ -1,0 +1,415 @@
+"""Capture: a whole training step (forward, loss, backward, update) as one flat graph.
+
+The step is traced on fake tensors below autograd (`make_fx`), with the user's own model code and the user's own
+optimizer class. Everything that lives longer than the step is a positional input, updated in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+import traceback
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from waterflow.errors import CaptureError
+from waterflow.partition import fake_rules
+from waterflow.partition.cleanup import clean_up
+
+InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag"]
+
+# Optimizers whose whole state can be laid out before their first step.
+FUSED_OPTIMIZERS: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+# Group entries that are numbers in the update; they may change from step to step without a new capture.
+GROUP_NUMBERS: dict[str, tuple[str, int]] = {
+    "weight_decay": ("weight_decay", -1),
+    "momentum": ("momentum", -1),
+    "dampening": ("dampening", -1),
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "eps": ("eps", -1),
+}
+FIRST_STEP_FLAG = "is_first_step"
+
+_one_at_a_time = threading.RLock()  # tracing patches torch's globals
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One positional input of a captured graph.
+
+    ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
+    ``group`` the optimizer's group; ``leaf`` the position among the batch's leaves.
+    """
+
+    kind: InputKind
+    name: str = ""
+    key: str = ""
+    group: int = -1
+    leaf: int = -1
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured step. ``graph`` has one placeholder for each of ``inputs``, in this order.
+
+    Every node carries ``meta["phase"]``: ``forward``, ``backward`` or ``update``.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    inputs: tuple[GraphInput, ...]
+    metrics: tuple[str, ...]
+    update_groups: dict[str, int]
+    seconds: float
+
+    @property
+    def nodes(self) -> int:
+        """Number of operations."""
+        return sum(node.op == "call_function" for node in self.graph.nodes)
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What is to be captured: the pieces of one training step."""
+
+    model: nn.Module
+    compute_loss: Callable[[nn.Module, Any], Any]
+    optimizer: Optimizer
+    update: bool
+    accumulate: int
+    clip_norm: float | None
+    clip_value: float | None
+    autocast: torch.dtype | None
+    device: torch.device
+
+
+def training_parameters(spec: StepSpec) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer trains and the model holds, by name."""
+    trained = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
+    return {
+        name: p for name, p in spec.model.named_parameters() if p.requires_grad and id(p) in trained
+    }
+
+
+def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """The entries of a parameter's optimizer state in this group, once it exists."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+    keys = FUSED_OPTIMIZERS[type(optimizer)]
+    return keys if group["amsgrad"] else keys[:-1]
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise CaptureError for an optimizer whose update cannot be part of a captured step."""
+    kind = type(optimizer)
+    if kind not in FUSED_OPTIMIZERS:
+        known = ", ".join(sorted(k.__name__ for k in FUSED_OPTIMIZERS))
+        raise CaptureError(f"the update of {kind.__name__} is not captured; {known} are")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step")
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("fused") is False or group.get("foreach") is not None:
+            form = "foreach" if group.get("foreach") else "single-tensor"
+            raise CaptureError(f"parameter group {number} asks for the {form} form of {kind.__name__}")
+        if group.get("differentiable"):
+            raise CaptureError(f"parameter group {number} asks for a differentiable update")
+
+
+def capture_step(spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None) -> Capture:
+    """Trace one step over ``leaves``, the flattened batch, and clean up the graph.
+
+    Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer
+    that is not known, a model that changes itself from step to step. One capture runs at a time in a process.
+    """
+    check_optimizer(spec.optimizer)
+    with _one_at_a_time:
+        start = time.perf_counter()
+        tracer = _StepTracer(spec, leaves, batch_spec)
+        graph_module = tracer.trace()
+        tracer.tag_phases(graph_module.graph)
+        groups = _update_groups(graph_module.graph, tracer)
+        clean_up(graph_module.graph)
+        return Capture(
+            graph=graph_module.graph,
+            constants=_constants(graph_module),
+            inputs=tuple(tracer.inputs),
+            metrics=tuple(tracer.metric_names),
+            update_groups=groups,
+            seconds=time.perf_counter() - start,
+        )
+
+
+class _StepTracer:
+    """Lays out fake inputs, runs the step over them once, and remembers what each input was."""
+
+    def __init__(self, spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None) -> None:
+        self.spec = spec
+        self.leaves = list(leaves)
+        self.batch_spec = batch_spec
+        self.inputs: list[GraphInput] = []
+        self.fakes: list[torch.Tensor] = []
+        self.metric_names: list[str] = []
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._trained = training_parameters(spec)
+        self._marks: list[int] = []
+
+    # -- inputs
+
+    def _add(self, given: GraphInput, like: torch.Tensor) -> torch.Tensor:
+        fake = torch.empty_strided(
+            like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=given.name in self._trained
+            and given.kind == "parameter",
+        )  # fmt: skip
+        self.inputs.append(given)
+        self.fakes.append(fake)
+        return fake
+
+    def _lay_out(self) -> None:
+        spec = self.spec
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in spec.model.named_parameters():
+            self.tensors[name] = self._add(GraphInput("parameter", name), parameter)
+        for name, buffer in spec.model.named_buffers():
+            self.tensors[name] = self._add(GraphInput("buffer", name), buffer)
+        names = {id(p): name for name, p in self._trained.items()}
+        self.state: dict[str, dict[str, torch.Tensor]] = {}
+        self.group_names: list[list[str]] = []
+        for group in spec.optimizer.param_groups:
+            members = [names[id(p)] for p in group["params"] if id(p) in names]
+            self.group_names.append(members)
+            if not spec.update:
+                continue
+            for name in members:
+                parameter = self._trained[name]
+                entries = {}
+                for key in state_keys(spec.optimizer, group):
+                    like = (
+                        torch.empty((), dtype=torch.float32, device=parameter.device) if key == "step" else parameter
+                    )
+                    entries[key] = self._add(GraphInput("state", name, key), like.detach())
+                self.state[name] = entries
+        self.accumulators: dict[str, torch.Tensor] = {}
+        if spec.accumulate > 1:
+            for name, parameter in self._trained.items():
+                self.accumulators[name] = self._add(GraphInput("accumulator", name), parameter.detach())
+        self.rates: list[torch.Tensor] = []
+        if spec.update:
+            single = torch.float32 if spec.device.type == "cuda" else torch.float64
+            for number, group in enumerate(spec.optimizer.param_groups):
+                rate = group["lr"]
+                like = rate.detach() if isinstance(rate, torch.Tensor) else torch.empty((), dtype=single)
+                self.rates.append(self._add(GraphInput("rate", key="lr", group=number), like))
+        batch = []
+        for position, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaf = self._add(GraphInput("batch", leaf=position), leaf)
+            batch.append(leaf)
+        self.batch = tuple(batch) if self.batch_spec is None else pytree.tree_unflatten(batch, self.batch_spec)
+
+    # -- the step
+
+    def _step(self, *_: torch.Tensor) -> list[torch.Tensor]:
+        spec = self.spec
+        device_type = spec.device.type
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if spec.autocast is not None:
+            context = torch.autocast(device_type, dtype=spec.autocast)
+        with _reparametrize_module(spec.model, self.tensors, tie_weights=True), torch.enable_grad():
+            with context:
+                result = spec.compute_loss(spec.model, self.batch)
+            loss, metrics = split_result(result)
+            self._mark()
+            names = list(self._trained)
+            leaves = [self.tensors[name] for name in names]
+            scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
+            gradients = torch.autograd.grad(scaled, leaves, allow_unused=True) if leaves else ()
+        self._mark()
+        by_name = {name: g for name, g in zip(names, gradients) if g is not None}
+        with torch.no_grad():
+            self._update(by_name)
+        self.metric_names = list(metrics)
+        return [loss.detach(), *(value.detach() for value in metrics.values())]
+
+    def _mark(self) -> None:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        assert mode is not None
+        self._marks.append(len(mode.tracer.graph.nodes))
+
+    def _update(self, gradients: dict[str, torch.Tensor]) -> None:
+        spec = self.spec
+        if spec.accumulate > 1:
+            for name, gradient in gradients.items():
+                self.accumulators[name].add_(gradient)
+            gradients = {name: self.accumulators[name] for name in gradients}
+        if not spec.update:
+            return
+        parameters = {name: self.tensors[name] for name in gradients}
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        if spec.clip_norm is not None:
+            nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
+        if spec.clip_value is not None:
+            nn.utils.clip_grad_value_(list(parameters.values()), spec.clip_value)
+        optimizer = self._fake_optimizer()
+        # Not the instance's step: schedulers wrap that one.
+        type(spec.optimizer).step(optimizer)
+        if spec.accumulate > 1:
+            for gradient in gradients.values():
+                gradient.zero_()
+        for parameter in parameters.values():
+            parameter.grad = None
+
+    def _fake_optimizer(self) -> Optimizer:
+        real = self.spec.optimizer
+        fake = type(real).__new__(type(real))
+        fake.__dict__.update(real.__dict__)
+        fake.__dict__.pop("step", None)
+        groups = []
+        for group, members, rate in zip(real.param_groups, self.group_names, self.rates):
+            groups.append(
+                dict(group, params=[self.tensors[n] for n in members], lr=rate, fused=True, foreach=None)
+            )
+        fake.param_groups = groups
+        fake.state = defaultdict(dict, {self.tensors[name]: dict(state) for name, state in self.state.items()})
+        fake._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
+        return fake
+
+    # -- tracing
+
+    def trace(self) -> fx.GraphModule:
+        model = self.spec.model
+        with _undisturbed(model), fake_rules.active():
+            try:
+                with self.mode:
+                    self._lay_out()
+                    return make_fx(self._step, pre_dispatch=False)(*self.fakes)
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise CaptureError(_reason(error), user_line(error.__traceback__)) from error
+
+    def tag_phases(self, graph: fx.Graph) -> None:
+        """Mark every node with the part of the step that it belongs to."""
+        forward, backward = self._marks
+        for position, node in enumerate(graph.nodes):
+            node.meta["phase"] = "forward" if position < forward else "backward" if position < backward else "update"
+
+
+def split_result(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a step function returned, as (scalar loss, metrics). Raises CaptureError for anything else."""
+    metrics: dict[str, torch.Tensor] = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        result, metrics = result
+    if not isinstance(result, torch.Tensor):
+        raise CaptureError(f"the loss must be a tensor; the step returned {type(result).__name__}")
+    if result.numel() != 1:
+        raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}")
+    for name, value in metrics.items():
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
+    return result, metrics
+
+
+def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    found = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(f"the step uses a sub-graph ({node.target}), which is not one flat graph")
+            found[node.target] = value
+    return found
+
+
+def _update_groups(graph: fx.Graph, tracer: _StepTracer) -> dict[str, int]:
+    """The optimizer group of each update node, by the parameters that it changes."""
+    group_of = {name: g for g, names in enumerate(tracer.group_names) for name in names}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    names = {node: given.name for node, given in zip(placeholders, tracer.inputs) if given.kind == "parameter"}
+    groups = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and fake_rules.is_update(node.target):
+            groups[node.name] = group_of[names[node.args[0][0]]]
+    return groups
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Puts back what tracing left in the modules; raises where a step would change more than tensors."""
+    before = [(name, module, dict(module.__dict__)) for name, module in model.named_modules()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()[1:3]
+    try:
+        yield
+    finally:
+        changed = ""
+        for name, module, attributes in before:
+            for key in set(attributes) | set(module.__dict__):
+                old, new = attributes.get(key, _MISSING), module.__dict__.get(key, _MISSING)
+                if old is new:
+                    continue
+                tensors = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
+                if old is _MISSING:
+                    del module.__dict__[key]
+                else:
+                    module.__dict__[key] = old
+                if not tensors and not _equal(old, new):
+                    changed = f"{name or type(model).__name__}.{key}"
+    if changed:
+        raise CaptureError(f"a step changes the model's own attribute {changed}")
+    if random.getstate() != python_state:
+        random.setstate(python_state)
+        raise CaptureError("a step draws from Python's random numbers")
+    now = np.random.get_state()[1:3]
+    if not (np.array_equal(now[0], numpy_state[0]) and now[1] == numpy_state[1]):
+        np.random.set_state(("MT19937", *numpy_state))
+        raise CaptureError("a step draws from NumPy's random numbers")
+
+
+_MISSING = object()
+
+
+def _equal(old: Any, new: Any) -> bool:
+    try:
+        return bool(old == new)
+    except Exception:
+        return False
+
+
+def _reason(error: BaseException) -> str:
+    name = type(error).__name__
+    if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
+        return "the step looks at the values of its tensors (control flow, .item(), or a shape that depends on data)"
+    text = str(error).strip().splitlines()
+    return f"{name}: {text[0] if text else ''}"
+
+
+def user_line(trace: types.TracebackType | None) -> str:
+    """``file:line, in function: code`` of the innermost frame that is neither torch's nor waterflow's."""
+    import waterflow
+
+    inside = (torch.__path__[0], waterflow.__path__[0])
+    for frame in reversed(traceback.extract_tb(trace)):
+        if not frame.filename.startswith(inside) and "<frozen" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""

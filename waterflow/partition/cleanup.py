@@ -1,0 +1,106 @@
+"""Clean-up of a captured graph: nothing here changes a bit of any result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Change running statistics although their schema does not say so.
+_HIDDEN_WRITES = frozenset(
+    op
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    for op in (getattr(aten, name).default,)
+)
+_PROFILER_MARKS = ("profiler::",)
+
+
+def clean_up(graph: fx.Graph) -> None:
+    """Drop detaches and profiler marks, merge equal views, cancel double transposes, drop dead nodes."""
+    _drop_detaches(graph)
+    _merge_views(graph)
+    _drop_dead(graph)
+    graph.lint()
+
+
+def schema_name(target: Any) -> str:
+    """``aten::add`` for ``aten.add.Tensor``; empty for what is no operator."""
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_view(target: Any) -> bool:
+    """Whether the operation returns an alias of its first argument and changes nothing."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_random(target: Any) -> bool:
+    """Whether the operation draws from a generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node must run even if nobody uses what it returns."""
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False  # getitem
+    return target._schema.is_mutable or is_random(target) or target in _HIDDEN_WRITES
+
+
+def _drop_detaches(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and schema_name(node.target).startswith(_PROFILER_MARKS):
+            graph.erase_node(node)
+
+
+def _merge_views(graph: fx.Graph) -> None:
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_view(node.target):
+            continue
+        source = node.args[0] if node.args else None
+        if (
+            node.target is aten.t.default
+            and isinstance(source, fx.Node)
+            and source.op == "call_function"
+            and source.target is aten.t.default
+        ):
+            node.replace_all_uses_with(source.args[0])
+            graph.erase_node(node)
+            continue
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((k, _freeze(v)) for k, v in value.items())
+    # 1, 1.0 and True are equal and hash alike, and are not the same argument.
+    return value if isinstance(value, fx.Node) else (type(value), value)
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "get_attr" or not has_effect(node):
+            if not node.users:
+                graph.erase_node(node)

@@ -1,0 +1,98 @@
+"""Liveness on storages: what a step holds after each of its operations, before any has run.
+
+Views share one storage, so storages are followed, not tensors. A storage is born by the operation that returns it
+first and dies behind the last operation that uses any of its views. Inputs outlive the step and are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class OperationMemory:
+    """Bytes of one operation: at its highest, and once it is done. Both count the whole step so far."""
+
+    peak: int
+    after: int
+    traffic: int
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a (fake) tensor."""
+    return tensor.untyped_storage()._cdata
+
+
+def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
+    """Predicted memory of each instruction, from the graph alone.
+
+    Kernels' own temporaries are not known before the step has been profiled.
+    """
+    position = {node: i for i, node in enumerate(instructions)}
+    inputs = {
+        storage_id(t)
+        for node in graph.nodes
+        if node.op in ("placeholder", "get_attr")
+        for t in _tensors(node.meta.get("val"))
+    }
+    birth: dict[int, int] = {}
+    death: dict[int, int] = {}
+    size: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        at = position.get(node)
+        for tensor in _tensors(node.meta.get("val")):
+            storage = storage_id(tensor)
+            if storage in inputs:
+                continue
+            if at is not None and storage not in birth:
+                birth[storage] = death[storage] = at
+                size[storage] = tensor.untyped_storage().nbytes()
+        used_at = position.get(node)
+        if used_at is None:
+            continue
+        for source in node.all_input_nodes:
+            for tensor in _tensors(source.meta.get("val")):
+                storage = storage_id(tensor)
+                if storage in death:
+                    death[storage] = max(death[storage], used_at)
+    output = next(node for node in graph.nodes if node.op == "output")
+    for source in output.all_input_nodes:
+        for tensor in _tensors(source.meta.get("val")):
+            if storage_id(tensor) in death:
+                death[storage_id(tensor)] = len(instructions) - 1
+
+    born: list[int] = [0] * len(instructions)
+    died: list[int] = [0] * len(instructions)
+    for storage, at in birth.items():
+        born[at] += size[storage]
+        died[death[storage]] += size[storage]
+    held = 0
+    memory = []
+    for i, node in enumerate(instructions):
+        peak = held + born[i]
+        held = peak - died[i]
+        memory.append(OperationMemory(peak, held, _traffic(node)))
+    return memory
+
+
+def _traffic(node: fx.Node) -> int:
+    """Bytes that an operation reads and writes, each tensor once."""
+    total = sum(t.numel() * t.element_size() for t in _tensors(node.meta.get("val")))
+    for source in node.all_input_nodes:
+        total += sum(t.numel() * t.element_size() for t in _tensors(source.meta.get("val")))
+    return total

@@ -1,0 +1,131 @@
+"""The plan of a job's step: its node groups with heights and times. Frozen data, no torch objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from waterflow.partition.groups import DEFAULT_GROUPS, cut
+from waterflow.partition.liveness import OperationMemory
+
+
+def format_bytes(count: float) -> str:
+    """``412.0 MiB`` for people; exact below one KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{int(count)} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Operations [begin, end) of a step, the unit of scheduling. Heights in bytes above the step's beginning."""
+
+    index: int
+    begin: int
+    end: int
+    before: int
+    peak: int
+    after: int
+    traffic: int
+    seconds: float
+
+    @property
+    def kind(self) -> Literal["allocation", "deallocation"]:
+        """An allocation group ends with more memory held than it began with."""
+        return "allocation" if self.after > self.before else "deallocation"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step of a job does to memory, group by group.
+
+    ``persistent`` counts parameters, buffers and optimizer state; ``batch`` one batch on the device. ``measured``
+    tells whether heights come from a profiled step, kernels' temporaries included, or from the graph alone.
+    """
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+    operations: int
+    persistent: int
+    batch: int
+    measured: bool
+
+    @property
+    def height(self) -> int:
+        """The highest point of the step, in bytes above what persists."""
+        return max((group.peak for group in self.groups), default=0)
+
+    @property
+    def peak(self) -> int:
+        """All that the job holds at its highest: persistent state, one batch, and the step's height."""
+        return self.persistent + self.batch + self.height
+
+    @property
+    def seconds(self) -> float:
+        """Measured time of one step alone; 0 before it was profiled."""
+        return sum(group.seconds for group in self.groups)
+
+    def renamed(self, name: str) -> Plan:
+        """The same plan under another job's name."""
+        return replace(self, name=name)
+
+    def __str__(self) -> str:
+        source = "measured in a profiled step" if self.measured else "predicted from the graph"
+        lines = [
+            f"plan of {self.name}: {self.operations} operations in {len(self.groups)} groups, {source}",
+            f"  persistent {format_bytes(self.persistent)}, batch {format_bytes(self.batch)}, "
+            f"height {format_bytes(self.height)}, peak {format_bytes(self.peak)}",
+            f"  {'group':>5} {'operations':>12} {'kind':>13} {'before':>11} {'peak':>11} {'after':>11} {'time':>9}",
+        ]
+        for g in self.groups:
+            time = f"{g.seconds * 1e3:.3f} ms" if g.seconds else "-"
+            lines.append(
+                f"  {g.index:>5} {f'{g.begin}..{g.end - 1}':>12} {g.kind:>13} {format_bytes(g.before):>11} "
+                f"{format_bytes(g.peak):>11} {format_bytes(g.after):>11} {time:>9}"
+            )
+        return "\n".join(lines)
+
+
+def make_plan(
+    name: str,
+    memory: Sequence[OperationMemory],
+    *,
+    persistent: int,
+    batch: int,
+    seconds: Sequence[float] | None = None,
+    groups: int = DEFAULT_GROUPS,
+) -> Plan:
+    """Cut operations into groups. ``seconds`` per operation, where a profile measured them."""
+    peaks = [m.peak for m in memory]
+    afters = [m.after for m in memory]
+    weights = list(seconds) if seconds is not None else [float(m.traffic) for m in memory]
+    ends = cut(peaks, afters, weights, groups)
+    made: list[NodeGroup] = []
+    begin = before = 0
+    for index, end in enumerate(ends):
+        after = afters[end - 1]
+        if index == len(ends) - 1:
+            after = 0  # the step is over: outputs are ordinary tensors, everything else is released
+        made.append(
+            NodeGroup(
+                index=index,
+                begin=begin,
+                end=end,
+                before=before,
+                peak=max(before, after, *peaks[begin:end]),
+                after=after,
+                traffic=sum(m.traffic for m in memory[begin:end]),
+                seconds=sum(seconds[begin:end]) if seconds is not None else 0.0,
+            )
+        )
+        begin, before = end, after
+    return Plan(name, tuple(made), len(memory), persistent, batch, seconds is not None)
+
+
+def opaque_plan(name: str, height: int, *, persistent: int, batch: int, seconds: float = 0.0) -> Plan:
+    """One group: a step that runs eagerly, with the height that was measured (or allowed) for it."""
+    group = NodeGroup(0, 0, 1, 0, height, 0, 0, seconds)
+    return Plan(name, (group,), 1, persistent, batch, seconds > 0)

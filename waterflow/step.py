@@ -1,0 +1,411 @@
+"""Step: one captured training step, callable from anyone's loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.errors import (
+    CaptureError,
+    InvalidJobError,
+    JobCancelled,
+    MemoryLimitError,
+    StepError,
+)
+from waterflow.executor import eager
+from waterflow.executor.binding import bind, missing_momentum
+from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures, input_bytes_of
+from waterflow.executor.engine import Engine, current_engine
+from waterflow.partition.capture import StepSpec
+from waterflow.partition.fingerprint import Fingerprint, ambient_key
+from waterflow.partition.plan import Plan, opaque_plan
+
+logger = logging.getLogger("waterflow")
+
+Batch = Any
+LossFunction = Callable[..., torch.Tensor]
+StepFunction = Callable[[nn.Module, Batch], Any]
+
+
+@dataclass
+class _Variant:
+    """The step for batches of one shape: what was captured for it, bound to this job."""
+
+    captured: CapturedStep
+    planned: PlannedStep
+    binding: _C.Binding
+    slots: list[int]
+    leaves: list[int]
+    structure: Hashable
+
+
+@dataclass
+class Pending:
+    """A step that was handed to the engine. ``result()`` waits for it."""
+
+    step: Step
+    run: _C.StepRun
+    variant: _Variant | None
+    profiled: bool
+
+    def result(self) -> Any:
+        """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
+        return self.step._finish(self)
+
+
+class Step:
+    """A training step of ``model``: forward, loss, backward and update in one call.
+
+    Calling it with a batch returns the loss, an ordinary scalar tensor that is the caller's to keep, or
+    ``(loss, metrics)`` where the step function returns a dict of tensors beside the loss. On the CPU the call
+    returns when the step is done, and leaves the interpreter lock while it works. Parameters, buffers and
+    optimizer state are changed in place; ``p.grad`` is None afterwards.
+
+    The step is captured at the first call with a batch of a new shape, and captures are shared between steps of
+    equal models. The fused form of SGD, Adam and AdamW is used unless the optimizer was made with ``fused=False``
+    or ``foreach=``. A step that cannot be captured runs eagerly; ``opaque_reason`` then says why.
+
+    Inside an engine (``waterflow.optimize``, ``waterflow.train``) the step runs on one of its lanes, beside other
+    jobs. Outside it runs alone, on the calling thread.
+
+    Args:
+        model: The module to train, in training mode, on the engine's device.
+        loss: ``loss(output, target)``, for batches ``(input, ..., target)``; a function whose first parameter is
+            called ``model`` is taken as ``step``. None: the model's output is the loss, or has it as ``.loss``.
+        step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
+        optimizer: A ``torch.optim`` optimizer over the model's parameters. Learning rates and other numbers of its
+            groups, and its state, are read at each call.
+        accumulate: Update at every n-th call, with the mean of the n gradients.
+        clip_grad_norm: Largest total norm of the gradients of an update.
+        clip_grad_value: Largest absolute value of a gradient's entry in an update.
+        autocast: A data type (``torch.bfloat16``) to run forward and loss in, as under ``torch.autocast``.
+        generator: Where random operations draw from. Default: the process's generator when the step runs alone;
+            inside an engine a stream of the step's own, forked from it when the step is made.
+        name: Shown in messages and plans.
+
+    Raises:
+        InvalidJobError: Settings that contradict each other, or a model that is on another device.
+
+    Not thread-safe: one thread calls a step at a time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction | nn.Module | None = None,
+        step: StepFunction | None = None,
+        accumulate: int = 1,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        autocast: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+        name: str | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        _check(model, optimizer, accumulate, loss, step)
+        self.engine = engine if engine is not None else current_engine()
+        self.name = name or type(model).__name__
+        self.model = model
+        self.optimizer = optimizer
+        self.accumulate = accumulate
+        self.opaque_reason: str | None = None
+        self.steps = 0
+        holder, compute_loss = eager.compose(model, loss, step)
+        self._spec = StepSpec(
+            model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
+            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=_device_of(model),
+        )  # fmt: skip
+        if self.engine is not None and self._spec.device != self.engine.device:
+            raise InvalidJobError(
+                f"model of step {self.name!r} is on {self._spec.device}, its engine trains on {self.engine.device}; "
+                f"move the model with model.to({str(self.engine.device)!r}) before making the step"
+            )
+        if generator is None and self.engine is not None:
+            generator = torch.Generator()
+            generator.set_state(torch.get_rng_state())
+        self.generator = generator
+        self._variants: dict[Hashable, _Variant] = {}
+        self._accumulators: dict[str, torch.Tensor] = {}
+        self._first_step: dict[str, bool] = {}
+        self._micro = 0
+        self._eager_step = eager.EagerStep(self._spec, generator)
+        self._opaque_height: int | None = None
+        self._measured_height = 0
+        self._last_plan: Plan | None = None
+        self._job: int | None = None
+        if self.engine is not None:
+            self._job = self.engine.add_job(self.name)
+            self._finalizer = weakref.finalize(self, self.engine.remove_job, self._job)
+            _steps_of_thread().add(self)
+
+    # -- what a caller sees
+
+    def __call__(self, batch: Batch) -> Any:
+        """Train on one batch; see the class."""
+        return self.submit(batch).result()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the batch shape that was trained last. Raises RuntimeError before the first call."""
+        if self._last_plan is None:
+            raise RuntimeError(f"step {self.name!r} has no plan before its first call")
+        return self._last_plan.renamed(self.name)
+
+    @property
+    def measured_height(self) -> int:
+        """Bytes that the step was seen to reach above what persists; 0 until it was profiled."""
+        return self._measured_height
+
+    def close(self) -> None:
+        """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error."""
+        if self.engine is not None:
+            self._finalizer()
+        self._variants.clear()
+        self._accumulators.clear()
+
+    # -- one call
+
+    def submit(self, batch: Batch) -> Pending:
+        """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
+        update = (self._micro + 1) % self.accumulate == 0
+        if self.opaque_reason is None:
+            leaves, batch_spec, key = flatten(batch)
+            key = (key, update, ambient_key(self._spec.device.type))
+            try:
+                variant = self._variants.get(key)
+                if variant is None or not variant.binding.current():
+                    variant = self._bind(key, leaves, batch_spec, update)
+            except CaptureError as error:
+                self._go_opaque(error)
+            else:
+                return self._submit_captured(variant, leaves, update)
+        return self._submit_opaque(batch, update)
+
+    def _submit_captured(self, variant: _Variant, leaves: list[Any], update: bool) -> Pending:
+        planned = variant.planned
+        profiled = planned.wants_profile
+        run = variant.binding.run(planned.native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
+        if update:
+            for flag in self._first_step:
+                self._first_step[flag] = False
+        self._micro = 0 if update else self._micro + 1
+        plan = planned.plan
+        self._last_plan = plan
+        if self.engine is not None:
+            assert self._job is not None
+            self.engine.claim(self._job, plan, batches=1)
+            self._submit(run, plan)
+        else:
+            run.run_alone()
+        return Pending(self, run, variant, profiled)
+
+    def _submit(self, run: _C.StepRun, plan: Plan) -> None:
+        assert self.engine is not None and self._job is not None
+        try:
+            self.engine.native.submit(self._job, run)
+        except ValueError as error:
+            raise self.engine.too_large(plan, plan.persistent + plan.batch) from error
+
+    def _finish(self, pending: Pending) -> Any:
+        run = pending.run
+        if self.engine is not None:
+            self.engine.native.wait(run)
+        try:
+            outputs = run.outputs()
+        except _C.Cancelled as error:
+            raise JobCancelled(str(error)) from None
+        except _C.NodeError as error:
+            assert pending.variant is not None
+            raise self._node_error(pending.variant, run.failed_node, str(error)) from None
+        self.steps += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        if pending.variant is None:
+            return self._opaque_result
+        if pending.profiled:
+            pending.variant.planned.add_profile(run.profile())
+        self._measured_height = max(self._measured_height, pending.variant.planned.measured_height)
+        metrics = pending.variant.captured.capture.metrics
+        if metrics:
+            return outputs[0], dict(zip(metrics, outputs[1:]))
+        return outputs[0]
+
+    def _node_error(self, variant: _Variant, number: int, message: str) -> StepError:
+        node = variant.captured.lowered.instructions[number]
+        phase = node.meta.get("phase", "")
+        return StepError(f"{node.target} in the {phase} of step {self.name!r} failed: {message.strip()}")
+
+    # -- capture and binding
+
+    def _bind(self, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool) -> _Variant:
+        spec = self._spec if update else _without_update(self._spec)
+        structure, keep = structure_key(spec)
+        old = self._variants.get(key)
+        if old is not None and old.structure == structure:
+            captured = old.captured
+        else:
+            captured = captures.get(
+                (structure, key), lambda: build(spec, leaves, batch_spec, keep, name=type(self.model).__name__)
+            )
+        for number, group in enumerate(spec.optimizer.param_groups):
+            self._first_step[f"is_first_step:{number}"] = missing_momentum(spec.optimizer, group)
+        binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step)
+        binding.set_generator(self.generator)
+        threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
+        variant = _Variant(captured, captured.planned(threads), binding, slots, positions, structure)
+        if len(self._variants) >= _MOST_SHAPES:
+            self._variants.pop(next(iter(self._variants)))
+        self._variants[key] = variant
+        return variant
+
+    # -- opaque
+
+    def _go_opaque(self, error: CaptureError) -> None:
+        self.opaque_reason = str(error)
+        logger.warning(
+            "step %r runs eagerly, as an opaque job: %s. It trains correctly, but slower and as one group.",
+            self.name, error,
+        )  # fmt: skip
+        self._variants.clear()
+
+    def _submit_opaque(self, batch: Batch, update: bool) -> Pending:
+        self._micro = 0 if update else self._micro + 1
+
+        def work() -> None:
+            self._opaque_result, height = _C.metered(lambda: self._eager_step(batch, update))
+            self._measured_height = max(self._measured_height, height)
+
+        if self.engine is None:
+            work()
+            run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: None)
+            run.run_alone()
+            return Pending(self, run, None, False)
+        assert self._job is not None
+        persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
+        # An unknown job is looked at alone: its first step holds all that is left.
+        known = self._measured_height > 0
+        plan = opaque_plan(self.name, self._measured_height, persistent=persistent, batch=held)
+        self.engine.claim(self._job, plan)
+        height = self._measured_height if known else self.engine.native.capacity
+        self._last_plan = plan
+        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
+        self._submit(run, plan)
+        return Pending(self, run, None, False)
+
+
+_MOST_SHAPES = 16
+
+
+class _StepSet(threading.local):
+    """The steps that a thread has made and that are still alive."""
+
+    def __init__(self) -> None:
+        self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+_made = _StepSet()
+
+
+def _steps_of_thread() -> weakref.WeakSet[Step]:
+    return _made.steps
+
+
+def close_steps_of_thread() -> None:
+    """Close every step that the calling thread made inside an engine: a trial's end gives all its memory back."""
+    for step in list(_made.steps):
+        step.close()
+    _made.steps.clear()
+
+
+def flatten(batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
+    """Leaves, structure and shape key of a batch. Raises InvalidJobError for a batch without tensors."""
+    if type(batch) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in batch) and batch:
+        return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype) for t in batch])
+    leaves, spec = pytree.tree_flatten(batch)
+    key: list[Hashable] = [spec]
+    tensors = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors += 1
+            key.append((leaf.shape, leaf.stride(), leaf.dtype))
+        elif isinstance(leaf, Hashable):
+            key.append((type(leaf), leaf))
+        else:
+            raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}")
+    if not tensors:
+        raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}")
+    return leaves, spec, tuple(key)
+
+
+def structure_key(spec: StepSpec) -> tuple[Hashable, list[Any]]:
+    """The capture key of everything but the batch, and what must live as long as it is used."""
+    fingerprint = Fingerprint()
+    model = fingerprint.of(spec.model)
+    compute = fingerprint.of(spec.compute_loss)
+    numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
+    hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
+    if hooks:
+        raise CaptureError("a parameter has gradient hooks, which must run every step")
+    groups = []
+    for group in spec.optimizer.param_groups:
+        strangers = [p for p in group["params"] if id(p) not in numbers]
+        if strangers:
+            raise CaptureError(
+                f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold"
+            )
+        settings = tuple(
+            (name, value if name in _STRUCTURAL else bool(value))
+            for name, value in group.items()
+            if name in _STRUCTURAL or name in _BY_ZERO
+        )
+        rate = group["lr"]
+        groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))
+    optimizer = (type(spec.optimizer), tuple(groups))
+    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast)
+    return (model, compute, optimizer, own), fingerprint.keep
+
+
+_STRUCTURAL = frozenset({"amsgrad", "maximize", "nesterov", "fused", "foreach", "capturable", "differentiable"})
+_BY_ZERO = frozenset({"momentum"})
+
+
+def _without_update(spec: StepSpec) -> StepSpec:
+    from dataclasses import replace
+
+    return replace(spec, update=False)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
+    if len(devices) > 1:
+        raise InvalidJobError(f"the model lies on several devices ({sorted(map(str, devices))}); move it to one")
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise InvalidJobError("the model lies on the meta device and has no values; materialize it first")
+    return device
+
+
+def _check(model: Any, optimizer: Any, accumulate: Any, loss: Any, step: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidJobError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidJobError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise InvalidJobError(f"accumulate must be a positive integer; got {accumulate!r}")
+    if loss is not None and step is not None:
+        raise InvalidJobError("give loss= or step=, not both")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
+
+
+__all__ = ["MemoryLimitError", "Pending", "Step"]
