@@ -10,7 +10,51 @@ if _native.built_with_torch != _torch.__version__:
         "build it again: pip install --no-build-isolation --force-reinstall --no-deps waterflow"
     )
 
+from waterflow.errors import (
+    CaptureError,
+    InvalidJobError,
+    JobCancelled,
+    MemoryLimitError,
+    NonFiniteLossError,
+    StepError,
+    StudyError,
+    WaterflowError,
+)
+from waterflow.executor.engine import current_device as device
+from waterflow.executor.timeline import Timeline
+from waterflow.job import Job, JobResult, Results
+from waterflow.partition.plan import Plan
 from waterflow.step import Step
+from waterflow.training import Callback, train
 
 __version__ = "0.1.0"
-__all__ = ["Step"]
+
+__all__ = [
+    "Callback",
+    "CaptureError",
+    "InvalidJobError",
+    "Job",
+    "JobCancelled",
+    "JobResult",
+    "MemoryLimitError",
+    "NonFiniteLossError",
+    "Plan",
+    "Results",
+    "Step",
+    "StepError",
+    "StudyError",
+    "Timeline",
+    "WaterflowError",
+    "device",
+    "optimize",
+    "train",
+]
+
+
+def __getattr__(name: str):  # type: ignore[no-untyped-def]
+    # Optuna takes a second to import: only those who run studies pay for it.
+    if name == "optimize":
+        from waterflow.study import optimize
+
+        return optimize
+    raise AttributeError(f"module 'waterflow' has no attribute {name!r}")

@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from waterflow.executor import eager
 from waterflow.executor.binding import bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures, input_bytes_of
 from waterflow.executor.engine import Engine, current_engine
+from waterflow.executor.fitting import largest_batch
 from waterflow.partition.capture import StepSpec
 from waterflow.partition.fingerprint import Fingerprint, ambient_key
 from waterflow.partition.plan import Plan, opaque_plan
@@ -45,6 +46,7 @@ class _Variant:
     binding: _C.Binding
     slots: list[int]
     leaves: list[int]
+    batch_spec: pytree.TreeSpec | None
     structure: Hashable
 
 
@@ -121,6 +123,7 @@ class Step:
         self.accumulate = accumulate
         self.opaque_reason: str | None = None
         self.steps = 0
+        self.predicted_height = 0
         holder, compute_loss = eager.compose(model, loss, step)
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
@@ -143,10 +146,11 @@ class Step:
         self._opaque_height: int | None = None
         self._measured_height = 0
         self._last_plan: Plan | None = None
-        self._job: int | None = None
+        self.job: int | None = None
+        self.batches_ahead = 1
         if self.engine is not None:
-            self._job = self.engine.add_job(self.name)
-            self._finalizer = weakref.finalize(self, self.engine.remove_job, self._job)
+            self.job = self.engine.add_job(self.name)
+            self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
             _steps_of_thread().add(self)
 
     # -- what a caller sees
@@ -194,26 +198,40 @@ class Step:
 
     def _submit_captured(self, variant: _Variant, leaves: list[Any], update: bool) -> Pending:
         planned = variant.planned
+        plan, native = planned.plan, planned.native
+        if self.engine is not None:
+            self._claim(variant, plan, leaves)
         profiled = planned.wants_profile
-        run = variant.binding.run(planned.native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
+        run = variant.binding.run(native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
         if update:
             for flag in self._first_step:
                 self._first_step[flag] = False
         self._micro = 0 if update else self._micro + 1
-        plan = planned.plan
         self._last_plan = plan
+        self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         if self.engine is not None:
-            assert self._job is not None
-            self.engine.claim(self._job, plan, batches=1)
             self._submit(run, plan)
         else:
             run.run_alone()
         return Pending(self, run, variant, profiled)
 
-    def _submit(self, run: _C.StepRun, plan: Plan) -> None:
-        assert self.engine is not None and self._job is not None
+    def _claim(self, variant: _Variant, plan: Plan, leaves: list[Any]) -> None:
+        assert self.engine is not None and self.job is not None
         try:
-            self.engine.native.submit(self._job, run)
+            self.engine.claim(self.job, plan.renamed(self.name), batches=self.batches_ahead)
+        except MemoryLimitError as error:
+            if error.largest_batch is not None or error.needed <= self.engine.room:
+                raise
+            spec, batch_spec = self._spec, variant.batch_spec
+            fits = largest_batch(
+                leaves, lambda cut: build(spec, cut, batch_spec, []).predicted, self.engine.room
+            )
+            raise self.engine.too_large(plan.renamed(self.name), plan.persistent + plan.batch, fits) from None
+
+    def _submit(self, run: _C.StepRun, plan: Plan) -> None:
+        assert self.engine is not None and self.job is not None
+        try:
+            self.engine.native.submit(self.job, run)
         except ValueError as error:
             raise self.engine.too_large(plan, plan.persistent + plan.batch) from error
 
@@ -262,7 +280,7 @@ class Step:
         binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step)
         binding.set_generator(self.generator)
         threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
-        variant = _Variant(captured, captured.planned(threads), binding, slots, positions, structure)
+        variant = _Variant(captured, captured.planned(threads), binding, slots, positions, batch_spec, structure)
         if len(self._variants) >= _MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         self._variants[key] = variant
@@ -290,12 +308,12 @@ class Step:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: None)
             run.run_alone()
             return Pending(self, run, None, False)
-        assert self._job is not None
+        assert self.job is not None
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
         # An unknown job is looked at alone: its first step holds all that is left.
         known = self._measured_height > 0
         plan = opaque_plan(self.name, self._measured_height, persistent=persistent, batch=held)
-        self.engine.claim(self._job, plan)
+        self.engine.claim(self.job, plan, batches=self.batches_ahead)
         height = self._measured_height if known else self.engine.native.capacity
         self._last_plan = plan
         run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
@@ -380,8 +398,6 @@ _BY_ZERO = frozenset({"momentum"})
 
 
 def _without_update(spec: StepSpec) -> StepSpec:
-    from dataclasses import replace
-
     return replace(spec, update=False)
 
 

@@ -98,10 +98,15 @@ class OwnRandomNumbers(TorchDispatchMode):
         self._generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
         if not is_random(func):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            if kwargs.get("generator") is None:
+                kwargs["generator"] = self._generator
+            return func(*args, **kwargs)
         with _C.GeneratorSwap(self._generator):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
 class EagerStep:

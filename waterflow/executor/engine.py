@@ -114,6 +114,11 @@ class Engine:
         self.names: dict[int, str] = {}
         self.persistent_log: list[tuple[int, int, str, int]] = []
 
+    @property
+    def room(self) -> int:
+        """Bytes for jobs: the limit without the reserve."""
+        return self.limit - self.reserve
+
     # -- jobs
 
     def add_job(self, name: str) -> int:
@@ -140,7 +145,7 @@ class Engine:
             mine = self._claims.get(job)
             if mine is not None and wanted <= mine.bytes and plan.height <= mine.height:
                 return
-            if wanted + plan.height > self.limit - self.reserve:
+            if wanted + plan.height > self.room:
                 raise self.too_large(plan, wanted)
             try:
                 while not self._fits(job, wanted, plan.height):
@@ -183,24 +188,23 @@ class Engine:
 
     def too_large(self, plan: Plan, wanted: int, largest_batch: int | None = None) -> MemoryLimitError:
         """The error for a job that does not fit even alone."""
-        room = self.limit - self.reserve
         advice = f"; the largest batch that fits is {largest_batch}" if largest_batch else ""
         return MemoryLimitError(
             f"job {plan.name!r} does not fit: its state and batch take {format_bytes(wanted)} and its step reaches "
             f"{format_bytes(plan.height)} above them; the limit of {format_bytes(self.limit)} leaves "
-            f"{format_bytes(room)} (the rest is the reserve){advice}. Lower the batch size or raise memory=.",
+            f"{format_bytes(self.room)} (the rest is the reserve){advice}. Lower the batch size or raise memory=.",
             needed=wanted + plan.height, limit=self.limit, largest_batch=largest_batch,
         )  # fmt: skip
 
     def _fits(self, job: int, wanted: int, height: int) -> bool:
         others = sum(c.bytes for j, c in self._claims.items() if j != job)
-        return others + wanted + self._largest(job, height) <= self.limit - self.reserve
+        return others + wanted + self._largest(job, height) <= self.room
 
     def _largest(self, job: int, height: int) -> int:
         return max([height, *(c.height for j, c in self._claims.items() if j != job)])
 
     def _set_capacity(self) -> None:
-        self.native.set_capacity(self.limit - self.reserve - sum(c.bytes for c in self._claims.values()))
+        self.native.set_capacity(self.room - sum(c.bytes for c in self._claims.values()))
 
     def _book(self, job: int, name: str, count: int) -> None:
         self.persistent_log.append((_C.Engine.now_ns(), job, name, count))
@@ -260,3 +264,9 @@ def within(engine: Engine) -> Iterator[None]:
         yield
     finally:
         _local.engine = before
+
+
+def current_device() -> torch.device:
+    """The device of the engine that the calling thread belongs to; ``cpu`` outside of any."""
+    engine = current_engine()
+    return engine.device if engine is not None else torch.device("cpu")

@@ -182,6 +182,8 @@ class _Lowering:
             number = self.numbers.get((node, argument.name))
             if number is not None:
                 arguments.append(("slot", number, False))
+            elif argument.name == "generator" and value is None and is_random(node.target):
+                arguments.append(("generator",))
             elif isinstance(value, fx.Node):
                 slot = self.slots[value]
                 # The value moves into the call at the last of its last uses' arguments only if it stands once.

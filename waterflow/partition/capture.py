@@ -237,6 +237,7 @@ class _StepTracer:
             with context:
                 result = spec.compute_loss(spec.model, self.batch)
             loss, metrics = split_result(result)
+            self._keep_assigned_buffers()
             self._mark()
             names = list(self._trained)
             leaves = [self.tensors[name] for name in names]
@@ -248,6 +249,19 @@ class _StepTracer:
             self._update(by_name)
         self.metric_names = list(metrics)
         return [loss.detach(), *(value.detach() for value in metrics.values())]
+
+    def _keep_assigned_buffers(self) -> None:
+        """A buffer that forward assigned anew (``self.mean = ...``) lives on in the old one's memory."""
+        for name, buffer in self.spec.model.named_buffers():
+            given = self.tensors.get(name)
+            if given is None:
+                raise CaptureError(f"a step adds the buffer {name}")
+            if buffer is given:
+                continue
+            if buffer.shape != given.shape or buffer.dtype != given.dtype:
+                raise CaptureError(f"a step changes the shape or type of the buffer {name}")
+            with torch.no_grad():
+                given.copy_(buffer)
 
     def _mark(self) -> None:
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -368,15 +382,17 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 old, new = attributes.get(key, _MISSING), module.__dict__.get(key, _MISSING)
                 if old is new:
                     continue
-                tensors = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
                 if old is _MISSING:
                     del module.__dict__[key]
                 else:
                     module.__dict__[key] = old
-                if not tensors and not _equal(old, new):
+                # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
+                if isinstance(module, nn.RNNBase) or module._forward_pre_hooks:
+                    continue
+                if not _equal(old, new):
                     changed = f"{name or type(model).__name__}.{key}"
     if changed:
-        raise CaptureError(f"a step changes the model's own attribute {changed}")
+        raise CaptureError(f"a step changes the model's own attribute {changed}; register it as a buffer if it is a tensor")
     if random.getstate() != python_state:
         random.setstate(python_state)
         raise CaptureError("a step draws from Python's random numbers")
@@ -390,6 +406,8 @@ _MISSING = object()
 
 
 def _equal(old: Any, new: Any) -> bool:
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return False
     try:
         return bool(old == new)
     except Exception:

@@ -3,6 +3,8 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
+#include <ATen/ScalarOps.h>
+
 #include "../../allocator/csrc/meter.h"
 #include "admission.h"
 #include "barrier.h"
@@ -19,7 +21,7 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
                              std::vector<int32_t> results, std::vector<int32_t> drops, const py::list& expected,
                              bool result_is_list, bool random) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-  Instruction instruction{op, {}, std::move(results), std::move(drops), {}, result_is_list, random};
+  Instruction instruction{op, {}, std::move(results), std::move(drops), {}, result_is_list, false};
   const auto& schema = op.schema();
   TORCH_CHECK(arguments.size() == schema.arguments().size(), name, " takes ", schema.arguments().size(),
               " arguments; got ", arguments.size());
@@ -28,11 +30,22 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
     const auto kind = entry[0].cast<std::string>();
     Argument argument;
     if (kind == "constant") {
-      argument.value = torch::jit::toIValue(entry[1], schema.arguments()[i].type());
+      const auto& type = schema.arguments()[i].type();
+      if (type->isSubtypeOf(*c10::TensorType::get()) && !entry[1].is_none() && !THPVariable_Check(entry[1].ptr())) {
+        // A Python number in a tensor's place takes no part in type promotion.
+        auto number = c10::scalar_to_tensor(torch::jit::toIValue(entry[1], c10::NumberType::get()).toScalar());
+        number.unsafeGetTensorImpl()->set_wrapped_number(true);
+        argument.value = number;
+      } else {
+        argument.value = torch::jit::toIValue(entry[1], type);
+      }
     } else if (kind == "slot") {
       argument.kind = Argument::Kind::slot;
       argument.slot = entry[1].cast<int32_t>();
       argument.last_use = entry[2].cast<bool>();
+    } else if (kind == "generator") {
+      argument.kind = Argument::Kind::generator;
+      random = false;
     } else if (kind == "list") {
       argument.kind = Argument::Kind::tensor_list;
       argument.slots = entry[1].cast<std::vector<int32_t>>();
@@ -42,6 +55,7 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
     }
     instruction.arguments.push_back(std::move(argument));
   }
+  instruction.random = random;
   for (auto item : expected) {
     auto entry = item.cast<std::tuple<int32_t, int32_t, std::vector<int64_t>>>();
     instruction.expected.push_back({std::get<0>(entry), std::get<1>(entry), std::get<2>(entry)});

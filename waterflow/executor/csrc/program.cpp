@@ -61,6 +61,13 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
           stack.push_back(slots[argument.slot]);
         }
         break;
+      case Argument::Kind::generator:
+        if (frame.random.defined()) {
+          stack.emplace_back(frame.random);
+        } else {
+          stack.emplace_back();
+        }
+        break;
       case Argument::Kind::tensor_list: {
         c10::List<at::Tensor> list;
         list.reserve(argument.slots.size());

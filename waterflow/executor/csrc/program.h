@@ -15,7 +15,7 @@
 namespace waterflow {
 
 struct Argument {
-  enum class Kind : uint8_t { constant, slot, tensor_list, optional_tensor_list };
+  enum class Kind : uint8_t { constant, slot, tensor_list, optional_tensor_list, generator };
   Kind kind = Kind::constant;
   int32_t slot = -1;
   bool last_use = false;  // a slot whose value may be moved out
@@ -38,7 +38,7 @@ struct Instruction {
   std::vector<int32_t> drops;    // slots that die here
   std::vector<ExpectedStrides> expected;
   bool result_is_list = false;
-  bool random = false;
+  bool random = false;  // draws numbers and takes no generator: the job's own stands in for the default one
 };
 
 // What one instruction did to memory and how long it took; filled while a step is profiled.

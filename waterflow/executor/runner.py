@@ -1,0 +1,236 @@
+"""Runs one job from build to result, on the calling thread: loads its data, feeds its lane, evaluates."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow import _C
+from waterflow.errors import InvalidJobError, JobCancelled, NonFiniteLossError
+from waterflow.executor.data import Batches
+from waterflow.executor.engine import Engine
+from waterflow.job import Job, JobResult, Metrics, Status
+from waterflow.step import Pending, Step
+
+# Steps handed to the engine before the first of them is done: one runs, one waits behind it.
+STEPS_AHEAD = 2
+
+OnEpoch = Callable[[int, Metrics], None]
+
+
+class StopJob(Exception):
+    """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
+
+
+class JobRunner:
+    """Trains one job. ``run()`` is called once; ``stop()`` from any thread.
+
+    ``engine`` None trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each
+    evaluation (after each epoch where there is none, with the mean loss); what it raises ends the job.
+    """
+
+    def __init__(self, job: Job, engine: Engine | None = None, on_epoch: OnEpoch | None = None) -> None:
+        job.check()
+        self.job = job
+        self.engine = engine
+        self.step: Step | None = None
+        self.batches_per_epoch: int | None = None
+        self._on_epoch = on_epoch
+        self._stop: str | None = None
+        self._started = time.perf_counter()
+        self._losses: list[float] = []
+        self._metrics: list[Metrics] = []
+        self._eager_height: int | None = None
+        self._lock = threading.Lock()
+        seed = job.seed if job.seed is not None else int(torch.randint(2**31, ()))
+        self._numbers = torch.Generator().manual_seed(seed)
+        self._data_numbers = torch.Generator().manual_seed(seed)
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End the job at its next group boundary."""
+        with self._lock:
+            self._stop = reason
+            step = self.step
+        if step is not None and step.job is not None and self.engine is not None:
+            with contextlib.suppress(ValueError):  # it has left already
+                self.engine.native.cancel(step.job, reason)
+
+    def run(self) -> JobResult:
+        """Train to the end; errors of the job end up in its result, whatever their kind."""
+        status: Status = "completed"
+        error: BaseException | None = None
+        try:
+            model = self._build()
+            self._train(model)
+        except StopJob:
+            status = "pruned"
+        except JobCancelled as cancelled:
+            status, error = "cancelled", cancelled
+        except Exception as failure:
+            status, error = "failed", failure
+        if error is not None and self._stop is not None:
+            status = "cancelled"
+        try:
+            return self._result(status, error)
+        finally:
+            if self.step is not None:
+                self.step.close()
+
+    # -- the parts
+
+    def _build(self) -> nn.Module:
+        job = self.job
+        self._check_stop()
+        if isinstance(job.model, nn.Module):
+            model = job.model
+        else:
+            # Initialization draws from the job's own numbers; the lock keeps others from drawing meanwhile.
+            with _C.GeneratorSwap(self._numbers):
+                model = job.model()
+            if not isinstance(model, nn.Module):
+                raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
+        model.train()
+        optimizer = job.optimizer(model.parameters())
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidJobError(f"job {job.name!r}: optimizer made a {type(optimizer).__name__}, not an optimizer")
+        self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
+        step = Step(
+            model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
+            clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
+            generator=self._numbers, name=job.name, engine=self.engine,
+        )  # fmt: skip
+        step.batches_ahead = STEPS_AHEAD
+        with self._lock:
+            self.step = step
+        self._batches = Batches(job.name, job.data, self._data_numbers)
+        with contextlib.suppress(TypeError):
+            self.batches_per_epoch = len(self._batches)
+        return model
+
+    def _train(self, model: nn.Module) -> None:
+        for epoch in range(self.job.epochs):
+            losses = self._train_epoch()
+            self._losses.extend(losses)
+            if not self.job.allow_non_finite and not all(map(math.isfinite, losses)):
+                first = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
+                raise NonFiniteLossError(
+                    f"the loss of job {self.job.name!r} became {losses[first]} in epoch {epoch}, step {first}. "
+                    "Lower the learning rate, clip gradients, or pass allow_non_finite=True"
+                )
+            metrics = self._evaluate(model)
+            if metrics is None:
+                metrics = {"loss": sum(losses) / len(losses)}
+            self._metrics.append(metrics)
+            if self._scheduler is not None and self.job.scheduler_interval == "epoch":
+                if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                    self._scheduler.step(next(iter(metrics.values())))
+                else:
+                    self._scheduler.step()
+            if self._on_epoch is not None:
+                self._on_epoch(epoch, metrics)
+
+    def _train_epoch(self) -> list[float]:
+        """One pass over the data: the next batch is loaded while the last ones run."""
+        assert self.step is not None
+        under_way: deque[Pending] = deque()
+        losses: list[torch.Tensor] = []
+        try:
+            for batch in self._batches.epoch():
+                self._check_stop()
+                under_way.append(self.step.submit(batch))
+                if self._scheduler is not None and self.job.scheduler_interval == "step":
+                    self._scheduler.step()
+                if len(under_way) > STEPS_AHEAD:
+                    losses.append(_loss_of(under_way.popleft().result()))
+            while under_way:
+                losses.append(_loss_of(under_way.popleft().result()))
+        except BaseException:
+            # What is under way must end before its memory goes.
+            for pending in under_way:
+                with contextlib.suppress(Exception):
+                    pending.result()
+            raise
+        return [float(x) for x in torch.stack([loss.reshape(()).to(torch.float64) for loss in losses]).tolist()]
+
+    def _evaluate(self, model: nn.Module) -> Metrics | None:
+        evaluate = self.job.evaluate
+        if evaluate is None:
+            return None
+        self._check_stop()
+
+        def work() -> Any:
+            model.eval()
+            try:
+                with torch.no_grad():
+                    return evaluate(model)
+            finally:
+                model.train()
+
+        assert self.step is not None
+        if self.engine is None:
+            return _as_metrics(self.job.name, work())
+        assert self.step.job is not None
+        plan = None
+        if self._eager_height is not None:
+            plan = _C.GroupPlan(ends=[1], peak=[self._eager_height], after=[0])
+        try:
+            result, height = self.engine.run_eager(self.step.job, work, plan)
+        except _C.Cancelled as error:
+            raise JobCancelled(str(error)) from None
+        self._eager_height = max(height, self._eager_height or 0)
+        return _as_metrics(self.job.name, result)
+
+    def _check_stop(self) -> None:
+        if self._stop is not None:
+            raise JobCancelled(self._stop)
+
+    def _result(self, status: Status, error: BaseException | None) -> JobResult:
+        step = self.step
+        predicted = measured = None
+        if step is not None and step.steps:
+            plan = step.plan
+            held = plan.persistent + plan.batch
+            predicted = held + step.predicted_height if step.opaque_reason is None else None
+            measured = held + step.measured_height if step.measured_height else None
+        return JobResult(
+            name=self.job.name,
+            status=status,
+            metrics=tuple(self._metrics),
+            losses=tuple(self._losses),
+            steps=step.steps if step is not None else 0,
+            seconds=time.perf_counter() - self._started,
+            predicted_peak=predicted,
+            measured_peak=measured,
+            opaque_reason=step.opaque_reason if step is not None else None,
+            error=error,
+            traceback="".join(traceback.format_exception(error)) if error is not None else None,
+            state_dict=step.model.state_dict() if step is not None else None,
+        )
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _as_metrics(name: str, value: Any) -> Metrics:
+    if isinstance(value, dict):
+        return {str(key): _number(name, entry) for key, entry in value.items()}
+    return {"value": _number(name, value)}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InvalidJobError(
+            f"evaluate of job {name!r} must return a number or a dict of numbers; got {type(value).__name__}"
+        ) from None

@@ -1,0 +1,158 @@
+"""Job and JobResult: what a user hands in and gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from waterflow.errors import InvalidJobError
+
+if TYPE_CHECKING:
+    import pandas
+
+Status = Literal["completed", "failed", "pruned", "cancelled"]
+Metrics = dict[str, float]
+
+
+@dataclass
+class Job:
+    """One model to train.
+
+    Args:
+        name: Shown in results, messages and pictures.
+        model: A function that makes the module (it is called once, with the job's own random numbers), or a module.
+        data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one.
+            A DataLoader that several jobs share is shuffled for each with the job's own random numbers; an iterable
+            that keeps a generator of its own is better made by a function.
+        optimizer: A function of the parameters that makes a ``torch.optim`` optimizer.
+        loss: ``loss(output, target)`` for batches ``(input, ..., target)``, or a function of (model, batch).
+        step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
+        scheduler: A function of the optimizer that makes a learning-rate scheduler.
+        scheduler_interval: When the scheduler steps: after each ``epoch`` (default) or each ``step``.
+        evaluate: A function of the model that returns a number or a dict of numbers. It is called after each epoch
+            with the model in evaluation mode and without gradients. The first number is the job's ``value``.
+        epochs: How often the data is read.
+        seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
+        accumulate, clip_grad_norm, clip_grad_value, autocast: As in ``Step``.
+        allow_non_finite: Train on after the loss became NaN or infinite; else the job fails at the epoch's end.
+    """
+
+    name: str
+    model: Callable[[], nn.Module] | nn.Module
+    data: Iterable[Any] | Callable[[], Iterable[Any]]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    loss: Callable[..., Any] | nn.Module | None = None
+    step: Callable[[nn.Module, Any], Any] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    evaluate: Callable[[nn.Module], Any] | None = None
+    epochs: int = 1
+    seed: int | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    autocast: torch.dtype | None = None
+    allow_non_finite: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidJobError where a setting cannot be right."""
+        if not isinstance(self.epochs, int) or self.epochs < 1:
+            raise InvalidJobError(f"job {self.name!r}: epochs must be a positive integer; got {self.epochs!r}")
+        if not isinstance(self.model, nn.Module) and not callable(self.model):
+            raise InvalidJobError(
+                f"job {self.name!r}: model must be a module or a function that makes one; "
+                f"got {type(self.model).__name__}"
+            )
+        if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
+            raise InvalidJobError(
+                f"job {self.name!r}: optimizer must be a function of the parameters, such as "
+                "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            )
+        if not callable(self.data) and not hasattr(self.data, "__iter__"):
+            raise InvalidJobError(
+                f"job {self.name!r}: data must be iterable or a function that makes an iterable; "
+                f"got {type(self.data).__name__}"
+            )
+        if self.scheduler_interval not in ("epoch", "step"):
+            raise InvalidJobError(
+                f"job {self.name!r}: scheduler_interval must be 'epoch' or 'step'; got {self.scheduler_interval!r}"
+            )
+        if self.loss is not None and self.step is not None:
+            raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What became of a job.
+
+    ``metrics`` holds one dict per epoch, ``losses`` one number per step; peaks are bytes, ``seconds`` wall time from
+    the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
+    count persistent state, one batch, and the step, and are None where the job did not come that far.
+    ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way.
+    """
+
+    name: str
+    status: Status
+    metrics: tuple[Metrics, ...] = ()
+    losses: tuple[float, ...] = ()
+    steps: int = 0
+    seconds: float = 0.0
+    predicted_peak: int | None = None
+    measured_peak: int | None = None
+    opaque_reason: str | None = None
+    error: BaseException | None = field(default=None, compare=False)
+    traceback: str | None = field(default=None, compare=False, repr=False)
+    state_dict: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def value(self) -> float | None:
+        """The first metric of the last epoch; the last loss of a job that is not evaluated."""
+        if self.metrics and self.metrics[-1]:
+            return next(iter(self.metrics[-1].values()))
+        return self.losses[-1] if self.losses else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; neither losses nor weights."""
+        return {
+            "name": self.name,
+            "status": self.status,
+            "value": self.value,
+            "metrics": dict(self.metrics[-1]) if self.metrics else {},
+            "loss": self.losses[-1] if self.losses else None,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "predicted_peak_bytes": self.predicted_peak,
+            "measured_peak_bytes": self.measured_peak,
+            "opaque_reason": self.opaque_reason,
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        }
+
+
+class Results(list[JobResult]):
+    """The results of several jobs, in the order in which they were handed in."""
+
+    @property
+    def failed(self) -> Results:
+        """Those that failed."""
+        return Results(result for result in self if result.status == "failed")
+
+    def __getitem__(self, key: Any) -> Any:
+        """By position, or by a job's name."""
+        if isinstance(key, str):
+            for result in self:
+                if result.name == key:
+                    return result
+            raise KeyError(f"no job is called {key!r}; there are {', '.join(repr(r.name) for r in self)}")
+        return super().__getitem__(key)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One row per job. Needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_dataframe needs pandas: pip install pandas") from None
+        return pandas.DataFrame([result.to_dict() for result in self])

@@ -1,0 +1,218 @@
+"""train(): several jobs, side by side on one device; the whole path on one page."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from waterflow.errors import InvalidJobError
+from waterflow.executor.engine import Engine, within
+from waterflow.executor.runner import JobRunner
+from waterflow.executor.timeline import Timeline
+from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.progress import ProgressLine
+
+logger = logging.getLogger("waterflow")
+
+
+class Callback:
+    """What ``train`` tells while it runs. Calls come from the jobs' threads, never two at a time."""
+
+    def on_epoch_end(self, job: Job, epoch: int, metrics: Metrics) -> None:
+        """An epoch of ``job`` has been trained and evaluated."""
+
+    def on_job_end(self, job: Job, result: JobResult) -> None:
+        """``job`` has ended, one way or another."""
+
+
+def train(
+    jobs: Iterable[Job | nn.Module],
+    *,
+    device: str | torch.device = "cpu",
+    memory: int | float | str | None = None,
+    lanes: int | None = None,
+    intra_op: int = 1,
+    max_concurrent: int | None = None,
+    on_error: Literal["raise", "continue"] = "raise",
+    callbacks: Sequence[Callback | Callable[[JobResult], None]] = (),
+    show_progress_bar: bool = False,
+    timeline: Callable[[Timeline], None] | None = None,
+    **shared: Any,
+) -> Results:
+    """Train several jobs side by side on one device and return their results in the order given.
+
+    Args:
+        jobs: Jobs, or plain modules that share ``loss=``, ``optimizer=``, ``data=`` (and ``epochs=``, ``evaluate=``
+            and the other settings of ``Job``), passed as further keyword arguments. No job: no result.
+        device: Where to train. This version trains on ``"cpu"``.
+        memory: The limit for all jobs together: bytes, a share of the free memory (0.8 by default), or ``"4GiB"``.
+        lanes: Steps that run at the same time; default: one per core.
+        intra_op: Threads inside one operation, on each lane. Another number changes the last bits of results.
+        max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
+        on_error: ``"raise"`` stops the others when a job fails and raises its error; ``"continue"`` leaves the error
+            in the job's result.
+        callbacks: ``Callback`` objects, or functions that are called with each result.
+        show_progress_bar: One line that counts jobs, where there is a terminal.
+        timeline: Called at the end with the record of the run, to save its pictures.
+
+    Raises:
+        InvalidJobError: Jobs that cannot be trained as they are: two that share a module, names that are not unique.
+        MemoryLimitError: A job that does not fit (with ``on_error="raise"``).
+    """
+    given = _as_jobs(jobs, shared)
+    if on_error not in ("raise", "continue"):
+        raise InvalidJobError(f"on_error must be 'raise' or 'continue'; got {on_error!r}")
+    _check_together(given)
+    if not given:
+        return Results()
+    with Engine(device, memory=memory, lanes=lanes, intra_op=intra_op) as engine:
+        if timeline is not None:
+            engine.native.record_spans(True)
+        with ProgressLine(len(given), "jobs", show_progress_bar) as progress:
+            results = _Training(given, engine, max_concurrent, on_error, callbacks, progress).run()
+        if timeline is not None:
+            timeline(Timeline.of(engine))
+    return results
+
+
+class _Training:
+    """Drives the jobs of one call: a thread per job under way, the next one when one ends."""
+
+    def __init__(
+        self, jobs: list[Job], engine: Engine, max_concurrent: int | None, on_error: str,
+        callbacks: Sequence[Callback | Callable[[JobResult], None]], progress: ProgressLine,
+    ) -> None:  # fmt: skip
+        self._jobs = jobs
+        self._engine = engine
+        self._at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
+        if self._at_once < 1:
+            raise InvalidJobError(f"max_concurrent must be at least 1; got {max_concurrent}")
+        self._on_error = on_error
+        self._callbacks = callbacks
+        self._progress = progress
+        self._results: dict[int, JobResult] = {}
+        self._running: dict[int, JobRunner] = {}
+        self._waiting = deque(enumerate(jobs))
+        self._lock = threading.Lock()
+        self._telling = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._failure: BaseException | None = None
+
+    def run(self) -> Results:
+        threads: list[threading.Thread] = []
+        try:
+            with self._changed:
+                while self._waiting or self._running:
+                    while self._waiting and self._failure is None and len(self._running) < self._at_once:
+                        number, job = self._waiting.popleft()
+                        self._running[number] = self._runner(number, job)
+                        thread = threading.Thread(target=self._drive, args=(number,), name=job.name, daemon=True)
+                        threads.append(thread)
+                        thread.start()
+                    if self._failure is not None and not self._running:
+                        break
+                    self._changed.wait(timeout=0.1)
+        except BaseException:
+            self._stop_all("interrupted")
+            raise
+        finally:
+            for thread in threads:
+                thread.join(timeout=10)
+        if self._failure is not None:
+            raise self._failure
+        return Results(self._results[number] for number in range(len(self._jobs)))
+
+    def _runner(self, number: int, job: Job) -> JobRunner:
+        def on_epoch(epoch: int, metrics: Metrics) -> None:
+            with self._telling:
+                for callback in self._callbacks:
+                    if isinstance(callback, Callback):
+                        callback.on_epoch_end(job, epoch, metrics)
+
+        return JobRunner(job, self._engine, on_epoch)
+
+    def _drive(self, number: int) -> None:
+        job, runner = self._jobs[number], self._running[number]
+        failure: BaseException | None = None
+        with within(self._engine):
+            result = runner.run()
+        try:
+            with self._telling:
+                for callback in self._callbacks:
+                    if isinstance(callback, Callback):
+                        callback.on_job_end(job, result)
+                    else:
+                        callback(result)
+        except BaseException as error:
+            failure = error
+        if result.status == "failed":
+            logger.warning("job %r failed: %s", job.name, result.error)
+            if self._on_error == "raise":
+                failure = failure or result.error
+        with self._changed:
+            self._results[number] = result
+            del self._running[number]
+            if failure is not None and self._failure is None:
+                self._failure = failure
+            stop = self._failure is not None
+            self._changed.notify_all()
+        self._progress.advance()
+        if stop:
+            self._stop_all("another job failed")
+
+    def _stop_all(self, reason: str) -> None:
+        with self._lock:
+            running = list(self._running.values())
+            self._waiting.clear()
+        for runner in running:
+            runner.stop(reason)
+
+
+def _as_jobs(jobs: Iterable[Job | nn.Module], shared: dict[str, Any]) -> list[Job]:
+    if isinstance(jobs, (Job, nn.Module)):
+        raise InvalidJobError("train() takes a list of jobs; put the one you have into brackets")
+    made: list[Job] = []
+    for number, entry in enumerate(jobs):
+        if isinstance(entry, Job):
+            if shared:
+                raise InvalidJobError(
+                    f"{', '.join(shared)}: settings for plain modules, but entry {number} is a Job, which has its own"
+                )
+            made.append(entry)
+        elif isinstance(entry, nn.Module):
+            missing = [name for name in ("data", "optimizer") if name not in shared]
+            if missing:
+                raise InvalidJobError(
+                    f"entry {number} is a plain module: pass {' and '.join(f'{m}=' for m in missing)} to train()"
+                )
+            try:
+                made.append(Job(name=f"{type(entry).__name__}-{number}", model=entry, **shared))
+            except TypeError as error:
+                raise InvalidJobError(f"train(): {error}; settings of plain modules are those of Job") from None
+        else:
+            raise InvalidJobError(f"entry {number} must be a Job or a module; got {type(entry).__name__}")
+    return made
+
+
+def _check_together(jobs: list[Job]) -> None:
+    names: set[str] = set()
+    owner: dict[int, str] = {}
+    for job in jobs:
+        job.check()
+        if job.name in names:
+            raise InvalidJobError(f"two jobs are called {job.name!r}; give each a name of its own")
+        names.add(job.name)
+        if isinstance(job.model, nn.Module):
+            for parameter in job.model.parameters():
+                other = owner.setdefault(id(parameter), job.name)
+                if other != job.name:
+                    raise InvalidJobError(
+                        f"jobs {other!r} and {job.name!r} share a module: each would change the other's parameters. "
+                        "Give each its own, for example copy.deepcopy(model)"
+                    )
