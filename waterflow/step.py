@@ -24,7 +24,7 @@ from waterflow.errors import (
 from waterflow.executor import eager
 from waterflow.executor.binding import bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures, input_bytes_of
-from waterflow.executor.engine import Engine, current_engine
+from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
 from waterflow.partition.capture import StepSpec
 from waterflow.partition.fingerprint import Fingerprint, ambient_key
@@ -148,6 +148,7 @@ class Step:
         self._last_plan: Plan | None = None
         self.job: int | None = None
         self.batches_ahead = 1
+        self._worker = current_worker()
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
@@ -183,6 +184,8 @@ class Step:
     def submit(self, batch: Batch) -> Pending:
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
         update = (self._micro + 1) % self.accumulate == 0
+        if self._worker is not None and self.engine is not None and self.engine.clock is not None:
+            self.engine.clock.advance(self._worker)
         if self.opaque_reason is None:
             leaves, batch_spec, key = flatten(batch)
             key = (key, update, ambient_key(self._spec.device.type))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError, MemoryLimitError
+from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
+from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
 
 logger = logging.getLogger("waterflow")
@@ -110,6 +111,7 @@ class Engine:
         self._waiting: set[int] = set()
         self._eager = threading.Lock()
         self._closed = False
+        self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.started_ns = _C.Engine.now_ns()
         self.names: dict[int, str] = {}
         self.persistent_log: list[tuple[int, int, str, int]] = []
@@ -140,32 +142,51 @@ class Engine:
         does not fit into an empty device, or when everyone who holds memory waits for more.
         """
         wanted = plan.persistent + plan.batch * batches
+        mine = self._claims.get(job)
+        if mine is not None and wanted <= mine.bytes and plan.height <= mine.height:
+            return
+        if wanted + plan.height > self.room:
+            raise self.too_large(plan, wanted)
         owner = threading.get_ident()
-        with self._changed:
-            mine = self._claims.get(job)
-            if mine is not None and wanted <= mine.bytes and plan.height <= mine.height:
-                return
-            if wanted + plan.height > self.room:
-                raise self.too_large(plan, wanted)
-            try:
-                while not self._fits(job, wanted, plan.height):
-                    self._waiting.add(owner)
-                    holders = {c.owner for j, c in self._claims.items() if j != job}
-                    if holders <= self._waiting:
-                        raise MemoryLimitError(
-                            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of "
-                            f"{format_bytes(self._largest(job, plan.height))}, and everyone who holds memory of the "
-                            f"{format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
-                            needed=wanted + plan.height, limit=self.limit,
-                        )  # fmt: skip
-                    self._changed.wait(timeout=1.0)
+        try:
+            while True:
+                with self._turn(), self._changed:
                     if self._closed:
-                        raise InvalidJobError("the engine was closed while a job waited for memory")
-            finally:
-                self._waiting.discard(owner)
-            self._claims[job] = Claim(plan.name, owner, wanted, plan.height)
-            self._book(job, plan.name, wanted)
-            self._set_capacity()
+                        raise JobCancelled("the engine was closed while a job waited for memory")
+                    if self._fits(job, wanted, plan.height):
+                        self._claims[job] = Claim(plan.name, owner, wanted, plan.height)
+                        self._book(job, plan.name, wanted)
+                        self._set_capacity()
+                        return
+                    self._waiting.add(owner)
+                    if {c.owner for j, c in self._claims.items() if j != job} <= self._waiting:
+                        raise self._stuck(job, plan, wanted)
+                    if self.clock is not None and (worker := current_worker()) is not None:
+                        self.clock.suspend(worker)
+                        continue
+                    self._changed.wait(timeout=1.0)
+        finally:
+            self._waiting.discard(owner)
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Under a virtual clock memory changes hands in its order."""
+        worker = current_worker()
+        if self.clock is None or worker is None:
+            return contextlib.nullcontext()
+        return self.clock.turn(worker)
+
+    def _stuck(self, job: int, plan: Plan, wanted: int) -> MemoryLimitError:
+        return MemoryLimitError(
+            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of "
+            f"{format_bytes(self._largest(job, plan.height))}, and everyone who holds memory of the "
+            f"{format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
+            needed=wanted + plan.height, limit=self.limit,
+        )  # fmt: skip
+
+    def largest_claim(self) -> int:
+        """Bytes of the largest job in the engine: what it holds and what its steps reach."""
+        with self._changed:
+            return max((c.bytes + c.height for c in self._claims.values()), default=0)
 
     def would_fit(self, plan: Plan) -> bool:
         """Whether a further job with this plan could claim its memory now."""
@@ -174,7 +195,7 @@ class Engine:
 
     def release(self, job: int) -> None:
         """Give back what a job claimed."""
-        with self._changed:
+        with self._turn(), self._changed:
             claim = self._claims.pop(job, None)
             if claim is not None:
                 self._book(job, claim.name, 0)
@@ -256,14 +277,19 @@ def current_engine() -> Engine | None:
 
 
 @contextlib.contextmanager
-def within(engine: Engine) -> Iterator[None]:
-    """Steps that the calling thread makes or calls inside belong to ``engine``."""
-    before = current_engine()
-    _local.engine = engine
+def within(engine: Engine, worker: int | None = None) -> Iterator[None]:
+    """Steps that the calling thread makes inside belong to ``engine``, and to its clock as ``worker``."""
+    before = current_engine(), current_worker()
+    _local.engine, _local.worker = engine, worker
     try:
         yield
     finally:
-        _local.engine = before
+        _local.engine, _local.worker = before
+
+
+def current_worker() -> int | None:
+    """The number under which the calling thread's work is known to its engine's virtual clock."""
+    return getattr(_local, "worker", None)
 
 
 def current_device() -> torch.device:

@@ -20,25 +20,24 @@ if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 JOB, STEP, GROUP, LANE, START, END, HELD, HELD_BY_JOB = range(8)  # columns of `Span` in csrc/engine.h
 MOST_EVENTS = 200_000
-_COUNTER_EVENTS = 10_000
 _MIB = 1 << 20
+_FOREVER = np.iinfo(np.int64).max
+_PIXELS = 1400  # of the axes in a picture, about
 # Twelve hues that stay apart from their neighbours; further jobs share the grey.
 _HUES = ("#3b6fb6", "#f0a83c", "#d9544d", "#4fa89b", "#8a63b8", "#7fb04f",
          "#e58ab0", "#8c6748", "#5bb7dd", "#c9b22f", "#a3375f", "#47806a")  # fmt: skip
 _GREY = "#a9adb3"
-_FOREVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryOverTime:
-    """Bytes by job over time. Column ``i`` holds from ``seconds[i]`` until ``seconds[i + 1]``.
+    """Bytes by job over time. Column ``i`` holds from ``seconds[i]`` to ``seconds[i + 1]``; the last is the end.
 
-    Where there is more to show than columns, a column is the fullest moment of its stretch of time: the bytes of
-    all jobs at that one instant, so that they add up to what was really held. The last column is the end.
+    Where there is more to show than columns, a column is the fullest moment of its stretch of time: the bytes
+    of all jobs at that one instant, so that they add up to what was really held.
 
     Attributes:
         seconds: Since the engine started, [columns].
@@ -47,7 +46,7 @@ class MemoryOverTime:
         in_step: Bytes held by the step that a job is in the middle of, [jobs, columns].
     """
 
-    seconds: Floats
+    seconds: npt.NDArray[np.float64]
     jobs: tuple[int, ...]
     persistent: Ints
     in_step: Ints
@@ -62,11 +61,11 @@ class MemoryOverTime:
 class Timeline:
     """The groups that an engine ran while it recorded, and the persistent bytes of its jobs.
 
-    All methods raise ValueError when nothing was recorded.
+    All methods but ``of`` raise ValueError when nothing was recorded.
 
     Attributes:
-        spans: One row a group, [groups, 8]: job, step, group, lane, start_ns, end_ns, held (bytes of all steps
-            when the group was issued, its peak included), held_by_job (bytes of its own step).
+        spans: One row a group, [groups, 8]: job, step, group, lane, start_ns, end_ns, held (bytes of all
+            steps when the group was issued, its peak included), held_by_job (bytes of its own step).
         names: Job number to name.
         persistent: (time_ns, job, name, bytes) in order of time: what a job has claimed from then on.
         limit: Bytes that the engine may hold; ``reserve`` of them are kept for work beside the steps.
@@ -84,32 +83,26 @@ class Timeline:
     lanes: int
     dropped: int = 0
 
-    def __post_init__(self) -> None:
-        if self.spans.ndim != 2 or self.spans.shape[1] != 8:
-            raise ValueError(f"spans must have the shape [groups, 8]; got {list(self.spans.shape)}")
-
     @classmethod
     def of(cls, engine: Engine, dropped: int = 0) -> Timeline:
         """Take what ``engine`` has recorded; it is gone from the engine then. Thread-safe."""
-        spans = np.array(engine.native.take_spans().numpy(), dtype=np.int64)
         return cls(
-            spans=spans, names=dict(engine.names), persistent=tuple(engine.persistent_log), limit=engine.limit,
-            reserve=engine.reserve, started_ns=engine.started_ns, lanes=engine.lanes, dropped=dropped,
+            engine.native.take_spans().numpy(), dict(engine.names), tuple(engine.persistent_log),
+            engine.limit, engine.reserve, engine.started_ns, engine.lanes, dropped,
         )  # fmt: skip
 
     def memory_over_time(self, columns: int = 2000) -> MemoryOverTime:
         """What each job held from the first recorded group to the last, in at most ``columns`` + 1 columns.
 
-        A job in mid-step holds what its group was issued with while that group runs. Until its next group starts
-        it holds no more than for either, and no more than what the books leave it at the start of each group of
-        another; so the sum never exceeds what was admitted.
+        A job in mid-step holds what its group was issued with while that group runs. Until its next group
+        starts it holds no more than for either of the two, and no more than the books leave it whenever a group
+        of another job starts; so the sum never exceeds what was admitted.
         """
-        begin, end = self._extent()
         spells, claims = _spells(self.spans), self._claims()
-        times, total = _total(spells, claims, begin, end)
+        times, total = self._total(spells, claims)
         seconds = moments = times
         if len(times) > columns + 1:
-            seconds = np.linspace(begin, end, columns + 1).astype(np.int64)
+            seconds = times[0] + np.linspace(0, times[-1] - times[0], columns + 1).astype(np.int64)
             # Every stretch begins with what it is entered with.
             where = np.searchsorted(times, seconds)
             total = np.insert(total, where, total[np.searchsorted(times, seconds, side="right") - 1])
@@ -120,32 +113,32 @@ class Timeline:
         jobs = np.unique(np.concatenate([spells[:, 0], claims[:, 0]]))
         persistent, in_step = np.zeros((2, len(jobs), len(moments)), dtype=np.int64)
         for table, held in ((claims, persistent), (spells, in_step)):
-            rows = np.searchsorted(table[:, 0], [jobs, jobs + 1])
-            for row, (low, high) in enumerate(rows.T):
-                held[row] = _level(moments, table[low:high])
+            bounds = np.searchsorted(table[:, 0], np.append(jobs, jobs[-1] + 1)).tolist()
+            for row in range(len(jobs)):
+                held[row] = _level(moments, table[bounds[row] : bounds[row + 1]])
         return MemoryOverTime((seconds - self.started_ns) / 1e9, tuple(jobs.tolist()), persistent, in_step)
 
     def summary(self) -> dict[str, Any]:
         """The recording in a few numbers.
 
-        ``wall_seconds`` from the first recorded group to the last; ``busy_share`` of it for each lane; ``overlap``,
-        the share of it with at least two lanes busy; ``peak_bytes`` and ``limit_bytes``, persistent state included;
-        ``steps``, how many steps of each job were recorded.
+        ``wall_seconds`` from the first recorded group to the last; ``busy_share`` of it for each lane;
+        ``overlap``, the share of it with at least two lanes busy; ``peak_bytes`` and ``limit_bytes``, persistent
+        state included; ``steps``, how many of each job were recorded.
         """
         begin, end = self._extent()
-        spells, claims = _spells(self.spans), self._claims()
-        times = np.concatenate([self.spans[:, START], self.spans[:, END]])
+        start, stop, labels, claims = self.spans[:, START], self.spans[:, END], self._labels(), self._claims()
+        times = np.concatenate([start, stop])
         order = np.argsort(times, kind="stable")
-        busy = np.cumsum(np.repeat([1, -1], len(self.spans))[order])[:-1]
+        lanes_busy = np.cumsum(np.repeat([1, -1], len(start))[order])[:-1]
+        busy = np.bincount(self.spans[:, LANE], weights=stop - start, minlength=self.lanes)
         # The books also count groups that were issued and had not begun.
-        booked = self.spans[:, HELD] + _level(self.spans[:, START], claims)
+        booked = self.spans[:, HELD] + _level(start, claims)
         steps = Counter(np.unique(self.spans[:, [JOB, STEP]], axis=0)[:, 0].tolist())
-        labels = self._labels()
         return {
             "wall_seconds": (end - begin) / 1e9,
-            "busy_share": self._busy_share(),
-            "overlap": float(np.diff(times[order])[busy >= 2].sum() / max(end - begin, 1)),
-            "peak_bytes": int(max(booked.max(), _total(spells, claims, begin, end)[1].max())),
+            "busy_share": (busy / max(end - begin, 1)).tolist(),
+            "overlap": float(np.diff(times[order])[lanes_busy >= 2].sum() / max(end - begin, 1)),
+            "peak_bytes": int(max(booked.max(), self._total(_spells(self.spans), claims)[1].max())),
             "limit_bytes": self.limit,
             "steps": {labels[job]: count for job, count in sorted(steps.items())},
         }
@@ -155,104 +148,98 @@ class Timeline:
 
         At most 200,000 events: the earliest groups are kept, and ``otherData`` tells how many were dropped.
         """
-        memory, labels = self.memory_over_time(_COUNTER_EVENTS), self._labels()
-        named = [("process_name", 0, "waterflow"), *(("thread_name", i, f"lane {i}") for i in range(self.lanes))]
+        memory, labels = self.memory_over_time(10_000), self._labels()
         events: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 1, "tid": tid, "name": what, "args": {"name": name}} for what, tid, name in named
+            {"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": f"lane {lane}"}}
+            for lane in range(self.lanes)
         ]
-        room = MOST_EVENTS - len(events) - len(memory.seconds)
-        kept = self.spans[np.argsort(self.spans[:, START], kind="stable")][:room]
+        events.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "waterflow"}})
+        most = MOST_EVENTS - len(events) - len(memory.seconds)
+        kept = self.spans[np.argsort(self.spans[:, START], kind="stable")][:most]
         for job, step, group, lane, start, end, held, own in kept.tolist():
+            args = {"group": group, "step": step, "held MiB": held / _MIB, "held by job MiB": own / _MIB}
             events.append({
-                "ph": "X", "pid": 1, "tid": lane, "name": labels[job], "cat": "group",
+                "ph": "X", "pid": 1, "tid": lane, "name": labels[job], "cat": "group", "args": args,
                 "ts": (start - self.started_ns) / 1e3, "dur": (end - start) / 1e3,
-                "args": {"group": group, "step": step, "held MiB": held / _MIB, "held by job MiB": own / _MIB},
             })  # fmt: skip
-        last = (int(kept[:, END].max()) - self.started_ns) / 1e9
-        by_kind = memory.persistent.sum(axis=0) / _MIB, memory.in_step.sum(axis=0) / _MIB
-        for seconds, state, steps in zip(memory.seconds.tolist(), by_kind[0].tolist(), by_kind[1].tolist()):
-            if seconds <= last:
-                args = {"persistent": state, "steps": steps}
-                events.append({"ph": "C", "pid": 1, "name": "held MiB", "ts": seconds * 1e6, "args": args})
-        other = {"dropped_groups": len(self.spans) - len(kept) + self.dropped, "recorded_groups": len(self.spans),
-                 "limit_bytes": self.limit, "reserve_bytes": self.reserve}  # fmt: skip
-        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-        opener = gzip.open if os.fspath(path).endswith(".gz") else open
-        with opener(path, "wt", encoding="utf-8") as file:
+        series = np.stack([memory.persistent.sum(axis=0), memory.in_step.sum(axis=0)], axis=1) / _MIB
+        microseconds = memory.seconds[memory.seconds * 1e9 <= kept[:, END].max() - self.started_ns + 1] * 1e6
+        for ts, (state, steps) in zip(microseconds.tolist(), series.tolist()):
+            args = {"persistent": state, "steps": steps}
+            events.append({"ph": "C", "pid": 1, "name": "held MiB", "ts": ts, "args": args})
+        dropped = {"dropped_groups": len(self.spans) - len(kept) + self.dropped, "limit_bytes": self.limit}
+        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dropped}
+        with (gzip.open if os.fspath(path).endswith(".gz") else open)(path, "wt", encoding="utf-8") as file:
             file.write(json.dumps(trace, separators=(",", ":")))
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw memory by job above the work of the lanes, as a PNG of about 1900 pixels' width."""
+        """Draw memory by job above the work of the lanes, as a PNG 1875 pixels wide."""
         from matplotlib.figure import Figure  # slow to import
         from matplotlib.patches import Patch
 
-        memory = self.memory_over_time()
-        area = np.diff(memory.seconds) @ (memory.persistent + memory.in_step)[:, :-1].T
-        chosen = sorted(np.argsort(-area, kind="stable")[: len(_HUES)].tolist())
-        labels = self._labels()
-        hue_of = {memory.jobs[row]: hue for row, hue in zip(chosen, _HUES)}
-        figure = Figure(figsize=(12.5, 4.6 + 0.45 * min(self.lanes, 12)), dpi=150, layout="constrained")
-        ratios = [3.6, 0.2 + 0.45 * min(self.lanes, 12)]
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=ratios)
-        self._draw_memory(top, memory, hue_of)
-        self._draw_lanes(bottom, hue_of)
-        patches = [Patch(color=hue, label=labels[job][:28]) for job, hue in hue_of.items()]
-        if len(memory.jobs) > len(chosen):
-            patches.append(Patch(color=_GREY, label=f"{len(memory.jobs) - len(chosen)} others"))
-        figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=8.5,
-                      title="dark: persistent state\nlight: its running step", title_fontsize=8)  # fmt: skip
+        memory, labels, facts = self.memory_over_time(_PIXELS // 2), self._labels(), self.summary()
+        area = (memory.persistent + memory.in_step)[:, :-1] @ np.diff(memory.seconds)
+        largest = sorted(np.argsort(-area, kind="stable")[: len(_HUES)].tolist())
+        hues = {memory.jobs[row]: hue for row, hue in zip(largest, _HUES)}
+        low = 0.2 + max(0.42 * min(self.lanes, 8), 0.15 * self.lanes)
+        figure = Figure(figsize=(12.5, 4.6 + low), dpi=150, layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3.8, low])
+        self._draw_memory(top, memory, hues)
+        self._draw_lanes(bottom, hues, facts["busy_share"])
+        text = f"{facts['wall_seconds']:.3g} s, {sum(facts['steps'].values()):,} steps of {len(facts['steps'])} jobs; "
+        text += f"lanes overlap {facts['overlap']:.0%} of the time; peak {format_bytes(facts['peak_bytes'])}"
+        top.set_title(text, loc="left", fontsize=10.5)
+        patches = [Patch(color=hue, label=labels[job][:28]) for job, hue in hues.items()]
+        if len(memory.jobs) > len(patches):
+            patches.append(Patch(color=_GREY, label=f"{len(memory.jobs) - len(patches)} others"))
+        figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=9, title_fontsize=9,
+                      title="dark: persistent state\nlight: running step", alignment="left")  # fmt: skip
         figure.savefig(path, format="png")
 
-    def _draw_memory(self, axes: Axes, memory: MemoryOverTime, hue_of: dict[int, str]) -> None:
+    def _draw_memory(self, axes: Axes, memory: MemoryOverTime, hues: dict[int, str]) -> None:
+        from matplotlib.colors import to_rgb
+
         peak = max(int(memory.total.max()), 1)
-        unit, size = next((u, s) for u, s in (("GiB", 1 << 30), ("MiB", _MIB), ("KiB", 1 << 10), ("B", 1)) if peak >= s)
-        layers = [([memory.jobs.index(job)], hue) for job, hue in hue_of.items()]
-        layers.append(([row for row, job in enumerate(memory.jobs) if job not in hue_of], _GREY))
+        size, unit = (1 << 30, "GiB") if peak >= 1 << 30 else (_MIB, "MiB")
+        hue_of_row = np.array([hues.get(job, _GREY) for job in memory.jobs])
         base = np.zeros(len(memory.seconds))
-        for held, towards, part in ((memory.persistent, 0.0, 0.15), (memory.in_step, 1.0, 0.4)):
-            for rows, hue in layers:
-                above = base + held[rows].sum(axis=0) / size
-                axes.fill_between(memory.seconds, base, above, step="post", lw=0, color=_mixed(hue, towards, part))
+        for held, mixed_with, part in ((memory.persistent, 0.0, 0.15), (memory.in_step, 1.0, 0.4)):
+            for hue in (*hues.values(), _GREY):
+                above = base + held[hue_of_row == hue].sum(axis=0) / size
+                colour = [(1 - part) * channel + part * mixed_with for channel in to_rgb(hue)]
+                axes.fill_between(memory.seconds, base, above, step="post", lw=0, color=colour, aa=False)
                 base = above
-        limit = f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve"
-        if self.limit < 1.7 * peak:
+        near = self.limit < 1.7 * peak  # else its line would squash the picture
+        axes.set_ylim(0, (self.limit if near else peak) / size * 1.1)
+        if near:
             axes.axhline(self.limit / size, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
-            axes.text(0.995, self.limit / size, limit, transform=axes.get_yaxis_transform(), ha="right", va="bottom")
-        else:
-            axes.text(0.995, 0.985, limit, transform=axes.transAxes, ha="right", va="top")
-        axes.set_ylim(0, (self.limit if self.limit < 1.7 * peak else peak) / size * 1.12)
+        text = f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve"
+        height = self.limit / size if near else axes.get_ylim()[1]
+        axes.text(0.995, height, text, ha="right", va="bottom" if near else "top",
+                  transform=axes.get_yaxis_transform(), fontsize=9.5)  # fmt: skip
         axes.set_ylabel(f"memory ({unit})")
 
-    def _draw_lanes(self, axes: Axes, hue_of: dict[int, str]) -> None:
-        """A bar for each run of one job on a lane; where there are too many, the share of each job by pixel."""
+    def _draw_lanes(self, axes: Axes, hues: dict[int, str], busy_share: list[float]) -> None:
+        """Each lane as a bar whose colours share out the time of each pixel: of full height where it is busy."""
         begin, end = self._extent()
-        edges = np.linspace(begin, end, 1501 if self.lanes <= 4 else 401)
-        seconds = (edges - self.started_ns) / 1e9
+        edges = np.linspace(0, end - begin, _PIXELS + 1)
+        seconds = (edges + (begin - self.started_ns)) / 1e9
         spans = self.spans[np.argsort(self.spans[:, START], kind="stable")]
+        hue_of_span = np.array([hues.get(job, _GREY) for job in spans[:, JOB].tolist()])
         for lane in range(self.lanes):
-            mine = spans[spans[:, LANE] == lane]
-            breaks = (np.diff(mine[:, JOB]) != 0) | (mine[1:, START] - mine[:-1, END] > edges[1] - edges[0])
-            first = np.flatnonzero(np.append(True, breaks)[: len(mine)])
-            if len(first) <= len(edges):
-                ends = np.maximum.reduceat(mine[:, END], first) if len(first) else first
-                starts = mine[first, START]
-                bars = np.stack([starts - self.started_ns, ends - starts], axis=1) / 1e9
-                hues = [hue_of.get(job, _GREY) for job in mine[first, JOB].tolist()]
-                axes.broken_barh(bars.tolist(), (lane - 0.4, 0.8), facecolors=hues, lw=0)
-                continue
             base = np.full(len(edges), lane + 0.4)
-            for hue in (*hue_of.values(), _GREY):
-                rows = mine[[hue_of.get(job, _GREY) == hue for job in mine[:, JOB].tolist()]]
-                if len(rows) == 0: continue
-                busy = np.cumsum(np.stack([np.zeros(len(rows)), rows[:, END] - rows[:, START]], axis=1))
-                share = np.diff(np.interp(edges, rows[:, [START, END]].ravel(), busy)) / (edges[1] - edges[0])
-                above = base - 0.8 * np.append(share, share[-1])
-                axes.fill_between(seconds, base, above, step="post", lw=0, color=hue)
+            on_lane = spans[:, LANE] == lane
+            for hue in np.unique(hue_of_span[on_lane]).tolist():
+                times = spans[on_lane & (hue_of_span == hue)][:, [START, END]] - begin
+                worked = np.cumsum((times - times[:, :1]).ravel())
+                share = np.diff(np.interp(edges, times.ravel(), worked)) / edges[1]
+                above = base - 0.8 * np.append(share, 0.0)
+                axes.fill_between(seconds, base, above, step="post", lw=0, color=hue, aa=False)
                 base = above
-        axes.set_yticks(
-            range(self.lanes), [f"lane {i}\n{share:.0%} busy" for i, share in enumerate(self._busy_share())]
-        )
+        ticks = [f"lane {lane}, {share:.0%} busy" for lane, share in enumerate(busy_share)]
+        axes.set_yticks(range(self.lanes), ticks, fontsize=9 if self.lanes <= 12 else 6)
         axes.set_ylim(self.lanes - 0.5, -0.5)
+        axes.set_xlim(seconds[0], seconds[-1])
         axes.set_xlabel("seconds since the engine started")
 
     def _extent(self) -> tuple[int, int]:
@@ -263,43 +250,55 @@ class Timeline:
             )
         return int(self.spans[:, START].min()), int(self.spans[:, END].max())
 
-    def _busy_share(self) -> list[float]:
-        begin, end = self._extent()
-        nanoseconds = self.spans[:, END] - self.spans[:, START]
-        busy = np.bincount(self.spans[:, LANE], weights=nanoseconds, minlength=self.lanes)
-        return [float(share) for share in busy / max(end - begin, 1)]
-
     def _labels(self) -> dict[int, str]:
         """A name for each job; its number is added where two jobs have the same."""
-        jobs = {*np.unique(self.spans[:, JOB]).tolist(), *(job for _, job, _, _ in self.persistent)}
+        jobs = {*self.spans[:, JOB].tolist(), *(job for _, job, _, _ in self.persistent)}
         names = {job: self.names.get(job, f"job {job}") for job in jobs}
         used = Counter(names.values())
         return {job: name if used[name] == 1 else f"{name} #{job}" for job, name in names.items()}
 
     def _claims(self) -> Ints:
-        """The persistent bytes as spells without end, each with what it adds to its job's."""
-        before: dict[int, int] = {}
+        """Persistent bytes as spells without end, each of what it adds to its job's."""
+        before: Counter[int] = Counter()
         rows = []
         for time, job, _, count in self.persistent:
-            rows.append((job, time, _FOREVER, count - before.get(job, 0)))
+            rows.append((job, time, _FOREVER, count - before[job]))
             before[job] = count
         return np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
 
+    def _total(self, *tables: Ints) -> tuple[Ints, Ints]:
+        """Times of all changes between the first group and the last, and the bytes held from each on."""
+        begin, end = self._extent()
+        table = np.concatenate(tables)
+        times = np.unique(np.append(table[:, 1:3], (begin, end)))
+        times = times[(times >= begin) & (times <= end)]
+        return times, _level(times, table)
 
-# Spells: a table of job, from_ns, until_ns, bytes; a job holds the sum of the spells that it is in.
+
+# Spells: a table of job, from_ns, until_ns, bytes. A job holds the sum of the spells that it is in.
+
+
+def _level(moments: Ints, spells: Ints) -> Ints:
+    """The bytes held at each moment."""
+    level = np.zeros(len(moments), dtype=np.int64)
+    for column, sign in ((1, 1), (2, -1)):
+        order = np.argsort(spells[:, column], kind="stable")
+        sums = np.append(0, np.cumsum(spells[order, 3]))
+        level += sign * sums[np.searchsorted(spells[order, column], moments, side="right")]
+    return level
 
 
 def _spells(spans: Ints) -> Ints:
-    """What steps hold, sorted by job: a spell for each group, and one for each wait for the group behind it."""
+    """What steps hold, sorted by job: a spell for each group, and for each wait for the group behind it."""
     spans = spans[np.lexsort((spans[:, START], spans[:, JOB]))]
     same = (spans[1:, [JOB, STEP]] == spans[:-1, [JOB, STEP]]).all(axis=1)
     waits = np.flatnonzero(same & (spans[1:, START] > spans[:-1, END]))
-    own = spans[:, HELD_BY_JOB]
+    before, behind = spans[waits], spans[waits + 1]
+    least = np.minimum(before[:, HELD_BY_JOB], behind[:, HELD_BY_JOB])
+    waiting = np.stack([before[:, JOB], before[:, END], behind[:, START], least], axis=1)
     running = spans[:, [JOB, START, END, HELD_BY_JOB]]
-    until, between = spans[waits + 1, START], np.minimum(own[waits], own[waits + 1])
-    waiting = np.stack([spans[waits, JOB], spans[waits, END], until, between], axis=1)
-    # A group may give memory back when it ends. No record is made of that, only the books at the next start of a
-    # group show it: lower what waits until it fits into them.
+    # A group may give memory back when it ends. No record is made of that, and only the books at the next start
+    # of any group show it: lower what waits until it fits into them.
     order = np.argsort(spans[:, START], kind="stable")
     starts, first = np.unique(spans[order, START], return_index=True)
     room = np.maximum.reduceat(spans[order, HELD], first) - _level(starts, running)
@@ -310,31 +309,7 @@ def _spells(spans: Ints) -> Ints:
     seen = seen[np.argsort(low[seen], kind="stable")]
     if len(seen):
         ranges = np.stack([low[seen], high[seen]], axis=1).ravel()
-        least = np.minimum.reduceat(np.append(share, 1.0), ranges)[::2]
-        waiting[seen, 3] = np.floor(waiting[seen, 3] * least + 1e-3)  # against rounding down what is exact
+        shares = np.minimum.reduceat(np.append(share, 1.0), ranges)[::2]
+        waiting[seen, 3] = np.floor(waiting[seen, 3] * shares + 1e-3)  # against rounding down what is exact
     table = np.concatenate([running, waiting])
     return table[np.argsort(table[:, 0], kind="stable")]
-
-
-def _total(spells: Ints, claims: Ints, begin: int, end: int) -> tuple[Ints, Ints]:
-    """Times of all changes from ``begin`` to ``end``, and the bytes held from each of them on."""
-    table = np.concatenate([spells, claims])
-    times = np.unique(np.append(table[:, 1:3], (begin, end)))
-    times = times[(times >= begin) & (times <= end)]
-    return times, _level(times, table)
-
-
-def _level(moments: Ints, spells: Ints) -> Ints:
-    """The bytes held at each moment, in spells that are on."""
-    level = np.zeros(len(moments), dtype=np.int64)
-    for column, sign in ((1, 1), (2, -1)):
-        order = np.argsort(spells[:, column], kind="stable")
-        sums = np.append(0, np.cumsum(spells[order, 3]))
-        level += sign * sums[np.searchsorted(spells[order, column], moments, side="right")]
-    return level
-
-
-def _mixed(hue: str, towards: float, part: float) -> tuple[float, float, float]:
-    """The colour with a part of black (0.0) or white (1.0) in it."""
-    red, green, blue = (int(hue[i : i + 2], 16) / 255 * (1 - part) + towards * part for i in (1, 3, 5))
-    return red, green, blue

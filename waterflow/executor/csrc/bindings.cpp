@@ -214,6 +214,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("plan"), py::arg("callable"));
 
+  m.def("set_threads_here", &set_threads_here,
+        "Intra-op threads of the calling thread alone; what other threads use stays as it is.");
   m.def(
       "metered",
       [](const py::object& work) {

@@ -65,6 +65,16 @@ void run_alone(StepRun& run) {
   run.done = true;
 }
 
+void set_threads_here(int32_t threads) {
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> guard(one_at_a_time);
+  int before = 0;
+  // A fresh thread takes the number that threads start with; setting ours changes that number: put it back.
+  std::thread([&] { before = at::get_num_threads(); }).join();
+  at::set_num_threads(threads);
+  std::thread([&] { at::set_num_threads(before); }).join();
+}
+
 int64_t Engine::now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
@@ -73,7 +83,6 @@ int64_t Engine::now_ns() {
 Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity) : admission_(capacity) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
-  const int before = at::get_num_threads();
   for (int32_t i = 0; i < lanes; ++i) {
     auto lane = std::make_unique<Lane>();
     lane->index = i;
@@ -84,7 +93,7 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity) : admission_(c
   int32_t started = 0;
   for (auto& lane : lanes_) {
     lane->thread = std::thread([this, intra_op, lane = lane.get(), &started_lock, &started_one, &started] {
-      at::set_num_threads(intra_op);
+      set_threads_here(intra_op);
       {
         std::lock_guard<std::mutex> guard(started_lock);
         ++started;
@@ -95,8 +104,6 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity) : admission_(c
   }
   std::unique_lock<std::mutex> guard(started_lock);
   started_one.wait(guard, [&] { return started == lanes; });
-  // set_num_threads also sets what threads that start later will take: put that back.
-  at::set_num_threads(before);
 }
 
 Engine::~Engine() {

@@ -50,6 +50,9 @@ struct StepRun {
   std::condition_variable finished;
 };
 
+// Sets the intra-op threads of the calling thread, and of no other.
+void set_threads_here(int32_t threads);
+
 // A captured step, run on the calling thread with no engine.
 void run_alone(StepRun& run);
 
