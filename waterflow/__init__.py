@@ -20,6 +20,8 @@ from waterflow.errors import (
     StudyError,
     WaterflowError,
 )
+from waterflow.allocator.counting import count_memory
+from waterflow.executor.engine import Engine, within
 from waterflow.executor.engine import current_device as device
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Results
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "CaptureError",
+    "Engine",
     "InvalidJobError",
     "Job",
     "JobCancelled",
@@ -45,9 +48,11 @@ __all__ = [
     "StudyError",
     "Timeline",
     "WaterflowError",
+    "count_memory",
     "device",
     "optimize",
     "train",
+    "within",
 ]
 
 

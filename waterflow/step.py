@@ -48,6 +48,7 @@ class _Variant:
     leaves: list[int]
     batch_spec: pytree.TreeSpec | None
     structure: Hashable
+    claimed: Plan | None = None
 
 
 @dataclass
@@ -167,6 +168,15 @@ class Step:
             raise RuntimeError(f"step {self.name!r} has no plan before its first call")
         return self._last_plan.renamed(self.name)
 
+    def plan_for(self, batch: Batch) -> Plan:
+        """The plan of a step on batches like this one, without training on it.
+
+        Raises CaptureError where the step would run as an opaque job, which has no plan before it has run.
+        """
+        leaves, batch_spec, key = flatten(batch)
+        captured, _ = self._capture((key, True, ambient_key(self._spec.device.type)), leaves, batch_spec, True)
+        return captured.planned(self._threads()).plan.renamed(self.name)
+
     @property
     def measured_height(self) -> int:
         """Bytes that the step was seen to reach above what persists; 0 until it was profiled."""
@@ -202,8 +212,9 @@ class Step:
     def _submit_captured(self, variant: _Variant, leaves: list[Any], update: bool) -> Pending:
         planned = variant.planned
         plan, native = planned.plan, planned.native
-        if self.engine is not None:
+        if self.engine is not None and variant.claimed is not plan:
             self._claim(variant, plan, leaves)
+            variant.claimed = plan
         profiled = planned.wants_profile
         run = variant.binding.run(native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
         if update:
@@ -269,25 +280,32 @@ class Step:
     # -- capture and binding
 
     def _bind(self, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool) -> _Variant:
-        spec = self._spec if update else _without_update(self._spec)
-        structure, keep = structure_key(spec)
-        old = self._variants.get(key)
-        if old is not None and old.structure == structure:
-            captured = old.captured
-        else:
-            captured = captures.get(
-                (structure, key), lambda: build(spec, leaves, batch_spec, keep, name=type(self.model).__name__)
-            )
+        spec = self._spec if update else replace(self._spec, update=False)
+        captured, structure = self._capture(key, leaves, batch_spec, update)
         for number, group in enumerate(spec.optimizer.param_groups):
             self._first_step[f"is_first_step:{number}"] = missing_momentum(spec.optimizer, group)
         binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step)
         binding.set_generator(self.generator)
-        threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
-        variant = _Variant(captured, captured.planned(threads), binding, slots, positions, batch_spec, structure)
+        planned = captured.planned(self._threads())
+        variant = _Variant(captured, planned, binding, slots, positions, batch_spec, structure)
         if len(self._variants) >= _MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         self._variants[key] = variant
         return variant
+
+    def _capture(
+        self, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool
+    ) -> tuple[CapturedStep, Hashable]:
+        spec = self._spec if update else replace(self._spec, update=False)
+        structure, keep = structure_key(spec)
+        old = self._variants.get(key)
+        if old is not None and old.structure == structure:
+            return old.captured, structure
+        name = type(self.model).__name__
+        return captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name)), structure
+
+    def _threads(self) -> int:
+        return self.engine.intra_op if self.engine is not None else torch.get_num_threads()
 
     # -- opaque
 
@@ -398,10 +416,6 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, list[Any]]:
 
 _STRUCTURAL = frozenset({"amsgrad", "maximize", "nesterov", "fused", "foreach", "capturable", "differentiable"})
 _BY_ZERO = frozenset({"momentum"})
-
-
-def _without_update(spec: StepSpec) -> StepSpec:
-    return replace(spec, update=False)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,0 +1,1 @@
+"""Memory: what torch's allocators are asked for."""

@@ -1,0 +1,1 @@
+"""Lanes that run the plans of many jobs: admission, barriers, programs."""

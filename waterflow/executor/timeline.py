@@ -20,21 +20,20 @@ if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
 
 Ints = npt.NDArray[np.int64]
-
 JOB, STEP, GROUP, LANE, START, END, HELD, HELD_BY_JOB = range(8)  # columns of `Span` in csrc/engine.h
 MOST_EVENTS = 200_000
-_MIB = 1 << 20
-_FOREVER = np.iinfo(np.int64).max
+_MIB, _FOREVER = 1 << 20, np.iinfo(np.int64).max
 _PIXELS = 1400  # of the axes in a picture, about
 # Twelve hues that stay apart from their neighbours; further jobs share the grey.
 _HUES = ("#3b6fb6", "#f0a83c", "#d9544d", "#4fa89b", "#8a63b8", "#7fb04f",
          "#e58ab0", "#8c6748", "#5bb7dd", "#c9b22f", "#a3375f", "#47806a")  # fmt: skip
 _GREY = "#a9adb3"
+_CRISP: dict[str, Any] = {"step": "post", "lw": 0, "aa": False}
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryOverTime:
-    """Bytes by job over time. Column ``i`` holds from ``seconds[i]`` to ``seconds[i + 1]``; the last is the end.
+    """Bytes by job over time. Column ``i`` holds from ``seconds[i]`` to ``seconds[i + 1]``.
 
     Where there is more to show than columns, a column is the fullest moment of its stretch of time: the bytes
     of all jobs at that one instant, so that they add up to what was really held.
@@ -61,7 +60,7 @@ class MemoryOverTime:
 class Timeline:
     """The groups that an engine ran while it recorded, and the persistent bytes of its jobs.
 
-    All methods but ``of`` raise ValueError when nothing was recorded.
+    The methods raise ValueError when nothing was recorded.
 
     Attributes:
         spans: One row a group, [groups, 8]: job, step, group, lane, start_ns, end_ns, held (bytes of all
@@ -92,14 +91,13 @@ class Timeline:
         )  # fmt: skip
 
     def memory_over_time(self, columns: int = 2000) -> MemoryOverTime:
-        """What each job held from the first recorded group to the last, in at most ``columns`` + 1 columns.
+        """What each job held between the first recorded group and the last, in ``columns`` + 1 columns or less.
 
         A job in mid-step holds what its group was issued with while that group runs. Until its next group
         starts it holds no more than for either of the two, and no more than the books leave it whenever a group
         of another job starts; so the sum never exceeds what was admitted.
         """
-        spells, claims = _spells(self.spans), self._claims()
-        times, total = self._total(spells, claims)
+        spells, claims, times, total = self._held()
         seconds = moments = times
         if len(times) > columns + 1:
             seconds = times[0] + np.linspace(0, times[-1] - times[0], columns + 1).astype(np.int64)
@@ -113,9 +111,8 @@ class Timeline:
         jobs = np.unique(np.concatenate([spells[:, 0], claims[:, 0]]))
         persistent, in_step = np.zeros((2, len(jobs), len(moments)), dtype=np.int64)
         for table, held in ((claims, persistent), (spells, in_step)):
-            bounds = np.searchsorted(table[:, 0], np.append(jobs, jobs[-1] + 1)).tolist()
-            for row in range(len(jobs)):
-                held[row] = _level(moments, table[bounds[row] : bounds[row + 1]])
+            of_job = np.split(table, np.searchsorted(table[:, 0], jobs[1:]))
+            held[:] = [_level(moments, rows) for rows in of_job]
         return MemoryOverTime((seconds - self.started_ns) / 1e9, tuple(jobs.tolist()), persistent, in_step)
 
     def summary(self) -> dict[str, Any]:
@@ -125,20 +122,21 @@ class Timeline:
         ``overlap``, the share of it with at least two lanes busy; ``peak_bytes`` and ``limit_bytes``, persistent
         state included; ``steps``, how many of each job were recorded.
         """
-        begin, end = self._extent()
-        start, stop, labels, claims = self.spans[:, START], self.spans[:, END], self._labels(), self._claims()
+        _, claims, _, total = self._held()
+        (begin, end), labels = self._extent(), self._labels()
+        start, stop, wall = self.spans[:, START], self.spans[:, END], max(end - begin, 1)
+        busy = np.bincount(self.spans[:, LANE], weights=stop - start, minlength=self.lanes)
         times = np.concatenate([start, stop])
         order = np.argsort(times, kind="stable")
         lanes_busy = np.cumsum(np.repeat([1, -1], len(start))[order])[:-1]
-        busy = np.bincount(self.spans[:, LANE], weights=stop - start, minlength=self.lanes)
         # The books also count groups that were issued and had not begun.
         booked = self.spans[:, HELD] + _level(start, claims)
         steps = Counter(np.unique(self.spans[:, [JOB, STEP]], axis=0)[:, 0].tolist())
         return {
-            "wall_seconds": (end - begin) / 1e9,
-            "busy_share": (busy / max(end - begin, 1)).tolist(),
-            "overlap": float(np.diff(times[order])[lanes_busy >= 2].sum() / max(end - begin, 1)),
-            "peak_bytes": int(max(booked.max(), self._total(_spells(self.spans), claims)[1].max())),
+            "wall_seconds": wall / 1e9,
+            "busy_share": (busy / wall).tolist(),
+            "overlap": float(np.diff(times[order])[lanes_busy >= 2].sum() / wall),
+            "peak_bytes": int(max(booked.max(), total.max())),
             "limit_bytes": self.limit,
             "steps": {labels[job]: count for job, count in sorted(steps.items())},
         }
@@ -167,10 +165,9 @@ class Timeline:
         for ts, (state, steps) in zip(microseconds.tolist(), series.tolist()):
             args = {"persistent": state, "steps": steps}
             events.append({"ph": "C", "pid": 1, "name": "held MiB", "ts": ts, "args": args})
-        dropped = {"dropped_groups": len(self.spans) - len(kept) + self.dropped, "limit_bytes": self.limit}
-        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dropped}
+        other = {"dropped_groups": len(self.spans) - len(kept) + self.dropped, "limit_bytes": self.limit}
         with (gzip.open if os.fspath(path).endswith(".gz") else open)(path, "wt", encoding="utf-8") as file:
-            file.write(json.dumps(trace, separators=(",", ":")))
+            file.write(json.dumps({"traceEvents": events, "otherData": other}, separators=(",", ":")))
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
         """Draw memory by job above the work of the lanes, as a PNG 1875 pixels wide."""
@@ -186,68 +183,56 @@ class Timeline:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3.8, low])
         self._draw_memory(top, memory, hues)
         self._draw_lanes(bottom, hues, facts["busy_share"])
-        text = f"{facts['wall_seconds']:.3g} s, {sum(facts['steps'].values()):,} steps of {len(facts['steps'])} jobs; "
-        text += f"lanes overlap {facts['overlap']:.0%} of the time; peak {format_bytes(facts['peak_bytes'])}"
-        top.set_title(text, loc="left", fontsize=10.5)
-        patches = [Patch(color=hue, label=labels[job][:28]) for job, hue in hues.items()]
-        if len(memory.jobs) > len(patches):
-            patches.append(Patch(color=_GREY, label=f"{len(memory.jobs) - len(patches)} others"))
-        figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=9, title_fontsize=9,
-                      title="dark: persistent state\nlight: running step", alignment="left")  # fmt: skip
+        text = f"peak {format_bytes(facts['peak_bytes'])}, lanes overlap {facts['overlap']:.0%} of the time"
+        top.set_title(f"{sum(facts['steps'].values()):,} steps, {text}", loc="left", fontsize=10.5)
+        names = [(hue, labels[job][:28]) for job, hue in hues.items()]
+        names += [(_GREY, f"{len(memory.jobs) - len(hues)} others")] * (len(memory.jobs) > len(hues))
+        handles = [Patch(color=hue, label=name) for hue, name in names]
+        figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9, alignment="left",
+                      title="dark: persistent state\nlight: running step", title_fontsize=9)  # fmt: skip
         figure.savefig(path, format="png")
 
     def _draw_memory(self, axes: Axes, memory: MemoryOverTime, hues: dict[int, str]) -> None:
-        from matplotlib.colors import to_rgb
-
         peak = max(int(memory.total.max()), 1)
-        size, unit = (1 << 30, "GiB") if peak >= 1 << 30 else (_MIB, "MiB")
+        size, unit = (1024 * _MIB, "GiB") if peak >= 1024 * _MIB else (_MIB, "MiB")
         hue_of_row = np.array([hues.get(job, _GREY) for job in memory.jobs])
         base = np.zeros(len(memory.seconds))
-        for held, mixed_with, part in ((memory.persistent, 0.0, 0.15), (memory.in_step, 1.0, 0.4)):
+        for held, alpha in ((memory.persistent, 1.0), (memory.in_step, 0.55)):
             for hue in (*hues.values(), _GREY):
                 above = base + held[hue_of_row == hue].sum(axis=0) / size
-                colour = [(1 - part) * channel + part * mixed_with for channel in to_rgb(hue)]
-                axes.fill_between(memory.seconds, base, above, step="post", lw=0, color=colour, aa=False)
+                axes.fill_between(memory.seconds, base, above, color=hue, alpha=alpha, **_CRISP)
                 base = above
         near = self.limit < 1.7 * peak  # else its line would squash the picture
-        axes.set_ylim(0, (self.limit if near else peak) / size * 1.1)
-        if near:
-            axes.axhline(self.limit / size, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
-        text = f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve"
-        height = self.limit / size if near else axes.get_ylim()[1]
-        axes.text(0.995, height, text, ha="right", va="bottom" if near else "top",
-                  transform=axes.get_yaxis_transform(), fontsize=9.5)  # fmt: skip
-        axes.set_ylabel(f"memory ({unit})")
+        ceiling = (self.limit if near else peak) / size * 1.1
+        axes.axhline(self.limit / size, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
+        axes.text(0.995, self.limit / size if near else ceiling, ha="right", va="bottom" if near else "top",
+                  s=f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve",
+                  transform=axes.get_yaxis_transform())  # fmt: skip
+        axes.set(ylim=(0, ceiling), ylabel=f"memory ({unit})")
 
     def _draw_lanes(self, axes: Axes, hues: dict[int, str], busy_share: list[float]) -> None:
-        """Each lane as a bar whose colours share out the time of each pixel: of full height where it is busy."""
+        """Each lane as a bar whose colours share out the time of each pixel: of full height where busy."""
         begin, end = self._extent()
-        edges = np.linspace(0, end - begin, _PIXELS + 1)
+        edges = np.linspace(0, max(end - begin, 1), _PIXELS + 1)
         seconds = (edges + (begin - self.started_ns)) / 1e9
         spans = self.spans[np.argsort(self.spans[:, START], kind="stable")]
         hue_of_span = np.array([hues.get(job, _GREY) for job in spans[:, JOB].tolist()])
         for lane in range(self.lanes):
-            base = np.full(len(edges), lane + 0.4)
-            on_lane = spans[:, LANE] == lane
+            base, on_lane = np.full(len(edges), lane + 0.4), spans[:, LANE] == lane
             for hue in np.unique(hue_of_span[on_lane]).tolist():
                 times = spans[on_lane & (hue_of_span == hue)][:, [START, END]] - begin
                 worked = np.cumsum((times - times[:, :1]).ravel())
                 share = np.diff(np.interp(edges, times.ravel(), worked)) / edges[1]
                 above = base - 0.8 * np.append(share, 0.0)
-                axes.fill_between(seconds, base, above, step="post", lw=0, color=hue, aa=False)
+                axes.fill_between(seconds, base, above, color=hue, **_CRISP)
                 base = above
         ticks = [f"lane {lane}, {share:.0%} busy" for lane, share in enumerate(busy_share)]
         axes.set_yticks(range(self.lanes), ticks, fontsize=9 if self.lanes <= 12 else 6)
-        axes.set_ylim(self.lanes - 0.5, -0.5)
-        axes.set_xlim(seconds[0], seconds[-1])
-        axes.set_xlabel("seconds since the engine started")
+        axes.set(ylim=(self.lanes - 0.5, -0.5), xlim=seconds[[0, -1]], xlabel="seconds since the engine started")
 
     def _extent(self) -> tuple[int, int]:
         if len(self.spans) == 0:
-            raise ValueError(
-                "nothing was recorded: no step ran in the engine while it recorded. Call "
-                "engine.native.record_spans(True) before the first step, and make the steps inside the engine"
-            )
+            raise ValueError("nothing was recorded: call engine.native.record_spans(True) before steps run in it")
         return int(self.spans[:, START].min()), int(self.spans[:, END].max())
 
     def _labels(self) -> dict[int, str]:
@@ -266,20 +251,18 @@ class Timeline:
             before[job] = count
         return np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
 
-    def _total(self, *tables: Ints) -> tuple[Ints, Ints]:
-        """Times of all changes between the first group and the last, and the bytes held from each on."""
+    def _held(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Spells of steps and of claims; all times of change while groups ran, and the bytes held from each on."""
         begin, end = self._extent()
-        table = np.concatenate(tables)
+        spells, claims = _spells(self.spans), self._claims()
+        table = np.concatenate([spells, claims])
         times = np.unique(np.append(table[:, 1:3], (begin, end)))
         times = times[(times >= begin) & (times <= end)]
-        return times, _level(times, table)
-
-
-# Spells: a table of job, from_ns, until_ns, bytes. A job holds the sum of the spells that it is in.
+        return spells, claims, times, _level(times, table)
 
 
 def _level(moments: Ints, spells: Ints) -> Ints:
-    """The bytes held at each moment."""
+    """The bytes held at each moment by ``spells``, a table of job, from_ns, until_ns, bytes."""
     level = np.zeros(len(moments), dtype=np.int64)
     for column, sign in ((1, 1), (2, -1)):
         order = np.argsort(spells[:, column], kind="stable")
@@ -289,7 +272,7 @@ def _level(moments: Ints, spells: Ints) -> Ints:
 
 
 def _spells(spans: Ints) -> Ints:
-    """What steps hold, sorted by job: a spell for each group, and for each wait for the group behind it."""
+    """What steps hold, sorted by job: a spell for each group, and for each wait for the next."""
     spans = spans[np.lexsort((spans[:, START], spans[:, JOB]))]
     same = (spans[1:, [JOB, STEP]] == spans[:-1, [JOB, STEP]]).all(axis=1)
     waits = np.flatnonzero(same & (spans[1:, START] > spans[:-1, END]))
@@ -307,9 +290,8 @@ def _spells(spans: Ints) -> Ints:
     low, high = np.searchsorted(starts, waiting[:, 1]), np.searchsorted(starts, waiting[:, 2])
     seen = np.flatnonzero(low < high)
     seen = seen[np.argsort(low[seen], kind="stable")]
-    if len(seen):
-        ranges = np.stack([low[seen], high[seen]], axis=1).ravel()
-        shares = np.minimum.reduceat(np.append(share, 1.0), ranges)[::2]
-        waiting[seen, 3] = np.floor(waiting[seen, 3] * shares + 1e-3)  # against rounding down what is exact
+    ranges = np.stack([low[seen], high[seen]], axis=1).ravel()
+    shares = np.minimum.reduceat(np.append(share, 1.0), ranges)[::2]
+    waiting[seen, 3] = np.floor(waiting[seen, 3] * shares + 1e-3)  # against rounding down what is exact
     table = np.concatenate([running, waiting])
     return table[np.argsort(table[:, 0], kind="stable")]

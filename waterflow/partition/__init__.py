@@ -1,0 +1,1 @@
+"""From a step to its plan: capture, liveness, node groups."""

@@ -296,7 +296,8 @@ class _StepTracer:
 
     def _fake_optimizer(self) -> Optimizer:
         real = self.spec.optimizer
-        fake = type(real).__new__(type(real))
+        kind: Any = type(real)
+        fake: Any = kind.__new__(kind)
         fake.__dict__.update(real.__dict__)
         fake.__dict__.pop("step", None)
         groups = []
@@ -306,7 +307,7 @@ class _StepTracer:
             )
         fake.param_groups = groups
         fake.state = defaultdict(dict, {self.tensors[name]: dict(state) for name, state in self.state.items()})
-        fake._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
+        fake._need_device_dtype_check_for_fused = False
         return fake
 
     # -- tracing
@@ -372,7 +373,7 @@ def _update_groups(graph: fx.Graph, tracer: _StepTracer) -> dict[str, int]:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts back what tracing left in the modules; raises where a step would change more than tensors."""
     before = [(name, module, dict(module.__dict__)) for name, module in model.named_modules()]
-    python_state, numpy_state = random.getstate(), np.random.get_state()[1:3]
+    python_state, numpy_state = random.getstate(), _numpy_state()
     try:
         yield
     finally:
@@ -394,12 +395,14 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     if changed:
         raise CaptureError(f"a step changes the model's own attribute {changed}; register it as a buffer if it is a tensor")
     if random.getstate() != python_state:
-        random.setstate(python_state)
         raise CaptureError("a step draws from Python's random numbers")
-    now = np.random.get_state()[1:3]
-    if not (np.array_equal(now[0], numpy_state[0]) and now[1] == numpy_state[1]):
-        np.random.set_state(("MT19937", *numpy_state))
+    now = _numpy_state()
+    if not (np.array_equal(now["key"], numpy_state["key"]) and now["pos"] == numpy_state["pos"]):
         raise CaptureError("a step draws from NumPy's random numbers")
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state(legacy=False)["state"]
 
 
 _MISSING = object()

@@ -44,7 +44,8 @@ def cut(
 
 def _even(weights: Sequence[float], begin: int, end: int, pieces: int) -> list[int]:
     share = sum(weights[begin:end]) / pieces
-    ends, gathered = [], 0.0
+    ends: list[int] = []
+    gathered = 0.0
     for i in range(begin, end):
         gathered += weights[i]
         if gathered >= share * (len(ends) + 1) - 1e-12 and len(ends) < pieces - 1 and i + 1 < end:
