@@ -54,7 +54,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def assert_same(one: Trained, other: Trained) -> None:
     """Both runs ended with the same bits everywhere."""
     mine, theirs = one.tensors(), other.tensors()
-    assert mine.keys() == theirs.keys()
+    assert mine.keys() == theirs.keys(), f"only one run has {sorted(mine.keys() ^ theirs.keys())}"
     differing = [name for name in mine if not same_bits(mine[name], theirs[name])]
     first = {n: (mine[n].double() - theirs[n].double()).abs().max().item() for n in differing[:5]}
     assert not differing, f"{len(differing)} of {len(mine)} tensors differ, the first by {first}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from waterflow.errors import InvalidJobError
 
@@ -64,25 +66,41 @@ class Job:
             raise InvalidJobError(f"job {self.name!r}: epochs must be a positive integer; got {self.epochs!r}")
         if not isinstance(self.model, nn.Module) and not callable(self.model):
             raise InvalidJobError(
-                f"job {self.name!r}: model must be a module or a function that makes one; "
-                f"got {type(self.model).__name__}"
+                f"job {self.name!r}: model must be a module or a function that makes one; got {_shown(self.model)}"
             )
         if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
             raise InvalidJobError(
                 f"job {self.name!r}: optimizer must be a function of the parameters, such as "
-                "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+                f"lambda params: torch.optim.AdamW(params, lr=1e-3); got {_shown(self.optimizer)}"
             )
         if not callable(self.data) and not hasattr(self.data, "__iter__"):
+            advice = "; read it through a DataLoader" if isinstance(self.data, Dataset) else ""
             raise InvalidJobError(
                 f"job {self.name!r}: data must be iterable or a function that makes an iterable; "
-                f"got {type(self.data).__name__}"
+                f"got {_shown(self.data)}{advice}"
             )
+        if isinstance(self.loss, type):
+            raise InvalidJobError(
+                f"job {self.name!r}: loss is the class {self.loss.__name__}; pass an object of it: "
+                f"{self.loss.__name__}()"
+            )
+        for name, of in (("loss", "(output, target)"), ("step", "(model, batch)"), ("scheduler", "the optimizer"),
+                         ("evaluate", "the model")):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise InvalidJobError(f"job {self.name!r}: {name} must be a function of {of}; got {_shown(value)}")
+        if self.seed is not None and not isinstance(self.seed, Integral):
+            raise InvalidJobError(f"job {self.name!r}: seed must be an integer or None; got {self.seed!r}")
         if self.scheduler_interval not in ("epoch", "step"):
             raise InvalidJobError(
                 f"job {self.name!r}: scheduler_interval must be 'epoch' or 'step'; got {self.scheduler_interval!r}"
             )
         if self.loss is not None and self.step is not None:
             raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__}" if not isinstance(value, (str, int, float)) else repr(value)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from waterflow import _C
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.runner import JobRunner
+from waterflow.executor.runner import JobRunner, draw_seed
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
@@ -38,6 +41,7 @@ def train(
     memory: int | float | str | None = None,
     lanes: int | None = None,
     intra_op: int = 1,
+    engine: Engine | None = None,
     max_concurrent: int | None = None,
     on_error: Literal["raise", "continue"] = "raise",
     callbacks: Sequence[Callback | Callable[[JobResult], None]] = (),
@@ -54,6 +58,7 @@ def train(
         memory: The limit for all jobs together: bytes, a share of the free memory (0.8 by default), or ``"4GiB"``.
         lanes: Steps that run at the same time; default: one per core.
         intra_op: Threads inside one operation, on each lane. Another number changes the last bits of results.
+        engine: An engine that is open already, in the place of ``device``, ``memory``, ``lanes`` and ``intra_op``.
         max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
         on_error: ``"raise"`` stops the others when a job fails and raises its error; ``"continue"`` leaves the error
             in the job's result.
@@ -66,12 +71,15 @@ def train(
         MemoryLimitError: A job that does not fit (with ``on_error="raise"``).
     """
     given = _as_jobs(jobs, shared)
+    _check_settings(max_concurrent, callbacks)
     if on_error not in ("raise", "continue"):
         raise InvalidJobError(f"on_error must be 'raise' or 'continue'; got {on_error!r}")
     _check_together(given)
     if not given:
         return Results()
-    with Engine(device, memory=memory, lanes=lanes, intra_op=intra_op) as engine:
+    with contextlib.ExitStack() as stack:
+        if engine is None:
+            engine = stack.enter_context(Engine(device, memory=memory, lanes=lanes, intra_op=intra_op))
         if timeline is not None:
             engine.native.record_spans(True)
         with ProgressLine(len(given), "jobs", show_progress_bar) as progress:
@@ -91,14 +99,14 @@ class _Training:
         self._jobs = jobs
         self._engine = engine
         self._at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
-        if self._at_once < 1:
-            raise InvalidJobError(f"max_concurrent must be at least 1; got {max_concurrent}")
         self._on_error = on_error
         self._callbacks = callbacks
         self._progress = progress
         self._results: dict[int, JobResult] = {}
         self._running: dict[int, JobRunner] = {}
         self._waiting = deque(enumerate(jobs))
+        # While jobs run, torch's generator stands in for theirs.
+        self._seeds = [job.seed if job.seed is not None else draw_seed() for job in jobs]
         self._lock = threading.Lock()
         self._telling = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -135,28 +143,23 @@ class _Training:
                     if isinstance(callback, Callback):
                         callback.on_epoch_end(job, epoch, metrics)
 
-        return JobRunner(job, self._engine, on_epoch)
+        return JobRunner(job, self._engine, on_epoch, seed=self._seeds[number])
 
     def _drive(self, number: int) -> None:
         job, runner = self._jobs[number], self._running[number]
         failure: BaseException | None = None
-        with within(self._engine):
-            result = runner.run()
         try:
-            with self._telling:
-                for callback in self._callbacks:
-                    if isinstance(callback, Callback):
-                        callback.on_job_end(job, result)
-                    else:
-                        callback(result)
+            _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
+            with within(self._engine):
+                result = self._results[number] = runner.run()
+            if result.status == "failed":
+                logger.warning("job %r failed: %s", job.name, result.error)
+                if self._on_error == "raise":
+                    failure = result.error
+            self._tell(job, result)
         except BaseException as error:
-            failure = error
-        if result.status == "failed":
-            logger.warning("job %r failed: %s", job.name, result.error)
-            if self._on_error == "raise":
-                failure = failure or result.error
+            failure = failure or error
         with self._changed:
-            self._results[number] = result
             del self._running[number]
             if failure is not None and self._failure is None:
                 self._failure = failure
@@ -166,6 +169,14 @@ class _Training:
         if stop:
             self._stop_all("another job failed")
 
+    def _tell(self, job: Job, result: JobResult) -> None:
+        with self._telling:
+            for callback in self._callbacks:
+                if isinstance(callback, Callback):
+                    callback.on_job_end(job, result)
+                else:
+                    callback(result)
+
     def _stop_all(self, reason: str) -> None:
         with self._lock:
             running = list(self._running.values())
@@ -174,9 +185,17 @@ class _Training:
             runner.stop(reason)
 
 
+_SETTINGS = frozenset(field.name for field in fields(Job)) - {"name", "model"}
+
+
 def _as_jobs(jobs: Iterable[Job | nn.Module], shared: dict[str, Any]) -> list[Job]:
     if isinstance(jobs, (Job, nn.Module)):
         raise InvalidJobError("train() takes a list of jobs; put the one you have into brackets")
+    strangers = ", ".join(sorted(shared.keys() - _SETTINGS))
+    if strangers:
+        raise InvalidJobError(
+            f"train() has no setting {strangers}; settings of plain modules are {', '.join(sorted(_SETTINGS))}"
+        )
     made: list[Job] = []
     for number, entry in enumerate(jobs):
         if isinstance(entry, Job):
@@ -191,13 +210,19 @@ def _as_jobs(jobs: Iterable[Job | nn.Module], shared: dict[str, Any]) -> list[Jo
                 raise InvalidJobError(
                     f"entry {number} is a plain module: pass {' and '.join(f'{m}=' for m in missing)} to train()"
                 )
-            try:
-                made.append(Job(name=f"{type(entry).__name__}-{number}", model=entry, **shared))
-            except TypeError as error:
-                raise InvalidJobError(f"train(): {error}; settings of plain modules are those of Job") from None
+            made.append(Job(name=f"{type(entry).__name__}-{number}", model=entry, **shared))
         else:
             raise InvalidJobError(f"entry {number} must be a Job or a module; got {type(entry).__name__}")
     return made
+
+
+def _check_settings(max_concurrent: Any, callbacks: Any) -> None:
+    if max_concurrent is not None and (not isinstance(max_concurrent, int) or max_concurrent < 1):
+        raise InvalidJobError(
+            f"max_concurrent must be a positive integer, or None for twice the lanes; got {max_concurrent!r}"
+        )
+    if callable(callbacks) or isinstance(callbacks, Callback):
+        raise InvalidJobError("callbacks takes a list; put the one you have into brackets")
 
 
 def _check_together(jobs: list[Job]) -> None:

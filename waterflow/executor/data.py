@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError
@@ -18,9 +18,10 @@ from waterflow.errors import InvalidJobError
 class Batches:
     """The batches of one job: one pass per call of ``epoch()``.
 
-    Shuffling and transforms draw from ``generator``, whatever other jobs read the same loader at the same time:
-    a DataLoader is read through a copy with a sampler of the job's own, and single-process reading happens with the
-    process's default generator standing in for the job's, under one lock.
+    They are the same whatever other jobs read the same loader at the same time. A DataLoader is read through a copy
+    whose samplers draw from a generator of the job's own; all that is drawn in this process beside that (an iterable's
+    own numbers, transforms) comes from the process's default generator, which stands in for a second one of the job,
+    under one lock. Both begin where ``generator`` stands.
     """
 
     def __init__(
@@ -28,12 +29,18 @@ class Batches:
     ) -> None:
         self._name = name
         self._generator = generator
+        order = torch.Generator()
+        order.set_state(generator.get_state())
         with self._own_numbers():
             source = data() if callable(data) and not isinstance(data, Iterable) else data
         if not isinstance(source, Iterable):
-            raise InvalidJobError(f"data of job {name!r} made a {type(source).__name__}, which cannot be iterated")
-        self._source = _own_loader(source, generator) if isinstance(source, DataLoader) else source
+            raise InvalidJobError(
+                f"data of job {name!r} made a {type(source).__name__}, which cannot be iterated; "
+                "make a list of batches or a DataLoader"
+            )
+        self._source = _own_loader(source, order) if isinstance(source, DataLoader) else source
         self._in_workers = isinstance(source, DataLoader) and source.num_workers > 0
+        self._reading: Iterator[Any] | None = None
         self._passes = 0
 
     def __len__(self) -> int:
@@ -43,7 +50,7 @@ class Batches:
     def epoch(self) -> Iterator[Any]:
         """One pass over the data. Raises InvalidJobError when it holds no batch."""
         with self._own_numbers():
-            iterator = iter(self._source)
+            iterator = self._reading = iter(self._source)
         self._passes += 1
         for count in itertools.count():
             try:
@@ -54,6 +61,12 @@ class Batches:
                     raise InvalidJobError(self._empty()) from None
                 return
             yield batch
+
+    def close(self) -> None:
+        """End the loader's worker processes, wherever the pass stands. Calling it twice is no error."""
+        shutdown = getattr(self._reading, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
 
     def _empty(self) -> str:
         if self._passes > 1:
@@ -70,20 +83,23 @@ class Batches:
 def _own_loader(loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
     """A copy of ``loader`` that shares its data set and has samplers that draw from ``generator``."""
     own = copy.copy(loader)
-    state = own.__dict__
-    state["generator"] = generator
-    state["_iterator"] = None
-    for name in ("sampler", "batch_sampler"):
-        sampler = state.get(name)
-        if sampler is None or type(sampler).__module__ != "torch.utils.data.sampler":
-            continue
-        state[name] = sampler = copy.copy(sampler)
-        if getattr(sampler, "generator", _ABSENT) is not _ABSENT:
-            sampler.generator = generator
-    batch_sampler = state.get("batch_sampler")
-    if batch_sampler is not None and getattr(batch_sampler, "sampler", None) is loader.sampler:
-        batch_sampler.sampler = state["sampler"]
+    # DataLoader forbids to assign these.
+    own.__dict__.update(
+        generator=generator,
+        _iterator=None,
+        sampler=_own_sampler(loader.sampler, generator),
+        batch_sampler=_own_sampler(loader.batch_sampler, generator),
+    )
     return own
 
 
-_ABSENT = object()
+def _own_sampler(sampler: Any, generator: torch.Generator) -> Any:
+    """The same for one of torch's samplers; a user's own is shared."""
+    if not isinstance(sampler, Sampler) or type(sampler).__module__ != Sampler.__module__:
+        return sampler
+    own = copy.copy(sampler)
+    if hasattr(own, "generator"):
+        own.generator = generator
+    if hasattr(own, "sampler"):  # one that makes batches of another's indices
+        own.sampler = _own_sampler(own.sampler, generator)
+    return own

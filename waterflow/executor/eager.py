@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waterflow import _C
 from waterflow.errors import InvalidJobError
 from waterflow.partition.capture import StepSpec, split_result
-from waterflow.partition.cleanup import is_random
+from waterflow.partition.operators import is_random, taking_generator
 
 
 class ModelAndLoss(nn.Module):
@@ -101,10 +101,11 @@ class OwnRandomNumbers(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if not is_random(func):
             return func(*args, **kwargs)
-        if any(argument.name == "generator" for argument in func._schema.arguments):
+        own = taking_generator(func)
+        if own is not None:
             if kwargs.get("generator") is None:
                 kwargs["generator"] = self._generator
-            return func(*args, **kwargs)
+            return own(*args, **kwargs)
         with _C.GeneratorSwap(self._generator):
             return func(*args, **kwargs)
 

@@ -68,6 +68,21 @@ def free_memory() -> int:
     return available
 
 
+@dataclass(frozen=True)
+class EngineFigures:
+    """What an engine's lanes did: counts, seconds summed over lanes, and the most bytes that steps held at once.
+
+    ``scheduling_seconds`` is the time inside admission and barriers, waiting for the engine's lock included.
+    """
+
+    steps: int
+    groups: int
+    busy_seconds: float
+    busy_by_lane: tuple[float, ...]
+    scheduling_seconds: float
+    peak_held: int
+
+
 @dataclass
 class Claim:
     """What one job holds for as long as it is in the engine, and the largest height that its steps reach."""
@@ -155,8 +170,11 @@ class Engine:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, plan.height):
                         self._claims[job] = Claim(plan.name, owner, wanted, plan.height)
-                        self._book(job, plan.name, wanted)
                         self._set_capacity()
+                        # Steps under way may still stand on this ground; they finish, and none starts before.
+                        while self.native.capacity > self._capacity() and not self._closed:
+                            self._changed.wait(timeout=0.001)
+                        self._book(job, plan.name, wanted)
                         return
                     self._waiting.add(owner)
                     if {c.owner for j, c in self._claims.items() if j != job} <= self._waiting:
@@ -225,10 +243,25 @@ class Engine:
         return max([height, *(c.height for j, c in self._claims.items() if j != job)])
 
     def _set_capacity(self) -> None:
-        self.native.set_capacity(self.room - sum(c.bytes for c in self._claims.values()))
+        self.native.set_capacity(self._capacity())
+
+    def _capacity(self) -> int:
+        return self.room - sum(c.bytes for c in self._claims.values())
 
     def _book(self, job: int, name: str, count: int) -> None:
         self.persistent_log.append((_C.Engine.now_ns(), job, name, count))
+
+    def figures(self) -> EngineFigures:
+        """What the lanes have done so far."""
+        busy = [ns * 1e-9 for ns in self.native.lane_busy_ns]
+        return EngineFigures(
+            steps=self.native.steps_done,
+            groups=self.native.groups_done,
+            busy_seconds=sum(busy),
+            busy_by_lane=tuple(busy),
+            scheduling_seconds=self.native.scheduling_ns * 1e-9,
+            peak_held=self.native.peak_held,
+        )
 
     # -- work that is not captured
 

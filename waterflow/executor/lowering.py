@@ -13,8 +13,8 @@ from torch import fx
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition.capture import FIRST_STEP_FLAG, GROUP_NUMBERS, Capture, GraphInput
-from waterflow.partition.cleanup import is_random, is_view
 from waterflow.partition.fake_rules import is_update
+from waterflow.partition.operators import is_random, is_view, taking_generator
 
 aten = torch.ops.aten
 
@@ -171,18 +171,20 @@ class _Lowering:
     # -- instructions
 
     def _add(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int], *, view: bool) -> None:
-        schema = node.target._schema
-        values = list(node.args) + [None] * (len(schema.arguments) - len(node.args))
-        for i, argument in enumerate(schema.arguments):
-            if i >= len(node.args):
-                values[i] = node.kwargs[argument.name] if argument.name in node.kwargs else argument.default_value
+        target = node.target
+        given = {a.name: value for a, value in zip(target._schema.arguments, node.args)} | dict(node.kwargs)
+        random = is_random(target)
+        if random:
+            target = taking_generator(target) or target
+        schema = target._schema
+        values = [given.get(argument.name, argument.default_value) for argument in schema.arguments]
         arguments: list[tuple[Any, ...]] = []
         moved: set[int] = set()
         for argument, value in zip(schema.arguments, values):
             number = self.numbers.get((node, argument.name))
             if number is not None:
                 arguments.append(("slot", number, False))
-            elif argument.name == "generator" and value is None and is_random(node.target):
+            elif argument.name == "generator" and value is None and random:
                 arguments.append(("generator",))
             elif isinstance(value, fx.Node):
                 slot = self.slots[value]
@@ -207,7 +209,7 @@ class _Lowering:
             drops=sorted(drops - moved),
             expected=self._expected(node, values),
             result_is_list=len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]",
-            random=is_random(node.target),
+            random=random,
             view=view,
         )
 

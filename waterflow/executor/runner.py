@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,24 +22,41 @@ from waterflow.executor.engine import Engine
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.step import Pending, Step
 
-# Steps handed to the engine before the first of them is done: one runs, one waits behind it.
+# Steps handed to the engine before the first of them is done, and batches that a job holds: one runs, and one waits
+# behind it or is being loaded.
 STEPS_AHEAD = 2
 
 OnEpoch = Callable[[int, Metrics], None]
+InOrder = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """A seed for a job that has none, from torch's default generator or another."""
+    return int(torch.randint(2**31, (), generator=generator))
 
 
 class StopJob(Exception):
     """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
 
 
+def break_off(thread: int) -> None:
+    """Raise JobCancelled in Python code that runs on a thread, given by ``threading.get_ident()``."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(JobCancelled))
+
+
 class JobRunner:
     """Trains one job. ``run()`` is called once; ``stop()`` from any thread.
 
     ``engine`` None trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each
-    evaluation (after each epoch where there is none, with the mean loss); what it raises ends the job.
+    evaluation (after each epoch where there is none, with the mean loss); what it raises ends the job. ``seed``
+    stands in for a seed that the job does not have; without one it is drawn here. Model and data are made inside of
+    ``in_order()``, which may wait.
     """
 
-    def __init__(self, job: Job, engine: Engine | None = None, on_epoch: OnEpoch | None = None) -> None:
+    def __init__(
+        self, job: Job, engine: Engine | None = None, on_epoch: OnEpoch | None = None, *,
+        seed: int | None = None, in_order: InOrder = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
         job.check()
         self.job = job
         self.engine = engine
@@ -50,8 +68,13 @@ class JobRunner:
         self._losses: list[float] = []
         self._metrics: list[Metrics] = []
         self._eager_height: int | None = None
+        self._batches: Batches | None = None
+        self._scheduler: Any = None
+        self._user_threads: set[int] = set()
         self._lock = threading.Lock()
-        seed = job.seed if job.seed is not None else int(torch.randint(2**31, ()))
+        self._in_order = in_order
+        if job.seed is not None or seed is None:
+            seed = job.seed if job.seed is not None else draw_seed()
         self._numbers = torch.Generator().manual_seed(seed)
         self._data_numbers = torch.Generator().manual_seed(seed)
 
@@ -64,28 +87,47 @@ class JobRunner:
             with contextlib.suppress(ValueError):  # it has left already
                 self.engine.native.cancel(step.job, reason)
 
+    def break_off(self) -> None:
+        """End the job now: code of the user's, too (data, evaluation), which ``stop()`` would let come to its end."""
+        self._stop = self._stop or "interrupted"
+        for thread in list(self._user_threads):
+            break_off(thread)
+
     def run(self) -> JobResult:
         """Train to the end; errors of the job end up in its result, whatever their kind."""
         status: Status = "completed"
         error: BaseException | None = None
         try:
-            model = self._build()
-            self._train(model)
+            with self._breakable():
+                with self._in_order():
+                    model = self._build()
+                self._train(model)
         except StopJob:
             status = "pruned"
         except JobCancelled as cancelled:
             status, error = "cancelled", cancelled
-        except Exception as failure:
+        except KeyboardInterrupt:
+            self._end(None)
+            raise
+        except BaseException as failure:
             status, error = "failed", failure
         if error is not None and self._stop is not None:
             status = "cancelled"
         try:
             return self._result(status, error)
         finally:
-            if self.step is not None:
-                self.step.close()
+            self._end(error)
 
     # -- the parts
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._batches is not None:
+            self._batches.close()
+        if self.step is not None:
+            self.step.close()
+        if error is not None:  # it is kept, and this object with it
+            _let_go(error)
+            self.step = self._batches = self._scheduler = None
 
     def _build(self) -> nn.Module:
         job = self.job
@@ -119,7 +161,6 @@ class JobRunner:
     def _train(self, model: nn.Module) -> None:
         for epoch in range(self.job.epochs):
             losses = self._train_epoch()
-            self._losses.extend(losses)
             if not self.job.allow_non_finite and not all(map(math.isfinite, losses)):
                 first = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
                 raise NonFiniteLossError(
@@ -140,26 +181,29 @@ class JobRunner:
 
     def _train_epoch(self) -> list[float]:
         """One pass over the data: the next batch is loaded while the last ones run."""
-        assert self.step is not None
+        assert self.step is not None and self._batches is not None
         under_way: deque[Pending] = deque()
         losses: list[torch.Tensor] = []
+        before = len(self._losses)
         try:
             for batch in self._batches.epoch():
                 self._check_stop()
                 under_way.append(self.step.submit(batch))
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
+                    # Schedulers look for it; the update that it stands for is on its way.
+                    self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
                     self._scheduler.step()
-                if len(under_way) > STEPS_AHEAD:
+                if len(under_way) >= STEPS_AHEAD:
                     losses.append(_loss_of(under_way.popleft().result()))
             while under_way:
                 losses.append(_loss_of(under_way.popleft().result()))
-        except BaseException:
+        finally:
             # What is under way must end before its memory goes.
             for pending in under_way:
                 with contextlib.suppress(Exception):
-                    pending.result()
-            raise
-        return [float(x) for x in torch.stack([loss.reshape(()).to(torch.float64) for loss in losses]).tolist()]
+                    losses.append(_loss_of(pending.result()))
+            self._losses.extend(_numbers(losses))
+        return self._losses[before:]
 
     def _evaluate(self, model: nn.Module) -> Metrics | None:
         evaluate = self.job.evaluate
@@ -170,7 +214,7 @@ class JobRunner:
         def work() -> Any:
             model.eval()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._breakable():
                     return evaluate(model)
             finally:
                 model.train()
@@ -188,6 +232,15 @@ class JobRunner:
             raise JobCancelled(str(error)) from None
         self._eager_height = max(height, self._eager_height or 0)
         return _as_metrics(self.job.name, result)
+
+    @contextlib.contextmanager
+    def _breakable(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._user_threads.add(thread)
+        try:
+            yield
+        finally:
+            self._user_threads.discard(thread)
 
     def _check_stop(self) -> None:
         if self._stop is not None:
@@ -217,14 +270,33 @@ class JobRunner:
         )
 
 
+def _let_go(error: BaseException) -> None:
+    """Free what the frames behind an error hold (models, batches, the engine); its lines and files stay readable."""
+    chain = [error]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
+
+
 def _loss_of(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+def _numbers(losses: list[torch.Tensor]) -> list[float]:
+    # One transfer from the device.
+    return torch.stack([loss.reshape(()).to(torch.float64) for loss in losses]).tolist() if losses else []
+
+
 def _as_metrics(name: str, value: Any) -> Metrics:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         return {str(key): _number(name, entry) for key, entry in value.items()}
     return {"value": _number(name, value)}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an empty dict"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _number(name: str, value: Any) -> float:
@@ -232,5 +304,5 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise InvalidJobError(
-            f"evaluate of job {name!r} must return a number or a dict of numbers; got {type(value).__name__}"
+            f"evaluate of job {name!r} must return a number or a dict of numbers; got {_shown(value)}"
         ) from None

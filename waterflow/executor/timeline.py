@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 JOB, STEP, GROUP, LANE, START, END, HELD, HELD_BY_JOB = range(8)  # columns of `Span` in csrc/engine.h
 MOST_EVENTS = 200_000
 _MIB, _FOREVER = 1 << 20, np.iinfo(np.int64).max
-_PIXELS = 1400  # of the axes in a picture, about
+_PIXELS = 700  # of a picture's axes, each two real ones wide
 # Twelve hues that stay apart from their neighbours; further jobs share the grey.
 _HUES = ("#3b6fb6", "#f0a83c", "#d9544d", "#4fa89b", "#8a63b8", "#7fb04f",
          "#e58ab0", "#8c6748", "#5bb7dd", "#c9b22f", "#a3375f", "#47806a")  # fmt: skip
@@ -69,7 +69,6 @@ class Timeline:
         persistent: (time_ns, job, name, bytes) in order of time: what a job has claimed from then on.
         limit: Bytes that the engine may hold; ``reserve`` of them are kept for work beside the steps.
         started_ns: When the engine started, on the clock of the spans.
-        lanes: Number of lanes.
         dropped: Groups that ran and were not recorded.
     """
 
@@ -129,8 +128,7 @@ class Timeline:
         times = np.concatenate([start, stop])
         order = np.argsort(times, kind="stable")
         lanes_busy = np.cumsum(np.repeat([1, -1], len(start))[order])[:-1]
-        # The books also count groups that were issued and had not begun.
-        booked = self.spans[:, HELD] + _level(start, claims)
+        booked = self.spans[:, HELD] + _level(start, claims)  # with groups that had not begun to run
         steps = Counter(np.unique(self.spans[:, [JOB, STEP]], axis=0)[:, 0].tolist())
         return {
             "wall_seconds": wall / 1e9,
@@ -161,10 +159,9 @@ class Timeline:
                 "ts": (start - self.started_ns) / 1e3, "dur": (end - start) / 1e3,
             })  # fmt: skip
         series = np.stack([memory.persistent.sum(axis=0), memory.in_step.sum(axis=0)], axis=1) / _MIB
-        microseconds = memory.seconds[memory.seconds * 1e9 <= kept[:, END].max() - self.started_ns + 1] * 1e6
-        for ts, (state, steps) in zip(microseconds.tolist(), series.tolist()):
+        for seconds, (state, steps) in zip(memory.seconds.tolist(), series.tolist()):
             args = {"persistent": state, "steps": steps}
-            events.append({"ph": "C", "pid": 1, "name": "held MiB", "ts": ts, "args": args})
+            events.append({"ph": "C", "pid": 1, "name": "held MiB", "ts": seconds * 1e6, "args": args})
         other = {"dropped_groups": len(self.spans) - len(kept) + self.dropped, "limit_bytes": self.limit}
         with (gzip.open if os.fspath(path).endswith(".gz") else open)(path, "wt", encoding="utf-8") as file:
             file.write(json.dumps({"traceEvents": events, "otherData": other}, separators=(",", ":")))
@@ -172,67 +169,74 @@ class Timeline:
     def save_png(self, path: str | os.PathLike[str]) -> None:
         """Draw memory by job above the work of the lanes, as a PNG 1875 pixels wide."""
         from matplotlib.figure import Figure  # slow to import
-        from matplotlib.patches import Patch
 
-        memory, labels, facts = self.memory_over_time(_PIXELS // 2), self._labels(), self.summary()
+        memory, labels, facts = self.memory_over_time(_PIXELS), self._labels(), self.summary()
         area = (memory.persistent + memory.in_step)[:, :-1] @ np.diff(memory.seconds)
         largest = sorted(np.argsort(-area, kind="stable")[: len(_HUES)].tolist())
         hues = {memory.jobs[row]: hue for row, hue in zip(largest, _HUES)}
+        names = {hue: labels[job].lstrip("_")[:28].replace("$", r"\$") for job, hue in hues.items()}
+        if len(memory.jobs) > len(hues):
+            names[_GREY] = f"{len(memory.jobs) - len(hues)} others"
         low = 0.2 + max(0.42 * min(self.lanes, 8), 0.15 * self.lanes)
         figure = Figure(figsize=(12.5, 4.6 + low), dpi=150, layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3.8, low])
-        self._draw_memory(top, memory, hues)
+        self._draw_held(top, memory, hues, names)
         self._draw_lanes(bottom, hues, facts["busy_share"])
         text = f"peak {format_bytes(facts['peak_bytes'])}, lanes overlap {facts['overlap']:.0%} of the time"
         top.set_title(f"{sum(facts['steps'].values()):,} steps, {text}", loc="left", fontsize=10.5)
-        names = [(hue, labels[job][:28]) for job, hue in hues.items()]
-        names += [(_GREY, f"{len(memory.jobs) - len(hues)} others")] * (len(memory.jobs) > len(hues))
-        handles = [Patch(color=hue, label=name) for hue, name in names]
-        figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9, alignment="left",
-                      title="dark: persistent state\nlight: running step", title_fontsize=9)  # fmt: skip
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9, title_fontsize=9, alignment="left",
+                      title="dark: persistent state\nlight: running step")  # fmt: skip
         figure.savefig(path, format="png")
 
-    def _draw_memory(self, axes: Axes, memory: MemoryOverTime, hues: dict[int, str]) -> None:
-        peak = max(int(memory.total.max()), 1)
+    def _draw_held(self, ax: Axes, held: MemoryOverTime, hues: dict[int, str], names: dict[str, str]) -> None:
+        peak = max(int(held.total.max()), 1)
         size, unit = (1024 * _MIB, "GiB") if peak >= 1024 * _MIB else (_MIB, "MiB")
-        hue_of_row = np.array([hues.get(job, _GREY) for job in memory.jobs])
-        base = np.zeros(len(memory.seconds))
-        for held, alpha in ((memory.persistent, 1.0), (memory.in_step, 0.55)):
-            for hue in (*hues.values(), _GREY):
-                above = base + held[hue_of_row == hue].sum(axis=0) / size
-                axes.fill_between(memory.seconds, base, above, color=hue, alpha=alpha, **_CRISP)
+        hue_of_row = np.array([hues.get(job, _GREY) for job in held.jobs])
+        base = np.zeros(len(held.seconds))
+        for layer, alpha in ((held.persistent, 1.0), (held.in_step, 0.55)):
+            for hue, name in names.items():
+                above, label = base + layer[hue_of_row == hue].sum(axis=0) / size, name * (alpha == 1.0)
+                ax.fill_between(held.seconds, base, above, color=hue, alpha=alpha, label=label, **_CRISP)
                 base = above
         near = self.limit < 1.7 * peak  # else its line would squash the picture
         ceiling = (self.limit if near else peak) / size * 1.1
-        axes.axhline(self.limit / size, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
-        axes.text(0.995, self.limit / size if near else ceiling, ha="right", va="bottom" if near else "top",
-                  s=f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve",
-                  transform=axes.get_yaxis_transform())  # fmt: skip
-        axes.set(ylim=(0, ceiling), ylabel=f"memory ({unit})")
+        ax.axhline(self.limit / size, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
+        ax.text(0.995, self.limit / size if near else 0.985 * ceiling, ha="right", va="bottom" if near else "top",
+                s=f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve",
+                transform=ax.get_yaxis_transform())  # fmt: skip
+        ax.set(ylim=(0, ceiling), ylabel=f"memory ({unit})")
 
-    def _draw_lanes(self, axes: Axes, hues: dict[int, str], busy_share: list[float]) -> None:
-        """Each lane as a bar whose colours share out the time of each pixel: of full height where busy."""
+    def _draw_lanes(self, ax: Axes, hues: dict[int, str], busy_share: list[float]) -> None:
+        """A bar for each run of a job on a lane; where they are too many, the jobs' shares of each pixel."""
         begin, end = self._extent()
         edges = np.linspace(0, max(end - begin, 1), _PIXELS + 1)
         seconds = (edges + (begin - self.started_ns)) / 1e9
         spans = self.spans[np.argsort(self.spans[:, START], kind="stable")]
-        hue_of_span = np.array([hues.get(job, _GREY) for job in spans[:, JOB].tolist()])
         for lane in range(self.lanes):
-            base, on_lane = np.full(len(edges), lane + 0.4), spans[:, LANE] == lane
-            for hue in np.unique(hue_of_span[on_lane]).tolist():
-                times = spans[on_lane & (hue_of_span == hue)][:, [START, END]] - begin
+            mine = spans[spans[:, LANE] == lane]
+            breaks = (np.diff(mine[:, JOB]) != 0) | (mine[1:, START] - mine[:-1, END] > edges[1] / 4)
+            if len(mine) and np.count_nonzero(breaks) < _PIXELS:
+                runs = np.split(mine, np.flatnonzero(breaks) + 1)
+                bars = [(run[0, START] - self.started_ns, run[-1, END] - run[0, START]) for run in runs]
+                colours = [hues.get(run[0, JOB], _GREY) for run in runs]
+                ax.broken_barh((np.array(bars) / 1e9).tolist(), (lane - 0.4, 0.8), facecolors=colours, lw=0)
+                continue
+            base = np.full(len(edges), lane + 0.4)
+            hue_of_span = np.array([hues.get(job, _GREY) for job in mine[:, JOB].tolist()])
+            for hue in np.unique(hue_of_span).tolist():
+                times = mine[hue_of_span == hue][:, [START, END]] - begin
                 worked = np.cumsum((times - times[:, :1]).ravel())
                 share = np.diff(np.interp(edges, times.ravel(), worked)) / edges[1]
                 above = base - 0.8 * np.append(share, 0.0)
-                axes.fill_between(seconds, base, above, color=hue, **_CRISP)
+                ax.fill_between(seconds, base, above, color=hue, **_CRISP)
                 base = above
         ticks = [f"lane {lane}, {share:.0%} busy" for lane, share in enumerate(busy_share)]
-        axes.set_yticks(range(self.lanes), ticks, fontsize=9 if self.lanes <= 12 else 6)
-        axes.set(ylim=(self.lanes - 0.5, -0.5), xlim=seconds[[0, -1]], xlabel="seconds since the engine started")
+        ax.set_yticks(range(self.lanes), ticks, fontsize=9 if self.lanes <= 12 else 6)
+        ax.set(ylim=(self.lanes - 0.5, -0.5), xlim=seconds[[0, -1]], xlabel="seconds since the engine started")
 
     def _extent(self) -> tuple[int, int]:
         if len(self.spans) == 0:
-            raise ValueError("nothing was recorded: call engine.native.record_spans(True) before steps run in it")
+            raise ValueError("nothing was recorded: pass timeline=, or call engine.native.record_spans(True) first")
         return int(self.spans[:, START].min()), int(self.spans[:, END].max())
 
     def _labels(self) -> dict[int, str]:
@@ -256,8 +260,7 @@ class Timeline:
         begin, end = self._extent()
         spells, claims = _spells(self.spans), self._claims()
         table = np.concatenate([spells, claims])
-        times = np.unique(np.append(table[:, 1:3], (begin, end)))
-        times = times[(times >= begin) & (times <= end)]
+        times = np.unique(np.clip(table[:, 1:3], begin, end))
         return spells, claims, times, _level(times, table)
 
 
@@ -288,8 +291,7 @@ def _spells(spans: Ints) -> Ints:
     share = np.minimum(1.0, np.maximum(room, 0) / np.maximum(_level(starts, waiting), 1))
     # The least share in each wait. Sorted, so that reduceat's stretches between them add up to one pass.
     low, high = np.searchsorted(starts, waiting[:, 1]), np.searchsorted(starts, waiting[:, 2])
-    seen = np.flatnonzero(low < high)
-    seen = seen[np.argsort(low[seen], kind="stable")]
+    seen = np.flatnonzero(low < high)[np.argsort(low[low < high], kind="stable")]
     ranges = np.stack([low[seen], high[seen]], axis=1).ravel()
     shares = np.minimum.reduceat(np.append(share, 1.0), ranges)[::2]
     waiting[seen, 3] = np.floor(waiting[seen, 3] * shares + 1e-3)  # against rounding down what is exact

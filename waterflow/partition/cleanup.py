@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from waterflow.partition.operators import has_effect, is_view, schema_name
+
 aten = torch.ops.aten
 
-# Change running statistics although their schema does not say so.
-_HIDDEN_WRITES = frozenset(
-    op
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-    for op in (getattr(aten, name).default,)
-)
 _PROFILER_MARKS = ("profiler::",)
 
 
@@ -24,34 +20,6 @@ def clean_up(graph: fx.Graph) -> None:
     _merge_views(graph)
     _drop_dead(graph)
     graph.lint()
-
-
-def schema_name(target: Any) -> str:
-    """``aten::add`` for ``aten.add.Tensor``; empty for what is no operator."""
-    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def is_view(target: Any) -> bool:
-    """Whether the operation returns an alias of its first argument and changes nothing."""
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    returns = target._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def is_random(target: Any) -> bool:
-    """Whether the operation draws from a generator."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
-def has_effect(node: fx.Node) -> bool:
-    """Whether a node must run even if nobody uses what it returns."""
-    if node.op != "call_function":
-        return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False  # getitem
-    return target._schema.is_mutable or is_random(target) or target in _HIDDEN_WRITES
 
 
 def _drop_detaches(graph: fx.Graph) -> None:

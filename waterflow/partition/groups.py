@@ -7,6 +7,7 @@ from collections.abc import Sequence
 DEFAULT_GROUPS = 32
 # A group shorter than this costs more to admit than it can win.
 FEWEST_OPERATIONS = 8
+SHORTEST_SECONDS = 40e-6
 
 
 def cut(

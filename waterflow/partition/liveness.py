@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from waterflow.partition.probe import hidden_memory
+
 
 @dataclass(frozen=True)
 class OperationMemory:
@@ -39,7 +41,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
     """Predicted memory of each instruction, from the graph alone.
 
-    Kernels' own temporaries are not known before the step has been profiled.
+    Kernels' own temporaries are not known before the step has been profiled, except of operators that are probed.
     """
     position = {node: i for i, node in enumerate(instructions)}
     inputs = {
@@ -48,6 +50,7 @@ def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[O
         if node.op in ("placeholder", "get_attr")
         for t in _tensors(node.meta.get("val"))
     }
+    hidden = dict(hidden_memory(instructions))
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -62,6 +65,9 @@ def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[O
             if at is not None and storage not in birth:
                 birth[storage] = death[storage] = at
                 size[storage] = tensor.untyped_storage().nbytes()
+        if at is not None and node in hidden:
+            for tensor, actual in zip(_tensors(node.meta["val"]), hidden[node].results):
+                size[storage_id(tensor)] = actual
         used_at = position.get(node)
         if used_at is None:
             continue
@@ -86,7 +92,8 @@ def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[O
     for i, node in enumerate(instructions):
         peak = held + born[i]
         held = peak - died[i]
-        memory.append(OperationMemory(peak, held, _traffic(node)))
+        temporary = hidden[node].temporary if node in hidden else 0
+        memory.append(OperationMemory(peak + temporary, held, _traffic(node)))
     return memory
 
 

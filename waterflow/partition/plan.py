@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from waterflow.partition.groups import DEFAULT_GROUPS, cut
+from waterflow.partition.groups import DEFAULT_GROUPS, SHORTEST_SECONDS, cut
 from waterflow.partition.liveness import OperationMemory
 
 
@@ -102,6 +102,8 @@ def make_plan(
     peaks = [m.peak for m in memory]
     afters = [m.after for m in memory]
     weights = list(seconds) if seconds is not None else [float(m.traffic) for m in memory]
+    if seconds is not None:
+        groups = min(groups, max(2, int(sum(seconds) / SHORTEST_SECONDS)))
     ends = cut(peaks, afters, weights, groups)
     made: list[NodeGroup] = []
     begin = before = 0

@@ -284,6 +284,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
       .def_property_readonly("lanes", &Engine::lanes)
       .def_property_readonly("steps_done", unlocked(&Engine::steps_done))
+      .def_property_readonly("groups_done", unlocked(&Engine::groups_done))
       .def_property_readonly("scheduling_ns", unlocked(&Engine::scheduling_ns))
       .def_property_readonly("lane_busy_ns", unlocked(&Engine::lane_busy_ns))
       .def("queued", &Engine::queued, py::call_guard<py::gil_scoped_release>())

@@ -198,7 +198,7 @@ bool Engine::grant(Job& job, Lane* here) {
 }
 
 void Engine::offer_room(Lane* here) {
-  if (!admission_.waiting().empty()) {
+  if (admission_.anyone_waiting()) {
     for (Id id : admission_.waiting()) grant(find(id), here);
   }
   for (size_t i = 0; i < ready_.size();) {
@@ -255,6 +255,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
     const int64_t end = now_ns();
     lock.lock();
+    ++groups_done_;
     run.busy_ns += end - start;
     lane.busy_ns += end - start;
     if (recording_ && spans_.size() < most_spans_) {
@@ -264,7 +265,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
     if (admission_.complete(job.id)) break;
     job.barriers[group + 1].arrive();  // the group before
     job.waiting_since = end;
-    if (admission_.waiting().empty()) {
+    if (!admission_.anyone_waiting()) {
       grant(job, &lane);
     } else {
       admission_.wait(job.id);  // the others may be nearer the end of theirs
@@ -393,6 +394,10 @@ std::vector<int64_t> Engine::lane_busy_ns() const {
 int64_t Engine::steps_done() const {
   std::lock_guard<std::mutex> guard(lock_);
   return steps_done_;
+}
+int64_t Engine::groups_done() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return groups_done_;
 }
 int64_t Engine::scheduling_ns() const {
   std::lock_guard<std::mutex> guard(lock_);

@@ -85,6 +85,7 @@ class Engine {
   int32_t lanes() const { return static_cast<int32_t>(lanes_.size()); }
   std::vector<int64_t> lane_busy_ns() const;
   int64_t steps_done() const;
+  int64_t groups_done() const;
   int64_t scheduling_ns() const;  // spent inside admission and barriers, all lanes
   static int64_t now_ns();
 
@@ -132,6 +133,7 @@ class Engine {
   Id next_id_ = 0;
   int64_t peak_held_ = 0;
   int64_t steps_done_ = 0;
+  int64_t groups_done_ = 0;
   int64_t scheduling_ns_ = 0;
   bool stop_ = false;
   bool recording_ = false;

@@ -1,0 +1,114 @@
+"""Tables, JSON files and interleaved timing, shared by all benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A command line with what all benchmarks take: --repeats, --json, --save."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    made.add_argument("--repeats", type=int, default=5, help="how often each variant is measured")
+    made.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    made.add_argument("--save", action="store_true", help="write the JSON to benchmarks/results/")
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as lines:
+            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
+    }
+
+
+def _module() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else Path(sys.argv[0]).stem
+
+
+def interleaved(variants: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Measure each variant ``repeats`` times, in a new random order each round. Variants return seconds or a figure."""
+    measured: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(variants)
+    shuffle = random.Random(0)
+    for _ in range(repeats):
+        shuffle.shuffle(order)
+        for name in order:
+            measured[name].append(variants[name]())
+    return measured
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def median(values: list[float]) -> float:
+    """Of an even number of values, the mean of the middle two."""
+    return statistics.median(values)
+
+
+def spread(values: list[float]) -> str:
+    """Lowest and highest value, for people."""
+    return f"{min(values):.3g} .. {max(values):.3g}"
+
+
+def ratio_of(slow: list[float], fast: list[float]) -> float:
+    """The median ratio of values that were measured in the same rounds."""
+    return median([s / f for s, f in zip(slow, fast)])
+
+
+def finish(name: str, arguments: argparse.Namespace, rows: list[dict[str, Any]], note: str = "") -> int:
+    """Print rows as a table or JSON, save them if asked; returns 1 if a row misses its goal."""
+    document = {"benchmark": name, "machine": machine(), "note": note, "rows": rows}
+    text = json.dumps(document, indent=2)
+    if arguments.json:
+        print(text)
+    else:
+        table = Table(title=name, caption=note or None)
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(_cell(row.get(column)) for column in columns))
+        Console(width=None if sys.stdout.isatty() else 150).print(table)
+    if arguments.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(text + "\n")
+    return int(any(row.get("holds") is False for row in rows))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,295 @@
+"""A failing operation ends its own step, says which it was, and changes nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+
+import waterflow as wf
+from tests.support import MiB, Net, Trained, assert_same, fuse, images, run_steps, train_eager
+from waterflow.executor.engine import Engine
+
+
+@pytest.fixture(params=["alone", "engine"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine | None]:
+    if request.param == "alone":
+        yield None
+        return
+    with Engine(memory=256 * MiB, lanes=2) as made:
+        yield made
+
+
+class Words(nn.Module):
+    """Indexes into something in the middle of forward; ``how`` says with which operation."""
+
+    def __init__(self, how: str = "embedding", dropout: float = 0.2) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(dropout)
+        self.table = nn.Embedding(10, 6)
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.norm(self.first(x)))
+        table = self.table.weight
+        found = {
+            "embedding": lambda: self.table(index),
+            "embedding bag": lambda: F.embedding_bag(index[:, None], table),
+            "index": lambda: table[index],
+            "index select": lambda: table.index_select(0, index),
+            "gather": lambda: table.gather(0, index[:, None].expand(-1, 6)),
+            "one hot": lambda: F.embedding(index, table * 1.0),
+        }[self.how]()
+        return self.last(torch.tanh(hidden + found))
+
+
+INDEXING = {
+    "embedding": "aten.embedding",
+    "embedding bag": "embedding_bag",
+    "index": "aten.index",
+    "index select": "aten.index_select",
+    "gather": "aten.gather",
+    "one hot": "aten.embedding",
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+}
+
+
+def words(count: int, size: int = 8, bad: int = 0) -> list[Any]:
+    """Batches of inputs, indices and classes; ``bad`` says which of the last two is out of range."""
+    batches = []
+    for number, (x, y) in enumerate(images(count, size=size)):
+        index = (torch.arange(size) + number) % 10
+        index[size // 2] += 100 * (bad == 1)
+        y[size // 2] += 100 * (bad == 2)
+        batches.append((x, index, y))
+    return batches
+
+
+def mixed(pattern: str) -> list[Any]:
+    """A batch for each letter: ``g`` is good, ``i`` has a bad index, ``t`` a bad target."""
+    good, index, target = words(len(pattern)), words(len(pattern), bad=1), words(len(pattern), bad=2)
+    return [{"g": good, "i": index, "t": target}[letter][number] for number, letter in enumerate(pattern)]
+
+
+def making(optimizer: str = "adamw", **options: Any) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(3)
+    model = Words(**options)
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def eager_that_goes_on(batches: list[Any], accumulate: int = 1, **options: Any) -> Trained:
+    """The loop of a user who catches what a batch raises, and takes the next one."""
+    model, optimizer = making(**options)
+    fuse(optimizer)
+    results = []
+    torch.manual_seed(5)
+    for batch in batches:
+        try:
+            loss = F.cross_entropy(model(*batch[:-1]), batch[-1])
+        except (IndexError, RuntimeError):
+            continue
+        (loss / accumulate).backward()
+        results.append(loss.detach())
+        if len(results) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return Trained(results, model, optimizer)
+
+
+def steps_that_go_on(batches: list[Any], engine: Engine | None, accumulate: int = 1, **options: Any) -> Trained:
+    model, optimizer = making(**options)
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(5) if engine else None
+    job = wf.Step(
+        model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, accumulate=accumulate, generator=generator
+    )
+    results = []
+    for batch in batches:
+        try:
+            results.append(job(batch))
+        except wf.StepError:
+            if engine:
+                assert engine.native.held == 0
+                engine.native.check()
+            continue
+    return Trained(results, model, optimizer, job)
+
+
+@pytest.mark.parametrize("how", INDEXING)
+def test_the_message_names_the_operation(how: str, engine: Engine | None) -> None:
+    model, optimizer = making(how=how)
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, name="wordy")
+    job(words(1)[0])
+    with pytest.raises(wf.StepError, match=INDEXING[how]) as caught:
+        job(words(1, bad=1)[0])
+    text = str(caught.value)
+    assert "'wordy'" in text and "forward" in text and any(w in text for w in ("out of", "not in the range"))
+    assert isinstance(caught.value, RuntimeError)
+    assert job.opaque_reason is None
+
+
+def test_the_message_names_a_target_out_of_range(engine: Engine | None) -> None:
+    model, optimizer = making()
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+    with pytest.raises(wf.StepError, match="nll_loss.*out of bounds"):
+        job(words(1, bad=2)[0])
+
+
+def test_the_message_is_for_people(engine: Engine | None) -> None:
+    """No stack of C++ frames."""
+    model, optimizer = making()
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+    for bad in (1, 2):
+        with pytest.raises(wf.StepError) as caught:
+            job(words(1, bad=bad)[0])
+        assert "frame #" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_the_message_names_the_users_line(engine: Engine | None) -> None:
+    model, optimizer = making()
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+    with pytest.raises(wf.StepError, match=r"test_step_errors.py:\d+.*self.table\(index\)"):
+        job(words(1, bad=1)[0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("pattern", ["gigg", "gtgg", "gggiitg"])
+def test_training_goes_on(pattern: str, optimizer: str, engine: Engine | None) -> None:
+    mine = steps_that_go_on(mixed(pattern), engine, optimizer=optimizer)
+    assert_same(mine, eager_that_goes_on(mixed(pattern), optimizer=optimizer))
+    assert mine.step is not None and mine.step.steps == pattern.count("g")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("pattern", ["igg", "tgg", "itg"])
+def test_the_first_step_fails(pattern: str, optimizer: str, engine: Engine | None) -> None:
+    mine = steps_that_go_on(mixed(pattern), engine, optimizer=optimizer)
+    assert_same(mine, eager_that_goes_on(mixed(pattern), optimizer=optimizer))
+
+
+@pytest.mark.parametrize("pattern", ["igggg", "gigggg", "ggtgg", "ggigg", "gigtgig"])
+def test_a_failure_while_gradients_gather(pattern: str, engine: Engine | None) -> None:
+    """A failed call is as if it had not been made: the next one takes its place."""
+    mine = steps_that_go_on(mixed(pattern), engine, accumulate=2)
+    assert_same(mine, eager_that_goes_on(mixed(pattern), accumulate=2))
+
+
+def test_every_step_fails(engine: Engine | None) -> None:
+    model, optimizer = making()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+    for batch in mixed("ititititit"):
+        with pytest.raises(wf.StepError):
+            job(batch)
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+    assert job.steps == 0 and all(p.grad is None for p in model.parameters())
+
+
+def test_queued_steps_fall_with_a_failed_one() -> None:
+    with Engine(memory=256 * MiB, lanes=1) as engine:
+        model, optimizer = making()
+        job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+        job(words(1)[0])
+        pending = [job.submit(batch) for batch in mixed("giggg")]
+        assert pending[0].result().isfinite()
+        with pytest.raises(wf.StepError):
+            pending[1].result()
+        fallen = 0
+        for each in pending[2:]:
+            # Those that were handed in after the failure was known are run as ever.
+            try:
+                each.result()
+            except wf.JobCancelled as error:
+                assert "earlier step" in str(error)
+                fallen += 1
+        assert job(words(1)[0]).isfinite()
+        assert engine.native.held == 0
+        engine.native.check()
+
+
+def test_other_jobs_do_not_notice() -> None:
+    """Three jobs train while a fourth fails in every other step, at several operations."""
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Net(dropout=0.3, width=32)
+        return model, AdamW(model.parameters(), lr=0.01)
+
+    batches = [images(40, seed=seed) for seed in range(3)]
+    references = [train_eager(make, batches[seed], seed=seed) for seed in range(3)]
+    made = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        made.append(make())
+    ends: list[Any] = [None] * 3
+    failures = 0
+    with Engine(memory=256 * MiB, lanes=2) as engine:
+
+        def work(seed: int) -> None:
+            try:
+                ends[seed] = run_steps(*made[seed], batches[seed], seed=seed, engine=engine)
+            except BaseException as error:
+                ends[seed] = error
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for how in INDEXING:
+            model, optimizer = making(how=how)
+            job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+            for batch in mixed("gigtgigtgt"):
+                try:
+                    job(batch)
+                except wf.StepError:
+                    failures += 1
+            job.close()
+        for thread in threads:
+            thread.join(60)
+        for end, reference in zip(ends, references):
+            assert isinstance(end, Trained), end
+            assert_same(end, reference)
+            assert end.step is not None
+            end.step.close()
+        assert failures == 5 * len(INDEXING)
+        assert engine.native.held == 0 and engine.claimed() == 0
+        engine.native.check()
+
+
+def test_error_of_the_step_function_is_raised_once(engine: Engine | None) -> None:
+    """A batch that the user's own code refuses raises the user's error, and spoils nothing for the next."""
+
+    def step(model: Net, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if x.shape[0] != 8:
+            raise ValueError("eight, please")
+        return F.cross_entropy(model(x), y)
+
+    torch.manual_seed(0)
+    model = Net()
+    job = wf.Step(model, step=step, optimizer=AdamW(model.parameters(), lr=0.01), engine=engine)
+    for batch, fine in [(images(1)[0], True), (images(1, size=5)[0], False), (images(1)[0], True)]:
+        if fine:
+            assert job(batch).isfinite()
+        else:
+            with pytest.raises(ValueError, match="eight, please"):
+                job(batch)
+    assert job.opaque_reason is None, "one bad batch must not make the job opaque for ever"
+
+
+def test_shape_error_is_raised_once(engine: Engine | None) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters(), lr=0.01), engine=engine)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        job(images(1, shape=(7,))[0])
+    assert job(images(1)[0]).isfinite()
+    assert job.opaque_reason is None

@@ -1,0 +1,437 @@
+"""What cannot be captured runs eagerly, says why, and trains as eager training does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import rnn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+
+import waterflow as wf
+from tests.support import MiB, Net, Trained, assert_same, compare, images, train_eager, train_step
+from waterflow.executor.engine import Engine, within
+
+
+@pytest.fixture(autouse=True)
+def _afresh(no_captures: Any) -> None:
+    """No verdict is taken over from an earlier test."""
+
+
+@pytest.fixture(params=["alone", "engine"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine | None]:
+    if request.param == "alone":
+        yield None
+        return
+    with Engine(memory=256 * MiB, lanes=2) as made:
+        yield made
+
+
+def making(model: Any, optimizer: Any = None, **options: Any) -> Any:
+    def make() -> tuple[nn.Module, Optimizer]:
+        made = model(**options)
+        return made, (optimizer or (lambda p: AdamW(p, lr=0.02, fused=True)))(made.parameters())
+
+    return make
+
+
+class Counting(Net):
+    """Counts its calls in an attribute, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class CountingInDict(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["calls"] += 1
+        return super().forward(x) / self.seen["calls"]
+
+
+class CountingInList(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(self.seen))
+        return super().forward(x) / len(self.seen)
+
+
+class CountingInParts(Net):
+    """The counter is in an object that is no module."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = self.Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.calls += 1
+        return super().forward(x) / self.seen.calls
+
+
+class Remembering(Net):
+    """Keeps a tensor from step to step in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_mean = torch.zeros(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - self.last_mean
+        self.last_mean = x.mean(0).detach()
+        return super().forward(x)
+
+
+class Deciding(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if out.sum() > 0:  # the user's line
+            return out
+        return 2 * out
+
+
+class Reading(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + x.abs().max().item())  # the user's line
+
+
+class Selecting(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x[x > 0].mean()
+
+
+class Unique(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.round().unique().sum()
+
+
+class ToNumpy(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.from_numpy(np.sort(x.numpy(), axis=0)).mean()
+
+
+class PythonRandom(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.uniform(0.5, 1.5)
+
+
+class NumpyRandom(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * np.random.uniform(0.5, 1.5)
+
+
+class OwnPythonRandom(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.random.uniform(0.5, 1.5)
+
+
+class OwnNumpyRandom(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.default_rng(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.random.uniform(0.5, 1.5)
+
+
+class LayerDrop(Net):
+    """Leaves a layer out at random, decided by torch's generator on the host."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if torch.rand(()).item() < 0.5:
+            x = self.norm(x)
+        return self.last(x)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.arange(1, 9).clamp(max=3)
+        packed = rnn.pack_padded_sequence(x[:, None].expand(8, 3, 6), lengths, batch_first=True, enforce_sorted=False)
+        return self.last(self.lstm(packed)[1][0][-1])
+
+
+class RandomAndReading(Net):
+    """The attempt to capture it must not have moved any generator, nor counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scale = random.uniform(0.5, 1.5) * np.random.uniform(0.5, 1.5) * torch.rand(()) / self.calls
+        return super().forward(x) * scale * (1 + x.abs().max().item())
+
+
+MODELS: dict[str, tuple[type[nn.Module], str]] = {
+    "counter": (Counting, "calls"),
+    "counter in a dict": (CountingInDict, "seen"),
+    "counter in a list": (CountingInList, "seen"),
+    "counter in an object": (CountingInParts, "seen"),
+    "remembered tensor": (Remembering, "last_mean"),
+    "control flow": (Deciding, "if out.sum() > 0"),
+    "item": (Reading, "x.abs().max().item()"),
+    "boolean index": (Selecting, "x[x > 0]"),
+    "unique": (Unique, "unique()"),
+    "numpy array": (ToNumpy, "x.numpy()"),
+    "python random": (PythonRandom, "Python's random"),
+    "numpy random": (NumpyRandom, "NumPy's random"),
+    "own python random": (OwnPythonRandom, "random"),
+    "own numpy random": (OwnNumpyRandom, "random"),
+    "layer drop": (LayerDrop, "torch.rand(()).item()"),
+    "packed sequence": (Packed, "pack_padded_sequence"),
+    "random and item": (RandomAndReading, "x.abs().max().item()"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models(kind: str, engine: Engine | None) -> None:
+    model, reason = MODELS[kind]
+
+    def during(model: nn.Module, optimizer: Optimizer) -> Any:
+        def act(number: int) -> None:
+            if number == 0:
+                random.seed(1)
+                np.random.seed(1)
+
+        return act
+
+    trained = compare(making(model), images(5), during=during, opaque=reason, engine=engine)
+    if hasattr(trained.model, "calls"):
+        assert trained.model.calls == 5
+
+
+@pytest.mark.parametrize("kind", ["control flow", "item", "boolean index"])
+def test_the_reason_names_the_line(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    trained = train_step(making(MODELS[kind][0]), images(1), name="mine")
+    assert trained.step is not None
+    reason = trained.step.opaque_reason
+    assert reason is not None and "test_step_opaque.py:" in reason and "in forward" in reason
+    told = [record.getMessage() for record in caplog.records if "'mine'" in record.getMessage()]
+    assert len(told) == 1 and reason in told[0]
+
+
+UPDATES = {
+    "rmsprop": (lambda p: RMSprop(p, lr=0.01), "RMSprop"),
+    "adagrad": (lambda p: Adagrad(p, lr=0.01), "Adagrad"),
+    "not fused": (lambda p: AdamW(p, lr=0.01, fused=False), "single-tensor"),
+    "foreach": (lambda p: AdamW(p, lr=0.01, foreach=True), "foreach"),
+    "sub-class": (lambda p: type("Mine", (AdamW,), {})(p, lr=0.01), "Mine"),
+}
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_optimizers(kind: str, engine: Engine | None) -> None:
+    optimizer, reason = UPDATES[kind]
+    options = {"clip_grad_norm": 0.5, "accumulate": 2}
+
+    def train(run: Any, **more: Any) -> Trained:
+        return run(making(Net, optimizer, dropout=0.2), images(6), **options, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.support.fuse", lambda optimizer: optimizer)
+        eager = train(train_eager)
+    mine = train(train_step, engine=engine)
+    assert_same(mine, eager)
+    assert mine.step is not None and reason in (mine.step.opaque_reason or "")
+
+
+def test_optimizer_hooks(engine: Engine | None) -> None:
+    calls: list[int] = []
+
+    def optimizer(parameters: Any) -> Optimizer:
+        made = SGD(parameters, lr=0.1, fused=True)
+        made.register_step_pre_hook(lambda *_: calls.append(1))
+        return made
+
+    compare(making(Net, optimizer), images(4), opaque="hooks", engine=engine)
+    assert len(calls) == 8
+
+
+@pytest.mark.parametrize("kind", ["hook", "after accumulation"])
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_gradient_hooks(kind: str, when: str, engine: Engine | None) -> None:
+    def add(model: Net, calls: list[int]) -> None:
+        def scale(gradient: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return gradient * len(calls)
+
+        if kind == "hook":
+            model.first.weight.register_hook(scale)
+        else:
+            model.first.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", scale(p.grad)))
+
+    def during(model: Net, optimizer: Optimizer) -> Any:
+        calls: list[int] = []
+        if when == "before":
+            add(model, calls)
+        return lambda number: add(model, calls) if when == "between" and number == 2 else None
+
+    compare(making(Net), images(5), during=during, opaque="gradient hooks", engine=engine)
+
+
+def test_module_hooks_on_gradients(engine: Engine | None) -> None:
+    def during(model: Net, optimizer: Optimizer) -> Any:
+        model.first.register_full_backward_hook(lambda module, given, got: (None,))
+        model.last.register_full_backward_pre_hook(lambda module, got: (got[0] * 2,))
+        return lambda number: None
+
+    eager = train_eager(making(Net), images(4), during=during)
+    assert_same(train_step(making(Net), images(4), during=during, engine=engine), eager)
+
+
+def test_hook_that_collects(engine: Engine | None) -> None:
+    """A hook that writes down what it sees is to see real values, in every step."""
+    seen: list[float] = []
+
+    def during(model: Net, optimizer: Optimizer) -> Any:
+        model.first.register_forward_hook(lambda module, args, output: seen.append(output.mean().item()))
+        return lambda number: None
+
+    compare(making(Net), images(4), during=during, opaque="seen.append", engine=engine)
+    assert len(seen) == 8 and seen[:4] == seen[4:]
+
+
+@pytest.mark.parametrize("value", ["a number", None, torch.ones(3)])
+def test_losses_that_are_none(value: Any, engine: Engine | None) -> None:
+    model = Net()
+    job = wf.Step(model, step=lambda model, batch: value, optimizer=SGD(model.parameters(), lr=0.1), engine=engine)
+    with pytest.raises(wf.WaterflowError, match="the loss must be"):
+        job(images(1)[0])
+
+
+def test_metrics_that_are_numbers(engine: Engine | None) -> None:
+    """A metric that is read by ``.item()`` needs the values: the step runs eagerly, and returns the number."""
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        output = model(batch[0])
+        return F.cross_entropy(output, batch[1]), {"largest": output.max().item()}
+
+    torch.manual_seed(0)
+    model = Net()
+    job = wf.Step(model, step=step, optimizer=SGD(model.parameters(), lr=0.1), engine=engine)
+    loss, metrics = job(images(1)[0])
+    assert loss.isfinite() and isinstance(metrics["largest"], float) and job.opaque_reason
+
+
+def test_each_result_is_its_own() -> None:
+    """Steps handed in ahead give their results back in order, each its own."""
+    reference = train_eager(making(Deciding), images(4))
+    with Engine(memory=256 * MiB, lanes=2) as engine:
+        torch.manual_seed(5)
+        model, optimizer = making(Deciding)()
+        job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+        pending = [job.submit(batch) for batch in images(4)]
+        while engine.native.steps_done < 4:
+            time.sleep(0.001)
+        results = [each.result() for each in pending]
+        assert_same(Trained(results, model, optimizer), reference)
+
+
+def test_surrounding_autocast_reaches_the_lane(engine: Engine | None) -> None:
+    reference = train_eager(making(Reading), images(4), autocast=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine = train_step(making(Reading), images(4), engine=engine)
+    assert_same(mine, reference)
+
+
+def test_error_in_forward_is_the_users_own(engine: Engine | None) -> None:
+    """The batch is refused with the user's error, and the next one trains as if nothing had been."""
+
+    class Picky(Deciding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.max() > 50:
+                raise KeyError("too large")
+            return super().forward(x)
+
+    batches = images(4)
+    reference = train_eager(making(Picky), batches)
+    torch.manual_seed(5)
+    model, optimizer = making(Picky)()
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+    results = []
+    for x, y in batches:
+        with pytest.raises(KeyError, match="too large"):
+            job((x * 100, y))
+        results.append(job((x, y)))
+    assert_same(Trained(results, model, optimizer), reference)
+    assert job.steps == len(batches)
+
+
+def test_many_opaque_jobs_beside_captured_ones() -> None:
+    kinds = [Deciding, Net, Reading, Counting, Net, LayerDrop]
+    references = [train_eager(making(kind), images(8, seed=i), seed=i) for i, kind in enumerate(kinds)]
+    ends: list[Any] = [None] * len(kinds)
+    with Engine(memory=256 * MiB, lanes=3) as engine:
+        made = []
+        for i, kind in enumerate(kinds):
+            torch.manual_seed(i)
+            made.append(making(kind)())
+
+        def work(i: int) -> None:
+            try:
+                ends[i] = run_one(i)
+            except BaseException as error:
+                ends[i] = error
+
+        def run_one(i: int) -> Trained:
+            model, optimizer = made[i]
+            with within(engine):
+                random_numbers = torch.Generator().manual_seed(i)
+                job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, generator=random_numbers)
+                results = [job(batch) for batch in images(8, seed=i)]
+            return Trained(results, model, optimizer, job)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(kinds))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        for end, reference in zip(ends, references):
+            assert isinstance(end, Trained), end
+            assert_same(end, reference)
+        engine.native.check()
+
+
+def test_an_opaque_job_is_not_copied_from_another(no_captures: Any) -> None:
+    """Why one model cannot be captured is remembered for its like, and for no other."""
+    compare(making(Counting), images(2), opaque="calls")
+    compare(making(Counting), images(2), opaque="calls")
+    assert no_captures.captures == 1 and no_captures.hits == 1
+    compare(making(Net), images(2))
+    kept = copy.deepcopy(no_captures.captures)
+    assert kept == 2

@@ -1,0 +1,461 @@
+"""The ``waterflow`` command: a demo, and studies, training and plans from YAML files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import waterflow
+from waterflow.config import ConfigError, TrainConfig, load_study, load_train
+from waterflow.errors import WaterflowError
+from waterflow.executor.timeline import Timeline
+from waterflow.partition.capture import user_line
+from waterflow.partition.plan import format_bytes
+from waterflow.progress import ProgressLine, results_table
+
+if TYPE_CHECKING:
+    import optuna
+
+FAILED, WRONG_USE = 1, 2  # exit codes
+_MOST_ROWS = 50
+_BUSY = 0.05  # share of the cores; above it, times are not to be trusted
+
+app = typer.Typer(
+    name="waterflow",
+    help="Train many PyTorch models at once on one device.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+Config = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="See examples/ for one to start from.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app(prog_name="waterflow")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"waterflow {waterflow.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# -- demo
+
+
+@app.command()
+def demo(
+    trials: Annotated[int, typer.Option(min=1, help="Trials of the study.")] = 24,
+    seed: Annotated[int, typer.Option(help="Of the sampler: which hyperparameters are tried.")] = 0,
+    max_concurrent: Annotated[str, typer.Option(help="Trials at a time: 'auto' or a number.")] = "auto",
+    compare: Annotated[bool, typer.Option(help="Then train the same trials one by one with study.optimize.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for memory.png and trace.json.")] = Path("demo-output"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Search the hyperparameters of small networks that read handwritten digits, several trials at a time."""
+    with _Terminal(as_json, debug) as terminal, terminal.studies():
+        at_once = _at_once(max_concurrent)
+        from waterflow import demo as digits
+        from waterflow.study import optimize
+
+        digits.digits()
+        study = digits.create_study(seed=seed)
+        terminal.say(f"{trials} trials of networks that read handwritten digits, several at a time ...")
+        pictures = _Pictures(out)
+        others = _OtherPrograms()
+        done = optimize(
+            study, digits.objective, trials, max_concurrent=at_once, catch=Exception, show_progress_bar=not as_json,
+            timeline=pictures,
+        )  # fmt: skip
+        report = _study_report(study, terminal.failures)
+        ours = _pace(study, done.seconds, done.steps) | {"others_share": others.share()}
+        ours |= {"captures": done.captures, "most_at_once": done.most_at_once, "lanes": len(done.lane_busy)}
+        report |= {"waterflow": ours, "files": pictures.files}
+        _show_study(terminal, study, f"the {trials} trials; value is the share of test images read rightly", "epochs")
+        if compare:
+            report["eager"] = _eager(study, seed, show=not as_json)
+            report["times_faster"] = report["eager"]["seconds"] / done.seconds
+        _show_times(terminal, report)
+        terminal.files(pictures)
+        terminal.result(report)
+
+
+def _eager(study: optuna.Study, seed: int, show: bool) -> dict[str, Any]:
+    """The trials of ``study`` again, in the same order, as anybody trains them."""
+    import torch
+
+    from waterflow import demo as digits
+
+    again = digits.create_study(seed=seed)
+    for trial in study.trials:
+        again.enqueue_trial(trial.params)
+    others = _OtherPrograms()
+    with ProgressLine(len(study.trials), "trials, one by one", show) as progress:
+        begin = time.perf_counter()
+        again.optimize(digits.objective_eager, len(study.trials), callbacks=[lambda *_: progress.advance()])
+        seconds = time.perf_counter() - begin
+    steps = sum(digits.steps_of(trial) for trial in again.trials)
+    return _pace(again, seconds, steps) | {"others_share": others.share(), "threads": torch.get_num_threads()}
+
+
+def _pace(study: optuna.Study, seconds: float, steps: int) -> dict[str, Any]:
+    return {"trials": len(study.trials), "seconds": seconds, "steps": steps, "steps_per_second": steps / seconds}
+
+
+def _show_times(terminal: _Terminal, report: dict[str, Any]) -> None:
+    table = Table(title="time", title_justify="left", box=None)
+    for column in ("", "trials", "at a time", "steps", "seconds", "steps/s"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    ours, eager = report["waterflow"], report.get("eager")
+    rows = [("waterflow.optimize", ours, str(ours["most_at_once"]))]
+    if eager is not None:
+        rows.append(("study.optimize, eager PyTorch", eager, "1"))
+    for name, pace, at_once in rows:
+        table.add_row(
+            name, str(pace["trials"]), at_once, f"{pace['steps']:,}", f"{pace['seconds']:.1f}",
+            f"{pace['steps_per_second']:,.0f}",
+        )  # fmt: skip
+    terminal.say(table)
+    if eager is None:
+        return
+    terminal.say(
+        f"[bold]{report['times_faster']:.2f} times as fast.[/bold] Both trained the same hyperparameters from the same "
+        "weights on the same batches, with the same pruner, which decides by what it has seen: the numbers of steps "
+        "may differ a little."
+    )
+    terminal.say(
+        f"waterflow: {ours['lanes']} lanes of one thread each; its time includes {ours['captures']} captures, "
+        "sampling, and recording the pictures."
+    )
+    terminal.say(f"eager: one trial after the other, {eager['threads']} threads (torch's default), fused optimizers.")
+    shares = [pace["others_share"] for pace in (ours, eager)]
+    if None not in shares and max(shares) > _BUSY:
+        terminal.say(
+            f"[yellow]Other programs used {shares[0]:.0%} of this machine's cores during the first run and "
+            f"{shares[1]:.0%} during the second: take the times as a rough guide.[/yellow]"
+        )
+
+
+class _OtherPrograms:
+    """How much of the machine's cores other programs use from now on: comparisons suffer from them."""
+
+    def __init__(self) -> None:
+        self._begin = self._look()
+
+    def share(self) -> float | None:
+        """A share of all cores; None where the system does not tell."""
+        end = self._look()
+        if self._begin is None or end is None:
+            return None
+        wall, all_, mine = (now - then for now, then in zip(end, self._begin))
+        return max(0.0, all_ - mine) / (wall * (os.cpu_count() or 1))
+
+    @staticmethod
+    def _look() -> tuple[float, float, float] | None:
+        with contextlib.suppress(OSError, ValueError), open("/proc/stat") as lines:
+            user, nice, system, _, _, *rest = map(int, next(lines).split()[1:9])
+            all_ = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+            return time.perf_counter(), all_, time.process_time()
+        return None
+
+
+# -- study
+
+
+@app.command()
+def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Run an Optuna study from a config, several trials at a time."""
+    with _Terminal(as_json, debug) as terminal, terminal.studies():
+        settings = load_study(config)
+        from waterflow.study import optimize
+
+        opened = settings.make_study()
+        before = len(opened.trials)
+        pictures = _Pictures(settings.output) if settings.output is not None else None
+        done = optimize(
+            opened, settings.objective, catch=Exception, show_progress_bar=not as_json, timeline=pictures,
+            **settings.options,
+        )  # fmt: skip
+        report = _study_report(opened, terminal.failures)
+        report["run"] = _pace(opened, done.seconds, done.steps) | {
+            "trials": done.trials, "captures": done.captures, "most_at_once": done.most_at_once,
+        }  # fmt: skip
+        report["files"] = pictures.files if pictures is not None else {}
+        _show_study(terminal, opened, f"the trials of {settings.title}")
+        known = f", besides {before} that the study had" if before else ""
+        terminal.say(
+            f"{done.trials} trials{known}; {done.steps:,} steps in {done.seconds:.1f} s, up to {done.most_at_once} "
+            "trials at a time"
+        )
+        terminal.files(pictures)
+        terminal.result(report)
+
+
+def _study_report(study: optuna.Study, failures: dict[int, str]) -> dict[str, Any]:
+    trials = [
+        {
+            "number": trial.number,
+            "state": trial.state.name.lower(),
+            "value": trial.value,
+            "params": trial.params,
+            "reports": len(trial.intermediate_values),
+            "seconds": trial.duration.total_seconds() if trial.duration is not None else None,
+            "error": failures.get(trial.number),
+        }
+        for trial in study.trials
+    ]
+    best = _best(study)
+    return {
+        "study_name": study.study_name,
+        "direction": study.direction.name.lower(),
+        "best": None if best is None else {"number": best.number, "value": best.value, "params": best.params},
+        "trials": trials,
+    }
+
+
+def _best(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
+    with contextlib.suppress(ValueError):
+        return study.best_trial
+    return None
+
+
+def _show_study(terminal: _Terminal, study: optuna.Study, title: str, reports: str = "reports") -> None:
+    from optuna.study import StudyDirection
+
+    best, trials = _best(study), study.trials
+    if len(trials) > _MOST_ROWS:
+        sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
+        trials = sorted(trials, key=lambda t: (t.value is None, sign * (t.value or 0.0), t.number))[:_MOST_ROWS]
+        title += f", the best {len(trials)} of {len(study.trials)}"
+    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+    table = Table(title=title, title_justify="left", box=None)
+    for column in ("trial", "state", "value", reports, "time", *names):
+        table.add_column(column, justify="left" if column == "state" else "right", no_wrap=True)
+    colours = {"complete": "green", "pruned": "yellow", "fail": "red"}
+    for trial in trials:
+        state = trial.state.name.lower()
+        seconds = trial.duration.total_seconds() if trial.duration is not None else None
+        table.add_row(
+            str(trial.number), f"[{colours.get(state, 'white')}]{state}[/]",
+            "" if trial.value is None else f"{trial.value:.4f}", str(len(trial.intermediate_values)),
+            "" if seconds is None else f"{seconds:.1f} s",
+            *(_short(trial.params.get(name, "")) for name in names),
+            style="bold" if best is not None and trial.number == best.number else None,
+        )  # fmt: skip
+    terminal.say(table)
+    if best is not None:
+        settings = ", ".join(f"{name} {_short(value)}" for name, value in best.params.items())
+        terminal.say(f"[bold]best: trial {best.number} with {best.value:.4f}[/bold] ({settings})")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+# -- train
+
+
+@app.command()
+def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Train the jobs of a config side by side. Those that fail leave the others alone."""
+    with _Terminal(as_json, debug) as terminal:
+        settings = load_train(config)
+        pictures = _Pictures(settings.output) if settings.output is not None else None
+        results = waterflow.train(
+            settings.jobs, memory=settings.memory, max_concurrent=settings.max_concurrent, on_error="continue",
+            show_progress_bar=not as_json, timeline=pictures,
+        )  # fmt: skip
+        terminal.say(results_table(results))
+        terminal.files(pictures)
+        for result in results.failed:
+            terminal.fail(f"job {result.name!r} failed: {_one_line(result.error)}", result.traceback)
+        files = pictures.files if pictures is not None else {}
+        terminal.result({"jobs": [result.to_dict() for result in results], "files": files})
+
+
+# -- plan
+
+
+@app.command()
+def plan(
+    config: Config,
+    groups: Annotated[bool, typer.Option("--groups", help="Show each job's node groups.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Tell what the jobs of a train config need and which of them fit together, without training."""
+    from waterflow.together import fit_together
+
+    with _Terminal(as_json, debug) as terminal:
+        settings: TrainConfig = load_train(config)
+        found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
+        table = Table(title="predicted, per job", title_justify="left", box=None)
+        for column in ("job", "persistent", "batch", "height", "peak", "operations", "groups", ""):
+            table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
+        for job in found.jobs:
+            p = job.plan
+            sizes = [format_bytes(n) for n in (p.persistent, p.batch, p.height, p.peak)] if p is not None else [""] * 4
+            counts = [str(p.operations), str(len(p.groups))] if p is not None else ["", ""]
+            table.add_row(job.name, *sizes, *counts, job.verdict)
+        terminal.say(table)
+        for line in found.explanation():
+            terminal.say(line)
+        for job in found.jobs:
+            if groups and job.plan is not None:
+                terminal.say("")
+                terminal.say(str(job.plan))
+            if job.error is not None:
+                terminal.fail(job.error)
+        terminal.result(found.to_dict(groups))
+
+
+# -- what all commands share
+
+
+def _at_once(text: str) -> Any:
+    if text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--max-concurrent must be 'auto' or a positive whole number; got {text!r}")
+    return int(text)
+
+
+class _Pictures:
+    """Takes the timeline at the end of a run, and saves its pictures to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self.files: dict[str, str] = {}
+
+    def __call__(self, timeline: Timeline) -> None:
+        if len(timeline.spans) == 0:  # no trial or job came as far as a step
+            return
+        for name, file, save in (
+            ("memory", "memory.png", timeline.save_png), ("trace", "trace.json", timeline.save_trace),
+        ):  # fmt: skip
+            path = self._folder / file
+            save(path)
+            self.files[name] = str(path)
+
+
+class _Terminal(contextlib.AbstractContextManager["_Terminal"]):
+    """Where a command's words go: tables for people or JSON for machines to stdout, errors as lines to stderr.
+
+    Leaving it ends the command: with code 1 if something failed, with 2 if the command or its config is wrong.
+    """
+
+    def __init__(self, as_json: bool, debug: bool) -> None:
+        self.failures: dict[int, str] = {}  # of trials, by number
+        self._as_json = as_json
+        self._debug = debug
+        self._failed = False
+        width = None if sys.stdout.isatty() else 160
+        self._console = Console(width=width, highlight=False)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Terminal:
+        if self._as_json:  # what the user's code prints must not spoil it
+            self._stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.close()
+        if isinstance(error, KeyboardInterrupt):
+            typer.echo("waterflow: interrupted", err=True)
+            raise typer.Exit(130) from None
+        if isinstance(error, Exception) and not isinstance(error, typer.Exit):
+            if self._debug:
+                return
+            line = _one_line(error)
+            typer.echo(f"waterflow: {line}", err=True)
+            if self._as_json:
+                typer.echo(json.dumps({"error": line}))
+            raise typer.Exit(WRONG_USE if isinstance(error, ConfigError) else FAILED) from None
+        if error is None and self._failed:
+            raise typer.Exit(FAILED)
+
+    def say(self, what: str | Table) -> None:
+        """Show people a line or a table."""
+        if not self._as_json:
+            self._console.print(what)
+
+    def files(self, pictures: _Pictures | None) -> None:
+        """Say where the pictures are."""
+        if pictures is not None and pictures.files:
+            self.say(f"memory over time: {pictures.files['memory']}")
+            self.say(f"trace:            {pictures.files['trace']} (open it at https://ui.perfetto.dev)")
+
+    def fail(self, line: str, trace: str | None = None) -> None:
+        """Tell of one thing that failed; the command goes on."""
+        self._failed = True
+        typer.echo(f"waterflow: {line}", err=True)
+        if self._debug and trace:
+            typer.echo(trace, err=True)
+
+    @contextlib.contextmanager
+    def studies(self) -> Iterator[None]:
+        """Inside, Optuna's line for each trial gives way to tables and progress; what failed is told."""
+        import optuna  # sets up its logger
+
+        terminal = self
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                line = " ".join(record.getMessage().split())
+                if isinstance(record.args, tuple) and "failed with parameters" in record.msg:
+                    number, why = int(str(record.args[0])), " ".join(str(record.args[-1]).split())
+                    terminal.failures[number] = why
+                    terminal.fail(f"trial {number} failed: {why}")
+                else:
+                    typer.echo(f"optuna: {line}", err=True)
+
+        log, level = logging.getLogger("optuna"), optuna.logging.get_verbosity()
+        handler = Handler(logging.WARNING)
+        optuna.logging.disable_default_handler()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            optuna.logging.set_verbosity(level)
+            optuna.logging.enable_default_handler()
+
+    def result(self, report: dict[str, Any]) -> None:
+        """Write what machines read."""
+        if self._as_json:
+            self._stack.close()
+            typer.echo(json.dumps(report, indent=2, default=str))
+
+
+def _one_line(error: BaseException | None) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, (WaterflowError, OSError, ImportError)):
+        return text
+    line = user_line(error.__traceback__) if error is not None else ""
+    return f"{type(error).__name__}: {text}" + (f" ({line})" if line else "")

@@ -1,0 +1,62 @@
+"""What is to be known of single operators: views, effects, random numbers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Change running statistics although their schema does not say so.
+_HIDDEN_WRITES = frozenset(
+    op
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    for op in (getattr(aten, name).default,)
+)
+# How the overload that takes a generator is called, for operators that have one beside the plain overload.
+_GENERATOR_FORMS = {
+    "default": "generator",
+    "low": "low_generator",
+    "Tensor": "Tensor_generator",
+    "low_dtype": "low_generator_dtype",
+}
+
+
+def schema_name(target: Any) -> str:
+    """``aten::add`` for ``aten.add.Tensor``; empty for what is no operator."""
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_view(target: Any) -> bool:
+    """Whether the operation returns an alias of its first argument and changes nothing."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_random(target: Any) -> bool:
+    """Whether the operation draws from a generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node must run even if nobody uses what it returns."""
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False  # getitem
+    return target._schema.is_mutable or is_random(target) or target in _HIDDEN_WRITES
+
+
+@functools.lru_cache(maxsize=1024)
+def taking_generator(target: Any) -> Any:
+    """The overload of a random operator that takes a generator; None where there is none."""
+    if any(argument.name == "generator" for argument in target._schema.arguments):
+        return target
+    name = _GENERATOR_FORMS.get(target._overloadname, "")
+    return getattr(target.overloadpacket, name) if name in target.overloadpacket.overloads() else None

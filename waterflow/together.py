@@ -1,0 +1,170 @@
+"""What jobs would need, and which of them fit together: captured and planned, never trained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow.errors import CaptureError, WaterflowError
+from waterflow.executor.captured import build
+from waterflow.executor.data import Batches
+from waterflow.executor.engine import Engine
+from waterflow.executor.fitting import largest_batch
+from waterflow.executor.runner import STEPS_AHEAD
+from waterflow.job import Job
+from waterflow.partition.capture import user_line
+from waterflow.partition.plan import Plan, format_bytes
+from waterflow.step import Step, flatten
+
+
+@dataclass
+class Forecast:
+    """What is known of one job before it is trained. ``plan`` is None where it cannot be captured."""
+
+    name: str
+    plan: Plan | None = None
+    verdict: str = ""
+    error: str | None = None
+    opaque_reason: str | None = None
+
+    def to_dict(self, groups: bool) -> dict[str, Any]:
+        """Plain values for JSON, bytes throughout."""
+        made: dict[str, Any] = {
+            "name": self.name, "verdict": self.verdict, "error": self.error, "opaque_reason": self.opaque_reason,
+        }  # fmt: skip
+        if self.plan is not None:
+            made |= {
+                "persistent_bytes": self.plan.persistent,
+                "batch_bytes": self.plan.batch,
+                "height_bytes": self.plan.height,
+                "predicted_peak_bytes": self.plan.peak,
+                "operations": self.plan.operations,
+            }
+            if groups:
+                made["groups"] = [dataclasses.asdict(g) | {"kind": g.kind} for g in self.plan.groups]
+        return made
+
+
+@dataclass
+class Together:
+    """Which jobs would be under way at the same time under a limit, and why. All in bytes."""
+
+    limit: int
+    room: int
+    lanes: int
+    max_concurrent: int
+    jobs: list[Forecast] = field(default_factory=list)
+    together: list[str] = field(default_factory=list)
+    claimed: int = 0
+    heights: list[int] = field(default_factory=list)
+
+    def explanation(self) -> list[str]:
+        """Why, in sentences."""
+        lines = [
+            f"limit {format_bytes(self.limit)}, {format_bytes(self.limit - self.room)} of it reserve: "
+            f"{format_bytes(self.room)} for jobs, on {self.lanes} lanes"
+        ]
+        if self.together:
+            lines.append(
+                f"together: {', '.join(self.together)}. Parameters, optimizer state and {STEPS_AHEAD} batches of each "
+                f"take {format_bytes(self.claimed)}, which leaves {format_bytes(self.room - self.claimed)} for steps; "
+                f"the largest reaches {format_bytes(max(self.heights))}."
+            )
+            side_by_side = sum(sorted(self.heights)[-self.lanes :])
+            steps = min(self.lanes, len(self.heights))
+            if steps > 1 and side_by_side <= self.room - self.claimed:
+                lines.append(f"Any {steps} steps fit side by side ({format_bytes(side_by_side)} at most): none waits.")
+            elif steps > 1:
+                lines.append(
+                    f"The {steps} largest steps at their peaks would take {format_bytes(side_by_side)}: there node "
+                    "groups wait until another step has given memory back."
+                )
+        return lines
+
+    def to_dict(self, groups: bool) -> dict[str, Any]:
+        """Plain values for JSON, bytes throughout."""
+        return {
+            "limit_bytes": self.limit,
+            "room_bytes": self.room,
+            "lanes": self.lanes,
+            "together": self.together,
+            "claimed_bytes": self.claimed,
+            "jobs": [job.to_dict(groups) for job in self.jobs],
+        }
+
+
+def fit_together(
+    jobs: Iterable[Job], memory: int | float | str | None = None, max_concurrent: int | None = None
+) -> Together:
+    """Capture each job's step and see, in the order given, who could be under way beside those before it.
+
+    Makes each model and reads one batch of its data. A job that fails to do so has the error in its forecast.
+    """
+    with Engine(memory=memory) as engine:
+        at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
+        found = Together(engine.limit, engine.room, engine.lanes, at_once)
+        for job in jobs:
+            forecast = Forecast(job.name)
+            found.jobs.append(forecast)
+            try:
+                _look_at(job, forecast, found, engine)
+            except CaptureError as error:
+                forecast.opaque_reason = str(error)
+                forecast.verdict = "runs eagerly: its memory is known after its first step"
+            except Exception as error:
+                line = "" if isinstance(error, WaterflowError) else user_line(error.__traceback__)
+                text = " ".join(str(error).split())
+                text = text if isinstance(error, WaterflowError) else f"{type(error).__name__}: {text}"
+                forecast.error = f"job {job.name!r}: {text}" + (f" ({line})" if line else "")
+                forecast.verdict = "fails"
+        found.claimed = engine.claimed()
+    return found
+
+
+def _look_at(job: Job, forecast: Forecast, found: Together, engine: Engine) -> None:
+    job.check()
+    step, batch = _step_and_batch(job)
+    leaves, batch_spec, _ = flatten(batch)
+
+    def plan_of(cut: list[Any]) -> Plan:
+        return build(step._spec, cut, batch_spec, [], name=job.name).predicted
+
+    forecast.plan = plan = plan_of(leaves)
+    held = dataclasses.replace(plan, batch=STEPS_AHEAD * plan.batch)
+    if held.peak > engine.room:
+        fits = largest_batch(leaves, lambda cut: _with_batches(plan_of(cut)), engine.room)
+        forecast.error = str(engine.too_large(plan, held.persistent + held.batch, fits))
+        forecast.verdict = "does not fit"
+    elif not engine.would_fit(held):
+        forecast.verdict = "waits for memory: until one of the others has ended"
+    elif len(found.together) >= found.max_concurrent:
+        forecast.verdict = f"waits for its turn: max_concurrent is {found.max_concurrent}"
+    else:
+        engine.claim(engine.add_job(job.name), held)
+        forecast.verdict = "fits"
+        found.together.append(job.name)
+        found.heights.append(plan.height)
+
+
+def _with_batches(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, batch=STEPS_AHEAD * plan.batch)
+
+
+def _step_and_batch(job: Job) -> tuple[Step, Any]:
+    """The job's step, made and not called, and the first batch of its data."""
+    numbers = torch.Generator().manual_seed(job.seed or 0)
+    model = job.model if isinstance(job.model, nn.Module) else job.model()
+    model.train()
+    step = Step(
+        model, optimizer=job.optimizer(model.parameters()), loss=job.loss, step=job.step, accumulate=job.accumulate,
+        clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
+        generator=numbers, name=job.name,
+    )  # fmt: skip
+    with contextlib.closing(Batches(job.name, job.data, numbers)) as batches:
+        return step, next(iter(batches.epoch()))
