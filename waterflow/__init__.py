@@ -10,6 +10,7 @@ if _native.built_with_torch != _torch.__version__:
         "build it again: pip install --no-build-isolation --force-reinstall --no-deps waterflow"
     )
 
+from waterflow.allocator.counting import count_memory
 from waterflow.errors import (
     CaptureError,
     InvalidJobError,
@@ -20,7 +21,6 @@ from waterflow.errors import (
     StudyError,
     WaterflowError,
 )
-from waterflow.allocator.counting import count_memory
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.engine import current_device as device
 from waterflow.executor.timeline import Timeline

@@ -97,6 +97,7 @@ def demo(
         report |= {"waterflow": ours, "files": pictures.files}
         _show_study(terminal, study, f"the {trials} trials; value is the share of test images read rightly", "epochs")
         if compare:
+            terminal.say("the same trials one by one, without waterflow ...")
             report["eager"] = _eager(study, seed, show=not as_json)
             report["times_faster"] = report["eager"]["seconds"] / done.seconds
         _show_times(terminal, report)
@@ -114,7 +115,7 @@ def _eager(study: optuna.Study, seed: int, show: bool) -> dict[str, Any]:
     for trial in study.trials:
         again.enqueue_trial(trial.params)
     others = _OtherPrograms()
-    with ProgressLine(len(study.trials), "trials, one by one", show) as progress:
+    with ProgressLine(len(study.trials), "trials", show) as progress:
         begin = time.perf_counter()
         again.optimize(digits.objective_eager, len(study.trials), callbacks=[lambda *_: progress.advance()])
         seconds = time.perf_counter() - begin

@@ -97,9 +97,7 @@ def load_study(path: Path) -> StudyConfig:
         function = functools.partial(_build, function, f"{top.where}build")
     direction: Any = top.choice("direction", ("minimize", "maximize"), "minimize")
     if top.get("n_trials") is None and top.get("timeout") is None:
-        raise ConfigError(
-            f"{top.where}n_trials is missing, and timeout too: the study would never end; give one of them"
-        )
+        raise ConfigError(f"{top.where}n_trials: give n_trials or timeout, or the study would never end")
     import optuna
 
     sampler = top.made("sampler", _SAMPLERS, optuna.samplers)
@@ -309,14 +307,8 @@ def _job(entry: Section, number: int, epochs: int | None) -> Job:
     if entry.exactly_one("job", "model") == "job":
         for key in _PIECES:
             if entry.get(key) is not None:
-                raise ConfigError(
-                    f"{entry.where}{key}: not beside job, whose function sets it; use args for its arguments"
-                )
-        job = _call(entry.function("job", "args"), f"{entry.where}job")
-        if not isinstance(job, Job):
-            raise ConfigError(
-                f"{entry.where}job must name a function that returns a waterflow.Job; it returned {job!r}"
-            )
+                raise ConfigError(f"{entry.where}{key} cannot stand beside job, whose function sets it; pass it args")
+        job = _checked(_call(entry.function("job", "args"), f"{entry.where}job"), f"{entry.where}job")
         changes = {"name": name, "epochs": epochs, "seed": seed}
         return dataclasses.replace(job, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
     return Job(

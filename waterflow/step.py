@@ -27,12 +27,13 @@ from waterflow.executor.captured import CapturedStep, PlannedStep, build, captur
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
 from waterflow.partition.capture import StepSpec
-from waterflow.partition.fingerprint import Fingerprint, ambient_key
+from waterflow.partition.fingerprint import ambient_key
 from waterflow.partition.plan import Plan, opaque_plan
+from waterflow.partition.structure import flatten, structure_key
 
 logger = logging.getLogger("waterflow")
 
-Batch = Any
+Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
 StepFunction = Callable[[nn.Module, Batch], Any]
 
@@ -237,9 +238,7 @@ class Step:
             if error.largest_batch is not None or error.needed <= self.engine.room:
                 raise
             spec, batch_spec = self._spec, variant.batch_spec
-            fits = largest_batch(
-                leaves, lambda cut: build(spec, cut, batch_spec, []).predicted, self.engine.room
-            )
+            fits = largest_batch(leaves, lambda cut: build(spec, cut, batch_spec, []).predicted, self.engine.room)
             raise self.engine.too_large(plan.renamed(self.name), plan.persistent + plan.batch, fits) from None
 
     def _submit(self, run: _C.StepRun, plan: Plan) -> None:
@@ -364,58 +363,6 @@ def close_steps_of_thread() -> None:
     for step in list(_made.steps):
         step.close()
     _made.steps.clear()
-
-
-def flatten(batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
-    """Leaves, structure and shape key of a batch. Raises InvalidJobError for a batch without tensors."""
-    if type(batch) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in batch) and batch:
-        return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype) for t in batch])
-    leaves, spec = pytree.tree_flatten(batch)
-    key: list[Hashable] = [spec]
-    tensors = 0
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            tensors += 1
-            key.append((leaf.shape, leaf.stride(), leaf.dtype))
-        elif isinstance(leaf, Hashable):
-            key.append((type(leaf), leaf))
-        else:
-            raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}")
-    if not tensors:
-        raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}")
-    return leaves, spec, tuple(key)
-
-
-def structure_key(spec: StepSpec) -> tuple[Hashable, list[Any]]:
-    """The capture key of everything but the batch, and what must live as long as it is used."""
-    fingerprint = Fingerprint()
-    model = fingerprint.of(spec.model)
-    compute = fingerprint.of(spec.compute_loss)
-    numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
-    hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
-    if hooks:
-        raise CaptureError("a parameter has gradient hooks, which must run every step")
-    groups = []
-    for group in spec.optimizer.param_groups:
-        strangers = [p for p in group["params"] if id(p) not in numbers]
-        if strangers:
-            raise CaptureError(
-                f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold"
-            )
-        settings = tuple(
-            (name, value if name in _STRUCTURAL else bool(value))
-            for name, value in group.items()
-            if name in _STRUCTURAL or name in _BY_ZERO
-        )
-        rate = group["lr"]
-        groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))
-    optimizer = (type(spec.optimizer), tuple(groups))
-    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast)
-    return (model, compute, optimizer, own), fingerprint.keep
-
-
-_STRUCTURAL = frozenset({"amsgrad", "maximize", "nesterov", "fused", "foreach", "capturable", "differentiable"})
-_BY_ZERO = frozenset({"momentum"})
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -9,7 +9,8 @@ from torch import nn
 
 from waterflow import _C
 from waterflow.executor.captured import CapturedStep
-from waterflow.partition.capture import FIRST_STEP_FLAG, GROUP_NUMBERS, StepSpec
+from waterflow.partition.capture import StepSpec
+from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
 
 _WATCHED_SETTINGS = (bool, int, float, str, type(None))
 _BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})

@@ -12,9 +12,10 @@ from torch import fx
 
 from waterflow import _C
 from waterflow.errors import CaptureError
-from waterflow.partition.capture import FIRST_STEP_FLAG, GROUP_NUMBERS, Capture, GraphInput
+from waterflow.partition.capture import Capture, GraphInput
 from waterflow.partition.fake_rules import is_update
 from waterflow.partition.operators import is_random, is_view, taking_generator
+from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
 
 aten = torch.ops.aten
 
@@ -148,9 +149,7 @@ class _Lowering:
             self.slots[user] = results[position]
         return results, next_slot
 
-    def _last_uses(
-        self, body: Sequence[fx.Node], first: int, outputs: Sequence[Any]
-    ) -> dict[fx.Node, set[int]]:
+    def _last_uses(self, body: Sequence[fx.Node], first: int, outputs: Sequence[Any]) -> dict[fx.Node, set[int]]:
         kept = {self.slots[value] for value in outputs if isinstance(value, fx.Node)}
         drops: dict[fx.Node, set[int]] = {}
         for node in reversed(body):

@@ -7,20 +7,17 @@ optimizer class. Everything that lives longer than the step is a positional inpu
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
-import traceback
-import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
@@ -29,25 +26,10 @@ from torch.utils import _pytree as pytree
 from waterflow.errors import CaptureError
 from waterflow.partition import fake_rules
 from waterflow.partition.cleanup import clean_up
+from waterflow.partition.optimizers import check_optimizer, state_keys
+from waterflow.partition.surroundings import no_collections, undisturbed, user_line
 
 InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag"]
-
-# Optimizers whose whole state can be laid out before their first step.
-FUSED_OPTIMIZERS: dict[type[Optimizer], tuple[str, ...]] = {
-    torch.optim.SGD: ("momentum_buffer",),
-    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-}
-# Group entries that are numbers in the update; they may change from step to step without a new capture.
-GROUP_NUMBERS: dict[str, tuple[str, int]] = {
-    "weight_decay": ("weight_decay", -1),
-    "momentum": ("momentum", -1),
-    "dampening": ("dampening", -1),
-    "beta1": ("betas", 0),
-    "beta2": ("betas", 1),
-    "eps": ("eps", -1),
-}
-FIRST_STEP_FLAG = "is_first_step"
 
 _one_at_a_time = threading.RLock()  # tracing patches torch's globals
 
@@ -105,33 +87,7 @@ class StepSpec:
 def training_parameters(spec: StepSpec) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer trains and the model holds, by name."""
     trained = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
-    return {
-        name: p for name, p in spec.model.named_parameters() if p.requires_grad and id(p) in trained
-    }
-
-
-def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """The entries of a parameter's optimizer state in this group, once it exists."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
-    keys = FUSED_OPTIMIZERS[type(optimizer)]
-    return keys if group["amsgrad"] else keys[:-1]
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise CaptureError for an optimizer whose update cannot be part of a captured step."""
-    kind = type(optimizer)
-    if kind not in FUSED_OPTIMIZERS:
-        known = ", ".join(sorted(k.__name__ for k in FUSED_OPTIMIZERS))
-        raise CaptureError(f"the update of {kind.__name__} is not captured; {known} are")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step")
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("fused") is False or group.get("foreach") is not None:
-            form = "foreach" if group.get("foreach") else "single-tensor"
-            raise CaptureError(f"parameter group {number} asks for the {form} form of {kind.__name__}")
-        if group.get("differentiable"):
-            raise CaptureError(f"parameter group {number} asks for a differentiable update")
+    return {name: p for name, p in spec.model.named_parameters() if p.requires_grad and id(p) in trained}
 
 
 def capture_step(spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None) -> Capture:
@@ -202,9 +158,7 @@ class _StepTracer:
                 parameter = self._trained[name]
                 entries = {}
                 for key in state_keys(spec.optimizer, group):
-                    like = (
-                        torch.empty((), dtype=torch.float32, device=parameter.device) if key == "step" else parameter
-                    )
+                    like = torch.empty((), dtype=torch.float32, device=parameter.device) if key == "step" else parameter
                     entries[key] = self._add(GraphInput("state", name, key), like.detach())
                 self.state[name] = entries
         self.accumulators: dict[str, torch.Tensor] = {}
@@ -302,9 +256,7 @@ class _StepTracer:
         fake.__dict__.pop("step", None)
         groups = []
         for group, members, rate in zip(real.param_groups, self.group_names, self.rates):
-            groups.append(
-                dict(group, params=[self.tensors[n] for n in members], lr=rate, fused=True, foreach=None)
-            )
+            groups.append(dict(group, params=[self.tensors[n] for n in members], lr=rate, fused=True, foreach=None))
         fake.param_groups = groups
         fake.state = defaultdict(dict, {self.tensors[name]: dict(state) for name, state in self.state.items()})
         fake._need_device_dtype_check_for_fused = False
@@ -314,9 +266,10 @@ class _StepTracer:
 
     def trace(self) -> fx.GraphModule:
         model = self.spec.model
-        with _undisturbed(model), fake_rules.active():
+        with undisturbed(model), fake_rules.active():
             try:
-                with self.mode:
+                # Only the graph is wanted: the module's Python source is not written out and compiled.
+                with self.mode, _use_lazy_graph_module(True), no_collections():
                     self._lay_out()
                     return make_fx(self._step, pre_dispatch=False)(*self.fakes)
             except CaptureError:
@@ -369,68 +322,9 @@ def _update_groups(graph: fx.Graph, tracer: _StepTracer) -> dict[str, int]:
     return groups
 
 
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts back what tracing left in the modules; raises where a step would change more than tensors."""
-    before = [(name, module, dict(module.__dict__)) for name, module in model.named_modules()]
-    python_state, numpy_state = random.getstate(), _numpy_state()
-    try:
-        yield
-    finally:
-        changed = ""
-        for name, module, attributes in before:
-            for key in set(attributes) | set(module.__dict__):
-                old, new = attributes.get(key, _MISSING), module.__dict__.get(key, _MISSING)
-                if old is new:
-                    continue
-                if old is _MISSING:
-                    del module.__dict__[key]
-                else:
-                    module.__dict__[key] = old
-                # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
-                if isinstance(module, nn.RNNBase) or module._forward_pre_hooks:
-                    continue
-                if not _equal(old, new):
-                    changed = f"{name or type(model).__name__}.{key}"
-    if changed:
-        raise CaptureError(f"a step changes the model's own attribute {changed}; register it as a buffer if it is a tensor")
-    if random.getstate() != python_state:
-        raise CaptureError("a step draws from Python's random numbers")
-    now = _numpy_state()
-    if not (np.array_equal(now["key"], numpy_state["key"]) and now["pos"] == numpy_state["pos"]):
-        raise CaptureError("a step draws from NumPy's random numbers")
-
-
-def _numpy_state() -> Any:
-    return np.random.get_state(legacy=False)["state"]
-
-
-_MISSING = object()
-
-
-def _equal(old: Any, new: Any) -> bool:
-    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
-        return False
-    try:
-        return bool(old == new)
-    except Exception:
-        return False
-
-
 def _reason(error: BaseException) -> str:
     name = type(error).__name__
     if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
         return "the step looks at the values of its tensors (control flow, .item(), or a shape that depends on data)"
     text = str(error).strip().splitlines()
     return f"{name}: {text[0] if text else ''}"
-
-
-def user_line(trace: types.TracebackType | None) -> str:
-    """``file:line, in function: code`` of the innermost frame that is neither torch's nor waterflow's."""
-    import waterflow
-
-    inside = (torch.__path__[0], waterflow.__path__[0])
-    for frame in reversed(traceback.extract_tb(trace)):
-        if not frame.filename.startswith(inside) and "<frozen" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-    return ""

@@ -131,9 +131,7 @@ class Fingerprint:
             for name, value in state.items()
             if name not in _MODULE_DICTS and not (isinstance(value, dict) and not value)
         )
-        children = tuple(
-            (name, None if child is None else self.of(child)) for name, child in state["_modules"].items()
-        )
+        children = tuple((name, None if child is None else self.of(child)) for name, child in state["_modules"].items())
         return ("module", self.of(type(module)), tuple(tensors), attributes, children)
 
     def of_class(self, cls: type) -> Hashable:

@@ -45,7 +45,7 @@ class Admission {
 
   int64_t held() const { return held_; }  // by all steps; groups in flight count with their peak
   int64_t held_by(Id job) const;
-  int32_t groups_left(Id job) const;   // 0 for a job that is not in mid-step
+  int32_t groups_left(Id job) const;  // 0 for a job that is not in mid-step
   bool in_step(Id job) const { return running_.count(job) != 0; }
   size_t steps() const { return running_.size(); }
   bool safe() const { return safe(capacity_, nullptr); }
@@ -54,7 +54,7 @@ class Admission {
   void wait(Id job);
   bool must_yield(Id job) const;  // another has waited longer than a step of its neighbour
   bool anyone_waiting() const { return !waiting_.empty(); }
-  std::vector<Id> waiting() const;   // in the order in which room is offered
+  std::vector<Id> waiting() const;  // in the order in which room is offered
 
   void check() const;  // walks everything; throws std::logic_error
 
@@ -63,9 +63,7 @@ class Admission {
     const Heights* heights;
     int32_t next = 0;
     bool in_flight = false;
-    int64_t held() const {
-      return in_flight ? heights->peak[next] : settled();
-    }
+    int64_t held() const { return in_flight ? heights->peak[next] : settled(); }
     int64_t settled() const { return next == 0 ? 0 : heights->after[next - 1]; }
     // The state once the group in flight has run, which needs nothing more.
     int64_t held_then() const { return in_flight ? heights->after[next] : settled(); }

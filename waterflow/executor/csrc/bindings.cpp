@@ -125,8 +125,8 @@ at::Tensor span_table(const std::vector<Span>& spans) {
   auto table = at::empty({static_cast<int64_t>(spans.size()), 8}, at::kLong);
   auto* row = table.mutable_data_ptr<int64_t>();
   for (const auto& span : spans) {
-    for (int64_t value : {span.job, span.step, span.group, span.lane, span.start_ns, span.end_ns, span.held,
-                          span.held_by_job}) {
+    for (int64_t value :
+         {span.job, span.step, span.group, span.lane, span.start_ns, span.end_ns, span.held, span.held_by_job}) {
       *row++ = value;
     }
   }
@@ -236,13 +236,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            [](Binding& self, const std::optional<at::Generator>& generator) {
              self.set_generator(generator.value_or(at::Generator()));
            })
-      .def("watch", [](Binding& self, const py::dict& dict, const py::object& key) { self.watch(dict.ptr(), key.ptr()); })
+      .def("watch",
+           [](Binding& self, const py::dict& dict, const py::object& key) { self.watch(dict.ptr(), key.ptr()); })
       .def("watch_size", [](Binding& self, const py::object& container) { self.watch_size(container.ptr()); })
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
-              Binding::Kind kind, bool single) {
-             self.read(slot, dict.ptr(), key.ptr(), index, kind, single ? at::kFloat : at::kDouble);
-           })
+              Binding::Kind kind,
+              bool single) { self.read(slot, dict.ptr(), key.ptr(), index, kind, single ? at::kFloat : at::kDouble); })
       .def("finish_inputs", &Binding::finish_inputs)
       .def("current", &Binding::current)
       .def(
@@ -290,7 +290,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("queued", &Engine::queued, py::call_guard<py::gil_scoped_release>())
       .def("record_spans", &Engine::record_spans, py::arg("on"), py::arg("most") = 1 << 20,
            py::call_guard<py::gil_scoped_release>())
-      .def("take_spans", [](Engine& self) {
+      .def("take_spans",
+           [](Engine& self) {
              py::gil_scoped_release release;
              return span_table(self.take_spans());
            })

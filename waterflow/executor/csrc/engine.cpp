@@ -1,7 +1,5 @@
 #include "engine.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <chrono>
 
@@ -11,69 +9,7 @@ namespace {
 constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
 constexpr int32_t kLaterGroupParties = 2;  // the group before, room
 
-// Batches and values that change from step to step are let go with the step.
-void let_go(StepRun& run) {
-  for (const auto& [slot, value] : run.inputs) run.frame->slots[slot] = c10::IValue();
-  run.inputs.clear();
-  run.frame->clear_intermediates();
-}
-
-void fill(StepRun& run) {
-  for (const auto& [slot, value] : run.inputs) run.frame->slots[slot] = value;
-  if (run.profile) run.profiled.assign(run.frame->program->size(), {});
-}
-
-void run_group(StepRun& run, int32_t group) {
-  if (run.opaque) {
-    run.opaque();
-    return;
-  }
-  const int32_t begin = group == 0 ? 0 : run.plan->ends[group - 1];
-  const int32_t end = run.plan->ends[group];
-  if (run.profile) {
-    run.frame->program->run_profiled(*run.frame, begin, end, run.profiled);
-  } else {
-    run.frame->program->run(*run.frame, begin, end);
-  }
-}
-
 }  // namespace
-
-GroupPlan::GroupPlan(std::vector<int32_t> ends_, Heights heights_)
-    : ends(std::move(ends_)), heights(std::move(heights_)) {
-  if (static_cast<int32_t>(ends.size()) != heights.groups()) {
-    throw std::invalid_argument("a plan has " + std::to_string(ends.size()) + " groups and heights for " +
-                                std::to_string(heights.groups()));
-  }
-  if (!std::is_sorted(ends.begin(), ends.end())) throw std::invalid_argument("groups must follow one another");
-}
-
-void run_alone(StepRun& run) {
-  try {
-    fill(run);
-    for (int32_t group = 0; group < run.plan->heights.groups(); ++group) run_group(run, group);
-    run.outputs = run.frame->finish();
-    let_go(run);
-  } catch (const NodeError& error) {
-    run.failed_node = error.node;
-    run.error = std::current_exception();
-    let_go(run);
-  } catch (...) {
-    run.error = std::current_exception();
-    let_go(run);
-  }
-  run.done = true;
-}
-
-void set_threads_here(int32_t threads) {
-  static std::mutex one_at_a_time;
-  std::lock_guard<std::mutex> guard(one_at_a_time);
-  int before = 0;
-  // A fresh thread takes the number that threads start with; setting ours changes that number: put it back.
-  std::thread([&] { before = at::get_num_threads(); }).join();
-  at::set_num_threads(threads);
-  std::thread([&] { at::set_num_threads(before); }).join();
-}
 
 int64_t Engine::now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -241,9 +177,9 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
     const int64_t held = admission_.held(), own = admission_.held_by(job.id);
     lock.unlock();
     try {
-      if (!filled && run.frame) fill(run);
+      if (!filled && run.frame) run.fill();
       filled = true;
-      run_group(run, group);
+      run.run_group(group);
       if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
     } catch (const NodeError& failure) {
       run.failed_node = failure.node;
@@ -251,7 +187,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
     } catch (...) {
       error = std::current_exception();
     }
-    if (run.frame && (error || group + 1 == groups)) let_go(run);
+    if (run.frame && (error || group + 1 == groups)) run.let_go();
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
     const int64_t end = now_ns();
     lock.lock();
@@ -275,7 +211,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
   }
   if (error) {
     lock.unlock();
-    if (run.frame && filled) let_go(run);
+    if (run.frame && filled) run.let_go();
     lock.lock();
     run.error = error;
   }

@@ -15,46 +15,9 @@
 
 #include "admission.h"
 #include "barrier.h"
-#include "program.h"
+#include "step_run.h"
 
 namespace waterflow {
-
-// The groups of one captured step: where each ends in its program, and what it holds.
-struct GroupPlan {
-  GroupPlan(std::vector<int32_t> ends, Heights heights);
-  std::vector<int32_t> ends;
-  Heights heights;
-};
-
-struct Cancelled : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// One step of one job on its way through the engine.
-struct StepRun {
-  std::shared_ptr<const GroupPlan> plan;
-  // A captured step ...
-  std::shared_ptr<Frame> frame;
-  std::vector<std::pair<int32_t, c10::IValue>> inputs;  // slots to fill when it starts
-  bool profile = false;
-  std::vector<InstructionProfile> profiled;
-  // ... or anything else that is one group.
-  std::function<void()> opaque;
-
-  std::vector<at::Tensor> outputs;
-  std::exception_ptr error;
-  int32_t failed_node = -1;
-  bool done = false;
-  int64_t waited_ns = 0;  // for room, at all of its groups
-  int64_t busy_ns = 0;    // on the lane, its groups running
-  std::condition_variable finished;
-};
-
-// Sets the intra-op threads of the calling thread, and of no other.
-void set_threads_here(int32_t threads);
-
-// A captured step, run on the calling thread with no engine.
-void run_alone(StepRun& run);
 
 struct Span {
   int64_t job, step, group, lane, start_ns, end_ns, held, held_by_job;

@@ -43,8 +43,8 @@ struct Instruction {
 
 // What one instruction did to memory and how long it took; filled while a step is profiled.
 struct InstructionProfile {
-  int64_t peak = 0;         // bytes above what was held when it began
-  int64_t net = 0;          // bytes held after it, less bytes held before
+  int64_t peak = 0;  // bytes above what was held when it began
+  int64_t net = 0;   // bytes held after it, less bytes held before
   int64_t nanoseconds = 0;
   int64_t requests = 0;
 };
@@ -96,8 +96,7 @@ class Program {
 
 // The values of one job while a step runs.
 struct Frame {
-  explicit Frame(std::shared_ptr<const Program> program_)
-      : program(std::move(program_)), slots(program->slots()) {}
+  explicit Frame(std::shared_ptr<const Program> program_) : program(std::move(program_)), slots(program->slots()) {}
 
   // After the last group: what the user gets, in memory of its own; marks changed inputs as changed.
   std::vector<at::Tensor> finish();

@@ -1,0 +1,292 @@
+"""The command: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from waterflow import demo
+from waterflow.cli import app
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# Used by the configs below.
+USER_CODE = """
+import torch
+from torch import nn
+import waterflow as wf
+
+print("user code talks")
+
+def model(width=8): return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+def data(batch_size=8): return [(torch.randn(batch_size, 4), torch.zeros(batch_size, dtype=torch.int64))] * 3
+def broken(): raise RuntimeError("no weights today")
+def looks(model, batch): return model(batch[0]).sum() if batch[1].sum().item() == 0 else None
+def evaluate(model): return {"ones": sum(p.numel() for p in model.parameters())}
+def number(): return 3
+
+def job(width=8, name="from-job"):
+    return wf.Job(name=name, model=lambda: model(width), data=data, loss=nn.functional.cross_entropy,
+                  optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+def objective(trial):
+    network = model(trial.suggest_categorical("width", [4, 8]))
+    optimizer = torch.optim.SGD(network.parameters(), lr=trial.suggest_float("lr", 1e-3, 1.0, log=True))
+    step = wf.Step(network, loss=nn.functional.cross_entropy, optimizer=optimizer)
+    if trial.number == 1:
+        raise ValueError("boom in trial 1")
+    return float(sum(step(batch) for batch in data()))
+
+def build(trial):
+    return job(trial.suggest_categorical("width", [4, 8]), f"trial {trial.number}")
+"""
+PIECES = "model: code.py:model, data: code.py:data, loss: cross_entropy, optimizer: {name: sgd, lr: 1e-2}, seed: 0"
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "code.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def config(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+# -- the command itself
+
+
+def test_version_and_help():
+    assert run("--version").stdout.startswith("waterflow 0.")
+    said = run("--help").stdout
+    assert all(command in said for command in ("demo", "study", "train", "plan"))
+
+
+def test_entry_point_tells_errors_in_one_line(folder: Path):
+    command = [str(Path(sys.executable).parent / "waterflow"), "train", "nowhere.yaml"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert lines(ended.stderr) == ["waterflow: there is no file nowhere.yaml"]
+    ended = subprocess.run([*command, "--debug"], capture_output=True, text=True, cwd=folder)
+    assert ended.returncode != 0 and "Traceback" in ended.stderr
+
+
+# -- demo
+
+
+def test_demo_compares_and_saves_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    ended = run("demo", "--trials", "3", "--max-concurrent", "2", "--out", tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "times as fast" in ended.stdout and "best: trial" in ended.stdout
+    assert str(tmp_path / "memory.png") in ended.stdout.replace("\n", "")
+    assert is_png(tmp_path / "memory.png")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_demo_for_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    ended = run("demo", "--trials", "2", "--seed", "7", "--no-compare", "--json", "--out", tmp_path)
+    assert ended.exit_code == 0 and ended.stderr == ""
+    report = json.loads(ended.stdout)
+    assert len(report["trials"]) == 2 and report["best"]["value"] >= max(t["value"] for t in report["trials"])
+    assert report["waterflow"]["steps"] > 0 and "eager" not in report
+    assert is_png(Path(report["files"]["memory"]))
+
+
+def test_demo_refuses_a_wrong_number():
+    ended = run("demo", "--max-concurrent", "many")
+    assert ended.exit_code == 2
+    assert lines(ended.stderr) == ["waterflow: --max-concurrent must be 'auto' or a positive whole number; got 'many'"]
+
+
+# -- study
+
+
+def test_study_of_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = (EXAMPLES / "study.yaml").read_text()
+    assert "n_trials: 12" in text and "digits.py:objective" in text
+    short = text.replace("n_trials: 12", "n_trials: 3").replace("digits.py", str(EXAMPLES / "digits.py"))
+    ended = run("study", config(tmp_path, short.replace("demo-output", str(tmp_path / "out"))), "--json")
+    assert ended.exit_code == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["run"]["trials"] == 3 and report["direction"] == "maximize"
+    assert is_png(tmp_path / "out" / "study" / "memory.png")
+
+
+def test_study_goes_on_in_a_storage_and_tells_of_failures(folder: Path):
+    path = config(
+        folder,
+        "objective: code.py:objective\nn_trials: 2\nmax_concurrent: 1\nsampler: random\npruner: none\n"
+        "storage: sqlite:///study.db\nstudy_name: kept\n",
+    )
+    ended = run("study", path)
+    assert ended.exit_code == 1
+    assert lines(ended.stderr) == ["waterflow: trial 1 failed: ValueError('boom in trial 1')"]
+    assert "complete" in ended.stdout and "fail" in ended.stdout
+    ended = run("study", path, "--json")  # trials 2 and 3: none fails
+    assert ended.exit_code == 0
+    assert [t["state"] for t in json.loads(ended.stdout)["trials"]] == ["complete", "fail", "complete", "complete"]
+
+
+def test_study_that_builds_jobs(folder: Path):
+    ended = run("study", config(folder, "build: code.py:build\nn_trials: 2\nmax_concurrent: 2\n"), "--json")
+    assert ended.exit_code == 0 and "user code talks" in ended.stderr
+    assert [t["reports"] for t in json.loads(ended.stdout)["trials"]] == [1, 1]
+
+
+# -- train
+
+
+def test_train_of_the_examples(tmp_path: Path):
+    text = (EXAMPLES / "train.yaml").read_text().replace("epochs: 3", "epochs: 1")
+    text = text.replace("digits.py", str(EXAMPLES / "digits.py")).replace("demo-output", str(tmp_path / "out"))
+    ended = run("train", config(tmp_path, text))
+    assert ended.exit_code == 0, ended.stderr
+    assert all(name in ended.stdout for name in ("cnn-16", "cnn-32", "mlp", "completed"))
+    assert is_png(tmp_path / "out" / "train" / "memory.png")
+
+
+def test_train_takes_jobs_and_pieces(folder: Path):
+    path = config(
+        folder,
+        "epochs: 2\nmemory: 200MiB\njobs:\n- {job: code.py:job, args: {width: 16}, seed: 1}\n"
+        f"- {{{PIECES}, evaluate: code.py:evaluate, args: {{width: 4}}, data_args: {{batch_size: 2}}, epochs: 1}}\n",
+    )
+    ended = run("train", path, "--json")
+    assert ended.exit_code == 0, ended.stderr
+    jobs = json.loads(ended.stdout)["jobs"]
+    assert [(j["name"], j["steps"], j["status"]) for j in jobs] == [
+        ("from-job", 6, "completed"),
+        ("job-1", 3, "completed"),
+    ]
+    assert jobs[1]["metrics"] == {"ones": 30.0}
+
+
+def test_a_failed_job_shows_and_leaves_the_others(folder: Path):
+    path = config(
+        folder, f"jobs:\n- {{name: good, {PIECES}}}\n- {{name: bad, {PIECES.replace(':model', ':broken')}}}\n"
+    )
+    ended = run("train", path)
+    assert ended.exit_code == 1
+    (line,) = lines(ended.stderr)
+    assert line.startswith("waterflow: job 'bad' failed: RuntimeError: no weights today") and "code.py" in line
+    assert "completed" in ended.stdout and "failed" in ended.stdout
+    report = json.loads(run("train", path, "--json").stdout)
+    assert [j["status"] for j in report["jobs"]] == ["completed", "failed"]
+
+
+@pytest.mark.parametrize("loss", ["torch.nn.functional.mse_loss", "torch.nn.CrossEntropyLoss", "code.py:looks"])
+def test_losses(folder: Path, loss: str):
+    pieces = PIECES.replace("cross_entropy", loss)
+    if "mse" in loss:
+        pieces = pieces.replace("code.py:data", "code.py:floats")
+        (folder / "code.py").write_text(USER_CODE + "\ndef floats(): return [(torch.randn(8, 4), torch.randn(8, 2))]\n")
+    ended = run("train", config(folder, f"jobs: [{{{pieces}}}]"), "--json")
+    assert ended.exit_code == 0, ended.stderr
+
+
+# -- plan
+
+
+def test_plan_of_the_examples():
+    ended = run("plan", EXAMPLES / "train.yaml")
+    assert ended.exit_code == 0, ended.stderr
+    assert "together: cnn-16, cnn-32, mlp" in ended.stdout and "none waits" in ended.stdout
+
+
+def test_plan_tells_what_fits_and_what_waits(folder: Path):
+    wide = PIECES.replace("sgd", "adamw")
+    entries = [("a", 20_000), ("b", 20_000), ("c", 20_000), ("huge", 2_000_000)]
+    text = "".join(f"- {{name: {name}, {wide}, args: {{width: {width}}}}}\n" for name, width in entries)
+    path = config(
+        folder, f"memory: 8MB\njobs:\n{text}- {{name: eager, {PIECES.replace('cross_entropy', 'code.py:looks')}}}"
+    )
+    ended = run("plan", path, "--json", "--groups")
+    assert ended.exit_code == 1  # huge does not fit
+    (line,) = lines(ended.stderr.replace("user code talks", ""))
+    assert "job 'huge' does not fit" in line and "raise memory=" in line
+    report = json.loads(ended.stdout)
+    jobs: dict[str, Any] = {job["name"]: job for job in report["jobs"]}
+    assert report["together"] == ["a", "b"]
+    assert jobs["c"]["verdict"].startswith("waits for memory")
+    assert jobs["eager"]["opaque_reason"] and "runs eagerly" in jobs["eager"]["verdict"]
+    assert jobs["a"]["predicted_peak_bytes"] == sum(
+        jobs["a"][k] for k in ("persistent_bytes", "batch_bytes", "height_bytes")
+    )
+    assert jobs["a"]["groups"][-1]["end"] == jobs["a"]["operations"]
+    shown = run("plan", path, "--groups").stdout
+    assert "plan of a:" in shown and "allocation" in shown
+
+
+# -- wrong configs
+
+JOB = f"jobs: [{{{PIECES}}}]"
+STUDY = "objective: code.py:objective\nn_trials: 1\n"
+WRONG = [
+    ("train", "epocs: 3\n" + JOB, "epocs: unknown key; did you mean 'epochs'?"),
+    ("train", "epochs: 3", "jobs is missing"),
+    ("train", "epochs: 0\n" + JOB, "epochs must be a positive whole number; got 0"),
+    ("train", "epochs: [\n" + JOB, "not valid YAML"),
+    ("train", "- 3", "must be a mapping"),
+    ("train", "memory: 4 parsecs\n" + JOB, "memory: cannot read '4 parsecs'"),
+    ("train", "jobs: [{name: a}]", "jobs[0].job: give job or model"),
+    ("train", "jobs: [{job: code.py:job}, {job: code.py:job}]", "two jobs are called 'from-job'"),
+    ("train", "jobs: [{job: code.py:jobb}]", "code.py has no function 'jobb'; did you mean 'job'?"),
+    ("train", "jobs: [{job: cod.py:job}]", "jobs[0].job: there is no file"),
+    ("train", "jobs: [{job: nothing.at.all:job}]", "jobs[0].job: cannot import nothing.at.all"),
+    ("train", "jobs: [{job: code.py}]", "'path/to/file.py:function'; got 'code.py'"),
+    ("train", "jobs: [{job: code.py:broken}]", "jobs[0].job failed: RuntimeError: no weights today"),
+    ("train", "jobs: [{job: code.py:number}]", "jobs[0].job must name a function that returns a waterflow.Job"),
+    ("train", "jobs: [{job: code.py:job, args: {widht: 3}}]", "jobs[0].args.widht: unknown key; did you mean 'width'?"),
+    ("train", "jobs: [{job: code.py:job, loss: cross_entropy}]", "jobs[0].loss cannot stand beside job"),
+    ("train", JOB.replace("cross_entropy", "cross_entrpy"), "did you mean 'cross_entropy'?"),
+    ("train", JOB.replace("name: sgd", "name: sdg"), "jobs[0].optimizer.name must be one of"),
+    ("train", JOB.replace("lr:", "rate:"), "jobs[0].optimizer.rate: unknown key"),
+    ("train", JOB.replace("1e-2", "-1"), "jobs[0].optimizer: Invalid learning rate"),
+    ("train", "objective: code.py:objective", "waterflow study"),
+    ("study", JOB, "waterflow train"),
+    ("study", "n_trials: 3", "objective: give objective or build"),
+    ("study", "objective: code.py:objective", "n_trials: give n_trials or timeout"),
+    ("study", STUDY + "direction: up", "direction must be one of minimize, maximize"),
+    ("study", STUDY + "sampler: {name: tpe, sed: 1}", "sampler.sed: unknown key; did you mean 'seed'?"),
+    ("study", STUDY + "pruner: mean", "pruner.name must be one of median"),
+    ("study", STUDY + "max_concurrent: all", "max_concurrent must be"),
+    ("study", STUDY + "deterministic: maybe", "deterministic must be true or false"),
+    ("study", "objective: code.py:objective\ntimeout: -1", "timeout must be a positive number of seconds; got -1"),
+    ("plan", "objective: code.py:objective", "waterflow study"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "text", "said"), WRONG, ids=[said for _, _, said in WRONG])
+def test_wrong_config(folder: Path, command: str, text: str, said: str):
+    ended = run(command, config(folder, text))
+    assert ended.exit_code == 2
+    (line,) = lines(ended.stderr)
+    assert said in line
+
+
+def test_an_error_is_json_for_machines(folder: Path):
+    ended = run("study", config(folder, "n_trials: 3"), "--json")
+    assert ended.exit_code == 2 and "objective" in json.loads(ended.stdout)["error"]

@@ -1,0 +1,73 @@
+#include "step_run.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace waterflow {
+
+void StepRun::let_go() {
+  for (const auto& [slot, value] : inputs) frame->slots[slot] = c10::IValue();
+  inputs.clear();
+  frame->clear_intermediates();
+}
+
+void StepRun::fill() {
+  for (const auto& [slot, value] : inputs) frame->slots[slot] = value;
+  if (profile) profiled.assign(frame->program->size(), {});
+}
+
+void StepRun::run_group(int32_t group) {
+  if (opaque) {
+    opaque();
+    return;
+  }
+  const int32_t begin = group == 0 ? 0 : plan->ends[group - 1];
+  const int32_t end = plan->ends[group];
+  if (profile) {
+    frame->program->run_profiled(*frame, begin, end, profiled);
+  } else {
+    frame->program->run(*frame, begin, end);
+  }
+}
+
+GroupPlan::GroupPlan(std::vector<int32_t> ends_, Heights heights_)
+    : ends(std::move(ends_)), heights(std::move(heights_)) {
+  if (static_cast<int32_t>(ends.size()) != heights.groups()) {
+    throw std::invalid_argument("a plan has " + std::to_string(ends.size()) + " groups and heights for " +
+                                std::to_string(heights.groups()));
+  }
+  if (!std::is_sorted(ends.begin(), ends.end())) throw std::invalid_argument("groups must follow one another");
+}
+
+void run_alone(StepRun& run) {
+  try {
+    run.fill();
+    for (int32_t group = 0; group < run.plan->heights.groups(); ++group) run.run_group(group);
+    run.outputs = run.frame->finish();
+    run.let_go();
+  } catch (const NodeError& error) {
+    run.failed_node = error.node;
+    run.error = std::current_exception();
+    run.let_go();
+  } catch (...) {
+    run.error = std::current_exception();
+    run.let_go();
+  }
+  run.done = true;
+}
+
+void set_threads_here(int32_t threads) {
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> guard(one_at_a_time);
+  int before = 0;
+  // A fresh thread takes the number that threads start with; setting ours changes that number: put it back.
+  std::thread([&] { before = at::get_num_threads(); }).join();
+  at::set_num_threads(threads);
+  std::thread([&] { at::set_num_threads(before); }).join();
+}
+
+}  // namespace waterflow

@@ -1,0 +1,59 @@
+// One step of one job: what the engine runs, group by group.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "admission.h"
+#include "program.h"
+
+namespace waterflow {
+
+// The groups of one captured step: where each ends in its program, and what it holds.
+struct GroupPlan {
+  GroupPlan(std::vector<int32_t> ends, Heights heights);
+  std::vector<int32_t> ends;
+  Heights heights;
+};
+
+struct Cancelled : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// One step of one job on its way through the engine.
+struct StepRun {
+  std::shared_ptr<const GroupPlan> plan;
+  // A captured step ...
+  std::shared_ptr<Frame> frame;
+  std::vector<std::pair<int32_t, c10::IValue>> inputs;  // slots to fill when it starts
+  bool profile = false;
+  std::vector<InstructionProfile> profiled;
+  // ... or anything else that is one group.
+  std::function<void()> opaque;
+
+  void fill();                    // puts the inputs into their slots
+  void run_group(int32_t group);  // on the calling thread
+  void let_go();                  // of batches, values that change from step to step, and all that is left in between
+
+  std::vector<at::Tensor> outputs;
+  std::exception_ptr error;
+  int32_t failed_node = -1;
+  bool done = false;
+  int64_t waited_ns = 0;  // for room, at all of its groups
+  int64_t busy_ns = 0;    // on the lane, its groups running
+  std::condition_variable finished;
+};
+
+// Sets the intra-op threads of the calling thread, and of no other.
+void set_threads_here(int32_t threads);
+
+// A captured step, run on the calling thread with no engine.
+void run_alone(StepRun& run);
+
+}  // namespace waterflow

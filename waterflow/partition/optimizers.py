@@ -1,0 +1,51 @@
+"""Which optimizers can be part of a captured step, and what their updates read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from waterflow.errors import CaptureError
+
+# Optimizers whose whole state can be laid out before their first step.
+FUSED_OPTIMIZERS: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+# Group entries that are numbers in the update; they may change from step to step without a new capture.
+GROUP_NUMBERS: dict[str, tuple[str, int]] = {
+    "weight_decay": ("weight_decay", -1),
+    "momentum": ("momentum", -1),
+    "dampening": ("dampening", -1),
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "eps": ("eps", -1),
+}
+FIRST_STEP_FLAG = "is_first_step"
+
+
+def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """The entries of a parameter's optimizer state in this group, once it exists."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+    keys = FUSED_OPTIMIZERS[type(optimizer)]
+    return keys if group["amsgrad"] else keys[:-1]
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise CaptureError for an optimizer whose update cannot be part of a captured step."""
+    kind = type(optimizer)
+    if kind not in FUSED_OPTIMIZERS:
+        known = ", ".join(sorted(k.__name__ for k in FUSED_OPTIMIZERS))
+        raise CaptureError(f"the update of {kind.__name__} is not captured; {known} are")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step")
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("fused") is False or group.get("foreach") is not None:
+            form = "foreach" if group.get("foreach") else "single-tensor"
+            raise CaptureError(f"parameter group {number} asks for the {form} form of {kind.__name__}")
+        if group.get("differentiable"):
+            raise CaptureError(f"parameter group {number} asks for a differentiable update")

@@ -1,0 +1,65 @@
+"""Keys under which captures are found again: a batch's shape, and everything else that a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.partition.capture import StepSpec
+from waterflow.partition.fingerprint import Fingerprint
+
+# Entries of an optimizer's parameter groups that change the graph by their value, and by whether they are zero.
+_STRUCTURAL = frozenset({"amsgrad", "maximize", "nesterov", "fused", "foreach", "capturable", "differentiable"})
+_BY_ZERO = frozenset({"momentum"})
+
+
+def flatten(batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
+    """Leaves, structure and shape key of a batch. Raises InvalidJobError for a batch without tensors."""
+    if type(batch) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in batch) and batch:
+        return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype) for t in batch])
+    leaves, spec = pytree.tree_flatten(batch)
+    key: list[Hashable] = [spec]
+    tensors = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors += 1
+            key.append((leaf.shape, leaf.stride(), leaf.dtype))
+        elif isinstance(leaf, Hashable):
+            key.append((type(leaf), leaf))
+        else:
+            raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}")
+    if not tensors:
+        raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}")
+    return leaves, spec, tuple(key)
+
+
+def structure_key(spec: StepSpec) -> tuple[Hashable, list[Any]]:
+    """The capture key of everything but the batch, and what must live as long as it is used."""
+    fingerprint = Fingerprint()
+    model = fingerprint.of(spec.model)
+    compute = fingerprint.of(spec.compute_loss)
+    numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
+    hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
+    if hooks:
+        raise CaptureError("a parameter has gradient hooks, which must run every step")
+    groups = []
+    for group in spec.optimizer.param_groups:
+        strangers = [p for p in group["params"] if id(p) not in numbers]
+        if strangers:
+            raise CaptureError(
+                f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold"
+            )
+        settings = tuple(
+            (name, value if name in _STRUCTURAL else bool(value))
+            for name, value in group.items()
+            if name in _STRUCTURAL or name in _BY_ZERO
+        )
+        rate = group["lr"]
+        groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))
+    optimizer = (type(spec.optimizer), tuple(groups))
+    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast)
+    return (model, compute, optimizer, own), fingerprint.keep
