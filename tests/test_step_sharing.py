@@ -61,6 +61,16 @@ def test_a_hit_is_fast(captures: Any) -> None:
     assert min(seconds[1:]) < seconds[0] / 5
 
 
+@pytest.mark.parametrize("name", ["mlp_dropout", "cnn_bn", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba", "tacotron2"])
+def test_models_of_the_zoo_are_captured_once(name: str, captures: Any) -> None:
+    zoo = SMALL[name]
+    batch = zoo.batch(2, torch.Generator().manual_seed(0))
+    for _ in range(2):
+        model = zoo.build()
+        wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()))(batch)
+    assert (captures.captures, captures.hits) == (1, 1)
+
+
 def test_jobs_that_start_at_once_capture_once(captures: Any) -> None:
     jobs = []
     for seed in range(6):

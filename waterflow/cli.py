@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import os
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import waterflow
-from waterflow.config import ConfigError, TrainConfig, load_study, load_train
-from waterflow.errors import WaterflowError
-from waterflow.executor.timeline import Timeline
-from waterflow.partition.capture import user_line
+from waterflow.config import TrainConfig, load_study, load_train
 from waterflow.partition.plan import format_bytes
 from waterflow.progress import ProgressLine, results_table
+from waterflow.references import ConfigError, one_line
+from waterflow.terminal import OtherPrograms, Pictures, Terminal
 
 if TYPE_CHECKING:
     import optuna
 
-FAILED, WRONG_USE = 1, 2  # exit codes
 _MOST_ROWS = 50
 _BUSY = 0.05  # share of the cores; above it, times are not to be trusted
 
@@ -77,7 +69,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Search the hyperparameters of small networks that read handwritten digits, several trials at a time."""
-    with _Terminal(as_json, debug) as terminal, terminal.studies():
+    with Terminal(as_json, debug) as terminal, terminal.studies():
         at_once = _at_once(max_concurrent)
         from waterflow import demo as digits
         from waterflow.study import optimize
@@ -85,8 +77,8 @@ def demo(
         digits.digits()
         study = digits.create_study(seed=seed)
         terminal.say(f"{trials} trials of networks that read handwritten digits, several at a time ...")
-        pictures = _Pictures(out)
-        others = _OtherPrograms()
+        pictures = Pictures(out)
+        others = OtherPrograms()
         done = optimize(
             study, digits.objective, trials, max_concurrent=at_once, catch=Exception, show_progress_bar=not as_json,
             timeline=pictures,
@@ -114,7 +106,7 @@ def _eager(study: optuna.Study, seed: int, show: bool) -> dict[str, Any]:
     again = digits.create_study(seed=seed)
     for trial in study.trials:
         again.enqueue_trial(trial.params)
-    others = _OtherPrograms()
+    others = OtherPrograms()
     with ProgressLine(len(study.trials), "trials", show) as progress:
         begin = time.perf_counter()
         again.optimize(digits.objective_eager, len(study.trials), callbacks=[lambda *_: progress.advance()])
@@ -127,7 +119,7 @@ def _pace(study: optuna.Study, seconds: float, steps: int) -> dict[str, Any]:
     return {"trials": len(study.trials), "seconds": seconds, "steps": steps, "steps_per_second": steps / seconds}
 
 
-def _show_times(terminal: _Terminal, report: dict[str, Any]) -> None:
+def _show_times(terminal: Terminal, report: dict[str, Any]) -> None:
     table = Table(title="time", title_justify="left", box=None)
     for column in ("", "trials", "at a time", "steps", "seconds", "steps/s"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -161,42 +153,19 @@ def _show_times(terminal: _Terminal, report: dict[str, Any]) -> None:
         )
 
 
-class _OtherPrograms:
-    """How much of the machine's cores other programs use from now on: comparisons suffer from them."""
-
-    def __init__(self) -> None:
-        self._begin = self._look()
-
-    def share(self) -> float | None:
-        """A share of all cores; None where the system does not tell."""
-        end = self._look()
-        if self._begin is None or end is None:
-            return None
-        wall, all_, mine = (now - then for now, then in zip(end, self._begin))
-        return max(0.0, all_ - mine) / (wall * (os.cpu_count() or 1))
-
-    @staticmethod
-    def _look() -> tuple[float, float, float] | None:
-        with contextlib.suppress(OSError, ValueError), open("/proc/stat") as lines:
-            user, nice, system, _, _, *rest = map(int, next(lines).split()[1:9])
-            all_ = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
-            return time.perf_counter(), all_, time.process_time()
-        return None
-
-
 # -- study
 
 
 @app.command()
 def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
     """Run an Optuna study from a config, several trials at a time."""
-    with _Terminal(as_json, debug) as terminal, terminal.studies():
+    with Terminal(as_json, debug) as terminal, terminal.studies():
         settings = load_study(config)
         from waterflow.study import optimize
 
         opened = settings.make_study()
         before = len(opened.trials)
-        pictures = _Pictures(settings.output) if settings.output is not None else None
+        pictures = Pictures(settings.output) if settings.output is not None else None
         done = optimize(
             opened, settings.objective, catch=Exception, show_progress_bar=not as_json, timeline=pictures,
             **settings.options,
@@ -244,7 +213,7 @@ def _best(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
     return None
 
 
-def _show_study(terminal: _Terminal, study: optuna.Study, title: str, reports: str = "reports") -> None:
+def _show_study(terminal: Terminal, study: optuna.Study, title: str, reports: str = "reports") -> None:
     from optuna.study import StudyDirection
 
     best, trials = _best(study), study.trials
@@ -283,9 +252,9 @@ def _short(value: Any) -> str:
 @app.command()
 def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
     """Train the jobs of a config side by side. Those that fail leave the others alone."""
-    with _Terminal(as_json, debug) as terminal:
+    with Terminal(as_json, debug) as terminal:
         settings = load_train(config)
-        pictures = _Pictures(settings.output) if settings.output is not None else None
+        pictures = Pictures(settings.output) if settings.output is not None else None
         results = waterflow.train(
             settings.jobs, memory=settings.memory, max_concurrent=settings.max_concurrent, on_error="continue",
             show_progress_bar=not as_json, timeline=pictures,
@@ -293,7 +262,7 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         terminal.say(results_table(results))
         terminal.files(pictures)
         for result in results.failed:
-            terminal.fail(f"job {result.name!r} failed: {_one_line(result.error)}", result.traceback)
+            terminal.fail(_blamed(result.name, result.error), result.traceback)
         files = pictures.files if pictures is not None else {}
         terminal.result({"jobs": [result.to_dict() for result in results], "files": files})
 
@@ -311,7 +280,7 @@ def plan(
     """Tell what the jobs of a train config need and which of them fit together, without training."""
     from waterflow.together import fit_together
 
-    with _Terminal(as_json, debug) as terminal:
+    with Terminal(as_json, debug) as terminal:
         settings: TrainConfig = load_train(config)
         found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
         table = Table(title="predicted, per job", title_justify="left", box=None)
@@ -330,11 +299,16 @@ def plan(
                 terminal.say("")
                 terminal.say(str(job.plan))
             if job.error is not None:
-                terminal.fail(job.error)
+                terminal.fail(_blamed(job.name, job.error))
         terminal.result(found.to_dict(groups))
 
 
 # -- what all commands share
+
+
+def _blamed(name: str, error: BaseException | None) -> str:
+    line = one_line(error)
+    return line if f"job {name!r}" in line else f"job {name!r} failed: {line}"
 
 
 def _at_once(text: str) -> Any:
@@ -343,120 +317,3 @@ def _at_once(text: str) -> Any:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--max-concurrent must be 'auto' or a positive whole number; got {text!r}")
     return int(text)
-
-
-class _Pictures:
-    """Takes the timeline at the end of a run, and saves its pictures to a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self.files: dict[str, str] = {}
-
-    def __call__(self, timeline: Timeline) -> None:
-        if len(timeline.spans) == 0:  # no trial or job came as far as a step
-            return
-        for name, file, save in (
-            ("memory", "memory.png", timeline.save_png), ("trace", "trace.json", timeline.save_trace),
-        ):  # fmt: skip
-            path = self._folder / file
-            save(path)
-            self.files[name] = str(path)
-
-
-class _Terminal(contextlib.AbstractContextManager["_Terminal"]):
-    """Where a command's words go: tables for people or JSON for machines to stdout, errors as lines to stderr.
-
-    Leaving it ends the command: with code 1 if something failed, with 2 if the command or its config is wrong.
-    """
-
-    def __init__(self, as_json: bool, debug: bool) -> None:
-        self.failures: dict[int, str] = {}  # of trials, by number
-        self._as_json = as_json
-        self._debug = debug
-        self._failed = False
-        width = None if sys.stdout.isatty() else 160
-        self._console = Console(width=width, highlight=False)
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Terminal:
-        if self._as_json:  # what the user's code prints must not spoil it
-            self._stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._stack.close()
-        if isinstance(error, KeyboardInterrupt):
-            typer.echo("waterflow: interrupted", err=True)
-            raise typer.Exit(130) from None
-        if isinstance(error, Exception) and not isinstance(error, typer.Exit):
-            if self._debug:
-                return
-            line = _one_line(error)
-            typer.echo(f"waterflow: {line}", err=True)
-            if self._as_json:
-                typer.echo(json.dumps({"error": line}))
-            raise typer.Exit(WRONG_USE if isinstance(error, ConfigError) else FAILED) from None
-        if error is None and self._failed:
-            raise typer.Exit(FAILED)
-
-    def say(self, what: str | Table) -> None:
-        """Show people a line or a table."""
-        if not self._as_json:
-            self._console.print(what)
-
-    def files(self, pictures: _Pictures | None) -> None:
-        """Say where the pictures are."""
-        if pictures is not None and pictures.files:
-            self.say(f"memory over time: {pictures.files['memory']}")
-            self.say(f"trace:            {pictures.files['trace']} (open it at https://ui.perfetto.dev)")
-
-    def fail(self, line: str, trace: str | None = None) -> None:
-        """Tell of one thing that failed; the command goes on."""
-        self._failed = True
-        typer.echo(f"waterflow: {line}", err=True)
-        if self._debug and trace:
-            typer.echo(trace, err=True)
-
-    @contextlib.contextmanager
-    def studies(self) -> Iterator[None]:
-        """Inside, Optuna's line for each trial gives way to tables and progress; what failed is told."""
-        import optuna  # sets up its logger
-
-        terminal = self
-
-        class Handler(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                line = " ".join(record.getMessage().split())
-                if isinstance(record.args, tuple) and "failed with parameters" in record.msg:
-                    number, why = int(str(record.args[0])), " ".join(str(record.args[-1]).split())
-                    terminal.failures[number] = why
-                    terminal.fail(f"trial {number} failed: {why}")
-                else:
-                    typer.echo(f"optuna: {line}", err=True)
-
-        log, level = logging.getLogger("optuna"), optuna.logging.get_verbosity()
-        handler = Handler(logging.WARNING)
-        optuna.logging.disable_default_handler()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        log.addHandler(handler)
-        try:
-            yield
-        finally:
-            log.removeHandler(handler)
-            optuna.logging.set_verbosity(level)
-            optuna.logging.enable_default_handler()
-
-    def result(self, report: dict[str, Any]) -> None:
-        """Write what machines read."""
-        if self._as_json:
-            self._stack.close()
-            typer.echo(json.dumps(report, indent=2, default=str))
-
-
-def _one_line(error: BaseException | None) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, (WaterflowError, OSError, ImportError)):
-        return text
-    line = user_line(error.__traceback__) if error is not None else ""
-    return f"{type(error).__name__}: {text}" + (f" ({line})" if line else "")

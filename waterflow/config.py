@@ -7,11 +7,7 @@ A train config lists jobs, a study config names an objective. Functions are writ
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import importlib
-import importlib.util
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +19,10 @@ import torch
 import yaml
 from torch import nn
 
-from waterflow.errors import InvalidJobError, WaterflowError
+from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import parse_memory
 from waterflow.job import Job
-from waterflow.partition.capture import user_line
+from waterflow.references import ConfigError, call, check_arguments, find_function, make, meant
 
 if TYPE_CHECKING:
     import optuna
@@ -43,10 +39,6 @@ _PRUNERS = {
     "median": "MedianPruner", "successive_halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner",
     "none": "NopPruner",
 }  # fmt: skip
-
-
-class ConfigError(WaterflowError, ValueError):
-    """A config that cannot be used as it is written; the message names the key."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ class Section:
         self._given = given
         for key in given:
             if key not in keys:
-                raise ConfigError(f"{self.where}{key}: unknown key{_meant(key, keys)}")
+                raise ConfigError(f"{self.where}{key}: unknown key{meant(key, keys)}")
 
     def wrong(self, key: str, rule: str, value: Any) -> ConfigError:
         """The error for a value that breaks a rule."""
@@ -222,7 +214,7 @@ class Section:
         given = self.mapping(args) if args is not None else {}
         if not given:
             return found
-        _check_arguments(found, given, f"{self.where}{args}")
+        check_arguments(found, given, f"{self.where}{args}")
         return functools.partial(found, **given)
 
     def made(self, key: str, table: Mapping[str, str], module: Any) -> Any:
@@ -231,14 +223,14 @@ class Section:
         if value is None:
             return None
         made, settings = self._named(key, value, table, module)
-        return _made(made, (), settings, f"{self.where}{key}")
+        return make(made, (), settings, f"{self.where}{key}")
 
     def optimizer(self, key: str = "optimizer") -> Callable[[Any], torch.optim.Optimizer]:
         """A function of the parameters that makes an optimizer."""
         value = self.get(key)
         known = {n.lower(): n for n in torch.optim.__all__ if n.lower() not in ("optimizer", "lbfgs")}
         made, settings = self._named(key, value, known, torch.optim)
-        _made(made, ([nn.Parameter(torch.zeros(1, 1))],), settings, f"{self.where}{key}")
+        make(made, ([nn.Parameter(torch.zeros(1, 1))],), settings, f"{self.where}{key}")
         return lambda parameters: made(parameters, **settings)
 
     def _named(
@@ -266,7 +258,7 @@ class Section:
         elif place.split(".")[0] == "torch":
             found = functools.reduce(lambda at, part: getattr(at, part, None), value.split(".")[1:], torch)
         if not callable(found):
-            raise self.wrong(key, f"is not a loss of torch{_meant(name, known)}", value)
+            raise self.wrong(key, f"is not a loss of torch{meant(name, known)}", value)
         return found() if isinstance(found, type) else found
 
 
@@ -308,7 +300,7 @@ def _job(entry: Section, number: int, epochs: int | None) -> Job:
         for key in _PIECES:
             if entry.get(key) is not None:
                 raise ConfigError(f"{entry.where}{key} cannot stand beside job, whose function sets it; pass it args")
-        job = _checked(_call(entry.function("job", "args"), f"{entry.where}job"), f"{entry.where}job")
+        job = _checked(call(entry.function("job", "args"), f"{entry.where}job"), f"{entry.where}job")
         changes = {"name": name, "epochs": epochs, "seed": seed}
         return dataclasses.replace(job, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
     return Job(
@@ -331,91 +323,3 @@ def _checked(made: Any, where: str) -> Job:
     if not isinstance(made, Job):
         raise ConfigError(f"{where} must name a function that returns a waterflow.Job; it returned {made!r}")
     return made
-
-
-def find_function(reference: str, folder: Path, where: str) -> Callable[..., Any]:
-    """The function named ``module:function`` or ``path/to/file.py:function``. Raises ConfigError, naming ``where``."""
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
-        raise ConfigError(f"{where} must be 'module:function' or 'path/to/file.py:function'; got {reference!r}")
-    if place.endswith(".py"):
-        file = (folder / place).resolve()
-        if not file.is_file():
-            raise ConfigError(f"{where}: there is no file {file}")
-        module = _imported(lambda: _module_of(file), place, where)
-    else:
-        module = _imported(lambda: importlib.import_module(place), place, where)
-    found = getattr(module, name, None)
-    if not callable(found):
-        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ConfigError(f"{where}: {place} has no function {name!r}{_meant(name, functions)}")
-    return found
-
-
-def _module_of(file: Path) -> Any:
-    name = str(file)  # no module of that name can be installed
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
-
-
-def _imported(load: Callable[[], Any], place: str, where: str) -> Any:
-    try:
-        return load()
-    except Exception as error:
-        raise ConfigError(f"{where}: cannot import {place}: {_told(error)}") from error
-
-
-def _call(function: Callable[[], Any], where: str) -> Any:
-    try:
-        return function()
-    except WaterflowError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{where} failed: {_told(error)}") from error
-
-
-def _told(error: Exception) -> str:
-    line = user_line(error.__traceback__)
-    return f"{type(error).__name__}: {error}" + (f" ({line})" if line and "importlib" not in line else "")
-
-
-def _made(made: Callable[..., Any], first: tuple[Any, ...], settings: dict[str, Any], where: str) -> Any:
-    _check_arguments(made, settings, where, first)
-    try:
-        return made(*first, **settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _check_arguments(
-    function: Callable[..., Any], given: dict[str, Any], where: str, first: tuple[Any, ...] = ()
-) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    names = list(signature.parameters)[len(first) :]
-    for key in given:
-        if key not in names and not takes_any:
-            raise ConfigError(f"{where}.{key}: unknown key{_meant(key, names)}")
-    try:
-        signature.bind(*first, **given)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _meant(word: Any, known: Iterable[str]) -> str:
-    """What to say behind a word that is not known: the nearest, and what there is."""
-    known = list(known)
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
-    suggestion = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{suggestion} (known: {', '.join(known)})" if len(known) <= 30 else suggestion

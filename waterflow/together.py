@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from waterflow.errors import CaptureError, WaterflowError
-from waterflow.executor.captured import build
+from waterflow.errors import CaptureError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.fitting import largest_batch
 from waterflow.executor.runner import STEPS_AHEAD
 from waterflow.job import Job
-from waterflow.partition.capture import user_line
 from waterflow.partition.plan import Plan, format_bytes
-from waterflow.step import Step, flatten
+from waterflow.step import Step
 
 
 @dataclass
@@ -30,14 +29,17 @@ class Forecast:
     name: str
     plan: Plan | None = None
     verdict: str = ""
-    error: str | None = None
+    error: Exception | None = None
     opaque_reason: str | None = None
 
     def to_dict(self, groups: bool) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
         made: dict[str, Any] = {
-            "name": self.name, "verdict": self.verdict, "error": self.error, "opaque_reason": self.opaque_reason,
-        }  # fmt: skip
+            "name": self.name,
+            "verdict": self.verdict,
+            "opaque_reason": self.opaque_reason,
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        }
         if self.plan is not None:
             made |= {
                 "persistent_bytes": self.plan.persistent,
@@ -118,11 +120,7 @@ def fit_together(
                 forecast.opaque_reason = str(error)
                 forecast.verdict = "runs eagerly: its memory is known after its first step"
             except Exception as error:
-                line = "" if isinstance(error, WaterflowError) else user_line(error.__traceback__)
-                text = " ".join(str(error).split())
-                text = text if isinstance(error, WaterflowError) else f"{type(error).__name__}: {text}"
-                forecast.error = f"job {job.name!r}: {text}" + (f" ({line})" if line else "")
-                forecast.verdict = "fails"
+                forecast.error, forecast.verdict = error, "fails"
         found.claimed = engine.claimed()
     return found
 
@@ -130,16 +128,14 @@ def fit_together(
 def _look_at(job: Job, forecast: Forecast, found: Together, engine: Engine) -> None:
     job.check()
     step, batch = _step_and_batch(job)
-    leaves, batch_spec, _ = flatten(batch)
-
-    def plan_of(cut: list[Any]) -> Plan:
-        return build(step._spec, cut, batch_spec, [], name=job.name).predicted
-
-    forecast.plan = plan = plan_of(leaves)
-    held = dataclasses.replace(plan, batch=STEPS_AHEAD * plan.batch)
+    forecast.plan = plan = step.plan_for(batch)
+    held = _as_claimed(plan)
     if held.peak > engine.room:
-        fits = largest_batch(leaves, lambda cut: _with_batches(plan_of(cut)), engine.room)
-        forecast.error = str(engine.too_large(plan, held.persistent + held.batch, fits))
+        leaves, form = pytree.tree_flatten(batch)
+        fits = largest_batch(
+            leaves, lambda cut: _as_claimed(step.plan_for(pytree.tree_unflatten(cut, form))), engine.room
+        )
+        forecast.error = engine.too_large(plan, held.persistent + held.batch, fits)
         forecast.verdict = "does not fit"
     elif not engine.would_fit(held):
         forecast.verdict = "waits for memory: until one of the others has ended"
@@ -152,7 +148,8 @@ def _look_at(job: Job, forecast: Forecast, found: Together, engine: Engine) -> N
         found.heights.append(plan.height)
 
 
-def _with_batches(plan: Plan) -> Plan:
+def _as_claimed(plan: Plan) -> Plan:
+    """With the batches that a running job holds."""
     return dataclasses.replace(plan, batch=STEPS_AHEAD * plan.batch)
 
 

@@ -17,7 +17,7 @@ _STRUCTURAL = frozenset({"amsgrad", "maximize", "nesterov", "fused", "foreach", 
 _BY_ZERO = frozenset({"momentum"})
 
 
-def flatten(batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
+def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     """Leaves, structure and shape key of a batch. Raises InvalidJobError for a batch without tensors."""
     if type(batch) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in batch) and batch:
         return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype) for t in batch])

@@ -1,0 +1,155 @@
+"""What the command's functions share: where words go, pictures, exit codes, and how busy the machine is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from waterflow.executor.timeline import Timeline
+from waterflow.references import ConfigError, one_line
+
+FAILED, WRONG_USE = 1, 2  # exit codes
+
+
+class Pictures:
+    """Takes the timeline at the end of a run, and saves its pictures to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self.files: dict[str, str] = {}
+
+    def __call__(self, timeline: Timeline) -> None:
+        """Save both, unless nothing was recorded."""
+        if len(timeline.spans) == 0:  # no trial or job came as far as a step
+            return
+        for name, file, save in (
+            ("memory", "memory.png", timeline.save_png), ("trace", "trace.json", timeline.save_trace),
+        ):  # fmt: skip
+            path = self._folder / file
+            save(path)
+            self.files[name] = str(path)
+
+
+class Terminal(contextlib.AbstractContextManager["Terminal"]):
+    """Where a command's words go: tables for people or JSON for machines to stdout, errors as lines to stderr.
+
+    Leaving it ends the command: with code 1 if something failed, with 2 if the command or its config is wrong.
+    """
+
+    def __init__(self, as_json: bool, debug: bool) -> None:
+        self.failures: dict[int, str] = {}  # of trials, by number
+        self._as_json = as_json
+        self._debug = debug
+        self._failed = False
+        width = None if sys.stdout.isatty() else 160
+        self._console = Console(width=width, highlight=False)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Terminal:
+        if self._as_json:  # what the user's code prints must not spoil it
+            self._stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.close()
+        if isinstance(error, KeyboardInterrupt):
+            typer.echo("waterflow: interrupted", err=True)
+            raise typer.Exit(130) from None
+        if isinstance(error, Exception) and not isinstance(error, typer.Exit):
+            if self._debug:
+                return
+            line = one_line(error)
+            typer.echo(f"waterflow: {line}", err=True)
+            if self._as_json:
+                typer.echo(json.dumps({"error": line}))
+            raise typer.Exit(WRONG_USE if isinstance(error, ConfigError) else FAILED) from None
+        if error is None and self._failed:
+            raise typer.Exit(FAILED)
+
+    def say(self, what: str | Table) -> None:
+        """Show people a line or a table."""
+        if not self._as_json:
+            self._console.print(what)
+
+    def files(self, pictures: Pictures | None) -> None:
+        """Say where the pictures are."""
+        if pictures is not None and pictures.files:
+            self.say(f"memory over time: {pictures.files['memory']}")
+            self.say(f"trace:            {pictures.files['trace']} (open it at https://ui.perfetto.dev)")
+
+    def fail(self, line: str, trace: str | None = None) -> None:
+        """Tell of one thing that failed; the command goes on."""
+        self._failed = True
+        typer.echo(f"waterflow: {line}", err=True)
+        if self._debug and trace:
+            typer.echo(trace, err=True)
+
+    @contextlib.contextmanager
+    def studies(self) -> Iterator[None]:
+        """Inside, Optuna's line for each trial gives way to tables and progress; what failed is told."""
+        import optuna  # sets up its logger
+
+        terminal = self
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                line = " ".join(record.getMessage().split())
+                if isinstance(record.args, tuple) and "failed with parameters" in record.msg:
+                    number, why = int(str(record.args[0])), " ".join(str(record.args[-1]).split())
+                    terminal.failures[number] = why
+                    terminal.fail(f"trial {number} failed: {why}")
+                else:
+                    typer.echo(f"optuna: {line}", err=True)
+
+        log, level = logging.getLogger("optuna"), optuna.logging.get_verbosity()
+        handler = Handler(logging.WARNING)
+        optuna.logging.disable_default_handler()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            optuna.logging.set_verbosity(level)
+            optuna.logging.enable_default_handler()
+
+    def result(self, report: dict[str, Any]) -> None:
+        """Write what machines read."""
+        if self._as_json:
+            self._stack.close()
+            typer.echo(json.dumps(report, indent=2, default=str))
+
+
+class OtherPrograms:
+    """How much of the machine's cores other programs use from now on: comparisons suffer from them."""
+
+    def __init__(self) -> None:
+        self._begin = self._look()
+
+    def share(self) -> float | None:
+        """A share of all cores; None where the system does not tell."""
+        end = self._look()
+        if self._begin is None or end is None:
+            return None
+        wall, all_, mine = (now - then for now, then in zip(end, self._begin))
+        return max(0.0, all_ - mine) / (wall * (os.cpu_count() or 1))
+
+    @staticmethod
+    def _look() -> tuple[float, float, float] | None:
+        with contextlib.suppress(OSError, ValueError), open("/proc/stat") as lines:
+            user, nice, system, _, _, *rest = map(int, next(lines).split()[1:9])
+            all_ = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+            return time.perf_counter(), all_, time.process_time()
+        return None
