@@ -27,6 +27,7 @@ from waterflow.executor.captured import CapturedStep, PlannedStep, build, captur
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
 from waterflow.partition.capture import StepSpec
+from waterflow.partition.dropout_rates import RatesMatter, rates
 from waterflow.partition.fingerprint import ambient_key
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.structure import flatten, structure_key
@@ -301,7 +302,12 @@ class Step:
         if old is not None and old.structure == structure:
             return old.captured, structure
         name = type(self.model).__name__
-        return captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name)), structure
+        try:
+            return captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name)), structure
+        except RatesMatter:
+            structure = (structure, rates(spec.model))
+            spec = replace(spec, rates_matter=True)
+            return captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name)), structure
 
     def _threads(self) -> int:
         return self.engine.intra_op if self.engine is not None else torch.get_num_threads()

@@ -475,6 +475,34 @@ def test_limit_lowered_below_what_is_queued(native: _C.Engine) -> None:
     finish(native, do(native, job, peak=60))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_limit_lowered_below_what_is_queued_behind(beside: bool, native: _C.Engine) -> None:
+    """Also behind a smaller step, that runs or waits: it would wait for ever, and the others for it."""
+    gate, begun = threading.Event(), threading.Event()
+    job = native.add_job()
+
+    def work() -> None:
+        begun.set()
+        gate.wait(20)
+
+    blocker = [do(native, native.add_job(), work, peak=95)] if beside else []
+    small = do(native, job, (lambda: None) if beside else work, peak=10)
+    large, last = do(native, job, peak=60), do(native, job, peak=1)
+    begun.wait(20)
+    native.set_capacity(50)
+    gate.set()
+    if not beside:
+        finish(native, small)
+    finish(native, *blocker)
+    deadline = time.monotonic() + 5
+    while not (large.done and last.done):
+        assert time.monotonic() < deadline, "the large step waits for ever"
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="lowered"):
+        large.outputs()
+    finish(native, do(native, job, peak=50), do(native, native.add_job(), peak=50))
+
+
 def test_nothing_starts_until_a_lower_limit_holds(native: _C.Engine) -> None:
     gate = threading.Event()
     first = do(native, native.add_job(), lambda: gate.wait(20), peak=80)
@@ -642,7 +670,7 @@ def test_first_look_at_an_opaque_job_while_another_arrives() -> None:
     def odd(**attributes: Any) -> wf.Step:
         model = Odd()
         for name, value in attributes.items():
-            setattr(type(model) if False else model, name, value)
+            setattr(model, name, value)
         return wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()), engine=engine)
 
     blocker, waiting = odd(begun=begun, gate=gate), odd()
@@ -701,7 +729,9 @@ def test_memory_as_people_write_it(memory: Any, expected: int) -> None:
     assert parse_memory(memory, available=1000) == expected
 
 
-@pytest.mark.parametrize("memory", [0, -1, 0.0, -0.5, "", "four", "4XB", "GiB", "0", True, [1], "nan", "inf", float("nan")])
+@pytest.mark.parametrize(
+    "memory", [0, -1, 0.0, -0.5, "", "four", "4XB", "GiB", "0", True, [1], "nan", "inf", float("nan"), float("inf")]
+)
 def test_memory_that_cannot_be_read(memory: Any) -> None:
     with pytest.raises(wf.InvalidJobError, match="memory"):
         parse_memory(memory, available=1000)

@@ -163,7 +163,7 @@ class CaptureCache:
                 break
             waiting.wait()
         if isinstance(entry, CaptureError):
-            raise CaptureError(entry.reason, entry.where)
+            raise type(entry)(entry.reason, entry.where)
         return entry
 
     def _build(self, key: Hashable, make: Callable[[], CapturedStep]) -> CapturedStep | CaptureError:
@@ -172,7 +172,7 @@ class CaptureCache:
             try:
                 entry = make()
             except CaptureError as error:
-                entry = CaptureError(error.reason, error.where)
+                entry = type(error)(error.reason, error.where)
             return entry
         finally:
             with self._lock:

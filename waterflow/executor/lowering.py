@@ -108,6 +108,15 @@ class _Lowering:
                     slots[where] = len(self.inputs)
                     self.inputs.append(given)
                 found[node, argument.name] = slots[where]
+        by_name = {node.name: node for node in calls}
+        rates: dict[tuple[str, str], int] = {}
+        for (node_name, argument_name), (module, share) in self.capture.dropout_rates.items():
+            if node_name not in by_name:
+                continue  # cleaned away
+            if (module, share) not in rates:
+                rates[module, share] = len(self.inputs)
+                self.inputs.append(GraphInput("number", name=module, key=share))
+            found[by_name[node_name], argument_name] = rates[module, share]
         return found
 
     # -- views that outlive the step

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from waterflow.errors import CaptureError
 from waterflow.partition import fake_rules
 from waterflow.partition.cleanup import clean_up
+from waterflow.partition.dropout_rates import StandIn, find_rates, standing_in
 from waterflow.partition.optimizers import check_optimizer, state_keys
 from waterflow.partition.surroundings import no_collections, undisturbed, user_line
 
@@ -39,7 +40,7 @@ class GraphInput:
     """One positional input of a captured graph.
 
     ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
-    ``group`` the optimizer's group; ``leaf`` the position among the batch's leaves.
+    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``; ``leaf`` the position among the batch's leaves.
     """
 
     kind: InputKind
@@ -61,6 +62,7 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     metrics: tuple[str, ...]
     update_groups: dict[str, int]
+    dropout_rates: dict[tuple[str, str], tuple[str, str]]
     seconds: float
 
     @property
@@ -82,6 +84,7 @@ class StepSpec:
     clip_value: float | None
     autocast: torch.dtype | None
     device: torch.device
+    rates_matter: bool = False  # dropout rates are constants of the graph, not inputs
 
 
 def training_parameters(spec: StepSpec) -> dict[str, nn.Parameter]:
@@ -103,6 +106,7 @@ def capture_step(spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeS
         graph_module = tracer.trace()
         tracer.tag_phases(graph_module.graph)
         groups = _update_groups(graph_module.graph, tracer)
+        rates = find_rates(graph_module.graph, tracer.stand_ins)
         clean_up(graph_module.graph)
         return Capture(
             graph=graph_module.graph,
@@ -110,6 +114,7 @@ def capture_step(spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeS
             inputs=tuple(tracer.inputs),
             metrics=tuple(tracer.metric_names),
             update_groups=groups,
+            dropout_rates=rates,
             seconds=time.perf_counter() - start,
         )
 
@@ -124,6 +129,7 @@ class _StepTracer:
         self.inputs: list[GraphInput] = []
         self.fakes: list[torch.Tensor] = []
         self.metric_names: list[str] = []
+        self.stand_ins: dict[str, StandIn] = {}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._trained = training_parameters(spec)
         self._marks: list[int] = []
@@ -269,7 +275,9 @@ class _StepTracer:
         with undisturbed(model), fake_rules.active():
             try:
                 # Only the graph is wanted: the module's Python source is not written out and compiled.
-                with self.mode, _use_lazy_graph_module(True), no_collections():
+                none: contextlib.nullcontext[dict[str, StandIn]] = contextlib.nullcontext({})
+                model_rates = none if self.spec.rates_matter else standing_in(model)
+                with model_rates as self.stand_ins, self.mode, _use_lazy_graph_module(True), no_collections():
                     self._lay_out()
                     return make_fx(self._step, pre_dispatch=False)(*self.fakes)
             except CaptureError:

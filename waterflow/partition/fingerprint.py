@@ -8,6 +8,7 @@ looked into counts by identity: it is then shared by nothing else.
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import inspect
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from waterflow.partition.dropout_rates import has_free_rate
 
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis),
@@ -126,8 +129,9 @@ class Fingerprint:
                     continue
                 seen = self._meet(tensor)
                 tensors.append((kind, name, ("seen", seen) if seen is not None else tensor_key(tensor)))
+        free = has_free_rate(module)
         attributes = tuple(
-            (name, self.of(value))
+            (name, "a rate" if free and name == "p" else self.of(value))
             for name, value in state.items()
             if name not in _MODULE_DICTS and not (isinstance(value, dict) and not value)
         )
@@ -145,7 +149,8 @@ class Fingerprint:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    names = set(code.co_names)
+    # Not co_names, which holds attributes as well.
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.update(_names(constant))

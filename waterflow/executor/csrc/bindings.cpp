@@ -232,6 +232,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("rate", Binding::Kind::rate);
   binding.def(py::init<std::shared_ptr<Program>>())
       .def("set_input", &Binding::set_input)
+      .def("set_number", &Binding::set_number)
       .def("set_generator",
            [](Binding& self, const std::optional<at::Generator>& generator) {
              self.set_generator(generator.value_or(at::Generator()));
