@@ -133,7 +133,7 @@ def test_the_message_names_the_operation(how: str, engine: Engine | None) -> Non
     with pytest.raises(wf.StepError, match=INDEXING[how]) as caught:
         job(words(1, bad=1)[0])
     text = str(caught.value)
-    assert "'wordy'" in text and "forward" in text and any(w in text for w in ("out of", "not in the range"))
+    assert "'wordy'" in text and "forward" in text and any(w in text for w in ("out of", "valid range"))
     assert isinstance(caught.value, RuntimeError)
     assert job.opaque_reason is None
 

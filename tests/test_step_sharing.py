@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,7 +62,9 @@ def test_a_hit_is_fast(captures: Any) -> None:
     assert min(seconds[1:]) < seconds[0] / 5
 
 
-@pytest.mark.parametrize("name", ["mlp_dropout", "cnn_bn", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba", "tacotron2"])
+@pytest.mark.parametrize(
+    "name", ["mlp_dropout", "cnn_bn", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba", "tacotron2"]
+)
 def test_models_of_the_zoo_are_captured_once(name: str, captures: Any) -> None:
     zoo = SMALL[name]
     batch = zoo.batch(2, torch.Generator().manual_seed(0))
@@ -306,7 +309,69 @@ class Powered(Net):
 def test_models_that_differ(kind: str, captures: Any) -> None:
     for model in DIFFERENT[kind]:
         compare(making(model), images(3))
-    assert captures.captures == 2
+    # A dropout's rate is an input of its own.
+    assert captures.captures == (1 if kind == "dropout" else 2)
+
+
+class Dropping(Net):
+    """Uses its dropout's rate, or another dropout beside it, in some way."""
+
+    def __init__(self, rate: float, how: str) -> None:
+        super().__init__(dropout=rate)
+        self.how = how
+        self.other = nn.Dropout(0.25)
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.25)
+        self.twice = self.drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        rate = self.drop.p
+        x = {
+            "plain": lambda: x,
+            "two": lambda: self.other(x),
+            "under two names": lambda: self.twice(x),
+            "functional": lambda: F.dropout(x, 0.25),
+            "functional of this rate": lambda: F.dropout(x, rate, self.training),
+            "functional of half the rate": lambda: F.dropout(x, rate / 2),
+            "attention": lambda: self.attention(x, x, x)[0],
+            "times a quarter": lambda: x * 0.25 + 0.75,
+            "times the rate": lambda: x * rate,
+            "rate times": lambda: rate * x,
+            "root": lambda: x * math.sqrt(rate),
+            "tensor": lambda: x * torch.tensor(rate),
+            "numpy": lambda: x * float(np.exp(rate)),
+            "exponential": lambda: x * math.exp(rate),
+            "largest": lambda: x * max(rate, 0.3),
+            "compared": lambda: x * (2 if rate > 0.3 else 1),
+            "present": lambda: x * (2 if rate > 0 else 1),
+            "string": lambda: x * len(f"{rate}"),
+            "list": lambda: x * torch.as_tensor([rate] * 16),
+            "bernoulli": lambda: x * torch.bernoulli(torch.full_like(x, rate)),
+        }[self.how]()
+        return self.last(self.drop(x))
+
+
+RATES = [0.5, 0.25, 0.1, 0.0, 1.0, 0.5]
+HOWS = ["plain", "two", "under two names", "functional", "functional of this rate", "functional of half the rate",
+        "attention", "times a quarter", "times the rate", "rate times", "root", "tensor", "numpy", "exponential",
+        "largest", "compared", "present", "string", "list", "bernoulli"]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_dropout_rates(how: str, captures: Any) -> None:
+    """Jobs that differ in a rate share a capture where the rate is nothing else than that."""
+    for rate in RATES:
+        compare(making(partial(Dropping, rate, how)), images(2))
+    if how in ("plain", "two", "under two names"):
+        assert captures.captures <= 3, "one for all rates between 0 and 1, and one each for 0 and 1"
+
+
+@pytest.mark.parametrize("how", ["plain", "two", "functional", "attention", "root"])
+def test_dropout_rates_changed_between_steps(how: str) -> None:
+    def during(model: Any, optimizer: Optimizer) -> Any:
+        return lambda number: setattr(model.drop, "p", RATES[number])
+
+    compare(making(partial(Dropping, 0.3, how)), images(6), during=during)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "enumeration", "nested settings", "set of names", "data class"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +20,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import waterflow as wf
+from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import Net, images, same_bits
 from waterflow.executor.engine import Engine
 from waterflow.executor.runner import JobRunner
@@ -77,27 +76,6 @@ def bystanders() -> dict[str, wf.JobResult]:
 def assert_unharmed(results: wf.Results, bystanders: dict[str, wf.JobResult]) -> None:
     for name, expected in bystanders.items():
         assert_same_result(results[name], expected)
-
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Neither threads nor changed thread counts stay behind."""
-    before = threads(), threading.active_count()
-    yield
-    until = time.monotonic() + 2
-    while (threads(), threading.active_count()) > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threads() <= before[0] + 1  # torch starts one of its own for the first backward pass
-    assert threading.active_count() == before[1]
-    fresh: list[int] = []
-    thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert torch.get_num_threads() == 1 and fresh == [1]
 
 
 # -- results
@@ -232,7 +210,7 @@ def exits() -> Iterator[Any]:
 
 class BrokenScheduler(StepLR):
     def step(self, *_: Any) -> None:
-        if self.last_epoch >= 0 and self._step_count > 1:
+        if self.last_epoch >= 0:
             raise Broken("broken on purpose")
         super().step()
 
@@ -272,7 +250,7 @@ FAILURES: dict[str, tuple[dict[str, Any], type[BaseException], str, int]] = {
     "data read once": ({"data": iter(BATCHES)}, wf.InvalidJobError, "can be read only once", 4),
     "data without tensors": ({"data": [(1, 2)]}, wf.InvalidJobError, "at least one tensor", 0),
     "a batch that does not fit": ({"data": [*BATCHES, images(1, shape=(5,))[0]]}, RuntimeError, "8x5 and 6x16", 4),
-    "a target out of range": ({"data": [*BATCHES, (BATCHES[0][0], BATCHES[0][1] + 9)]}, wf.StepError, "Target 9", 4),
+    "a target out of range": ({"data": [*BATCHES, (BATCHES[0][0], BATCHES[0][1] + 9)]}, wf.StepError, "Target .* out of", 4),
     "an index out of range": ({"model": Embedded, "data": out_of_range(), "evaluate": None}, wf.StepError,
                               "embedding.* of step 'bad' failed: index out of range", 2),
     "loss": ({"loss": raising}, Broken, "on purpose", 0),
@@ -320,7 +298,7 @@ def test_losses_that_are_not_finite_where_they_are_allowed() -> None:
     assert result.status == "completed" and result.steps == 8 and result.losses[-1] != result.losses[-1]
 
 
-def test_a_failed_job_frees_its_memory() -> None:
+def test_a_failed_job_frees_its_memory(no_captures: Any) -> None:
     class Watched(Net):
         alive = 0
 
@@ -332,6 +310,7 @@ def test_a_failed_job_frees_its_memory() -> None:
             type(self).alive -= 1
 
     results = wf.train([make("bad", model=Watched, evaluate=raising)], on_error="continue")
+    no_captures.clear()
     assert results[0].traceback is not None and "raising" in results[0].traceback
     assert Watched.alive == 0
 

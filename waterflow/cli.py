@@ -135,22 +135,28 @@ def _show_times(terminal: Terminal, report: dict[str, Any]) -> None:
     terminal.say(table)
     if eager is None:
         return
+    shares = [pace["others_share"] for pace in (ours, eager)]
+    faster = f"{report['times_faster']:.2f} times as fast"
+    if None not in shares and max(shares) > _BUSY:
+        terminal.say(
+            f"[yellow]Other programs used {shares[0]:.0%} of this machine's cores during the first run and "
+            f"{shares[1]:.0%} during the second, which tells on a run of several threads most: compare again when it "
+            f"is quiet.[/yellow] As it was, {faster}."
+        )
+    else:
+        terminal.say(f"[bold]{faster}[/bold]")
     terminal.say(
-        f"[bold]{report['times_faster']:.2f} times as fast.[/bold] Both trained the same hyperparameters from the same "
-        "weights on the same batches, with the same pruner, which decides by what it has seen: the numbers of steps "
-        "may differ a little."
+        "Both trained the same hyperparameters from the same weights on the same batches, with the same pruner, which "
+        "decides by what it has seen: the numbers of steps may differ a little."
     )
     terminal.say(
         f"waterflow: {ours['lanes']} lanes of one thread each; its time includes {ours['captures']} captures, "
         "sampling, and recording the pictures."
     )
-    terminal.say(f"eager: one trial after the other, {eager['threads']} threads (torch's default), fused optimizers.")
-    shares = [pace["others_share"] for pace in (ours, eager)]
-    if None not in shares and max(shares) > _BUSY:
-        terminal.say(
-            f"[yellow]Other programs used {shares[0]:.0%} of this machine's cores during the first run and "
-            f"{shares[1]:.0%} during the second: take the times as a rough guide.[/yellow]"
-        )
+    terminal.say(
+        f"eager: one trial after the other, {eager['threads']} threads (torch's default), fused optimizers; "
+        "its hyperparameters were given, not sampled."
+    )
 
 
 # -- study

@@ -27,7 +27,8 @@ class Job:
     Args:
         name: Shown in results, messages and pictures.
         model: A function that makes the module (it is called once, with the job's own random numbers), or a module.
-        data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one.
+        data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one. A
+            function that makes an iterator is called for each epoch.
             A DataLoader that several jobs share is shuffled for each with the job's own random numbers; an iterable
             that keeps a generator of its own is better made by a function.
         optimizer: A function of the parameters that makes a ``torch.optim`` optimizer.

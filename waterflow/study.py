@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import logging
 import queue
+import signal
 import threading
 import time
 import warnings
@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import optuna
+import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from waterflow import _C
 from waterflow.errors import JobCancelled, StudyError
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
-from waterflow.executor.engine import Engine, within
-from waterflow.executor.runner import JobRunner, StopJob
+from waterflow.executor.engine import Engine, current_worker, within
+from waterflow.executor.runner import JobRunner, StopJob, break_off, draw_seed, evaluating
 from waterflow.executor.timeline import Timeline
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, Results
@@ -34,8 +36,9 @@ logger = logging.getLogger("waterflow")
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
 
-# Ctrl-C returns within two seconds: this is how long running trials get to notice it.
-INTERRUPT_SECONDS = 1.5
+# Ctrl-C returns within two seconds: trials get this long to come to a group boundary, and then to break off.
+STOP_SECONDS = 0.5
+BREAK_OFF_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def optimize(
     ``objective`` is an ordinary Optuna objective in whose loop a ``waterflow.Step`` trains, or a function that
     returns a ``waterflow.Job``; the job is then trained, reported to the pruner after each evaluation, and its
     ``value`` is told (its first metrics, in a study with several objectives). Each trial runs on a thread of its own.
+    torch's default generator belongs to all of them: an objective with a loop of its own draws from a
+    ``torch.Generator`` that it makes, also for its Step (``generator=``); a Job draws from its own numbers.
 
     Args:
         study: Any Optuna study: in memory, RDB or journal storage, one objective or several.
@@ -88,6 +93,7 @@ def optimize(
         show_progress_bar: One line of progress, where there is a terminal.
         deterministic: Ask, report, prune and tell in an order that follows training steps, not the clock: the same
             seeds then give the same study twice. Needs a whole number as ``max_concurrent``, and no ``timeout``.
+            What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
         timeline: Called at the end with the record of the run, to save its pictures.
 
     Returns:
@@ -97,7 +103,7 @@ def optimize(
         StudyError: Settings that contradict each other.
         Exception: What a trial raised and ``catch`` does not name, after the other running trials have ended.
     """
-    _check(study, n_trials, timeout, max_concurrent, deterministic)
+    _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic)
     caught = tuple(catch) if isinstance(catch, Iterable) else (catch,)
     with Engine(device, memory=memory, lanes=lanes, intra_op=intra_op) as engine:
         if timeline is not None:
@@ -110,9 +116,21 @@ def optimize(
     return summary
 
 
-def _check(study: Any, n_trials: Any, timeout: Any, max_concurrent: Any, deterministic: bool) -> None:
+def _check(
+    study: Any, objective: Any, n_trials: Any, timeout: Any, max_concurrent: Any, callbacks: Any, deterministic: bool
+) -> None:
     if not isinstance(study, optuna.Study):
-        raise StudyError(f"study must be an optuna.Study; got {type(study).__name__}")
+        raise StudyError(
+            f"study must be an optuna.Study, such as optuna.create_study() makes; got {type(study).__name__}"
+        )
+    if not callable(objective):
+        advice = "; return the Job from a function of the trial" if isinstance(objective, Job) else ""
+        raise StudyError(f"objective must be a function of a trial; got {type(objective).__name__}{advice}")
+    for name, value in (("n_trials", n_trials), ("timeout", timeout)):
+        if value is not None and not isinstance(value, (int, float)):
+            raise StudyError(f"{name} must be a number or None; got {value!r}")
+    if callable(callbacks):
+        raise StudyError("callbacks takes a list; put the one you have into brackets")
     if max_concurrent != "auto" and (not isinstance(max_concurrent, int) or max_concurrent < 1):
         raise StudyError(f"max_concurrent must be 'auto' or a positive integer; got {max_concurrent!r}")
     if n_trials is not None and n_trials < 0:
@@ -125,7 +143,10 @@ def _check(study: Any, n_trials: Any, timeout: Any, max_concurrent: Any, determi
     if deterministic and timeout is not None:
         raise StudyError("deterministic=True and timeout= contradict each other; limit the study with n_trials=")
     if _in_loop(study):
-        raise StudyError("optimize() was called inside an objective or a callback of the same study")
+        raise StudyError(
+            "optimize() was called inside an objective or a callback of the same study; call it after the first has "
+            "returned, or give the inner one a study of its own"
+        )
 
 
 @dataclass
@@ -133,6 +154,7 @@ class _Worker:
     """A trial under way, and how it ended."""
 
     trial: Trial
+    seed: int  # for a job that has none
     thread: threading.Thread | None = None
     runner: JobRunner | None = None
     value: Any = None
@@ -140,6 +162,12 @@ class _Worker:
     state: TrialState | None = None
     error: BaseException | None = None
     told: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, seconds: float = 1.0) -> None:
+        """The study knows how it ended: its thread ends, too."""
+        self.told.set()
+        if self.thread is not None and self.thread.ident is not None:
+            self.thread.join(timeout=seconds)
 
 
 class _Coordinator:
@@ -159,6 +187,7 @@ class _Coordinator:
             AutoConcurrency(engine.lanes, lambda: engine.native.lane_busy_ns) if max_concurrent == "auto" else None
         )
         self._gc_after_trial = gc_after_trial
+        self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
         self._running: dict[int, _Worker] = {}
         self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._results: list[tuple[int, JobResult]] = []
@@ -182,19 +211,23 @@ class _Coordinator:
                 or (timeout is not None and time.perf_counter() - started >= timeout)
             )
 
-        with _loop(self._study):
+        with _loop(self._study, self._clock):
             try:
                 self._fill(wanted, 0)
                 while self._running or wanted():
                     worker = self._next_ended()
                     if worker is not None:
-                        self._tell(worker, catch, callbacks, progress)
-                        self._fill(wanted, self._leave(worker), worker)
+                        try:
+                            self._tell(worker, catch, callbacks, progress)
+                            self._fill(wanted, self._leave(worker))
+                        finally:
+                            worker.end()
                     elif self._auto is not None:
                         self._at_once = self._auto.update(len(self._running), self._memory_allows())
                         self._fill(wanted, 0)
             except BaseException:
-                self._interrupt()
+                with _uninterrupted():
+                    self._interrupt()
                 raise
         if self._failure is not None:
             raise self._failure
@@ -202,17 +235,23 @@ class _Coordinator:
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
         results = Results(result for _, result in sorted(self._results, key=lambda pair: pair[0]))
         return StudySummary(
-            self._asked, seconds, self._engine.native.steps_done, captures.captures - captured, self._most, busy, results
+            trials=self._asked,
+            seconds=seconds,
+            steps=self._engine.native.steps_done,
+            captures=captures.captures - captured,
+            most_at_once=self._most,
+            lane_busy=busy,
+            results=results,
         )
 
     # -- asking
 
-    def _fill(self, wanted: Callable[[], bool], time_: int, ended: _Worker | None = None) -> None:
+    def _fill(self, wanted: Callable[[], bool], time_: int) -> None:
         fresh = []
         while len(self._running) < self._at_once and wanted():
-            trial = self._ask()
-            worker = _Worker(trial)
-            self._running[trial.number] = worker
+            with _uninterrupted():
+                trial = self._ask()
+                worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds))
             self._asked += 1
             if self._clock is not None:
                 self._clock.join(trial.number, time_)
@@ -223,8 +262,6 @@ class _Coordinator:
             name = f"trial-{worker.trial.number}"
             worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
             worker.thread.start()
-        if ended is not None:
-            ended.told.set()
 
     def _ask(self) -> Trial:
         _fail_stale(self._study)
@@ -244,7 +281,8 @@ class _Coordinator:
     def _work(self, worker: _Worker) -> None:
         trial = worker.trial
         _set_in_loop(self._study, True)
-        with within(self._engine, trial.number), _single_threaded(self._engine.intra_op):
+        _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
+        with contextlib.suppress(JobCancelled), within(self._engine, trial.number):
             try:
                 with _heartbeat(trial, self._study):
                     value = self._objective(trial)
@@ -253,12 +291,14 @@ class _Coordinator:
                 worker.state, worker.error = TrialState.PRUNED, pruned
             except BaseException as error:
                 worker.state, worker.error = TrialState.FAIL, error
-            turn = self._clock.turn(trial.number) if self._clock is not None else contextlib.nullcontext()
-            with turn:
+            with self._turn(worker):
                 close_steps_of_thread()
                 self._ended.put(worker)
                 if self._clock is not None:
                     worker.told.wait()
+
+    def _turn(self, worker: _Worker) -> contextlib.AbstractContextManager[None]:
+        return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()
 
     def _train(self, worker: _Worker, job: Job) -> Any:
         trial = worker.trial
@@ -267,14 +307,15 @@ class _Coordinator:
         def on_epoch(epoch: int, metrics: Metrics) -> None:
             if not single:
                 return
-            with self._clock.turn(trial.number) if self._clock is not None else contextlib.nullcontext():
+            with self._turn(worker):
                 trial.report(next(iter(metrics.values())), epoch)
                 if trial.should_prune():
                     raise StopJob
 
-        worker.runner = JobRunner(job, self._engine, on_epoch)
-        result = worker.runner.run()
-        worker.result = result
+        worker.runner = JobRunner(
+            job, self._engine, on_epoch, seed=worker.seed, in_order=lambda: self._turn(worker)
+        )
+        result = worker.result = worker.runner.run()
         if result.status == "pruned":
             raise optuna.TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
         if result.error is not None:
@@ -296,17 +337,19 @@ class _Coordinator:
         progress: ProgressLine,
     ) -> None:  # fmt: skip
         trial, error = worker.trial, worker.error
+        with _uninterrupted():
+            try:
+                told = _tell_quietly(self._study, trial, worker.value, worker.state, error)
+            except Exception as failure:  # a sampler's own
+                self._failure = self._failure or failure
+                return
+            finally:
+                del self._running[trial.number]
         if worker.result is not None:
             self._results.append((trial.number, worker.result))
-        try:
-            told = _tell_quietly(self._study, trial, worker.value, worker.state, error)
-        except Exception as failure:  # a sampler's or pruner's own
-            self._failure = self._failure or failure
-            return
-        finally:
-            del self._running[trial.number]
         if worker.state == TrialState.FAIL and error is not None and not isinstance(error, catch):
             self._failure = self._failure or error
+            return
         if self._gc_after_trial:
             gc.collect()
         for callback in callbacks:
@@ -323,22 +366,53 @@ class _Coordinator:
 
     def _interrupt(self) -> None:
         """Ctrl-C, or a callback that raised: stop what runs, and leave no trial RUNNING."""
-        deadline = time.monotonic() + INTERRUPT_SECONDS
+        workers = list(self._running.values())
         if self._clock is not None:
             self._clock.open()
-        for worker in self._running.values():
+        for worker in workers:
             worker.told.set()
             if worker.runner is not None:
                 threading.Thread(target=worker.runner.stop, args=("interrupted",), daemon=True).start()
-            elif worker.thread is not None and worker.thread.ident is not None:
-                _raise_in(worker.thread.ident, JobCancelled)
-        for worker in self._running.values():
-            if worker.thread is not None:
-                worker.thread.join(timeout=max(0.0, deadline - time.monotonic()))
-        for worker in self._running.values():
+            else:
+                self._break_off(worker)
+        _end_all(workers, STOP_SECONDS)
+        for worker in workers:
+            self._break_off(worker)
+        _end_all(workers, BREAK_OFF_SECONDS)
+        for worker in workers:
             with contextlib.suppress(Exception):
                 self._study.tell(worker.trial, state=TrialState.FAIL)
         self._running.clear()
+
+    def _break_off(self, worker: _Worker) -> None:
+        if worker.thread is None or not worker.thread.is_alive():
+            return
+        if worker.runner is not None:
+            worker.runner.break_off()
+        elif worker.thread.ident is not None:
+            break_off(worker.thread.ident)
+
+
+def _end_all(workers: Sequence[_Worker], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for worker in workers:
+        worker.end(max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block is through: a trial is asked for and known here, or told and forgotten."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 # What follows is all that touches Optuna's private names, with a way around each where it is missing.
@@ -359,13 +433,28 @@ def _set_in_loop(study: optuna.Study, value: bool) -> None:
 
 
 @contextlib.contextmanager
-def _loop(study: optuna.Study) -> Iterator[None]:
+def _loop(study: optuna.Study, clock: VirtualClock | None) -> Iterator[None]:
     study._stop_flag = False
     _set_in_loop(study, True)
+    if clock is not None:
+        study.stop = _stop_in_turn(study, clock)  # type: ignore[method-assign]
     try:
         yield
     finally:
         _set_in_loop(study, False)
+        if clock is not None:
+            del study.stop
+
+
+def _stop_in_turn(study: optuna.Study, clock: VirtualClock) -> Callable[[], None]:
+    stop = study.stop
+
+    def call() -> None:
+        worker = current_worker()
+        with clock.turn(worker) if worker is not None else contextlib.nullcontext():
+            stop()
+
+    return call
 
 
 def _stopped(study: optuna.Study) -> bool:
@@ -392,8 +481,8 @@ def _tell_quietly(
 ) -> FrozenTrial:
     """Tell, and log what became of the trial as Optuna does."""
     number = trial.number
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         told = study.tell(trial, None if state is not None else value, state=state)
     log = logging.getLogger("optuna.study.study")
     if told.state == TrialState.COMPLETE:
@@ -402,8 +491,8 @@ def _tell_quietly(
     elif told.state == TrialState.PRUNED:
         log.info("Trial %d pruned. %s", number, error)
     else:
-        why = repr(error) if error is not None else f"the value {value!r} could not be told"
-        log.warning("Trial %d failed with parameters: %s because of: %s", number, told.params, why)
+        why = repr(error) if error is not None else "; ".join(str(warning.message) for warning in said)
+        log.warning("Trial %d failed with parameters: %s because of: %s", number, told.params, why, exc_info=error)
     return told
 
 
@@ -428,6 +517,11 @@ def _in_turn(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if evaluating():
+            raise StudyError(
+                f"trial.{name}() inside evaluate of a Job: that would wait for other trials while it keeps their lane. "
+                "Return the number from evaluate, and it is reported; suggest values before the Job is made"
+            )
         with self._waterflow_clock.turn(self.number):
             return method(self, *args, **kwargs)
 
@@ -443,19 +537,3 @@ def _take_turns(trial: Trial, clock: VirtualClock) -> None:
     # A new object would ask the sampler again.
     trial.__class__ = _InTurn
     trial._waterflow_clock = clock  # type: ignore[attr-defined]
-
-
-# Threads.
-
-
-@contextlib.contextmanager
-def _single_threaded(intra_op: int) -> Iterator[None]:
-    """Eager work of a trial's thread uses as many threads as a lane does, so that lanes keep their cores."""
-    from waterflow import _C
-
-    _C.set_threads_here(intra_op)
-    yield
-
-
-def _raise_in(thread: int, error: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))

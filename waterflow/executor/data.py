@@ -31,8 +31,9 @@ class Batches:
         self._generator = generator
         order = torch.Generator()
         order.set_state(generator.get_state())
+        self._make = data if callable(data) and not isinstance(data, Iterable) else lambda: data
         with self._own_numbers():
-            source = data() if callable(data) and not isinstance(data, Iterable) else data
+            source = self._make()
         if not isinstance(source, Iterable):
             raise InvalidJobError(
                 f"data of job {name!r} made a {type(source).__name__}, which cannot be iterated; "
@@ -50,6 +51,8 @@ class Batches:
     def epoch(self) -> Iterator[Any]:
         """One pass over the data. Raises InvalidJobError when it holds no batch."""
         with self._own_numbers():
+            if self._passes and isinstance(self._source, Iterator):
+                self._source = self._make()
             iterator = self._reading = iter(self._source)
         self._passes += 1
         for count in itertools.count():

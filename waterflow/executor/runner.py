@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError, JobCancelled, NonFiniteLossError
+from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError, NonFiniteLossError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.job import Job, JobResult, Metrics, Status
+from waterflow.partition.plan import format_bytes, opaque_plan
 from waterflow.step import Pending, Step
 
 # Steps handed to the engine before the first of them is done, and batches that a job holds: one runs, and one waits
@@ -42,6 +43,14 @@ class StopJob(Exception):
 def break_off(thread: int) -> None:
     """Raise JobCancelled in Python code that runs on a thread, given by ``threading.get_ident()``."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(JobCancelled))
+
+
+_local = threading.local()
+
+
+def evaluating() -> bool:
+    """Whether the calling thread is inside a job's ``evaluate``, and so keeps a lane."""
+    return getattr(_local, "evaluating", False)
 
 
 class JobRunner:
@@ -100,8 +109,8 @@ class JobRunner:
         try:
             with self._breakable():
                 with self._in_order():
-                    model = self._build()
-                self._train(model)
+                    self._build()
+                self._train()
         except StopJob:
             status = "pruned"
         except JobCancelled as cancelled:
@@ -129,7 +138,7 @@ class JobRunner:
             _let_go(error)
             self.step = self._batches = self._scheduler = None
 
-    def _build(self) -> nn.Module:
+    def _build(self) -> None:
         job = self.job
         self._check_stop()
         if isinstance(job.model, nn.Module):
@@ -156,9 +165,8 @@ class JobRunner:
         self._batches = Batches(job.name, job.data, self._data_numbers)
         with contextlib.suppress(TypeError):
             self.batches_per_epoch = len(self._batches)
-        return model
 
-    def _train(self, model: nn.Module) -> None:
+    def _train(self) -> None:
         for epoch in range(self.job.epochs):
             losses = self._train_epoch()
             if not self.job.allow_non_finite and not all(map(math.isfinite, losses)):
@@ -167,7 +175,7 @@ class JobRunner:
                     f"the loss of job {self.job.name!r} became {losses[first]} in epoch {epoch}, step {first}. "
                     "Lower the learning rate, clip gradients, or pass allow_non_finite=True"
                 )
-            metrics = self._evaluate(model)
+            metrics = self._evaluate()
             if metrics is None:
                 metrics = {"loss": sum(losses) / len(losses)}
             self._metrics.append(metrics)
@@ -205,26 +213,31 @@ class JobRunner:
             self._losses.extend(_numbers(losses))
         return self._losses[before:]
 
-    def _evaluate(self, model: nn.Module) -> Metrics | None:
+    def _evaluate(self) -> Metrics | None:
         evaluate = self.job.evaluate
         if evaluate is None:
             return None
         self._check_stop()
+        assert self.step is not None
 
         def work() -> Any:
+            assert self.step is not None
+            model = self.step.model
             model.eval()
+            _local.evaluating = True
             try:
                 with torch.no_grad(), self._breakable():
                     return evaluate(model)
             finally:
+                _local.evaluating = False
                 model.train()
 
-        assert self.step is not None
         if self.engine is None:
             return _as_metrics(self.job.name, work())
         assert self.step.job is not None
         plan = None
         if self._eager_height is not None:
+            self._claim_for_evaluation(self._eager_height)
             plan = _C.GroupPlan(ends=[1], peak=[self._eager_height], after=[0])
         try:
             result, height = self.engine.run_eager(self.step.job, work, plan)
@@ -232,6 +245,22 @@ class JobRunner:
             raise JobCancelled(str(error)) from None
         self._eager_height = max(height, self._eager_height or 0)
         return _as_metrics(self.job.name, result)
+
+    def _claim_for_evaluation(self, height: int) -> None:
+        assert self.engine is not None and self.step is not None and self.step.job is not None
+        step = self.step.plan
+        if height <= step.height:
+            return
+        needed = opaque_plan(self.job.name, height, persistent=step.persistent, batch=step.batch)
+        try:
+            self.engine.claim(self.step.job, needed, batches=self.step.batches_ahead)
+        except MemoryLimitError as error:
+            raise MemoryLimitError(
+                f"evaluate of job {self.job.name!r} reaches {format_bytes(height)} above the job's state, which the "
+                f"limit of {format_bytes(error.limit)} does not leave. Evaluate in smaller batches, train fewer jobs "
+                "at once, or raise memory=.",
+                needed=error.needed, limit=error.limit,
+            ) from None  # fmt: skip
 
     @contextlib.contextmanager
     def _breakable(self) -> Iterator[None]:
