@@ -127,7 +127,7 @@ def test_one_lane_and_more_lanes_than_jobs() -> None:
             assert_all_as_alone(names, together(names, engine))
 
 
-def tight_limit(names: Sequence[str], slack: float) -> tuple[int, int]:
+def tight_limit(names: Sequence[str], slack: float) -> int:
     """A limit in which all states fit, and steps only ``slack`` of the way between one and all of them."""
     persistent, heights = 0, []
     for seed, name in enumerate(names):
@@ -137,14 +137,14 @@ def tight_limit(names: Sequence[str], slack: float) -> tuple[int, int]:
         # The first steps are issued with the predicted plan.
         heights.append(max(step.plan.height, step.predicted_height))
     room = max(heights) + int(slack * (sum(heights) - max(heights)))
-    return persistent + room, room
+    return persistent + room
 
 
 @pytest.mark.parametrize("seed", range(10, 14))
 @pytest.mark.parametrize("slack", [0.0, 0.3])
 def test_tight_memory(seed: int, slack: float) -> None:
     names = mix_of(seed)
-    limit, room = tight_limit(names, slack)
+    limit = tight_limit(names, slack)
     with Engine(memory=limit, lanes=3, reserve=0) as engine:
         assert_all_as_alone(names, together(names, engine))
         assert 0 < engine.native.peak_held <= engine.limit
@@ -156,7 +156,7 @@ def test_tight_memory(seed: int, slack: float) -> None:
 def test_random_mixes(seed: int) -> None:
     draw = random.Random(seed)
     names = mix_of(seed, count=draw.randint(2, 6))
-    limit, _ = tight_limit(names, draw.random()) if draw.random() < 0.5 else (4096 * MiB, 0)
+    limit = tight_limit(names, draw.random()) if draw.random() < 0.5 else 4096 * MiB
     with Engine(memory=limit, lanes=draw.randint(1, 4), reserve=0) as engine:
         assert_all_as_alone(names, together(names, engine))
         engine.native.check()

@@ -143,11 +143,19 @@ def test_study_goes_on_in_a_storage_and_tells_of_failures(folder: Path):
     )
     ended = run("study", path)
     assert ended.exit_code == 1
-    assert lines(ended.stderr) == ["waterflow: trial 1 failed: ValueError('boom in trial 1')"]
+    (line,) = lines(ended.stderr)
+    assert line.startswith("waterflow: trial 1 failed: ValueError: boom in trial 1 (") and "code.py" in line
     assert "complete" in ended.stdout and "fail" in ended.stdout
     ended = run("study", path, "--json")  # trials 2 and 3: none fails
     assert ended.exit_code == 0
     assert [t["state"] for t in json.loads(ended.stdout)["trials"]] == ["complete", "fail", "complete", "complete"]
+
+
+def test_trials_that_return_no_number_are_told(folder: Path):
+    (folder / "code.py").write_text(USER_CODE + "\ndef nothing(trial): return None\n")
+    ended = run("study", config(folder, "objective: code.py:nothing\nn_trials: 1\n"))
+    (line,) = lines(ended.stderr)
+    assert ended.exit_code == 1 and line.startswith("waterflow: trial 0 failed: ") and "None" in line
 
 
 def test_study_that_builds_jobs(folder: Path):

@@ -655,7 +655,7 @@ def test_metrics_own_their_memory(engine: Engine | None) -> None:
     def step(model: Net, batch: Any) -> Any:
         output = model(batch[0])
         views = {"weight": model.first.weight.t(), "row": model.first.weight[0], "mean": model.norm.running_mean}
-        views |= {"input": batch[0].view(-1), "target": batch[1], "output": output[:2], "buffer": model.norm.running_var}
+        views |= {"input": batch[0].view(-1), "target": batch[1], "output": output[:2]}
         return F.cross_entropy(output, batch[1]), views
 
     torch.manual_seed(0)
@@ -992,3 +992,54 @@ def test_constructor_is_documented() -> None:
     text = inspect.getdoc(wf.Step) or ""
     for name in inspect.signature(wf.Step).parameters:
         assert f"{name}:" in text, name
+
+
+# -- memory formats: fake tensors predict strides that real kernels do not always return
+
+
+class Folded(nn.Module):
+    """Convolutions whose operands lie in memory in some order of their own."""
+
+    def __init__(self, kernel: int, stride: int, groups: int, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.first = nn.Conv2d(4, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.middle = nn.Conv2d(8, 8, kernel, stride=stride, groups=groups, padding=kernel // 2, bias=False)
+        self.last = nn.Linear(8, 4)
+        if where == "weights":
+            self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "input":
+            x = x.contiguous(memory_format=torch.channels_last)
+        x = torch.relu(self.norm(self.first(x)))
+        if self.where == "inside":
+            x = x.contiguous(memory_format=torch.channels_last)
+        if self.where == "permuted":
+            x = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        return self.last(self.middle(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("where", ["nowhere", "input", "inside", "permuted", "weights"])
+@pytest.mark.parametrize(("kernel", "stride", "groups"), [(1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 8), (5, 2, 2)])
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_memory_formats(kernel: int, stride: int, groups: int, where: str, optimizer: Any) -> None:
+    make = making(Folded, optimizer, kernel=kernel, stride=stride, groups=groups, where=where)
+    compare(make, images(3, size=2, shape=(4, 9, 9)))
+
+
+def test_transposed_and_expanded_parameters() -> None:
+    """Parameters and state that do not lie in order, as ``torch.linalg`` and loaded checkpoints make them."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Parameter(torch.randn(5, 6).t())
+            self.other = nn.Parameter(torch.randn(4, 2, 5).permute(1, 2, 0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.one @ self.other).sum(0)
+
+    compare(making(Turned, sgd), images(4))
+    compare(making(Turned, adamw), images(4))

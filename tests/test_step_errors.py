@@ -141,7 +141,7 @@ def test_the_message_names_the_operation(how: str, engine: Engine | None) -> Non
 def test_the_message_names_a_target_out_of_range(engine: Engine | None) -> None:
     model, optimizer = making()
     job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
-    with pytest.raises(wf.StepError, match="nll_loss.*out of bounds"):
+    with pytest.raises(wf.StepError, match=r"nll_loss.*out of bounds"):
         job(words(1, bad=2)[0])
 
 

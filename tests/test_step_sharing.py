@@ -30,10 +30,10 @@ def captures(no_captures: Any) -> Iterator[Any]:
     yield no_captures
 
 
-def making(model: Callable[[], nn.Module], optimizer: Any = partial(AdamW, lr=0.01)) -> Any:
+def making(model: Callable[[], nn.Module], optimizer: Any = None) -> Any:
     def make() -> tuple[nn.Module, Optimizer]:
         made = model()
-        return made, optimizer(made.parameters())
+        return made, (optimizer or partial(AdamW, lr=0.01))(made.parameters())
 
     return make
 

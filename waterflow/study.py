@@ -24,7 +24,17 @@ from waterflow.errors import JobCancelled, StudyError
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, current_worker, within
-from waterflow.executor.runner import JobRunner, StopJob, break_off, draw_seed, evaluating
+from waterflow.executor.runner import (
+    BREAK_OFF_SECONDS,
+    STOP_SECONDS,
+    JobRunner,
+    StopJob,
+    break_off,
+    draw_seed,
+    evaluating,
+    join_all,
+    stop_all,
+)
 from waterflow.executor.timeline import Timeline
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, Results
@@ -35,10 +45,6 @@ logger = logging.getLogger("waterflow")
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
-
-# Ctrl-C returns within two seconds: trials get this long to come to a group boundary, and then to break off.
-STOP_SECONDS = 0.5
-BREAK_OFF_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -163,11 +169,14 @@ class _Worker:
     error: BaseException | None = None
     told: threading.Event = field(default_factory=threading.Event)
 
-    def end(self, seconds: float = 1.0) -> None:
-        """The study knows how it ended: its thread ends, too."""
-        self.told.set()
-        if self.thread is not None and self.thread.ident is not None:
-            self.thread.join(timeout=seconds)
+    def break_off(self) -> None:
+        """Break off whatever its thread does."""
+        if self.thread is None or self.thread.ident is None or not self.thread.is_alive():
+            return
+        if self.runner is not None:
+            self.runner.break_off()
+        else:
+            break_off(self.thread.ident)
 
 
 class _Coordinator:
@@ -221,7 +230,8 @@ class _Coordinator:
                             self._tell(worker, catch, callbacks, progress)
                             self._fill(wanted, self._leave(worker))
                         finally:
-                            worker.end()
+                            worker.told.set()
+                            join_all([worker.thread], 1.0)
                     elif self._auto is not None:
                         self._at_once = self._auto.update(len(self._running), self._memory_allows())
                         self._fill(wanted, 0)
@@ -369,34 +379,19 @@ class _Coordinator:
         workers = list(self._running.values())
         if self._clock is not None:
             self._clock.open()
+        stop_all([worker.runner for worker in workers if worker.runner is not None], "interrupted")
         for worker in workers:
             worker.told.set()
-            if worker.runner is not None:
-                threading.Thread(target=worker.runner.stop, args=("interrupted",), daemon=True).start()
-            else:
-                self._break_off(worker)
-        _end_all(workers, STOP_SECONDS)
+            if worker.runner is None:
+                worker.break_off()
+        join_all([worker.thread for worker in workers], STOP_SECONDS)
         for worker in workers:
-            self._break_off(worker)
-        _end_all(workers, BREAK_OFF_SECONDS)
+            worker.break_off()
+        join_all([worker.thread for worker in workers], BREAK_OFF_SECONDS)
         for worker in workers:
             with contextlib.suppress(Exception):
                 self._study.tell(worker.trial, state=TrialState.FAIL)
         self._running.clear()
-
-    def _break_off(self, worker: _Worker) -> None:
-        if worker.thread is None or not worker.thread.is_alive():
-            return
-        if worker.runner is not None:
-            worker.runner.break_off()
-        elif worker.thread.ident is not None:
-            break_off(worker.thread.ident)
-
-
-def _end_all(workers: Sequence[_Worker], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for worker in workers:
-        worker.end(max(0.0, deadline - time.monotonic()))
 
 
 @contextlib.contextmanager
@@ -484,7 +479,7 @@ def _tell_quietly(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         told = study.tell(trial, None if state is not None else value, state=state)
-    log = logging.getLogger("optuna.study.study")
+    log = logging.getLogger("optuna.study._optimize")
     if told.state == TrialState.COMPLETE:
         if hasattr(study, "_log_completed_trial"):
             study._log_completed_trial(told.values, number, told.params)
@@ -492,7 +487,11 @@ def _tell_quietly(
         log.info("Trial %d pruned. %s", number, error)
     else:
         why = repr(error) if error is not None else "; ".join(str(warning.message) for warning in said)
-        log.warning("Trial %d failed with parameters: %s because of: %s", number, told.params, why, exc_info=error)
+        log.warning(
+            "Trial %d failed with parameters: %s because of the following error: %s.", number, told.params, why,
+            exc_info=error,
+        )  # fmt: skip
+        log.warning("Trial %d failed with value %r.", number, value)
     return told
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import typer
@@ -83,6 +84,11 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
         if not self._as_json:
             self._console.print(what)
 
+    def holds(self, table: Table) -> bool:
+        """Whether the table has room without being cut."""
+        endless = self._console.options.update(max_width=10_000)
+        return self._console.measure(table, options=endless).maximum <= self._console.width
+
     def files(self, pictures: Pictures | None) -> None:
         """Say where the pictures are."""
         if pictures is not None and pictures.files:
@@ -105,13 +111,14 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
 
         class Handler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
-                line = " ".join(record.getMessage().split())
-                if isinstance(record.args, tuple) and "failed with parameters" in record.msg:
-                    number, why = int(str(record.args[0])), " ".join(str(record.args[-1]).split())
+                said = str(record.msg)
+                if "failed with parameters" in said and isinstance(record.args, tuple):
+                    error = record.exc_info[1] if record.exc_info else None
+                    number, why = int(str(record.args[0])), one_line(error) if error else str(record.args[-1])
                     terminal.failures[number] = why
-                    terminal.fail(f"trial {number} failed: {why}")
-                else:
-                    typer.echo(f"optuna: {line}", err=True)
+                    terminal.fail(f"trial {number} failed: {why}", "".join(format_exception(error)) if error else None)
+                elif "failed with value" not in said:  # Optuna's second line on the same failure
+                    typer.echo(f"optuna: {' '.join(record.getMessage().split())}", err=True)
 
         log, level = logging.getLogger("optuna"), optuna.logging.get_verbosity()
         handler = Handler(logging.WARNING)

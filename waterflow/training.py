@@ -16,7 +16,14 @@ from torch import nn
 from waterflow import _C
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.runner import JobRunner, draw_seed
+from waterflow.executor.runner import (
+    BREAK_OFF_SECONDS,
+    STOP_SECONDS,
+    JobRunner,
+    draw_seed,
+    join_all,
+    stop_all,
+)
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
@@ -128,10 +135,12 @@ class _Training:
                     self._changed.wait(timeout=0.1)
         except BaseException:
             self._stop_all("interrupted")
+            join_all(threads, STOP_SECONDS)
+            for runner in list(self._running.values()):
+                runner.break_off()
             raise
         finally:
-            for thread in threads:
-                thread.join(timeout=10)
+            join_all(threads, BREAK_OFF_SECONDS)
         if self._failure is not None:
             raise self._failure
         return Results(self._results[number] for number in range(len(self._jobs)))
@@ -179,10 +188,8 @@ class _Training:
 
     def _stop_all(self, reason: str) -> None:
         with self._lock:
-            running = list(self._running.values())
             self._waiting.clear()
-        for runner in running:
-            runner.stop(reason)
+            stop_all(self._running.values(), reason)
 
 
 _SETTINGS = frozenset(field.name for field in fields(Job)) - {"name", "model"}

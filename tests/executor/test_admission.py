@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from waterflow._C import Admission
 
 Profile = tuple[list[int], list[int]]
@@ -377,7 +376,7 @@ def test_very_many_random_loads() -> None:
 def test_heights_that_cannot_be() -> None:
     admission = Admission(10)
     for peak, after in ([], []), ([5], [6]), ([5, 4], [5, 4]), ([5], [-1]), ([5, 6], [5]):
-        with pytest.raises(ValueError, match="group|peak"):
+        with pytest.raises(ValueError, match=r"group|peak"):
             admission.try_issue(0, peak, after)
     assert not admission.in_step(0) and admission.held == 0
     with pytest.raises(ValueError, match="negative"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from waterflow._C import CounterBarrier
 
 

@@ -106,7 +106,8 @@ def test_functions() -> None:
     assert key(make(1.0)) != key(make(1.0, 2.0))
     assert key(eval("lambda x: x + 1")) == key(eval("lambda x: x + 1")) != key(eval("lambda x: x + 2"))
     assert key(F.relu) == key(F.relu) != key(F.gelu)
-    assert key(partial(F.relu, inplace=True)) == key(partial(F.relu, inplace=True)) != key(partial(F.relu, inplace=False))
+    one, same, other = (partial(F.relu, inplace=value) for value in (True, True, False))
+    assert key(one) == key(same) != key(other)
 
 
 def test_functions_that_call_each_other() -> None:

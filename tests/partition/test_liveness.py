@@ -44,10 +44,8 @@ def slow_memory(graph: fx.Graph, instructions: list[fx.Node]) -> list[tuple[int,
     for at, node in enumerate(instructions):
         live |= {s: size for s, size in storages(node.meta.get("val")).items() if s not in inputs}
         peak = sum(live.values())
-        if at + 1 < len(instructions):
-            live = {s: size for s, size in live.items() if s in reachable[at]}
-        else:
-            live = {}
+        needed = reachable[at] if at + 1 < len(instructions) else set()
+        live = {s: size for s, size in live.items() if s in needed}
         memory.append((peak, sum(live.values())))
     return memory
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from waterflow._C import CountingAllocator
 
 import waterflow as wf
 from benchmarks.zoo import FULL, SMALL, ZooModel
 from tests.support import Net, images
-from waterflow._C import CountingAllocator
 from waterflow.partition.liveness import OperationMemory
 from waterflow.partition.profile import profiled_memory, same_requests
 

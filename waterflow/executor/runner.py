@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from waterflow.step import Pending, Step
 # Steps handed to the engine before the first of them is done, and batches that a job holds: one runs, and one waits
 # behind it or is being loaded.
 STEPS_AHEAD = 2
+# Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, and then to be broken off.
+STOP_SECONDS = 0.5
+BREAK_OFF_SECONDS = 1.0
 
 OnEpoch = Callable[[int, Metrics], None]
 InOrder = Callable[[], contextlib.AbstractContextManager[None]]
@@ -38,6 +41,20 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 
 class StopJob(Exception):
     """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
+
+
+def stop_all(runners: Iterable[JobRunner], reason: str) -> None:
+    """Stop several jobs; does not wait for their groups to end."""
+    for runner in runners:
+        threading.Thread(target=runner.stop, args=(reason,), daemon=True).start()
+
+
+def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None:
+    """Wait for threads that have been started, at most ``seconds`` for all of them."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        if thread is not None and thread.ident is not None:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def break_off(thread: int) -> None:
@@ -88,7 +105,7 @@ class JobRunner:
         self._data_numbers = torch.Generator().manual_seed(seed)
 
     def stop(self, reason: str = "stopped") -> None:
-        """End the job at its next group boundary."""
+        """End the job at its next group boundary, and wait for that."""
         with self._lock:
             self._stop = reason
             step = self.step

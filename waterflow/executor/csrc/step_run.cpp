@@ -63,11 +63,16 @@ void run_alone(StepRun& run) {
 void set_threads_here(int32_t threads) {
   static std::mutex one_at_a_time;
   std::lock_guard<std::mutex> guard(one_at_a_time);
+  // torch sets a thread's number when the thread first asks for it, over whatever was set before: ask first.
+  at::get_num_threads();
   int before = 0;
   // A fresh thread takes the number that threads start with; setting ours changes that number: put it back.
   std::thread([&] { before = at::get_num_threads(); }).join();
   at::set_num_threads(threads);
-  std::thread([&] { at::set_num_threads(before); }).join();
+  std::thread([&] {
+    at::get_num_threads();
+    at::set_num_threads(before);
+  }).join();
 }
 
 }  // namespace waterflow
