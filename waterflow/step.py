@@ -191,6 +191,13 @@ class Step:
         self._variants.clear()
         self._accumulators.clear()
 
+    def hold_batches(self, count: int) -> None:
+        """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""
+        if count > self.batches_ahead:
+            self.batches_ahead = count
+            for variant in self._variants.values():
+                variant.claimed = None
+
     # -- one call
 
     def submit(self, batch: Batch) -> Pending:

@@ -193,7 +193,7 @@ class _Coordinator:
         engine.clock = self._clock
         self._at_once = max_concurrent if max_concurrent != "auto" else engine.lanes
         self._auto = (
-            AutoConcurrency(engine.lanes, lambda: engine.native.lane_busy_ns) if max_concurrent == "auto" else None
+            AutoConcurrency(engine.lanes, lambda: [engine.native.progress_ns]) if max_concurrent == "auto" else None
         )
         self._gc_after_trial = gc_after_trial
         self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
@@ -322,9 +322,7 @@ class _Coordinator:
                 if trial.should_prune():
                     raise StopJob
 
-        worker.runner = JobRunner(
-            job, self._engine, on_epoch, seed=worker.seed, in_order=lambda: self._turn(worker)
-        )
+        worker.runner = JobRunner(job, self._engine, on_epoch, seed=worker.seed, in_order=lambda: self._turn(worker))
         result = worker.result = worker.runner.run()
         if result.status == "pruned":
             raise optuna.TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")

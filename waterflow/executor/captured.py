@@ -68,7 +68,10 @@ class PlannedStep:
 
 def _native(plan: Plan) -> _C.GroupPlan:
     return _C.GroupPlan(
-        ends=[g.end for g in plan.groups], peak=[g.peak for g in plan.groups], after=[g.after for g in plan.groups]
+        ends=[g.end for g in plan.groups],
+        peak=[g.peak for g in plan.groups],
+        after=[g.after for g in plan.groups],
+        expected_ns=int(plan.seconds * 1e9),
     )
 
 

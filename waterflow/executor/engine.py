@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ class Engine:
         self._eager = threading.Lock()
         self._closed = False
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
+        _shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
         self.names: dict[int, str] = {}
         self.persistent_log: list[tuple[int, int, str, int]] = []
@@ -289,6 +291,7 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
+            _shorten_switches(-1)
             self._changed.notify_all()
         for job in list(self.names):
             with contextlib.suppress(ValueError):
@@ -299,6 +302,24 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_open_engines = 0
+_open_lock = threading.Lock()
+_interval_before = 0.0
+# Threads that feed lanes hand the interpreter over often: at Python's 5 ms a lane of short steps would run dry.
+SWITCH_SECONDS = 1e-3
+
+
+def _shorten_switches(change: int) -> None:
+    global _open_engines, _interval_before
+    with _open_lock:
+        if _open_engines == 0 and change > 0:
+            _interval_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_SECONDS, _interval_before))
+        _open_engines += change
+        if _open_engines == 0:
+            sys.setswitchinterval(_interval_before)
 
 
 _local = threading.local()

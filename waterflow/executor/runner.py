@@ -26,6 +26,10 @@ from waterflow.step import Pending, Step
 # Steps handed to the engine before the first of them is done, and batches that a job holds: one runs, and one waits
 # behind it or is being loaded.
 STEPS_AHEAD = 2
+# Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
+BRIDGE_SECONDS = 5e-3
+MOST_STEPS_AHEAD = 16
+BATCH_SHARE = 1 / 256  # of the engine's room, for all queued batches of a job
 # Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, and then to be broken off.
 STOP_SECONDS = 0.5
 BREAK_OFF_SECONDS = 1.0
@@ -210,6 +214,7 @@ class JobRunner:
         under_way: deque[Pending] = deque()
         losses: list[torch.Tensor] = []
         before = len(self._losses)
+        ahead = self._steps_ahead()
         try:
             for batch in self._batches.epoch():
                 self._check_stop()
@@ -218,7 +223,8 @@ class JobRunner:
                     # Schedulers look for it; the update that it stands for is on its way.
                     self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
                     self._scheduler.step()
-                if len(under_way) >= STEPS_AHEAD:
+                if len(under_way) >= ahead:
+                    ahead = self._steps_ahead()
                     losses.append(_loss_of(under_way.popleft().result()))
             while under_way:
                 losses.append(_loss_of(under_way.popleft().result()))
@@ -229,6 +235,18 @@ class JobRunner:
                     losses.append(_loss_of(pending.result()))
             self._losses.extend(_numbers(losses))
         return self._losses[before:]
+
+    def _steps_ahead(self) -> int:
+        """How many steps to have queued or running; the engine is told, for each holds a batch."""
+        step = self.step
+        assert step is not None
+        if self.engine is None or not step.steps or not step.plan.measured:
+            return STEPS_AHEAD
+        plan = step.plan
+        by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
+        by_memory = int(self.engine.room * BATCH_SHARE / max(plan.batch, 1))
+        step.hold_batches(max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD)))
+        return step.batches_ahead
 
     def _evaluate(self) -> Metrics | None:
         evaluate = self.job.evaluate

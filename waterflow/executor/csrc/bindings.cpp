@@ -179,10 +179,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__len__", &Program::size);
 
   py::class_<GroupPlan, std::shared_ptr<GroupPlan>>(m, "GroupPlan")
-      .def(py::init([](std::vector<int32_t> ends, std::vector<int64_t> peak, std::vector<int64_t> after) {
-             return std::make_shared<GroupPlan>(std::move(ends), Heights(std::move(peak), std::move(after)));
+      .def(py::init([](std::vector<int32_t> ends, std::vector<int64_t> peak, std::vector<int64_t> after,
+                       int64_t expected_ns) {
+             auto plan = std::make_shared<GroupPlan>(std::move(ends), Heights(std::move(peak), std::move(after)));
+             plan->expected_ns = expected_ns;
+             return plan;
            }),
-           py::arg("ends"), py::arg("peak"), py::arg("after"))
+           py::arg("ends"), py::arg("peak"), py::arg("after"), py::arg("expected_ns") = 0)
       .def_property_readonly("largest", [](const GroupPlan& self) { return self.heights.largest(); });
 
   py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
@@ -285,6 +288,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
       .def_property_readonly("lanes", &Engine::lanes)
       .def_property_readonly("steps_done", unlocked(&Engine::steps_done))
+      .def_property_readonly("progress_ns", unlocked(&Engine::progress_ns))
       .def_property_readonly("groups_done", unlocked(&Engine::groups_done))
       .def_property_readonly("scheduling_ns", unlocked(&Engine::scheduling_ns))
       .def_property_readonly("lane_busy_ns", unlocked(&Engine::lane_busy_ns))

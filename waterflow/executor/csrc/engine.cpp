@@ -225,6 +225,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
 void Engine::end_step(Job& job, StepRun& run) {
   admission_.release(job.id);
   ++steps_done_;
+  progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
   ++job.steps;
   const bool failed = run.error != nullptr;
   job.queue.pop_front();
@@ -334,6 +335,10 @@ int64_t Engine::steps_done() const {
 int64_t Engine::groups_done() const {
   std::lock_guard<std::mutex> guard(lock_);
   return groups_done_;
+}
+int64_t Engine::progress_ns() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return progress_ns_;
 }
 int64_t Engine::scheduling_ns() const {
   std::lock_guard<std::mutex> guard(lock_);

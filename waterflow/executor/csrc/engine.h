@@ -49,6 +49,7 @@ class Engine {
   std::vector<int64_t> lane_busy_ns() const;
   int64_t steps_done() const;
   int64_t groups_done() const;
+  int64_t progress_ns() const;    // done steps in the time that each takes alone
   int64_t scheduling_ns() const;  // spent inside admission and barriers, all lanes
   static int64_t now_ns();
 
@@ -97,6 +98,7 @@ class Engine {
   int64_t peak_held_ = 0;
   int64_t steps_done_ = 0;
   int64_t groups_done_ = 0;
+  int64_t progress_ns_ = 0;
   int64_t scheduling_ns_ = 0;
   bool stop_ = false;
   bool recording_ = false;

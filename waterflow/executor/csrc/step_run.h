@@ -20,6 +20,7 @@ struct GroupPlan {
   GroupPlan(std::vector<int32_t> ends, Heights heights);
   std::vector<int32_t> ends;
   Heights heights;
+  int64_t expected_ns = 0;  // of one step alone; 0 where it was not measured
 };
 
 struct Cancelled : std::runtime_error {
