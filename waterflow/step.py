@@ -253,6 +253,8 @@ class Step:
         assert self.engine is not None and self.job is not None
         try:
             self.engine.native.submit(self.job, run)
+        except _C.Cancelled as error:
+            raise JobCancelled(f"step {self.name!r}: {error}") from None
         except ValueError as error:
             raise self.engine.too_large(plan, plan.persistent + plan.batch) from error
 

@@ -48,7 +48,7 @@ def test_what_brings_nothing_is_taken_back_and_not_tried_again_for_a_while() -> 
 
 def test_never_more_than_four_per_lane() -> None:
     lanes = Lanes(count=1)
-    shares = [0.1 + 0.03 * n for n in range(20)]
+    shares = [0.1 + 0.06 * n for n in range(14)]
     assert max(lanes.work(share) for share in shares) == 4
 
 

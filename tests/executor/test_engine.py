@@ -555,7 +555,7 @@ def submit(job, draw):
         run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[draw.randint(0, 100)], after=[0]), lambda: None)
         try:
             engine.submit(job, run)
-        except ValueError:
+        except _C.Cancelled:
             return
 jobs = [engine.add_job() for _ in range(300)]
 for first in range(0, len(jobs), 6):

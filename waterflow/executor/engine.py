@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -45,6 +46,8 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
         if "." in number and unit == "" and float(number) <= 1:
             return parse_memory(float(number), available)
         bytes_ = int(count)
+    elif isinstance(memory, float) and not math.isfinite(memory):
+        raise InvalidJobError(f"a memory limit must be a finite number; got {memory}")
     elif isinstance(memory, float) and memory <= 1.0:
         if memory <= 0:
             raise InvalidJobError(f"a share of the memory must lie in (0, 1]; got {memory}")

@@ -29,7 +29,7 @@ STEPS_AHEAD = 2
 # Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
 BRIDGE_SECONDS = 5e-3
 MOST_STEPS_AHEAD = 16
-BATCH_SHARE = 1 / 256  # of the engine's room, for all queued batches of a job
+BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
 # Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, and then to be broken off.
 STOP_SECONDS = 0.5
 BREAK_OFF_SECONDS = 1.0
@@ -237,16 +237,17 @@ class JobRunner:
         return self._losses[before:]
 
     def _steps_ahead(self) -> int:
-        """How many steps to have queued or running; the engine is told, for each holds a batch."""
+        """How many steps to have queued or running. Batches beyond those that are claimed lie in the reserve: a job
+        that fits must not fail, or wait, for a deeper queue.
+        """
         step = self.step
         assert step is not None
         if self.engine is None or not step.steps or not step.plan.measured:
             return STEPS_AHEAD
         plan = step.plan
         by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
-        by_memory = int(self.engine.room * BATCH_SHARE / max(plan.batch, 1))
-        step.hold_batches(max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD)))
-        return step.batches_ahead
+        by_memory = STEPS_AHEAD + int(self.engine.reserve * BATCH_SHARE / max(plan.batch, 1))
+        return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
 
     def _evaluate(self) -> Metrics | None:
         evaluate = self.job.evaluate

@@ -75,8 +75,10 @@ Engine::Id Engine::add_job() {
 
 void Engine::submit(Id id, std::shared_ptr<StepRun> run) {
   std::lock_guard<std::mutex> guard(lock_);
-  Job& job = find(id);
-  if (stop_) throw std::runtime_error("the engine has been closed");
+  if (stop_) throw Cancelled("the engine has been closed");
+  auto found = jobs_.find(id);
+  if (found == jobs_.end() || found->second->leaving) throw Cancelled("its job has left the engine");
+  Job& job = *found->second;
   if (run->plan->heights.largest() > admission_.pending_capacity().value_or(admission_.capacity())) {
     throw std::invalid_argument("a step that reaches " + std::to_string(run->plan->heights.largest()) +
                                 " bytes cannot run in " + std::to_string(admission_.capacity()) + " bytes");
@@ -234,7 +236,8 @@ void Engine::end_step(Job& job, StepRun& run) {
   run.done = true;
   run.finished.notify_all();
   if (failed) {
-    fail_queue(job, std::make_exception_ptr(Cancelled("an earlier step of this job failed")));
+    fail_queue(job, std::make_exception_ptr(
+                        Cancelled(job.cancelled.empty() ? "an earlier step of this job failed" : job.cancelled)));
     for (auto& barrier : job.barriers) barrier.rearm();
     ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
     job.batch_arrived = false;
@@ -247,37 +250,50 @@ void Engine::end_step(Job& job, StepRun& run) {
   idle_.notify_all();
 }
 
-void Engine::fail_queue(Job& job, const std::exception_ptr& error) {
-  for (auto& run : job.queue) {
-    run->error = error;
-    run->done = true;
-    run->inputs.clear();
-    run->finished.notify_all();
+// Fails the steps from position `first` on; those before it stay.
+void Engine::fail_queue(Job& job, const std::exception_ptr& error, size_t first) {
+  for (size_t i = first; i < job.queue.size(); ++i) {
+    StepRun& run = *job.queue[i];
+    run.error = error;
+    run.done = true;
+    run.inputs.clear();
+    run.finished.notify_all();
   }
-  job.queue.clear();
+  job.queue.resize(std::min(first, job.queue.size()));
 }
 
-void Engine::cancel(Id id, const std::string& reason) {
-  std::unique_lock<std::mutex> lock(lock_);
-  Job& job = find(id);
-  job.cancelled = reason.empty() ? "cancelled" : reason;
+// A job with nothing queued and nothing running: its barriers wait for the next step's parties.
+void Engine::settle(Job& job) {
+  admission_.release(job.id);
+  ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
+  for (auto& barrier : job.barriers) barrier.rearm();
+  job.barriers[0].arrive();  // the step before
+  job.batch_arrived = false;
+}
+
+void Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason) {
+  job.cancelled = reason;
   if (job.running) {
     lanes_[job.lane]->wake.notify_all();
     idle_.wait(lock, [&] { return !job.running; });
   }
-  admission_.release(id);
-  fail_queue(job, std::make_exception_ptr(Cancelled(job.cancelled)));
-  ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
-  for (auto& barrier : job.barriers) barrier.rearm();
-  job.barriers[0].arrive();
-  job.batch_arrived = false;
+  fail_queue(job, std::make_exception_ptr(Cancelled(reason)));
+  settle(job);
   job.cancelled.clear();
   offer_room(nullptr);
 }
 
+void Engine::cancel(Id id, const std::string& reason) {
+  std::unique_lock<std::mutex> lock(lock_);
+  stop_job(lock, find(id), reason.empty() ? "cancelled" : reason);
+}
+
 void Engine::remove_job(Id id) {
-  cancel(id, "its job was removed");
-  std::lock_guard<std::mutex> guard(lock_);
+  std::unique_lock<std::mutex> lock(lock_);
+  Job& job = find(id);
+  if (job.leaving) throw std::invalid_argument("job " + std::to_string(id) + " is leaving this engine already");
+  job.leaving = true;
+  stop_job(lock, job, "its job was removed");
   jobs_.erase(id);
 }
 
@@ -290,17 +306,22 @@ bool Engine::set_capacity(int64_t bytes) {
   std::lock_guard<std::mutex> guard(lock_);
   const bool now = admission_.set_capacity(bytes);
   for (auto& [id, job] : jobs_) {
-    if (job->running || job->queue.empty() || job->queue.front()->plan->heights.largest() <= bytes) continue;
-    // It would wait for ever.
-    fail_queue(*job, std::make_exception_ptr(std::runtime_error(
-                         "the memory limit was lowered below what a step of this job needs: it reaches " +
-                         std::to_string(job->queue.front()->plan->heights.largest()) + " bytes, " +
-                         std::to_string(bytes) + " are left")));
-    admission_.release(id);
-    ready_.erase(std::remove(ready_.begin(), ready_.end(), job.get()), ready_.end());
-    job->barriers[0].rearm();
-    job->barriers[0].arrive();
-    job->batch_arrived = false;
+    // A step that is larger than what is left would wait for ever, and those behind it with it.
+    for (size_t i = job->running ? 1 : 0; i < job->queue.size(); ++i) {
+      const int64_t needed = job->queue[i]->plan->heights.largest();
+      if (needed <= bytes) continue;
+      fail_queue(*job,
+                 std::make_exception_ptr(std::runtime_error(
+                     "the memory limit was lowered below what a step of this job needs: it reaches " +
+                     std::to_string(needed) + " bytes, " + std::to_string(bytes) + " are left")),
+                 i);
+      if (job->running && i == 1 && job->batch_arrived && !job->barriers[0].open()) {
+        job->batch_arrived = false;
+        job->barriers[0].rearm();
+      } else if (!job->running && i == 0) {
+        settle(*job);
+      }
+    }
   }
   offer_room(nullptr);
   return now;

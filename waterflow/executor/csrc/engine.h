@@ -67,6 +67,7 @@ class Engine {
     int32_t lane = -1;
     bool batch_arrived = false;
     bool running = false;
+    bool leaving = false;
     std::string cancelled;  // the reason; empty when not
   };
   struct Lane {
@@ -80,7 +81,9 @@ class Engine {
   void lane_main(Lane& lane);
   void run_step(std::unique_lock<std::mutex>& lock, Lane& lane);
   void end_step(Job& job, StepRun& run);
-  void fail_queue(Job& job, const std::exception_ptr& error);
+  void fail_queue(Job& job, const std::exception_ptr& error, size_t first = 0);
+  void settle(Job& job);
+  void stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason);
   void batch_arrives(Job& job);
   void offer_room(Lane* here);
   bool grant(Job& job, Lane* here);

@@ -10,6 +10,7 @@
 namespace waterflow {
 
 void StepRun::let_go() {
+  if (!frame) return;
   for (const auto& [slot, value] : inputs) frame->slots[slot] = c10::IValue();
   inputs.clear();
   frame->clear_intermediates();
@@ -47,7 +48,7 @@ void run_alone(StepRun& run) {
   try {
     run.fill();
     for (int32_t group = 0; group < run.plan->heights.groups(); ++group) run.run_group(group);
-    run.outputs = run.frame->finish();
+    if (run.frame) run.outputs = run.frame->finish();
     run.let_go();
   } catch (const NodeError& error) {
     run.failed_node = error.node;
