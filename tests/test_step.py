@@ -1022,7 +1022,9 @@ class Folded(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["nowhere", "input", "inside", "permuted", "weights"])
-@pytest.mark.parametrize(("kernel", "stride", "groups"), [(1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 8), (5, 2, 2)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "groups"), [(1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 8), (5, 2, 2)]
+)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_memory_formats(kernel: int, stride: int, groups: int, where: str, optimizer: Any) -> None:
     make = making(Folded, optimizer, kernel=kernel, stride=stride, groups=groups, where=where)

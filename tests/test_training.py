@@ -24,7 +24,7 @@ import waterflow as wf
 from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import Net, images, same_bits
 from waterflow.executor.engine import Engine
-from waterflow.executor.runner import JobRunner
+from waterflow.runner import JobRunner
 
 BATCHES = [*images(3), *images(1, size=5, seed=2)]  # the last one is shorter
 ROWS = TensorDataset(torch.cat([x for x, _ in BATCHES]), torch.cat([y for _, y in BATCHES]))
@@ -362,6 +362,12 @@ def test_one_shuffled_loader_for_all(workers: int) -> None:
         assert_same_result(result, alone(job))
 
 
+def looking(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A step that cannot be captured."""
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    return loss if loss.item() > 0 else -loss
+
+
 def by_name(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     output = model(batch["x"])
     return F.cross_entropy(output, batch["y"]), {"largest": output.detach().max()}
@@ -380,9 +386,10 @@ def by_name(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Ten
         {"scheduler": lambda o: StepLR(o, 3), "scheduler_interval": "step"},
         {"scheduler": lambda o: ReduceLROnPlateau(o, patience=0), "epochs": 4},
         {"evaluate": lambda model: model(BATCHES[0][0]).mean()},
+        {"loss": None, "step": looking},
     ],
     ids=["one batch", "fresh iterators", "generators", "numbers drawn", "dicts", "accumulated", "schedule by epoch",
-         "schedule by step", "plateau", "a tensor as value"],
+         "schedule by step", "plateau", "a tensor as value", "opaque"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("error:Detected call")
 def test_many_kinds_of_jobs_as_alone(changes: dict[str, Any], bystanders: dict[str, wf.JobResult]) -> None:
@@ -417,32 +424,56 @@ def test_a_job_that_is_too_large_stops_no_other(bystanders: dict[str, wf.JobResu
     assert isinstance(results["bad"].error, wf.MemoryLimitError)
 
 
-def limit_of(jobs: list[wf.Job], slack: float) -> int:
-    """Bytes in which the largest job fits, and ``slack`` of what all of them together would take beside it."""
-    peaks = [max(r.predicted_peak or 0, r.measured_peak or 0) for r in (alone(job) for job in jobs)]
-    batches = max(16 * 6 * 4 * 2, 4096)  # a second batch each
-    return max(peaks) + batches + int(slack * (sum(peaks) - max(peaks)))
+def pictured(width: int) -> nn.Module:
+    """Kernels with temporaries that the graph does not show: measured heights lie above predicted ones."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, 2, 1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(4))
+def any_job(draw: random.Random, number: int) -> wf.Job:
+    kind = draw.choice(["dense", "dense", "pictured", "opaque", "bad"])
+    width, size = draw.choice([4, 16, 64]), draw.choice([4, 16])
+    shape = (3, 12, 12) if kind == "pictured" else (6,)
+    data = [*images(draw.randint(1, 3), size, shape, seed=number), *images(1, size // 2, shape, seed=number)]
+    return make(
+        f"{kind}{number}", model=lambda: pictured(width) if kind == "pictured" else Net(width, 0.2), data=data,
+        evaluate=raising if kind == "bad" else draw.choice([None, lambda model: model(data[0][0]).sum()]),
+        optimizer=draw.choice([sgd, torch.optim.Adam]), epochs=draw.randint(1, 2),
+        **({"loss": None, "step": looking} if kind == "opaque" else {}),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 60))])
 def test_random_mixes_stay_within_the_limit(seed: int) -> None:
     draw = random.Random(seed)
-
-    def job(number: int) -> wf.Job:
-        width = draw.choice([4, 16, 64, 128])
-        data = images(draw.randint(1, 4), size=draw.choice([4, 16]), seed=number)
-        return make(f"job{number}", model=lambda: Net(width, 0.2), data=data, evaluate=None, epochs=draw.randint(1, 2))
-
-    jobs = [job(number) for number in range(8)]
+    jobs = [any_job(draw, number) for number in range(7)]
     expected = [alone(job) for job in jobs]
-    limit = limit_of(jobs, draw.choice([0.0, 0.2, 1.0]))
+    largest = max(max(r.predicted_peak or 0, r.measured_peak or 0) for r in expected)
+    # Steps must wait for each other, and at times whole jobs.
+    limit = int(largest * draw.choice([1.4, 2.0, 4.0])) + 100_000
     with Engine(memory=limit, lanes=draw.randint(1, 3), reserve=0) as engine:
-        results = wf.train(jobs, engine=engine, max_concurrent=draw.randint(1, 8))
+        results = wf.train(jobs, engine=engine, max_concurrent=draw.randint(1, 7), on_error="continue")
         assert engine.native.peak_held <= limit
         assert engine.claimed() == engine.native.held == 0
         engine.native.check()
     for one, other in zip(results, expected):
         assert_same_result(one, other)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_jobs_that_just_fit_train_to_their_end(count: int) -> None:
+    data = images(20, size=2)
+    jobs = [make(f"job{n}", model=lambda: nn.Linear(6, 4), data=data, evaluate=None) for n in range(count)]
+    result = alone(jobs[0])
+    batch = sum(tensor.nbytes for tensor in data[0])
+    state = 2 * sum(tensor.nbytes for tensor in result.state_dict.values())  # with momentum
+    step = result.measured_peak - state - batch
+    with Engine(memory=count * (state + 2 * batch) + step, lanes=2, reserve=0) as engine:
+        results = wf.train(jobs, engine=engine, max_concurrent=count)
+        assert engine.native.peak_held <= engine.limit
+    assert [r.status for r in results] == ["completed"] * count
 
 
 # -- from outside

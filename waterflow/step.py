@@ -144,6 +144,7 @@ class Step:
         self._variants: dict[Hashable, _Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._first_step: dict[str, bool] = {}
+        self._fresh: set[str] = set()  # flags of first updates that are not done yet
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
         self._opaque_height: int | None = None
@@ -176,7 +177,7 @@ class Step:
         Raises CaptureError where the step would run as an opaque job, which has no plan before it has run.
         """
         leaves, batch_spec, key = flatten(batch)
-        captured, _ = self._capture((key, True, ambient_key(self._spec.device.type)), leaves, batch_spec, True)
+        captured, *_ = self._capture((key, True, ambient_key(self._spec.device.type)), leaves, batch_spec, True)
         return captured.planned(self._threads()).plan.renamed(self.name)
 
     @property
@@ -213,9 +214,9 @@ class Step:
                 if variant is None or not variant.binding.current():
                     variant = self._bind(key, leaves, batch_spec, update)
             except CaptureError as error:
-                self._go_opaque(error)
-            else:
-                return self._submit_captured(variant, leaves, update)
+                # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
+                return self._submit_opaque(batch, update, error)
+            return self._submit_captured(variant, leaves, update)
         return self._submit_opaque(batch, update)
 
     def _submit_captured(self, variant: _Variant, leaves: list[Any], update: bool) -> Pending:
@@ -227,8 +228,8 @@ class Step:
         profiled = planned.wants_profile
         run = variant.binding.run(native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
         if update:
-            for flag in self._first_step:
-                self._first_step[flag] = False
+            self._fresh |= {flag for flag, first in self._first_step.items() if first}
+            self._first_step.update(dict.fromkeys(self._first_step, False))
         self._micro = 0 if update else self._micro + 1
         self._last_plan = plan
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
@@ -268,8 +269,11 @@ class Step:
             raise JobCancelled(str(error)) from None
         except _C.NodeError as error:
             assert pending.variant is not None
+            self._first_step.update(dict.fromkeys(self._fresh, True))
             raise self._node_error(pending.variant, run.failed_node, str(error)) from None
         self.steps += 1
+        if self._micro == 0:
+            self._fresh.clear()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         if pending.variant is None:
             return self._opaque_result
@@ -290,10 +294,10 @@ class Step:
 
     def _bind(self, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool) -> _Variant:
         spec = self._spec if update else replace(self._spec, update=False)
-        captured, structure = self._capture(key, leaves, batch_spec, update)
+        captured, structure, looked_at = self._capture(key, leaves, batch_spec, update)
         for number, group in enumerate(spec.optimizer.param_groups):
             self._first_step[f"is_first_step:{number}"] = missing_momentum(spec.optimizer, group)
-        binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step)
+        binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step, looked_at)
         binding.set_generator(self.generator)
         planned = captured.planned(self._threads())
         variant = _Variant(captured, planned, binding, slots, positions, batch_spec, structure)
@@ -304,19 +308,21 @@ class Step:
 
     def _capture(
         self, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool
-    ) -> tuple[CapturedStep, Hashable]:
+    ) -> tuple[CapturedStep, Hashable, list[tuple[Any, Any]]]:
         spec = self._spec if update else replace(self._spec, update=False)
-        structure, keep = structure_key(spec)
+        structure, looked = structure_key(spec)
+        keep = looked.keep
         old = self._variants.get(key)
         if old is not None and old.structure == structure:
-            return old.captured, structure
+            return old.captured, structure, looked.looked_at
         name = type(self.model).__name__
         try:
-            return captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name)), structure
+            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name))
         except RatesMatter:
             structure = (structure, rates(spec.model))
             spec = replace(spec, rates_matter=True)
-            return captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name)), structure
+            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name))
+        return found, structure, looked.looked_at
 
     def _threads(self) -> int:
         return self.engine.intra_op if self.engine is not None else torch.get_num_threads()
@@ -331,12 +337,14 @@ class Step:
         )  # fmt: skip
         self._variants.clear()
 
-    def _submit_opaque(self, batch: Batch, update: bool) -> Pending:
+    def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
         self._micro = 0 if update else self._micro + 1
 
         def work() -> None:
             self._opaque_result, height = _C.metered(lambda: self._eager_step(batch, update))
             self._measured_height = max(self._measured_height, height)
+            if refused is not None:
+                self._go_opaque(refused)
 
         if self.engine is None:
             work()

@@ -24,7 +24,11 @@ from waterflow.errors import JobCancelled, StudyError
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, current_worker, within
-from waterflow.executor.runner import (
+from waterflow.executor.timeline import Timeline
+from waterflow.executor.virtual_clock import VirtualClock
+from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.progress import ProgressLine
+from waterflow.runner import (
     BREAK_OFF_SECONDS,
     STOP_SECONDS,
     JobRunner,
@@ -35,10 +39,6 @@ from waterflow.executor.runner import (
     join_all,
     stop_all,
 )
-from waterflow.executor.timeline import Timeline
-from waterflow.executor.virtual_clock import VirtualClock
-from waterflow.job import Job, JobResult, Metrics, Results
-from waterflow.progress import ProgressLine
 from waterflow.step import close_steps_of_thread
 
 logger = logging.getLogger("waterflow")

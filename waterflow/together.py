@@ -16,9 +16,9 @@ from waterflow.errors import CaptureError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.fitting import largest_batch
-from waterflow.executor.runner import STEPS_AHEAD
 from waterflow.job import Job
 from waterflow.partition.plan import Plan, format_bytes
+from waterflow.runner import STEPS_AHEAD
 from waterflow.step import Step
 
 

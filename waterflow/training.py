@@ -16,7 +16,10 @@ from torch import nn
 from waterflow import _C
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.runner import (
+from waterflow.executor.timeline import Timeline
+from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.progress import ProgressLine
+from waterflow.runner import (
     BREAK_OFF_SECONDS,
     STOP_SECONDS,
     JobRunner,
@@ -24,9 +27,6 @@ from waterflow.executor.runner import (
     join_all,
     stop_all,
 )
-from waterflow.executor.timeline import Timeline
-from waterflow.job import Job, JobResult, Metrics, Results
-from waterflow.progress import ProgressLine
 
 logger = logging.getLogger("waterflow")
 

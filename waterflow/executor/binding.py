@@ -12,12 +12,10 @@ from waterflow.executor.captured import CapturedStep
 from waterflow.partition.capture import StepSpec
 from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
 
-_WATCHED_SETTINGS = (bool, int, float, str, type(None))
-_BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-
 
 def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.Tensor],
-         first_step: dict[str, bool]) -> tuple[_C.Binding, list[int], list[int]]:  # fmt: skip
+         first_step: dict[str, bool],
+         looked_at: list[tuple[Any, Any]]) -> tuple[_C.Binding, list[int], list[int]]:  # fmt: skip
     """Fill a program's lasting inputs from the model and the optimizer.
 
     Optimizer state that does not exist yet is created, as the optimizer itself would. ``accumulators`` are
@@ -40,7 +38,7 @@ def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.T
         elif not used:
             continue
         elif given.kind in ("parameter", "buffer"):
-            binding.set_input(slot, tensors[given.name].detach())
+            binding.set_input(slot, tensors[given.name])
         elif given.kind == "state":
             binding.set_input(slot, _state_entry(spec.optimizer, tensors[given.name], given.key))
         elif given.kind == "accumulator":
@@ -63,6 +61,7 @@ def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.T
     for slot, constant in lowered.constants:
         binding.set_input(slot, constant)
     _watch_model(binding, spec.model)
+    _watch_what_was_looked_at(binding, looked_at)
     _watch_optimizer(binding, spec.optimizer)
     binding.finish_inputs()
     return binding, batch_slots, batch_leaves
@@ -89,6 +88,20 @@ def missing_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     return all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
 
 
+def _watch_what_was_looked_at(binding: _C.Binding, looked_at: list[tuple[Any, Any]]) -> None:
+    """Everything that the capture's key was made of must stay the very object that it was."""
+    for container, key in looked_at:
+        if isinstance(container, dict):
+            if key is None:
+                binding.watch_size(container)
+            else:
+                binding.watch(container, key)
+        elif isinstance(container, list):
+            binding.watch_items(container)
+        else:
+            binding.watch_cell(container)
+
+
 def _watch_model(binding: _C.Binding, model: nn.Module) -> None:
     for module in model.modules():
         state = module.__dict__
@@ -96,13 +109,6 @@ def _watch_model(binding: _C.Binding, model: nn.Module) -> None:
             for name in state[kind]:
                 binding.watch(state[kind], name)
             binding.watch_size(state[kind])
-        for name, value in state.items():
-            if name in _BOOKKEEPING:
-                continue
-            if isinstance(value, _WATCHED_SETTINGS):
-                binding.watch(state, name)
-            elif name.endswith("_hooks"):
-                binding.watch_size(value)
     for parameter in model.parameters():
         hooks = parameter._backward_hooks
         if hooks is not None:

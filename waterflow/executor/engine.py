@@ -296,9 +296,7 @@ class Engine:
             self._closed = True
             _shorten_switches(-1)
             self._changed.notify_all()
-        for job in list(self.names):
-            with contextlib.suppress(ValueError):
-                self.native.remove_job(job)
+        self.native.close()
 
     def __enter__(self) -> Engine:
         return self

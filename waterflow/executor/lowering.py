@@ -14,6 +14,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition.capture import Capture, GraphInput
 from waterflow.partition.fake_rules import is_update
+from waterflow.partition.liveness import storage_id
 from waterflow.partition.operators import is_random, is_view, taking_generator
 from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
 
@@ -82,7 +83,9 @@ class _Lowering:
             self._add(program, node, [self.slots[node]], set(), view=True)
         for node in body:
             self._add(program, node, results[node], drops[node], view=False)
-        program.set_outputs([self.slots[value] if isinstance(value, fx.Node) else -1 for value in outputs])
+        program.set_outputs(
+            [self.slots[value] if isinstance(value, fx.Node) else -1 for value in outputs], self._shared(nodes, outputs)
+        )
         program.set_written(sorted(self._written(body, len(placeholders))))
         return Lowered(program, tuple(self.inputs), tuple(self.constants), tuple(body))
 
@@ -166,6 +169,21 @@ class _Lowering:
             drops[node] = {slot for slot in used if slot >= first and slot not in kept}
             kept |= used
         return drops
+
+    def _shared(self, nodes: Sequence[fx.Node], outputs: Sequence[Any]) -> list[bool]:
+        """Which outputs share their storage with an input, or with an output before them."""
+        taken = {
+            storage_id(node.meta["val"])
+            for node in nodes
+            if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor)
+        }
+        shared = []
+        for value in outputs:
+            storage = storage_id(value.meta["val"]) if isinstance(value, fx.Node) else None
+            shared.append(storage in taken)
+            if storage is not None:
+                taken.add(storage)
+        return shared
 
     def _written(self, body: Sequence[fx.Node], placeholders: int) -> set[int]:
         written: set[int] = set()

@@ -43,6 +43,8 @@ class Fingerprint:
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         self.keep: list[Any] = []
+        # (dict, key), (dict, None) for its size, (list, None), (closure cell, None): what the key looked into.
+        self.looked_at: list[tuple[Any, Any]] = []
 
     def _meet(self, value: Any) -> int | None:
         """The number of an object met before; None the first time."""
@@ -51,6 +53,10 @@ class Fingerprint:
             self._seen[id(value)] = len(self._seen)
             self.keep.append(value)
         return number
+
+    def _look_at(self, container: dict[Any, Any], *keys: Any) -> None:
+        self.looked_at.append((container, None))
+        self.looked_at.extend((container, key) for key in keys if key is not None)
 
     def of(self, value: Any) -> Hashable:
         """The key of any value."""
@@ -70,10 +76,14 @@ class Fingerprint:
             return self.of_module(value)
         if isinstance(value, torch.Tensor):
             return ("tensor", id(value))  # a constant of the graph
+        if isinstance(value, list):
+            self.looked_at.append((value, None))
         if isinstance(value, (tuple, list, torch.Size)):
             return (type(value).__name__, *map(self.of, value))
         if isinstance(value, (set, frozenset)):
             return ("set", frozenset(map(self.of, value)))
+        if isinstance(value, dict):
+            self._look_at(value, *value)
         if isinstance(value, Mapping):
             return ("map", type(value).__name__, *((self.of(k), self.of(v)) for k, v in value.items()))
         if isinstance(value, functools.partial):
@@ -84,6 +94,7 @@ class Fingerprint:
             return self.of_function(value)
         state = getattr(value, "__dict__", None)
         if state is not None and not isinstance(value, torch.Generator):
+            self._look_at(state, *state)
             return ("object", self.of(type(value)), *((name, self.of(entry)) for name, entry in state.items()))
         return ("id", id(value))
 
@@ -104,6 +115,7 @@ class Fingerprint:
     def _closure(self, function: types.FunctionType) -> Hashable:
         cells = []
         for cell in function.__closure__ or ():
+            self.looked_at.append((cell, None))
             try:
                 cells.append(self.of(cell.cell_contents))
             except ValueError:  # not yet filled
@@ -115,6 +127,7 @@ class Fingerprint:
         for name in _names(function.__code__):
             value = function.__globals__.get(name, _ATOMS)
             if value is not _ATOMS and not isinstance(value, (types.ModuleType, type)):
+                self.looked_at.append((function.__globals__, name))
                 found.append((name, self.of(value)))
         return tuple(found)
 
@@ -130,6 +143,7 @@ class Fingerprint:
                 seen = self._meet(tensor)
                 tensors.append((kind, name, ("seen", seen) if seen is not None else tensor_key(tensor)))
         free = has_free_rate(module)
+        self._look_at(state, *(name for name in state if name not in _MODULE_DICTS))
         attributes = tuple(
             (name, "a rate" if free and name == "p" else self.of(value))
             for name, value in state.items()

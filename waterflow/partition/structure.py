@@ -19,7 +19,7 @@ _BY_ZERO = frozenset({"momentum"})
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     """Leaves, structure and shape key of a batch. Raises InvalidJobError for a batch without tensors."""
-    if type(batch) in (tuple, list) and all(isinstance(item, torch.Tensor) for item in batch) and batch:
+    if type(batch) is tuple and all(isinstance(item, torch.Tensor) for item in batch) and batch:
         return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype) for t in batch])
     leaves, spec = pytree.tree_flatten(batch)
     key: list[Hashable] = [spec]
@@ -37,7 +37,7 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     return leaves, spec, tuple(key)
 
 
-def structure_key(spec: StepSpec) -> tuple[Hashable, list[Any]]:
+def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     """The capture key of everything but the batch, and what must live as long as it is used."""
     fingerprint = Fingerprint()
     model = fingerprint.of(spec.model)
@@ -62,4 +62,4 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, list[Any]]:
         groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))
     optimizer = (type(spec.optimizer), tuple(groups))
     own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast)
-    return (model, compute, optimizer, own), fingerprint.keep
+    return (model, compute, optimizer, own), fingerprint

@@ -8,6 +8,7 @@ import random
 import traceback
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,14 +41,20 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     continue
                 if not _equal(old, new):
                     changed = f"{name or type(model).__name__}.{key}"
+        drew_python = random.getstate() != python_state
+        if drew_python:
+            random.setstate(python_state)
+        now = _numpy_state()
+        drew_numpy = not (np.array_equal(now["key"], numpy_state["key"]) and now["pos"] == numpy_state["pos"])
+        if drew_numpy:
+            np.random.set_state({"bit_generator": "MT19937", "state": numpy_state})
     if changed:
         raise CaptureError(
             f"a step changes the model's own attribute {changed}; register it as a buffer if it is a tensor"
         )
-    if random.getstate() != python_state:
+    if drew_python:
         raise CaptureError("a step draws from Python's random numbers")
-    now = _numpy_state()
-    if not (np.array_equal(now["key"], numpy_state["key"]) and now["pos"] == numpy_state["pos"]):
+    if drew_numpy:
         raise CaptureError("a step draws from NumPy's random numbers")
 
 
@@ -81,9 +88,7 @@ def _equal(old: Any, new: Any) -> bool:
 
 def user_line(trace: types.TracebackType | None) -> str:
     """``file:line, in function: code`` of the innermost frame that is neither torch's nor waterflow's."""
-    import waterflow
-
-    inside = (torch.__path__[0], waterflow.__path__[0])
+    inside = (torch.__path__[0], str(Path(__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(trace)):
         if not frame.filename.startswith(inside) and "<frozen" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"

@@ -12,6 +12,14 @@ Binding::~Binding() {
     Py_XDECREF(watch.value);
   }
   for (auto& [container, size] : sizes_) Py_DECREF(container);
+  for (auto& [cell, value] : cells_) {
+    Py_DECREF(cell);
+    Py_XDECREF(value);
+  }
+  for (auto& items : items_) {
+    Py_DECREF(items.list);
+    for (auto* value : items.values) Py_DECREF(value);
+  }
   for (auto& read : reads_) {
     Py_DECREF(read.dict);
     Py_DECREF(read.key);
@@ -35,6 +43,22 @@ void Binding::watch_size(PyObject* container) {
   sizes_.emplace_back(container, PyObject_Size(container));
 }
 
+void Binding::watch_items(PyObject* list) {
+  Items items{list, {}};
+  Py_INCREF(list);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    PyObject* value = PyList_GET_ITEM(list, i);
+    Py_INCREF(value);
+    items.values.push_back(value);
+  }
+  items_.push_back(std::move(items));
+}
+
+void Binding::watch_cell(PyObject* cell) {
+  Py_INCREF(cell);
+  cells_.emplace_back(cell, PyCell_Get(cell));  // a new reference, or null for an empty cell
+}
+
 void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype) {
   Py_INCREF(dict);
   Py_INCREF(key);
@@ -43,10 +67,12 @@ void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, K
 
 void Binding::finish_inputs() {
   frame_->program->make_views(*frame_);
-  addresses_.clear();
+  storages_.clear();
   for (int32_t slot = 0; slot < frame_->program->inputs(); ++slot) {
     const auto& value = frame_->slots[slot];
-    if (value.isTensor()) addresses_.emplace_back(slot, value.toTensor().const_data_ptr());
+    if (!value.isTensor()) continue;
+    const auto& tensor = value.toTensor();
+    storages_.push_back({slot, tensor.const_data_ptr(), tensor.requires_grad()});
   }
 }
 
@@ -60,9 +86,19 @@ bool Binding::current() const {
   for (const auto& [container, size] : sizes_) {
     if (PyObject_Size(container) != size) return false;
   }
-  for (const auto& [slot, address] : addresses_) {
+  for (const auto& items : items_) {
+    if (PyList_GET_SIZE(items.list) != static_cast<Py_ssize_t>(items.values.size())) return false;
+    for (size_t i = 0; i < items.values.size(); ++i) {
+      if (PyList_GET_ITEM(items.list, i) != items.values[i]) return false;
+    }
+  }
+  for (const auto& [cell, value] : cells_) {
+    if (PyCell_GET(cell) != value) return false;
+  }
+  for (const auto& [slot, address, requires_grad] : storages_) {
     // `p.data = other` keeps the tensor and changes its storage, under the fixed views.
-    if (frame_->slots[slot].toTensor().const_data_ptr() != address) return false;
+    const auto& tensor = frame_->slots[slot].toTensor();
+    if (tensor.const_data_ptr() != address || tensor.requires_grad() != requires_grad) return false;
   }
   return true;
 }

@@ -26,6 +26,8 @@ class Binding {
   // The entry must stay the very object that it was when the program was bound.
   void watch(PyObject* dict, PyObject* key);
   void watch_size(PyObject* container);
+  void watch_items(PyObject* list);  // each must stay the very object that it was
+  void watch_cell(PyObject* cell);   // of a closure
   enum class Kind { number, flag, rate };
   // A slot read from dict[key], or from dict[key][index], before each step; a rate becomes a scalar tensor.
   void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype);
@@ -57,7 +59,18 @@ class Binding {
   std::vector<Watch> watches_;
   std::vector<std::pair<PyObject*, Py_ssize_t>> sizes_;
   std::vector<Read> reads_;
-  std::vector<std::pair<int32_t, const void*>> addresses_;
+  struct Storage {
+    int32_t slot;
+    const void* address;
+    bool requires_grad;
+  };
+  struct Items {
+    PyObject* list;
+    std::vector<PyObject*> values;
+  };
+  std::vector<Storage> storages_;
+  std::vector<Items> items_;
+  std::vector<std::pair<PyObject*, PyObject*>> cells_;
 };
 
 }  // namespace waterflow

@@ -242,6 +242,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            })
       .def("watch",
            [](Binding& self, const py::dict& dict, const py::object& key) { self.watch(dict.ptr(), key.ptr()); })
+      .def("watch_items", [](Binding& self, const py::list& list) { self.watch_items(list.ptr()); })
+      .def("watch_cell", [](Binding& self, const py::object& cell) { self.watch_cell(cell.ptr()); })
       .def("watch_size", [](Binding& self, const py::object& container) { self.watch_size(container.ptr()); })
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
@@ -282,6 +284,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("submit", &Engine::submit, py::call_guard<py::gil_scoped_release>())
       .def("cancel", &Engine::cancel, py::call_guard<py::gil_scoped_release>())
       .def("wait", &wait_done)
+      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def("set_capacity", &Engine::set_capacity, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("capacity", unlocked(&Engine::capacity))
       .def_property_readonly("held", unlocked(&Engine::held))

@@ -42,14 +42,19 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity) : admission_(c
   started_one.wait(guard, [&] { return started == lanes; });
 }
 
-Engine::~Engine() {
+Engine::~Engine() { close(); }
+
+void Engine::close() {
   {
     std::lock_guard<std::mutex> guard(lock_);
     stop_ = true;
     for (auto& [id, job] : jobs_) job->cancelled = "the engine is shutting down";
     for (auto& lane : lanes_) lane->wake.notify_all();
   }
-  for (auto& lane : lanes_) lane->thread.join();
+  for (auto& lane : lanes_) {
+    if (lane->thread.joinable()) lane->thread.join();
+  }
+  std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
   for (auto& [id, job] : jobs_) fail_queue(*job, error);
 }

@@ -31,6 +31,9 @@ class Engine {
   Engine(int32_t lanes, int32_t intra_op, int64_t capacity);
   ~Engine();
 
+  // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
+  void close();
+
   Id add_job();
   // Cancels what is queued, waits for a group in flight to end, and forgets the job.
   void remove_job(Id job);

@@ -116,6 +116,9 @@ void Program::run(Frame& frame, int32_t begin, int32_t end) const {
   for (int32_t i = begin; i < end; ++i) {
     try {
       execute(instructions_[i], frame);
+    } catch (const c10::Error& error) {
+      frame.stack.clear();
+      throw NodeError(i, error.what_without_backtrace());
     } catch (const std::exception& error) {
       frame.stack.clear();
       throw NodeError(i, error.what());
@@ -133,6 +136,9 @@ void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, std::vector
     const auto start = clock::now();
     try {
       execute(instructions_[i], frame);
+    } catch (const c10::Error& error) {
+      frame.stack.clear();
+      throw NodeError(i, error.what_without_backtrace());
     } catch (const std::exception& error) {
       frame.stack.clear();
       throw NodeError(i, error.what());
@@ -157,15 +163,16 @@ std::vector<at::Tensor> Frame::finish() {
   }
   std::vector<at::Tensor> outputs;
   outputs.reserve(program->outputs().size());
-  for (auto slot : program->outputs()) {
+  for (size_t i = 0; i < program->outputs().size(); ++i) {
+    const int32_t slot = program->outputs()[i];
     if (slot < 0 || !slots[slot].isTensor()) {
       outputs.emplace_back();
       continue;
     }
     at::Tensor value = slots[slot].toTensor();
-    // What a user may keep owns its memory: no input's, and no more of an intermediate's than it shows.
-    const bool shares = slot < program->inputs() || value.storage().nbytes() > value.nbytes() || value.is_view();
-    outputs.push_back(shares ? value.detach().clone() : value);
+    // What a user may keep owns its memory, and no more of it than it shows.
+    const bool copy = program->shared()[i] || value.storage().nbytes() > value.nbytes();
+    outputs.push_back(copy ? value.detach().clone() : value);
   }
   return outputs;
 }

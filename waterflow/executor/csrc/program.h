@@ -64,7 +64,11 @@ class Program {
 
   void add(Instruction instruction) { instructions_.push_back(std::move(instruction)); }
   void add_view(Instruction instruction) { views_.push_back(std::move(instruction)); }
-  void set_outputs(std::vector<int32_t> slots) { outputs_ = std::move(slots); }
+  // `shared` marks outputs that share memory with an input or with an output before them: the user gets copies.
+  void set_outputs(std::vector<int32_t> slots, std::vector<bool> shared) {
+    outputs_ = std::move(slots);
+    shared_ = std::move(shared);
+  }
   void set_written(std::vector<int32_t> slots) { written_ = std::move(slots); }
 
   int32_t inputs() const { return inputs_; }
@@ -73,6 +77,7 @@ class Program {
   const std::vector<int32_t>& written() const { return written_; }
   int32_t size() const { return static_cast<int32_t>(instructions_.size()); }
   const std::vector<int32_t>& outputs() const { return outputs_; }
+  const std::vector<bool>& shared() const { return shared_; }
 
   // Computes the fixed views, once the inputs that they look at are in the frame.
   void make_views(Frame& frame) const;
@@ -91,6 +96,7 @@ class Program {
   std::vector<Instruction> instructions_;
   std::vector<Instruction> views_;
   std::vector<int32_t> outputs_;
+  std::vector<bool> shared_;
   std::vector<int32_t> written_;  // inputs that the step changes in place
 };
 
