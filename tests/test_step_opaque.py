@@ -392,6 +392,20 @@ def test_error_in_forward_is_the_users_own(engine: Engine | None) -> None:
     assert job.steps == len(batches)
 
 
+class Odd(Net):
+    """Can be captured for eight rows, and for no other number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 if len(x) == 8 else 1 + x.abs().max().item())
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8, 5, 8, 8), (8, 5, 8, 8), (5, 8, 8, 8)], ids=str)
+def test_gradients_gathered_so_far_are_taken_along(sizes: tuple[int, ...], engine: Engine | None) -> None:
+    """The job turns opaque in the middle of an accumulation."""
+    batches = [images(1, size=size, seed=number)[0] for number, size in enumerate(sizes)]
+    compare(making(Odd), batches, accumulate=2, opaque="item()", engine=engine)
+
+
 def test_many_opaque_jobs_beside_captured_ones() -> None:
     kinds = [Deciding, Net, Reading, Counting, Net, LayerDrop]
     references = [train_eager(making(kind), images(8, seed=i), seed=i) for i, kind in enumerate(kinds)]

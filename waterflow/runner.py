@@ -237,8 +237,10 @@ class JobRunner:
         return self._losses[before:]
 
     def _steps_ahead(self) -> int:
-        """How many steps to have queued or running. Batches beyond those that are claimed lie in the reserve: a job
-        that fits must not fail, or wait, for a deeper queue.
+        """How many steps to have queued or running.
+
+        Batches beyond those that are claimed lie in the reserve: a job that fits must not fail, or wait, for a
+        deeper queue.
         """
         step = self.step
         assert step is not None

@@ -665,30 +665,27 @@ class Odd(Net):
 def test_first_look_at_an_opaque_job_while_another_arrives() -> None:
     """The first step of an unknown job takes all that is left; a job that claims meanwhile must not fail it."""
     engine = Engine(memory=64 * MiB, lanes=2)
-    begun, gate = threading.Event(), threading.Event()
-
-    def odd(**attributes: Any) -> wf.Step:
-        model = Odd()
-        for name, value in attributes.items():
-            setattr(model, name, value)
-        return wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()), engine=engine)
-
-    blocker, waiting = odd(begun=begun, gate=gate), odd()
     batch = images(1)[0]
 
+    def job_of(model: nn.Module) -> wf.Step:
+        return wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()), engine=engine)
+
+    busy = Odd()
+    blocker, unknown = job_of(busy), job_of(Odd())
+    blocker(batch)  # its height is known now: others may run beside it
+    busy.begun, busy.gate = threading.Event(), threading.Event()
+
+    def look() -> torch.Tensor:
+        busy.begun.wait(20)
+        return unknown(batch)
+
     def arrive() -> torch.Tensor:
-        begun.wait(20)
-        time.sleep(0.05)  # the second unknown job is in the queue by now
-        model = Net()
-        job = wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()), engine=engine)
-        threading.Timer(0.1, gate.set).start()
-        return job(batch)
+        busy.begun.wait(20)
+        time.sleep(0.1)  # the unknown one is in the queue by now
+        threading.Timer(0.2, busy.gate.set).start()
+        return job_of(Net())(batch)
 
-    def wait() -> torch.Tensor:
-        begun.wait(20)
-        return waiting(batch)
-
-    ends = in_threads(lambda: blocker(batch), wait, arrive)
+    ends = in_threads(lambda: blocker(batch), look, arrive)
     raise_first(ends)
     assert all(end.isfinite() for end in ends)
     engine.close()

@@ -10,8 +10,8 @@ class AutoConcurrency:
     """Raises and lowers the number of trials under way by what the lanes are seen to do.
 
     ``progress_ns`` counts the work done, in nanoseconds that it takes alone: lanes that stand in each other's way are
-    busy and do less. Begins with one trial per lane. While lanes stand idle for more than a tenth of the time it tries one more, and
-    keeps it if lanes then work more than before; a trial more that brought nothing is taken back and not tried again
+    busy and do less. Begins with one trial per lane. While lanes stand idle for more than a tenth of the time it tries
+    one more, and keeps it if lanes then work more than before; a trial more that brought nothing is taken back and not tried again
     for a while. Never more than four per lane.
     """
 

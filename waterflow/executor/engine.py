@@ -66,7 +66,7 @@ def free_memory() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # noqa: SIM117
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             available = min(available, int(limit.read()) - int(used.read()))
     return available

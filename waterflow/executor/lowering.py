@@ -75,7 +75,7 @@ class _Lowering:
                 raise CaptureError(f"the graph indexes into {node.args[0]}, which is no operation's result")
 
         output = next(node for node in nodes if node.op == "output")
-        outputs = [value for value in output.args[0]]
+        outputs = list(output.args[0])
         drops = self._last_uses(body, inputs + len(fixed), outputs)
 
         program = _C.Program(inputs=inputs, fixed=inputs + len(fixed), slots=next_slot)

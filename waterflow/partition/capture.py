@@ -40,7 +40,8 @@ class GraphInput:
     """One positional input of a captured graph.
 
     ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
-    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``; ``leaf`` the position among the batch's leaves.
+    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``;
+    ``leaf`` the position among the batch's leaves.
     """
 
     kind: InputKind

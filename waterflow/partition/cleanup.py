@@ -69,6 +69,5 @@ def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output"):
             continue
-        if node.op == "get_attr" or not has_effect(node):
-            if not node.users:
-                graph.erase_node(node)
+        if (node.op == "get_attr" or not has_effect(node)) and not node.users:
+            graph.erase_node(node)
