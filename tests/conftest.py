@@ -36,6 +36,8 @@ KNOWN_GAPS = frozenset(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in KNOWN_GAPS:
+            if "interrupted" in item.nodeid:  # leaves threads behind where it fails
+                item.add_marker(pytest.mark.skip(reason="a known gap: tests/known_gaps.txt"))
             item.add_marker(pytest.mark.xfail(reason="a known gap: tests/known_gaps.txt", strict=False))
     if not config.getoption("--full"):
         for item in items:
