@@ -225,14 +225,16 @@ class JobRunner:
                     self._scheduler.step()
                 if len(under_way) >= ahead:
                     ahead = self._steps_ahead()
-                    losses.append(_loss_of(under_way.popleft().result()))
+                    _take(under_way, losses)
             while under_way:
-                losses.append(_loss_of(under_way.popleft().result()))
-        finally:
+                _take(under_way, losses)
+        except BaseException:
             # What is under way must end before its memory goes.
-            for pending in under_way:
-                with contextlib.suppress(Exception):
-                    losses.append(_loss_of(pending.result()))
+            with contextlib.suppress(Exception):
+                while under_way:
+                    _take(under_way, losses)
+            raise
+        finally:
             self._losses.extend(_numbers(losses))
         return self._losses[before:]
 
@@ -316,8 +318,10 @@ class JobRunner:
     def _result(self, status: Status, error: BaseException | None) -> JobResult:
         step = self.step
         predicted = measured = None
-        if step is not None and step.steps:
-            plan = step.plan
+        plan = None
+        with contextlib.suppress(RuntimeError):  # no step came so far, or an opaque one alone, which needs no plan
+            plan = step.plan if step is not None else None
+        if step is not None and plan is not None:
             held = plan.persistent + plan.batch
             predicted = held + step.predicted_height if step.opaque_reason is None else None
             measured = held + step.measured_height if step.measured_height else None
@@ -326,7 +330,7 @@ class JobRunner:
             status=status,
             metrics=tuple(self._metrics),
             losses=tuple(self._losses),
-            steps=step.steps if step is not None else 0,
+            steps=len(self._losses),
             seconds=time.perf_counter() - self._started,
             predicted_peak=predicted,
             measured_peak=measured,
@@ -343,6 +347,18 @@ def _let_go(error: BaseException) -> None:
     for link in chain:
         traceback.clear_frames(link.__traceback__)
         chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
+
+
+def _take(under_way: deque[Pending], losses: list[torch.Tensor]) -> None:
+    """Wait for the first of the steps; those behind a failed one do not count."""
+    try:
+        losses.append(_loss_of(under_way.popleft().result()))
+    except BaseException:
+        for pending in under_way:
+            with contextlib.suppress(Exception):
+                pending.result()
+        under_way.clear()
+        raise
 
 
 def _loss_of(result: Any) -> torch.Tensor:

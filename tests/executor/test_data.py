@@ -164,7 +164,7 @@ def test_functions_and_other_iterables() -> None:
 def test_nothing_to_read() -> None:
     with pytest.raises(InvalidJobError, match="data of job 'job' is empty"):
         epochs([])
-    with pytest.raises(InvalidJobError, match="no batch in epoch 2: it can be read only once.*function that makes"):
+    with pytest.raises(InvalidJobError, match=r"no batch in epoch 2: it can be read only once\..*function that makes"):
         epochs(iter([torch.ones(1)]), count=2)
     with pytest.raises(InvalidJobError, match="made a TensorDataset, which cannot be iterated; make a list"):
         epochs(lambda: ROW)

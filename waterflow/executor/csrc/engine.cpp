@@ -69,7 +69,7 @@ const Engine::Job& Engine::find(Id job) const { return const_cast<Engine*>(this)
 
 Engine::Id Engine::add_job() {
   std::lock_guard<std::mutex> guard(lock_);
-  auto job = std::make_unique<Job>();
+  auto job = std::make_shared<Job>();
   job->id = next_id_++;
   job->barriers.emplace_back(kFirstGroupParties);
   job->barriers[0].arrive();  // there is no step before the first
@@ -280,7 +280,8 @@ void Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::s
   job.cancelled = reason;
   if (job.running) {
     lanes_[job.lane]->wake.notify_all();
-    idle_.wait(lock, [&] { return !job.running; });
+    idle_.wait(lock, [&] { return !job.running || job.cancelled.empty(); });
+    if (job.cancelled.empty()) return;  // another thread stopped it, too, and was first
   }
   fail_queue(job, std::make_exception_ptr(Cancelled(reason)));
   settle(job);
@@ -290,7 +291,8 @@ void Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::s
 
 void Engine::cancel(Id id, const std::string& reason) {
   std::unique_lock<std::mutex> lock(lock_);
-  stop_job(lock, find(id), reason.empty() ? "cancelled" : reason);
+  const auto job = find(id).shared_from_this();  // it may be removed while this waits
+  stop_job(lock, *job, reason.empty() ? "cancelled" : reason);
 }
 
 void Engine::remove_job(Id id) {

@@ -61,7 +61,7 @@ class Engine {
   void check() const;
 
  private:
-  struct Job {
+  struct Job : std::enable_shared_from_this<Job> {
     Id id;
     std::deque<std::shared_ptr<StepRun>> queue;  // the front one may be running
     std::vector<CounterBarrier> barriers;        // one a group; the first counts previous step, batch and room
@@ -97,7 +97,7 @@ class Engine {
   mutable std::mutex lock_;
   Admission admission_;
   std::vector<std::unique_ptr<Lane>> lanes_;
-  std::unordered_map<Id, std::unique_ptr<Job>> jobs_;
+  std::unordered_map<Id, std::shared_ptr<Job>> jobs_;
   std::deque<Job*> ready_;  // a step is there and only room and a lane are missing, first come first
   std::condition_variable idle_;
   Id next_id_ = 0;
