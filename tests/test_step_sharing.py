@@ -309,8 +309,8 @@ class Powered(Net):
 def test_models_that_differ(kind: str, captures: Any) -> None:
     for model in DIFFERENT[kind]:
         compare(making(model), images(3))
-    # A dropout's rate is an input of its own.
-    assert captures.captures == (1 if kind == "dropout" else 2)
+    # A dropout's rate is an input of its own, and so is a tensor that is neither parameter nor buffer.
+    assert captures.captures == (1 if kind in ("dropout", "tensor") else 2)
 
 
 class Dropping(Net):
@@ -325,28 +325,27 @@ class Dropping(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm(self.first(x)))
-        rate = self.drop.p
         x = {
             "plain": lambda: x,
             "two": lambda: self.other(x),
             "under two names": lambda: self.twice(x),
             "functional": lambda: F.dropout(x, 0.25),
-            "functional of this rate": lambda: F.dropout(x, rate, self.training),
-            "functional of half the rate": lambda: F.dropout(x, rate / 2),
+            "functional of this rate": lambda: F.dropout(x, self.drop.p, self.training),
+            "functional of half the rate": lambda: F.dropout(x, self.drop.p / 2),
             "attention": lambda: self.attention(x, x, x)[0],
             "times a quarter": lambda: x * 0.25 + 0.75,
-            "times the rate": lambda: x * rate,
-            "rate times": lambda: rate * x,
-            "root": lambda: x * math.sqrt(rate),
-            "tensor": lambda: x * torch.tensor(rate),
-            "numpy": lambda: x * float(np.exp(rate)),
-            "exponential": lambda: x * math.exp(rate),
-            "largest": lambda: x * max(rate, 0.3),
-            "compared": lambda: x * (2 if rate > 0.3 else 1),
-            "present": lambda: x * (2 if rate > 0 else 1),
-            "string": lambda: x * len(f"{rate}"),
-            "list": lambda: x * torch.as_tensor([rate] * 16),
-            "bernoulli": lambda: x * torch.bernoulli(torch.full_like(x, rate)),
+            "times the rate": lambda: x * self.drop.p,
+            "rate times": lambda: self.drop.p * x,
+            "root": lambda: x * math.sqrt(self.drop.p),
+            "tensor": lambda: x * torch.tensor(self.drop.p),
+            "numpy": lambda: x * float(np.exp(self.drop.p)),
+            "exponential": lambda: x * math.exp(self.drop.p),
+            "largest": lambda: x * max(self.drop.p, 0.3),
+            "compared": lambda: x * (2 if self.drop.p > 0.3 else 1),
+            "present": lambda: x * (2 if self.drop.p > 0 else 1),
+            "string": lambda: x * len(f"{self.drop.p}"),
+            "list": lambda: x * torch.as_tensor([self.drop.p] * 16),
+            "bernoulli": lambda: x * torch.bernoulli(torch.full_like(x, self.drop.p)),
         }[self.how]()
         return self.last(self.drop(x))
 

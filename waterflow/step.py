@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,23 +15,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import (
-    CaptureError,
-    InvalidJobError,
-    JobCancelled,
-    MemoryLimitError,
-    StepError,
-)
+from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, MemoryLimitError, StepError
 from waterflow.executor import eager
-from waterflow.executor.binding import bind, missing_momentum
-from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures, input_bytes_of
+from waterflow.executor.captured import build, input_bytes_of
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
-from waterflow.partition.capture import StepSpec
-from waterflow.partition.dropout_rates import RatesMatter, rates
-from waterflow.partition.fingerprint import ambient_key
+from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.plan import Plan, opaque_plan
-from waterflow.partition.structure import flatten, structure_key
+from waterflow.partition.spec import StepSpec
+from waterflow.partition.structure import flatten
+from waterflow.partition.surroundings import shown_line, surrounding_autocast
 
 logger = logging.getLogger("waterflow")
 
@@ -39,28 +33,17 @@ LossFunction = Callable[..., torch.Tensor]
 StepFunction = Callable[[nn.Module, Batch], Any]
 
 
-@dataclass
-class _Variant:
-    """The step for batches of one shape: what was captured for it, bound to this job."""
-
-    captured: CapturedStep
-    planned: PlannedStep
-    binding: _C.Binding
-    slots: list[int]
-    leaves: list[int]
-    batch_spec: pytree.TreeSpec | None
-    structure: Hashable
-    claimed: Plan | None = None
-
-
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A step that was handed to the engine. ``result()`` waits for it."""
 
     step: Step
     run: _C.StepRun
-    variant: _Variant | None
+    variant: Variant | None
     profiled: bool
+    micro: int  # its place among the steps of an update
+    first: set[str]  # first updates that it makes
+    opaque_result: list[Any] = field(default_factory=list)
 
     def result(self) -> Any:
         """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
@@ -96,6 +79,7 @@ class Step:
         generator: Where random operations draw from. Default: the process's generator when the step runs alone;
             inside an engine a stream of the step's own, forked from it when the step is made.
         name: Shown in messages and plans.
+        engine: Whose lanes to run on. Default: the engine that the calling thread belongs to, if any.
 
     Raises:
         InvalidJobError: Settings that contradict each other, or a model that is on another device.
@@ -141,14 +125,13 @@ class Step:
             generator = torch.Generator()
             generator.set_state(torch.get_rng_state())
         self.generator = generator
-        self._variants: dict[Hashable, _Variant] = {}
-        self._accumulators: dict[str, torch.Tensor] = {}
-        self._first_step: dict[str, bool] = {}
-        self._fresh: set[str] = set()  # flags of first updates that are not done yet
+        threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
+        self._variants = Variants(self._spec, generator, threads, type(model).__name__)
+        self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
-        self._opaque_height: int | None = None
         self._measured_height = 0
+        self._closed = False
         self._last_plan: Plan | None = None
         self.job: int | None = None
         self.batches_ahead = 1
@@ -176,9 +159,7 @@ class Step:
 
         Raises CaptureError where the step would run as an opaque job, which has no plan before it has run.
         """
-        leaves, batch_spec, key = flatten(batch)
-        captured, *_ = self._capture((key, True, ambient_key(self._spec.device.type)), leaves, batch_spec, True)
-        return captured.planned(self._threads()).plan.renamed(self.name)
+        return self._variants.plan(*flatten(batch)).renamed(self.name)
 
     @property
     def measured_height(self) -> int:
@@ -187,73 +168,82 @@ class Step:
 
     def close(self) -> None:
         """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error."""
+        self._closed = True
         if self.engine is not None:
             self._finalizer()
         self._variants.clear()
-        self._accumulators.clear()
 
     def hold_batches(self, count: int) -> None:
         """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""
         if count > self.batches_ahead:
             self.batches_ahead = count
-            for variant in self._variants.values():
-                variant.claimed = None
+            self._variants.claim_again()
 
     # -- one call
 
     def submit(self, batch: Batch) -> Pending:
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
+        if self._closed:
+            raise JobCancelled(f"step {self.name!r} was closed")
         update = (self._micro + 1) % self.accumulate == 0
         if self._worker is not None and self.engine is not None and self.engine.clock is not None:
             self.engine.clock.advance(self._worker)
-        if self.opaque_reason is None:
-            leaves, batch_spec, key = flatten(batch)
-            key = (key, update, ambient_key(self._spec.device.type))
-            try:
-                variant = self._variants.get(key)
-                if variant is None or not variant.binding.current():
-                    variant = self._bind(key, leaves, batch_spec, update)
-            except CaptureError as error:
-                # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
-                return self._submit_opaque(batch, update, error)
-            return self._submit_captured(variant, leaves, update)
-        return self._submit_opaque(batch, update)
+        if self.opaque_reason is not None:
+            return self._submit_opaque(batch, update)
+        leaves, batch_spec, key = flatten(batch)
+        try:
+            variant = self._variants.find(leaves, batch_spec, key, update)
+        except CaptureError as error:
+            # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
+            return self._submit_opaque(batch, update, error)
+        return self._submit_captured(variant, leaves, batch_spec, update)
 
-    def _submit_captured(self, variant: _Variant, leaves: list[Any], update: bool) -> Pending:
+    def _submit_captured(
+        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool
+    ) -> Pending:
         planned = variant.planned
         plan, native = planned.plan, planned.native
         if self.engine is not None and variant.claimed is not plan:
-            self._claim(variant, plan, leaves)
+            self._claim(plan, leaves, batch_spec)
             variant.claimed = plan
         profiled = planned.wants_profile
         run = variant.binding.run(native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
-        if update:
-            self._fresh |= {flag for flag, first in self._first_step.items() if first}
-            self._first_step.update(dict.fromkeys(self._first_step, False))
-        self._micro = 0 if update else self._micro + 1
+        first = self._variants.begin_update() if update else set()
+        pending = Pending(self, run, variant, profiled, self._micro, first)
         self._last_plan = plan
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
-        if self.engine is not None:
-            self._submit(run, plan)
-        else:
-            run.run_alone()
-        return Pending(self, run, variant, profiled)
+        return self._hand_in(pending, plan, update)
 
-    def _claim(self, variant: _Variant, plan: Plan, leaves: list[Any]) -> None:
+    def _hand_in(self, pending: Pending, plan: Plan | None, update: bool) -> Pending:
+        before = self._under_way[-1].run if self._under_way else None
+        self._under_way.append(pending)
+        self._micro = 0 if update else self._micro + 1
+        try:
+            if plan is None or self.engine is None:
+                # Where the step before has failed, this one falls with it, as in an engine.
+                if before is None or not before.failed:
+                    pending.run.run_alone()
+            else:
+                self._submit(pending.run, plan, before)
+        except BaseException:
+            self._fall(pending)
+            raise
+        return pending
+
+    def _claim(self, plan: Plan, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> None:
         assert self.engine is not None and self.job is not None
         try:
             self.engine.claim(self.job, plan.renamed(self.name), batches=self.batches_ahead)
         except MemoryLimitError as error:
             if error.largest_batch is not None or error.needed <= self.engine.room:
                 raise
-            spec, batch_spec = self._spec, variant.batch_spec
-            fits = largest_batch(leaves, lambda cut: build(spec, cut, batch_spec, []).predicted, self.engine.room)
+            fits = largest_batch(leaves, lambda cut: build(self._spec, cut, batch_spec).predicted, self.engine.room)
             raise self.engine.too_large(plan.renamed(self.name), plan.persistent + plan.batch, fits) from None
 
-    def _submit(self, run: _C.StepRun, plan: Plan) -> None:
+    def _submit(self, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         assert self.engine is not None and self.job is not None
         try:
-            self.engine.native.submit(self.job, run)
+            self.engine.native.submit(self.job, run, before)
         except _C.Cancelled as error:
             raise JobCancelled(f"step {self.name!r}: {error}") from None
         except ValueError as error:
@@ -261,22 +251,28 @@ class Step:
 
     def _finish(self, pending: Pending) -> Any:
         run = pending.run
-        if self.engine is not None:
-            self.engine.native.wait(run)
         try:
+            if self.engine is not None:
+                self.engine.native.wait(run)
+            elif not run.done:
+                raise JobCancelled(f"step {self.name!r}: an earlier step of this job failed")
             outputs = run.outputs()
         except _C.Cancelled as error:
+            self._fall(pending)
             raise JobCancelled(str(error)) from None
         except _C.NodeError as error:
+            self._fall(pending)
             assert pending.variant is not None
-            self._first_step.update(dict.fromkeys(self._fresh, True))
             raise self._node_error(pending.variant, run.failed_node, str(error)) from None
-        self.steps += 1
-        if self._micro == 0:
-            self._fresh.clear()
+        except BaseException:
+            self._fall(pending)
+            raise
+        if pending in self._under_way:
+            self._under_way.remove(pending)
+            self.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         if pending.variant is None:
-            return self._opaque_result
+            return pending.opaque_result[0]
         if pending.profiled:
             pending.variant.planned.add_profile(run.profile())
         self._measured_height = max(self._measured_height, pending.variant.planned.measured_height)
@@ -285,47 +281,22 @@ class Step:
             return outputs[0], dict(zip(metrics, outputs[1:]))
         return outputs[0]
 
-    def _node_error(self, variant: _Variant, number: int, message: str) -> StepError:
+    def _fall(self, pending: Pending) -> None:
+        """A step failed: it, and those handed in behind it, are as if they had not been."""
+        if pending not in self._under_way:
+            return
+        self._micro = pending.micro
+        while True:
+            last = self._under_way.pop()
+            self._variants.undo_update(last.first)
+            if last is pending:
+                return
+
+    def _node_error(self, variant: Variant, number: int, message: str) -> StepError:
         node = variant.captured.lowered.instructions[number]
+        where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
         phase = node.meta.get("phase", "")
-        return StepError(f"{node.target} in the {phase} of step {self.name!r} failed: {message.strip()}")
-
-    # -- capture and binding
-
-    def _bind(self, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool) -> _Variant:
-        spec = self._spec if update else replace(self._spec, update=False)
-        captured, structure, looked_at = self._capture(key, leaves, batch_spec, update)
-        for number, group in enumerate(spec.optimizer.param_groups):
-            self._first_step[f"is_first_step:{number}"] = missing_momentum(spec.optimizer, group)
-        binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step, looked_at)
-        binding.set_generator(self.generator)
-        planned = captured.planned(self._threads())
-        variant = _Variant(captured, planned, binding, slots, positions, batch_spec, structure)
-        if len(self._variants) >= _MOST_SHAPES:
-            self._variants.pop(next(iter(self._variants)))
-        self._variants[key] = variant
-        return variant
-
-    def _capture(
-        self, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool
-    ) -> tuple[CapturedStep, Hashable, list[tuple[Any, Any]]]:
-        spec = self._spec if update else replace(self._spec, update=False)
-        structure, looked = structure_key(spec)
-        keep = looked.keep
-        old = self._variants.get(key)
-        if old is not None and old.structure == structure:
-            return old.captured, structure, looked.looked_at
-        name = type(self.model).__name__
-        try:
-            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name))
-        except RatesMatter:
-            structure = (structure, rates(spec.model))
-            spec = replace(spec, rates_matter=True)
-            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name))
-        return found, structure, looked.looked_at
-
-    def _threads(self) -> int:
-        return self.engine.intra_op if self.engine is not None else torch.get_num_threads()
+        return StepError(f"{node.target} in the {phase} of step {self.name!r} failed: {message.strip()}{where}")
 
     # -- opaque
 
@@ -338,33 +309,31 @@ class Step:
         self._variants.clear()
 
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
-        self._micro = 0 if update else self._micro + 1
+        surrounding = surrounding_autocast(self._spec.device.type)
+        result: list[Any] = []
 
         def work() -> None:
-            self._opaque_result, height = _C.metered(lambda: self._eager_step(batch, update))
+            if refused is not None:
+                self._variants.gather_in_parameters()
+            made, height = _C.metered(lambda: self._eager_step(batch, update, surrounding))
+            result.append(made)
             self._measured_height = max(self._measured_height, height)
             if refused is not None:
                 self._go_opaque(refused)
 
         if self.engine is None:
-            work()
-            run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: None)
-            run.run_alone()
-            return Pending(self, run, None, False)
-        assert self.job is not None
+            run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
+            return self._hand_in(Pending(self, run, None, False, self._micro, set(), result), None, update)
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
         # An unknown job is looked at alone: its first step holds all that is left.
         known = self._measured_height > 0
         plan = opaque_plan(self.name, self._measured_height, persistent=persistent, batch=held)
+        assert self.job is not None
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
         height = self._measured_height if known else self.engine.native.capacity
         self._last_plan = plan
         run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
-        self._submit(run, plan)
-        return Pending(self, run, None, False)
-
-
-_MOST_SHAPES = 16
+        return self._hand_in(Pending(self, run, None, False, self._micro, set(), result), plan, update)
 
 
 class _StepSet(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -9,17 +10,18 @@ from torch import nn
 
 from waterflow import _C
 from waterflow.executor.captured import CapturedStep
-from waterflow.partition.capture import StepSpec
-from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
+from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP
+from waterflow.partition.spec import StepSpec
 
 
 def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.Tensor],
-         first_step: dict[str, bool],
-         looked_at: list[tuple[Any, Any]]) -> tuple[_C.Binding, list[int], list[int]]:  # fmt: skip
+         first_step: dict[str, bool], looked: Fingerprint) -> tuple[_C.Binding, list[int], list[int]]:  # fmt: skip
     """Fill a program's lasting inputs from the model and the optimizer.
 
     Optimizer state that does not exist yet is created, as the optimizer itself would. ``accumulators`` are
-    gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the update reads.
+    gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the update reads;
+    ``looked`` is what the key of the job's step was made from.
     Returns the binding, the slots of the batch's tensors, and the leaf that each comes from.
     """
     lowered = captured.lowered
@@ -39,6 +41,8 @@ def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.T
             continue
         elif given.kind in ("parameter", "buffer"):
             binding.set_input(slot, tensors[given.name])
+        elif given.kind == "stranger":
+            binding.set_input(slot, looked.strangers[given.leaf])
         elif given.kind == "state":
             binding.set_input(slot, _state_entry(spec.optimizer, tensors[given.name], given.key))
         elif given.kind == "accumulator":
@@ -61,7 +65,7 @@ def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.T
     for slot, constant in lowered.constants:
         binding.set_input(slot, constant)
     _watch_model(binding, spec.model)
-    _watch_what_was_looked_at(binding, looked_at)
+    _watch_looks(binding, looked)
     _watch_optimizer(binding, spec.optimizer)
     binding.finish_inputs()
     return binding, batch_slots, batch_leaves
@@ -88,18 +92,26 @@ def missing_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     return all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
 
 
-def _watch_what_was_looked_at(binding: _C.Binding, looked_at: list[tuple[Any, Any]]) -> None:
+def _watch_looks(binding: _C.Binding, looked: Fingerprint) -> None:
     """Everything that the capture's key was made of must stay the very object that it was."""
-    for container, key in looked_at:
+    for look in looked.looks:
+        container = look.container
         if isinstance(container, dict):
-            if key is None:
+            if look.whole:
                 binding.watch_size(container)
-            else:
+            for key in look.keys:
                 binding.watch(container, key)
         elif isinstance(container, list):
             binding.watch_items(container)
-        else:
+        elif isinstance(container, type):
+            binding.watch_class(container)
+        elif isinstance(container, types.CellType):
             binding.watch_cell(container)
+        elif look.keys:
+            for key in look.keys:
+                binding.watch_attribute(container, key)
+        else:
+            binding.watch_size(container)
 
 
 def _watch_model(binding: _C.Binding, model: nn.Module) -> None:
@@ -110,9 +122,7 @@ def _watch_model(binding: _C.Binding, model: nn.Module) -> None:
                 binding.watch(state[kind], name)
             binding.watch_size(state[kind])
     for parameter in model.parameters():
-        hooks = parameter._backward_hooks
-        if hooks is not None:
-            binding.watch_size(hooks)
+        binding.watch_hooks(parameter)
 
 
 def _watch_optimizer(binding: _C.Binding, optimizer: torch.optim.Optimizer) -> None:
@@ -123,8 +133,10 @@ def _watch_optimizer(binding: _C.Binding, optimizer: torch.optim.Optimizer) -> N
     for group in optimizer.param_groups:
         binding.watch(group, "params")
         binding.watch_size(group["params"])
-        for name in ("amsgrad", "maximize", "nesterov", "fused", "foreach"):
-            if name in group:
+        for name in optimizer.defaults:
+            if name in BY_ZERO and name in group:
+                binding.watch_truth(group, name)
+            elif name in group and name not in READ_EACH_STEP:
                 binding.watch(group, name)
     for entries in optimizer.state.values():
         for name, value in entries.items():

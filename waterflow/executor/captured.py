@@ -15,10 +15,13 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.lowering import Lowered, lower
-from waterflow.partition.capture import Capture, StepSpec, capture_step
+from waterflow.partition.capture import Capture, capture_step
+from waterflow.partition.dropout_rates import RatesMatter
+from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.liveness import OperationMemory, operation_memory
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import profiled_memory, same_requests
+from waterflow.partition.spec import StepSpec
 
 # A step whose requests differ from time to time is planned by the highest of this many.
 MOST_PROFILES = 4
@@ -96,21 +99,25 @@ class CapturedStep:
 
 
 def build(
-    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, keep: list[Any], name: str = "step"
-) -> CapturedStep:
-    """Capture, lower and plan one step. Raises CaptureError."""
-    capture = capture_step(spec, leaves, batch_spec)
+    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None,
+    name: str = "step",
+) -> CapturedStep:  # fmt: skip
+    """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError."""
+    capture = capture_step(spec, leaves, batch_spec, looked)
     lowered = lower(capture)
     memory = operation_memory(capture.graph, lowered.instructions)
     if not memory:
         raise CaptureError("the step computes nothing")
     persistent, batch = input_bytes(capture)
     predicted = make_plan(name, memory, persistent=persistent, batch=batch)
-    return CapturedStep(capture, lowered, memory, predicted, keep)
+    return CapturedStep(capture, lowered, memory, predicted, looked.keep if looked is not None else [])
 
 
 def input_bytes(capture: Capture) -> tuple[int, int]:
-    """Bytes of what persists and of one batch, each storage once."""
+    """Bytes of what persists and of one batch, each storage once.
+
+    Tensors that the step reads and the model does not hold (a teacher, a data set) are not the job's own.
+    """
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
     persistent: dict[int, int] = {}
     batch: dict[int, int] = {}
@@ -156,7 +163,7 @@ class CaptureCache:
                 entry = self._entries.get(key)
                 if entry is not None:
                     self._entries.move_to_end(key)
-                    self.hits += 1
+                    self.hits += not isinstance(entry, RatesMatter)
                     break
                 waiting = self._building.get(key)
                 if waiting is None:
@@ -181,7 +188,7 @@ class CaptureCache:
             with self._lock:
                 if entry is not None:
                     self._entries[key] = entry
-                    self.captures += 1
+                    self.captures += not isinstance(entry, RatesMatter)
                     while len(self._entries) > self._size:
                         self._entries.popitem(last=False)
                 self._building.pop(key).set()

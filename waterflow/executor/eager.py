@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError
-from waterflow.partition.capture import StepSpec, split_result
+from waterflow.partition.capture import in_forward, split_result
 from waterflow.partition.operators import is_random, taking_generator
+from waterflow.partition.spec import StepSpec
 
 
 class ModelAndLoss(nn.Module):
@@ -117,17 +119,17 @@ class EagerStep:
         self._spec = spec
         self._generator = generator
 
-    def __call__(self, batch: Any, update: bool) -> Any:
-        """Train on ``batch``; returns the loss, or (loss, metrics)."""
+    def __call__(self, batch: Any, update: bool, surrounding: torch.dtype | None = None) -> Any:
+        """Train on ``batch``; returns the loss, or (loss, metrics).
+
+        ``surrounding`` is the data type of the autocast around the caller, which may be on another thread.
+        """
         spec = self._spec
         random = OwnRandomNumbers(self._generator) if self._generator is not None else contextlib.nullcontext()
-        cast: Any = contextlib.nullcontext()
-        if spec.autocast is not None:
-            cast = torch.autocast(spec.device.type, dtype=spec.autocast)
-        with random, torch.enable_grad():
+        with random, torch.enable_grad(), in_forward(spec, surrounding) as cast:
             with cast:
                 result = spec.compute_loss(spec.model, batch)
-            loss, metrics = split_result(result)
+            loss, metrics = split_result(result, numbers=True)
             (loss / spec.accumulate if spec.accumulate > 1 else loss).backward()
         if update:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
@@ -138,5 +140,5 @@ class EagerStep:
             spec.optimizer.step()
             spec.optimizer.zero_grad(set_to_none=True)
         if metrics:
-            return loss.detach(), {name: value.detach() for name, value in metrics.items()}
+            return loss.detach(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, metrics)
         return loss.detach()

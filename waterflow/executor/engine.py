@@ -294,6 +294,7 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
+            self._claims.clear()
             _shorten_switches(-1)
             self._changed.notify_all()
         self.native.close()

@@ -12,11 +12,12 @@ from torch import fx
 
 from waterflow import _C
 from waterflow.errors import CaptureError
-from waterflow.partition.capture import Capture, GraphInput
+from waterflow.partition.capture import Capture
 from waterflow.partition.fake_rules import is_update
 from waterflow.partition.liveness import storage_id
 from waterflow.partition.operators import is_random, is_view, taking_generator
 from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
+from waterflow.partition.spec import GraphInput
 
 aten = torch.ops.aten
 
@@ -129,7 +130,7 @@ class _Lowering:
         persistent = {
             node
             for node, given in zip(self.slots, self.capture.inputs)
-            if given.kind in ("parameter", "buffer", "state", "accumulator")
+            if given.kind in ("parameter", "buffer", "state", "accumulator", "stranger")
         }
         fixed: dict[fx.Node, int] = {}
         for node in calls:

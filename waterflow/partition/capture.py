@@ -10,45 +10,37 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils.stateless import _reparametrize_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
 from waterflow.partition import fake_rules
 from waterflow.partition.cleanup import clean_up
-from waterflow.partition.dropout_rates import StandIn, find_rates, standing_in
+from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
+from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.optimizers import check_optimizer, state_keys
-from waterflow.partition.surroundings import no_collections, undisturbed, user_line
-
-InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag"]
+from waterflow.partition.spec import GraphInput, StepSpec
+from waterflow.partition.structure import structure_key
+from waterflow.partition.surroundings import (
+    Substitution,
+    no_collections,
+    noting_lines,
+    substituted,
+    surrounding_autocast,
+    undisturbed,
+    user_line,
+)
 
 _one_at_a_time = threading.RLock()  # tracing patches torch's globals
-
-
-@dataclass(frozen=True)
-class GraphInput:
-    """One positional input of a captured graph.
-
-    ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
-    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``;
-    ``leaf`` the position among the batch's leaves.
-    """
-
-    kind: InputKind
-    name: str = ""
-    key: str = ""
-    group: int = -1
-    leaf: int = -1
 
 
 @dataclass(frozen=True)
@@ -72,40 +64,25 @@ class Capture:
         return sum(node.op == "call_function" for node in self.graph.nodes)
 
 
-@dataclass(frozen=True)
-class StepSpec:
-    """What is to be captured: the pieces of one training step."""
-
-    model: nn.Module
-    compute_loss: Callable[[nn.Module, Any], Any]
-    optimizer: Optimizer
-    update: bool
-    accumulate: int
-    clip_norm: float | None
-    clip_value: float | None
-    autocast: torch.dtype | None
-    device: torch.device
-    rates_matter: bool = False  # dropout rates are constants of the graph, not inputs
-
-
-def training_parameters(spec: StepSpec) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer trains and the model holds, by name."""
-    trained = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
-    return {name: p for name, p in spec.model.named_parameters() if p.requires_grad and id(p) in trained}
-
-
-def capture_step(spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None) -> Capture:
+def capture_step(
+    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None
+) -> Capture:
     """Trace one step over ``leaves``, the flattened batch, and clean up the graph.
+
+    ``looked`` is what the step's key was made from, where that has been made already.
 
     Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer
     that is not known, a model that changes itself from step to step. One capture runs at a time in a process.
     """
     check_optimizer(spec.optimizer)
+    if looked is None:
+        _, looked = structure_key(spec)
     with _one_at_a_time:
         start = time.perf_counter()
-        tracer = _StepTracer(spec, leaves, batch_spec)
+        tracer = _StepTracer(spec, leaves, batch_spec, looked)
         graph_module = tracer.trace()
         tracer.tag_phases(graph_module.graph)
+        tracer.check_strangers(graph_module)
         groups = _update_groups(graph_module.graph, tracer)
         rates = find_rates(graph_module.graph, tracer.stand_ins)
         clean_up(graph_module.graph)
@@ -123,16 +100,19 @@ def capture_step(spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeS
 class _StepTracer:
     """Lays out fake inputs, runs the step over them once, and remembers what each input was."""
 
-    def __init__(self, spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None) -> None:
+    def __init__(
+        self, spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint
+    ) -> None:
         self.spec = spec
+        self.looked = looked
         self.leaves = list(leaves)
         self.batch_spec = batch_spec
         self.inputs: list[GraphInput] = []
         self.fakes: list[torch.Tensor] = []
         self.metric_names: list[str] = []
-        self.stand_ins: dict[str, StandIn] = {}
+        self.stand_ins = StandIns()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._trained = training_parameters(spec)
+        self._trained = spec.trained()
         self._marks: list[int] = []
 
     # -- inputs
@@ -153,6 +133,10 @@ class _StepTracer:
             self.tensors[name] = self._add(GraphInput("parameter", name), parameter)
         for name, buffer in spec.model.named_buffers():
             self.tensors[name] = self._add(GraphInput("buffer", name), buffer)
+        self.fakes_by_id = {id(t): self.tensors[name] for name, t in spec.model.named_parameters()}
+        self.fakes_by_id |= {id(t): self.tensors[name] for name, t in spec.model.named_buffers()}
+        for number, tensor in enumerate(self.looked.strangers):
+            self.fakes_by_id[id(tensor)] = self._add(GraphInput("stranger", leaf=number), tensor.detach())
         names = {id(p): name for name, p in self._trained.items()}
         self.state: dict[str, dict[str, torch.Tensor]] = {}
         self.group_names: list[list[str]] = []
@@ -190,12 +174,8 @@ class _StepTracer:
 
     def _step(self, *_: torch.Tensor) -> list[torch.Tensor]:
         spec = self.spec
-        device_type = spec.device.type
-        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if spec.autocast is not None:
-            context = torch.autocast(device_type, dtype=spec.autocast)
-        with _reparametrize_module(spec.model, self.tensors, tie_weights=True), torch.enable_grad():
-            with context:
+        with substituted(spec.model, self.fakes_by_id), torch.enable_grad(), in_forward(spec) as cast:
+            with cast, Substitution(self.fakes_by_id), noting_lines(self._graph()):
                 result = spec.compute_loss(spec.model, self.batch)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
@@ -213,6 +193,7 @@ class _StepTracer:
 
     def _keep_assigned_buffers(self) -> None:
         """A buffer that forward assigned anew (``self.mean = ...``) lives on in the old one's memory."""
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, buffer in self.spec.model.named_buffers():
             given = self.tensors.get(name)
             if given is None:
@@ -221,15 +202,20 @@ class _StepTracer:
                 continue
             if buffer.shape != given.shape or buffer.dtype != given.dtype:
                 raise CaptureError(f"a step changes the shape or type of the buffer {name}")
-            with torch.no_grad():
+            moved.append((given, buffer))
+        with torch.no_grad():
+            if len(moved) > 1:  # they may have changed places
+                moved = [(given, buffer.clone()) for given, buffer in moved]
+            for given, buffer in moved:
                 given.copy_(buffer)
 
-    def _mark(self) -> None:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
+    def _graph(self) -> fx.Graph:
         mode = get_proxy_mode()
         assert mode is not None
-        self._marks.append(len(mode.tracer.graph.nodes))
+        return mode.tracer.graph
+
+    def _mark(self) -> None:
+        self._marks.append(len(self._graph().nodes))
 
     def _update(self, gradients: dict[str, torch.Tensor]) -> None:
         spec = self.spec
@@ -272,12 +258,11 @@ class _StepTracer:
     # -- tracing
 
     def trace(self) -> fx.GraphModule:
-        model = self.spec.model
-        with undisturbed(model), fake_rules.active():
+        with undisturbed(self.looked), fake_rules.active():
             try:
                 # Only the graph is wanted: the module's Python source is not written out and compiled.
-                none: contextlib.nullcontext[dict[str, StandIn]] = contextlib.nullcontext({})
-                model_rates = none if self.spec.rates_matter else standing_in(model)
+                none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
+                model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
                 with model_rates as self.stand_ins, self.mode, _use_lazy_graph_module(True), no_collections():
                     self._lay_out()
                     return make_fx(self._step, pre_dispatch=False)(*self.fakes)
@@ -286,6 +271,16 @@ class _StepTracer:
             except Exception as error:
                 raise CaptureError(_reason(error), user_line(error.__traceback__)) from error
 
+    def check_strangers(self, module: fx.GraphModule) -> None:
+        """Tensors from outside must have become inputs, and must not carry gradients of their own."""
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        for node, given in zip(placeholders, self.inputs):
+            if given.kind == "stranger" and node.users and self.looked.strangers[given.leaf].grad_fn is not None:
+                raise CaptureError("the step computes with a tensor that carries gradients from before the step")
+        for node in module.graph.nodes:
+            if node.op == "get_attr" and id(getattr(module, node.target)) in self.fakes_by_id:
+                raise CaptureError(f"the step reaches a tensor of the model in a way that is not seen ({node.target})")
+
     def tag_phases(self, graph: fx.Graph) -> None:
         """Mark every node with the part of the step that it belongs to."""
         forward, backward = self._marks
@@ -293,9 +288,12 @@ class _StepTracer:
             node.meta["phase"] = "forward" if position < forward else "backward" if position < backward else "update"
 
 
-def split_result(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What a step function returned, as (scalar loss, metrics). Raises CaptureError for anything else."""
-    metrics: dict[str, torch.Tensor] = {}
+def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What a step function returned, as (scalar loss, metrics).
+
+    Raises CaptureError for anything else; metrics that are no tensors are allowed with ``numbers``.
+    """
+    metrics: dict[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         result, metrics = result
     if not isinstance(result, torch.Tensor):
@@ -303,9 +301,25 @@ def split_result(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if result.numel() != 1:
         raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}")
     for name, value in metrics.items():
-        if not isinstance(value, torch.Tensor):
+        if not numbers and not isinstance(value, torch.Tensor):
             raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
     return result, metrics
+
+
+@contextlib.contextmanager
+def in_forward(
+    spec: StepSpec, surrounding: torch.dtype | None = None
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Within, autocast is off, as it is to be in the backward pass; yields the context for the forward pass.
+
+    That casts as the step asks, or else as the autocast around the caller does.
+    """
+    kind = spec.device.type
+    wanted = spec.autocast or surrounding or surrounding_autocast(kind)
+    if wanted is not None:
+        torch.clear_autocast_cache()  # of an autocast that is still open, from before the last update
+    with torch.autocast(kind, enabled=False):
+        yield contextlib.nullcontext() if wanted is None else torch.autocast(kind, dtype=wanted)
 
 
 def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:

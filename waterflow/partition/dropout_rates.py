@@ -1,25 +1,31 @@
 """Dropout rates as inputs: trials that differ in nothing else share one capture.
 
-A rate reaches the graph as a constant. While a step is traced, each dropout module shows a stand-in of its own in the
-place of its rate; the constants that come out as ``1 - stand-in`` (or the stand-in itself) are then known to be that
-module's, and become numbers that are filled in when the capture is bound. A stand-in notices any arithmetic that the
-model's own code does with it: what came of that could not be recognized, so the rates then belong to the key.
+A rate reaches the graph as a constant. While a step is traced, each dropout module computes with a stand-in of its
+own in the place of its rate; the constants that come out as ``1 - stand-in`` (or the stand-in itself) are then known
+to be that module's, and become numbers that are filled in when the capture is bound. Where the model's own code
+reads a rate, its value could turn up anywhere: the rates then belong to the key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
 from waterflow.errors import CaptureError
 
 aten = torch.ops.aten
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPOUTS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+    nn.Dropout: F.dropout, nn.Dropout1d: F.dropout1d, nn.Dropout2d: F.dropout2d, nn.Dropout3d: F.dropout3d,
+}  # fmt: skip
 
 # The arguments in which a rate may turn up, and whether it is the share that is kept or the one that is dropped.
 _PLACES: dict[tuple[Any, str], str] = {
@@ -27,8 +33,8 @@ _PLACES: dict[tuple[Any, str], str] = {
     (aten.div_.Scalar, "other"): "keep",
     (aten.native_dropout.default, "p"): "drop",
 }
-# Stand-ins are exact in binary, and so is one less each of them: both are recognized by equality.
-_FIRST, _APART = 0.25, 2.0**-24
+# Numbers that nobody writes down, recognized by equality.
+_FIRST, _APART = 0.37139067635410372, 2.0**-30
 
 
 class RatesMatter(CaptureError):
@@ -37,72 +43,80 @@ class RatesMatter(CaptureError):
 
 def has_free_rate(module: nn.Module) -> bool:
     """Whether the module is a plain dropout whose rate may be any number between 0 and 1."""
-    return type(module) in DROPOUTS and module.training and isinstance(module.p, float) and 0.0 < module.p < 1.0
+    if type(module) not in DROPOUTS or not module.training:
+        return False
+    rate = module.__dict__.get("p")
+    return isinstance(rate, float) and 0.0 < rate < 1.0
 
 
 def rates(model: nn.Module) -> tuple[float, ...]:
     """The free rates of a model, in the order of its modules."""
-    return tuple(module.p for module in model.modules() if has_free_rate(module))
+    return tuple(module.__dict__["p"] for module in model.modules() if has_free_rate(module))
 
 
-class StandIn(float):
-    """A rate that notices what is done with it."""
+@dataclass
+class StandIns:
+    """What was shown in the place of each module's rate, by module name; which of them were called, or read."""
 
-    touched = False
-
-    def __float__(self) -> float:
-        self.touched = True
-        return float.__add__(self, 0.0)
-
-
-def _noticing(name: str) -> Callable[..., Any]:
-    method = getattr(float, name)
-
-    def call(self: StandIn, *others: Any) -> Any:
-        # Dropout itself asks whether its rate lies between 0 and 1, which every free rate does.
-        if not (name in _COMPARISONS and others[0] in (0, 1)):
-            self.touched = True
-        return method(self, *others)
-
-    return call
+    shown: dict[str, float] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    read: bool = False
 
 
-_COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow")
-for _name in (
-    *_COMPARISONS, *(f"__{n}__" for n in _ARITHMETIC), *(f"__r{n}__" for n in _ARITHMETIC),
-    "__neg__", "__pos__", "__abs__", "__int__", "__bool__", "__round__", "__trunc__", "__floor__", "__ceil__",
-    "__str__", "__repr__", "__format__", "hex", "as_integer_ratio", "is_integer",
-):  # fmt: skip
-    setattr(StandIn, _name, _noticing(_name))
-StandIn.__hash__ = float.__hash__  # type: ignore[method-assign]
+class _NoticedRate:
+    """``p`` of all dropout modules while a step is traced: notices when a module's rate is read."""
+
+    def __init__(self, modules: set[int], stand_ins: StandIns) -> None:
+        self._modules, self._stand_ins = modules, stand_ins
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self
+        if id(module) in self._modules:
+            self._stand_ins.read = True
+            raise RatesMatter("the model computes with its dropout rates")
+        try:
+            return module.__dict__["p"]
+        except KeyError:
+            raise AttributeError("p") from None
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__["p"] = value
+
+
+def _forward(module: Any, name: str, stand_ins: StandIns, x: torch.Tensor) -> torch.Tensor:
+    stand_ins.called.add(name)
+    return DROPOUTS[type(module)](x, stand_ins.shown[name], module.training, module.inplace)
 
 
 @contextlib.contextmanager
-def standing_in(model: nn.Module) -> Iterator[dict[str, StandIn]]:
-    """Within, each free rate of ``model`` is a stand-in; yields them by module name."""
+def standing_in(model: nn.Module) -> Iterator[StandIns]:
+    """Within, each dropout of ``model`` that has a free rate computes with a stand-in. One at a time in a process."""
     found = {name: module for name, module in model.named_modules() if has_free_rate(module)}
-    before = {name: module.p for name, module in found.items()}
-    shown = {name: StandIn(_FIRST + i * _APART) for i, name in enumerate(found)}
+    stand_ins = StandIns({name: _FIRST + i * _APART for i, name in enumerate(found)})
+    if not found:
+        yield stand_ins
+        return
+    _DropoutNd.p = _NoticedRate({id(m) for m in found.values()}, stand_ins)  # type: ignore[assignment]
+    for name, module in found.items():
+        module.__dict__["forward"] = functools.partial(_forward, module, name, stand_ins)
     try:
-        for name, module in found.items():
-            module.__dict__["p"] = shown[name]
-        yield shown
+        yield stand_ins
     finally:
-        for name, module in found.items():
-            module.__dict__["p"] = before[name]
+        for module in found.values():
+            module.__dict__.pop("forward", None)
+        del _DropoutNd.p
 
 
-def find_rates(graph: fx.Graph, shown: dict[str, StandIn]) -> dict[tuple[str, str], tuple[str, str]]:
+def find_rates(graph: fx.Graph, stand_ins: StandIns) -> dict[tuple[str, str], tuple[str, str]]:
     """Where each rate turned up: (node name, argument name) to (module name, ``keep`` or ``drop``).
 
-    Raises RatesMatter where a stand-in was computed with, or turned up in another place.
+    Raises RatesMatter where a rate was read, or a stand-in turned up in another place, or nowhere.
     """
-    if any(stand_in.touched for stand_in in shown.values()):
+    if stand_ins.read:
         raise RatesMatter("the model computes with its dropout rates")
     meaning: dict[float, tuple[str, str]] = {}
-    for name, stand_in in shown.items():
-        value = float.__add__(stand_in, 0.0)
+    for name, value in stand_ins.shown.items():
         meaning[value] = (name, "drop")
         meaning[1.0 - value] = (name, "keep")
     places = {}
@@ -112,10 +126,13 @@ def find_rates(graph: fx.Graph, shown: dict[str, StandIn]) -> dict[tuple[str, st
         names = [argument.name for argument in node.target._schema.arguments]
         for argument, value in [*zip(names, node.args), *node.kwargs.items()]:
             for number in value if isinstance(value, (list, tuple)) else (value,):
-                if not isinstance(number, float) or (plain := float.__add__(number, 0.0)) not in meaning:
+                if not isinstance(number, float) or number not in meaning:
                     continue
-                module, share = meaning[plain]
+                module, share = meaning[number]
                 if _PLACES.get((node.target, argument)) != share:
                     raise RatesMatter(f"a dropout rate turns up in {node.target}")
                 places[node.name, argument] = (module, share)
+    lost = stand_ins.called - {module for module, _ in places.values()}
+    if lost:
+        raise RatesMatter(f"the rate of {min(lost)} is not to be found in the graph")
     return places

@@ -8,25 +8,65 @@ looked into counts by identity: it is then shared by nothing else.
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
-import inspect
+import io
+import itertools
+import logging
+import random
 import types
-from collections.abc import Hashable, Iterable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from waterflow.errors import CaptureError
+from waterflow.partition.code_key import class_attributes, global_reads, in_library, library_base, slots_of
 from waterflow.partition.dropout_rates import has_free_rate
 
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, range, slice,
 )  # fmt: skip
+_BY_IDENTITY = (types.BuiltinFunctionType, types.ModuleType, torch.Generator, logging.Logger, io.IOBase)
+# Objects of these modules are no part of what a step computes, and hold half of the process.
+_MACHINERY = ("optuna.", "threading", "queue", "logging", "torch.optim", "torch.utils.data", "torch._ops",
+              "waterflow.step", "waterflow.runner", "waterflow.executor.engine")  # fmt: skip
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _MODULE_DICTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-_LIBRARY_PREFIXES = ("torch.", "torchvision.", "timm.", "transformers.", "numpy.", "builtins.", "waterflow.")
+# Dicts of a module's hooks: their keys count the hooks of the whole process.
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+# Of these a forward pass reads none, or only beside one that is looked at.
+_SILENT = frozenset({"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+                     "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+                     "_forward_pre_hooks_with_kwargs"})  # fmt: skip
+
+_tokens: dict[int, tuple[weakref.ref[Any], int]] = {}
+_next_token = itertools.count()
+
+
+def _token(value: Any) -> int | None:
+    """A number that no other object ever has; None for an object that cannot be referred to weakly."""
+    known = _tokens.get(id(value))
+    if known is not None and known[0]() is value:
+        return known[1]
+    try:
+        reference = weakref.ref(value, functools.partial(_forget, id(value)))
+    except TypeError:
+        return None
+    _tokens[id(value)] = reference, next(_next_token)
+    return _tokens[id(value)][1]
+
+
+def _forget(address: int, reference: weakref.ref[Any]) -> None:
+    if address in _tokens and _tokens[address][0] is reference:
+        del _tokens[address]
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -34,101 +74,187 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A place that a key was made from: a dict, list, set, deque, closure cell, class, or object with slots.
+
+    ``keys`` are the entries that were read of a dict, and the slots of an object. Of a dict that is not ``whole``
+    (a function's globals) nothing else counts. ``owner`` is the module whose attributes the dict holds.
+    """
+
+    container: Any
+    keys: tuple[Any, ...] = ()
+    whole: bool = True
+    label: str = ""
+    owner: nn.Module | None = None
+
+
 class Fingerprint:
     """Builds one key; remembers what it has met, so that cycles end and sharing shows.
 
-    ``keep`` holds the objects that count by identity: as long as the key lives they must, too.
+    ``looks`` are the places it looked into; ``strangers`` the tensors it met that are not ``own`` (parameters and
+    buffers of the model), in an order that is the same for equal keys; ``generators`` Python's and NumPy's random
+    numbers; ``keep`` what counts by its address and must live as long as the key.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
+    def __init__(self, own: nn.Module | None = None) -> None:
+        self.looks: list[Look] = []
+        self.strangers: list[torch.Tensor] = []
+        self.generators: list[tuple[str, Any]] = []
         self.keep: list[Any] = []
-        # (dict, key), (dict, None) for its size, (list, None), (closure cell, None): what the key looked into.
-        self.looked_at: list[tuple[Any, Any]] = []
+        self._own = set() if own is None else {id(t) for t in (*own.modules(), *own.parameters(), *own.buffers())}
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []  # an address must not be given to another object while this is being built
+        self._path: list[str] = []
 
     def _meet(self, value: Any) -> int | None:
         """The number of an object met before; None the first time."""
         number = self._seen.get(id(value))
         if number is None:
             self._seen[id(value)] = len(self._seen)
-            self.keep.append(value)
+            self._alive.append(value)
         return number
 
-    def _look_at(self, container: dict[Any, Any], *keys: Any) -> None:
-        self.looked_at.append((container, None))
-        self.looked_at.extend((container, key) for key in keys if key is not None)
+    def _identity(self, value: Any) -> Hashable:
+        token = _token(value)
+        if token is None:
+            self.keep.append(value)
+            return ("id", id(value))
+        return ("token", token)
+
+    def _look(self, container: Any, keys: Iterable[Any] = (), whole: bool = True, owner: Any = None) -> None:
+        self.looks.append(Look(container, tuple(keys), whole, ".".join(self._path), owner))
+
+    def _entry(self, name: Any, value: Any) -> Hashable:
+        self._path.append(str(name))
+        try:
+            return self.of(value)
+        finally:
+            self._path.pop()
 
     def of(self, value: Any) -> Hashable:
-        """The key of any value."""
+        """The key of any value. Raises CaptureError for an iterator, which a step could draw from."""
         if isinstance(value, float):
             return ("float", value.hex())  # tells 0.0 from -0.0, and nan is equal to itself
         if isinstance(value, _ATOMS):
             return (type(value).__name__, value if not isinstance(value, (range, slice)) else repr(value))
-        if isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
-            self.keep.append(value)
-            return ("id", id(value))
+        if isinstance(value, _BY_IDENTITY) or type(value).__module__.startswith(_MACHINERY):
+            return self._identity(value)
         seen = self._meet(value)
         if seen is not None:
             return ("seen", seen)
-        if isinstance(value, type):
-            return self.of_class(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
         if isinstance(value, nn.Module):
             return self.of_module(value)
-        if isinstance(value, torch.Tensor):
-            return ("tensor", id(value))  # a constant of the graph
-        if isinstance(value, list):
-            self.looked_at.append((value, None))
-        if isinstance(value, (tuple, list, torch.Size)):
-            return (type(value).__name__, *map(self.of, value))
+        if isinstance(value, type):
+            return self.of_class(value)
+        if isinstance(value, (list, tuple, set, frozenset, dict, deque, Mapping)):
+            return self._container(value)
+        return self._callable(value) or self._object(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> Hashable:
+        if id(tensor) not in self._own:
+            if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
+                return self._identity(tensor)
+            self.strangers.append(tensor)
+        return ("tensor", *tensor_key(tensor))
+
+    def _container(self, value: Any) -> Hashable:
+        kind = type(value).__name__
         if isinstance(value, (set, frozenset)):
-            return ("set", frozenset(map(self.of, value)))
+            if isinstance(value, set):
+                self._look(value)
+            return (kind, frozenset(map(self.of, value)))
+        if isinstance(value, (list, tuple, deque)):
+            if not isinstance(value, tuple):
+                self._look(value)
+            return (kind, *map(self.of, value))
         if isinstance(value, dict):
-            self._look_at(value, *value)
-        if isinstance(value, Mapping):
-            return ("map", type(value).__name__, *((self.of(k), self.of(v)) for k, v in value.items()))
+            self._look(value, value)
+        return ("map", kind, *((self.of(k), self._entry(k, v)) for k, v in value.items()))
+
+    def _callable(self, value: Any) -> Hashable:
+        """The key of functions in all their forms; None for anything else."""
+        if isinstance(value, types.FunctionType):
+            return self.of_function(value)
         if isinstance(value, functools.partial):
             return ("partial", self.of(value.func), self.of(value.args), self.of(value.keywords))
         if isinstance(value, types.MethodType):
             return ("method", self.of(value.__func__), self.of(value.__self__))
-        if isinstance(value, types.FunctionType):
-            return self.of_function(value)
+        if isinstance(value, (staticmethod, classmethod)):
+            return (type(value).__name__, self.of(value.__func__))
+        if isinstance(value, property):
+            return ("property", self.of(value.fget), self.of(value.fset))
+        return None
+
+    def _object(self, value: Any) -> Hashable:
+        if isinstance(value, weakref.ref):
+            return ("weakref", self.of(value()))
+        if isinstance(value, _DESCRIPTORS):
+            return ("descriptor", value.__name__)
+        if isinstance(value, _GENERATORS):
+            self.generators.append((".".join(self._path), value))
+            return self._identity(value)
+        if isinstance(value, Iterator):
+            where = ".".join(self._path)
+            raise CaptureError(f"{where or 'the step'} holds a {type(value).__name__}, from which each step could draw")
         state = getattr(value, "__dict__", None)
-        if state is not None and not isinstance(value, torch.Generator):
-            self._look_at(state, *state)
-            return ("object", self.of(type(value)), *((name, self.of(entry)) for name, entry in state.items()))
-        return ("id", id(value))
+        slots = () if in_library(type(value)) else slots_of(type(value))
+        if state is None and not slots:
+            return self._identity(value)
+        if state:
+            self._look(state, state)
+        if slots:
+            self._look(value, slots)
+        entries = [*(state or {}).items(), *((name, getattr(value, name, None)) for name in slots)]
+        return ("object", self.of(type(value)), *((name, self._entry(name, entry)) for name, entry in entries))
 
     def of_function(self, function: types.FunctionType) -> Hashable:
-        """Code, defaults, what it closes over, and the plain globals that it reads."""
-        module = (function.__module__ or "") + "."
-        if module.startswith(_LIBRARY_PREFIXES):
-            return ("id", id(function), self._closure(function))
-        return (
+        """Code, defaults, what it closes over, and the globals that it reads."""
+        key = (
             "function",
             function.__code__,
             self.of(function.__defaults__),
             self.of(function.__kwdefaults__),
             self._closure(function),
-            self._globals(function),
         )
+        if in_library(function):
+            return (*key, function.__module__, function.__qualname__)
+        return (*key, self._globals(function))
 
     def _closure(self, function: types.FunctionType) -> Hashable:
         cells = []
-        for cell in function.__closure__ or ():
-            self.looked_at.append((cell, None))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            self._path.append(name)
+            self._look(cell)
             try:
                 cells.append(self.of(cell.cell_contents))
             except ValueError:  # not yet filled
                 cells.append("empty")
+            finally:
+                self._path.pop()
         return tuple(cells)
 
     def _globals(self, function: types.FunctionType) -> Hashable:
+        """What the function's code reads of its module, and of the modules that it names there."""
         found: list[Hashable] = []
-        for name in _names(function.__code__):
-            value = function.__globals__.get(name, _ATOMS)
-            if value is not _ATOMS and not isinstance(value, (types.ModuleType, type)):
-                self.looked_at.append((function.__globals__, name))
-                found.append((name, self.of(value)))
+        for name, *attributes in global_reads(function.__code__):
+            space = function.__globals__
+            while name in space:
+                value = space[name]
+                if isinstance(value, types.ModuleType):
+                    if in_library(value) or not attributes:
+                        break
+                    self._look(space, (name,), whole=False)
+                    space, (name, *attributes) = vars(value), attributes
+                    continue
+                if not in_library(value):
+                    self._path.append(name)
+                    self._look(space, (name,), whole=False)
+                    self._path.pop()
+                    found.append((name, self._entry(name, value)))
+                break
         return tuple(found)
 
     def of_module(self, module: nn.Module) -> Hashable:
@@ -137,52 +263,29 @@ class Fingerprint:
         tensors: list[Hashable] = []
         for kind in ("_parameters", "_buffers"):
             for name, tensor in state[kind].items():
-                if tensor is None:
-                    tensors.append((kind, name, None))
-                    continue
-                seen = self._meet(tensor)
-                tensors.append((kind, name, ("seen", seen) if seen is not None else tensor_key(tensor)))
-        free = has_free_rate(module)
-        self._look_at(state, *(name for name in state if name not in _MODULE_DICTS))
-        attributes = tuple(
-            (name, "a rate" if free and name == "p" else self.of(value))
-            for name, value in state.items()
-            if name not in _MODULE_DICTS and not (isinstance(value, dict) and not value)
-        )
-        children = tuple((name, None if child is None else self.of(child)) for name, child in state["_modules"].items())
-        return ("module", self.of(type(module)), tuple(tensors), attributes, children)
+                tensors.append((kind, name, None if tensor is None else self.of(tensor)))
+        free = id(module) in self._own and has_free_rate(module)
+        self._look(state, (name for name in state if name not in _MODULE_DICTS), owner=module)
+        attributes: list[Hashable] = []
+        for name, value in state.items():
+            if name in _MODULE_DICTS:
+                continue
+            if isinstance(value, dict) and (not value or name.endswith(_HOOKS)):
+                if name not in _SILENT:
+                    self._look(value, value)
+                attributes.append((name, tuple(self._entry(name, hook) for hook in value.values())))
+            else:
+                attributes.append((name, "a rate" if free and name == "p" else self._entry(name, value)))
+        children = tuple((name, self._entry(name, child)) for name, child in state["_modules"].items())
+        return ("module", self.of(type(module)), tuple(tensors), tuple(attributes), children)
 
     def of_class(self, cls: type) -> Hashable:
         """A library's class by identity; a user's by its code, for it may be defined anew in every trial."""
-        methods = _own_methods(cls)
-        if not methods:
-            return ("id", id(cls))
-        library = next(base for base in inspect.getmro(cls) if _in_library(base))
-        return ("class", cls.__qualname__, id(library), *map(self.of_function, methods))
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    # Not co_names, which holds attributes as well.
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(_names(constant))
-    return tuple(sorted(names))
-
-
-def _in_library(cls: type) -> bool:
-    return (cls.__module__ + ".").startswith(_LIBRARY_PREFIXES)
-
-
-@functools.lru_cache(maxsize=4096)
-def _own_methods(cls: type) -> tuple[types.FunctionType, ...]:
-    """Methods that the user wrote: those of classes that no library defines."""
-    methods: list[types.FunctionType] = []
-    for base in inspect.getmro(cls):
-        if not _in_library(base):
-            methods.extend(m for m in vars(base).values() if isinstance(m, types.FunctionType))
-    return tuple(methods)
+        if in_library(cls):
+            return self._identity(cls)
+        self._look(cls)
+        attributes = tuple((name, self._entry(name, value)) for name, value in class_attributes(cls))
+        return ("class", cls.__qualname__, self._identity(library_base(cls)), attributes)
 
 
 def ambient_key(device_type: str) -> tuple[Hashable, ...]:
@@ -193,8 +296,3 @@ def ambient_key(device_type: str) -> tuple[Hashable, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
     )
-
-
-def batch_key(leaves: Iterable[Any]) -> tuple[Hashable, ...]:
-    """The part of the key that a batch's leaves give: tensors by shape, everything else by value."""
-    return tuple(tensor_key(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)

@@ -24,6 +24,9 @@ GROUP_NUMBERS: dict[str, tuple[str, int]] = {
     "beta2": ("betas", 1),
     "eps": ("eps", -1),
 }
+# Settings that are read at each step, and those that matter by whether they are zero: all others change the graph.
+READ_EACH_STEP = frozenset({"lr", *(entry for entry, _ in GROUP_NUMBERS.values())})
+BY_ZERO = frozenset({"momentum"})
 FIRST_STEP_FLAG = "is_first_step"
 
 

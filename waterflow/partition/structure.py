@@ -9,12 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError, InvalidJobError
-from waterflow.partition.capture import StepSpec
 from waterflow.partition.fingerprint import Fingerprint
-
-# Entries of an optimizer's parameter groups that change the graph by their value, and by whether they are zero.
-_STRUCTURAL = frozenset({"amsgrad", "maximize", "nesterov", "fused", "foreach", "capturable", "differentiable"})
-_BY_ZERO = frozenset({"momentum"})
+from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP
+from waterflow.partition.spec import StepSpec
 
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
@@ -38,8 +35,8 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
 
 
 def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
-    """The capture key of everything but the batch, and what must live as long as it is used."""
-    fingerprint = Fingerprint()
+    """The capture key of everything but the batch, and what it was made from."""
+    fingerprint = Fingerprint(spec.model)
     model = fingerprint.of(spec.model)
     compute = fingerprint.of(spec.compute_loss)
     numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
@@ -54,9 +51,9 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
                 f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold"
             )
         settings = tuple(
-            (name, value if name in _STRUCTURAL else bool(value))
+            (name, bool(value) if name in BY_ZERO else fingerprint.of(value))
             for name, value in group.items()
-            if name in _STRUCTURAL or name in _BY_ZERO
+            if name in BY_ZERO or (name in spec.optimizer.defaults and name not in READ_EACH_STEP)
         )
         rate = group["lr"]
         groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))

@@ -1,77 +1,146 @@
-"""What surrounds a trace: it must leave the user's modules and random numbers as they were."""
+"""What surrounds a trace: it must leave the user's objects and random numbers as they were."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import linecache
 import random
+import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
+from waterflow.partition.fingerprint import Fingerprint, Look
+
+_INSIDE = (torch.__path__[0], str(Path(__file__).parents[1]))
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts back what tracing left in the modules; raises where a step would change more than tensors."""
-    before = [(name, module, dict(module.__dict__)) for name, module in model.named_modules()]
-    python_state, numpy_state = random.getstate(), _numpy_state()
+def undisturbed(looked: Fingerprint) -> Iterator[None]:
+    """Puts back what tracing left in the places that the step's key was made from, and the random numbers.
+
+    Raises CaptureError where a step would change more than tensors.
+    """
+    before = [(look, _contents(look)) for look in looked.looks]
+    drawn: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+        ("Python's random numbers", random.getstate, random.setstate),
+        ("NumPy's random numbers", *_NUMPY_STATE),
+    ]
+    drawn += [(f"the random numbers in {label}", *_state_of(source)) for label, source in looked.generators]
+    states = [read() for _, read, _ in drawn]
+    changed = ""
     try:
         yield
     finally:
-        changed = ""
-        for name, module, attributes in before:
-            for key in set(attributes) | set(module.__dict__):
-                old, new = attributes.get(key, _MISSING), module.__dict__.get(key, _MISSING)
-                if old is new:
-                    continue
-                if old is _MISSING:
-                    del module.__dict__[key]
-                else:
-                    module.__dict__[key] = old
-                # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
-                if isinstance(module, nn.RNNBase) or module._forward_pre_hooks:
-                    continue
-                if not _equal(old, new):
-                    changed = f"{name or type(model).__name__}.{key}"
-        drew_python = random.getstate() != python_state
-        if drew_python:
-            random.setstate(python_state)
-        now = _numpy_state()
-        drew_numpy = not (np.array_equal(now["key"], numpy_state["key"]) and now["pos"] == numpy_state["pos"])
-        if drew_numpy:
-            np.random.set_state({"bit_generator": "MT19937", "state": numpy_state})
+        for look, contents in before:
+            key = _put_back(look, contents)
+            if key is not None:
+                changed = ".".join(part for part in (look.label, key) if part)
+        for (label, read, write), state in zip(drawn, states):
+            if not _same_state(read(), state):
+                write(state)
+                changed = changed or label
+    if changed.startswith(("Python's", "NumPy's", "the random")):
+        raise CaptureError(f"a step draws from {changed}")
     if changed:
-        raise CaptureError(
-            f"a step changes the model's own attribute {changed}; register it as a buffer if it is a tensor"
-        )
-    if drew_python:
-        raise CaptureError("a step draws from Python's random numbers")
-    if drew_numpy:
-        raise CaptureError("a step draws from NumPy's random numbers")
+        raise CaptureError(f"a step changes {changed}, which is no buffer; register it as a buffer if it is a tensor")
 
 
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Tracing makes many objects and no garbage: a fifth of its time would go into looking for some."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+_NUMPY_STATE = (lambda: np.random.get_state(legacy=False), np.random.set_state)
 
 
-def _numpy_state() -> Any:
-    return np.random.get_state(legacy=False)["state"]
+def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    if isinstance(source, random.Random):
+        return source.getstate, source.setstate
+    if isinstance(source, np.random.RandomState):
+        return lambda: source.get_state(legacy=False), source.set_state
+    return lambda: source.bit_generator.state, lambda state: setattr(source.bit_generator, "state", state)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(_same_state(one[key], other[key]) for key in one)
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+
+
+# -- what a look saw
+
+
+def _contents(look: Look) -> Any:
+    """What there is to be put back; a mapping for everything that has names."""
+    container = look.container
+    if isinstance(container, dict):
+        return dict(container) if look.whole else {key: container.get(key, _MISSING) for key in look.keys}
+    if isinstance(container, (list, set, deque)):
+        return type(container)(container) if type(container) in (list, set, deque) else [*container]
+    if isinstance(container, types.CellType):
+        try:
+            return container.cell_contents
+        except ValueError:
+            return _MISSING
+    if isinstance(container, type):
+        return None
+    return {key: getattr(container, key, _MISSING) for key in look.keys}
+
+
+def _put_back(look: Look, contents: Any) -> str | None:
+    """Undo what tracing changed. Returns the name of something that a step changes; None where there is nothing."""
+    container = look.container
+    now = _contents(look)
+    if isinstance(contents, Mapping):
+        return _put_entries_back(look, contents, now)
+    if contents is now or (isinstance(contents, (list, deque)) and _same_items(contents, now)):
+        return None
+    if isinstance(container, set):
+        if contents == now:
+            return None
+        container.clear()
+        container.update(contents)
+        return ""
+    if isinstance(container, types.CellType):
+        if contents is not _MISSING:
+            container.cell_contents = contents
+        return None if _equal(contents, now) else ""
+    container.clear()
+    container.extend(contents)
+    return "" if len(now) != len(contents) or not all(map(_equal, contents, now)) else None
+
+
+def _put_entries_back(look: Look, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> str | None:
+    changed = None
+    for key in {**before, **now}:
+        old, new = before.get(key, _MISSING), now.get(key, _MISSING)
+        if old is new:
+            continue
+        if isinstance(look.container, dict):
+            if old is _MISSING:
+                look.container.pop(key, None)
+            else:
+                look.container[key] = old
+        elif old is not _MISSING:
+            setattr(look.container, key, old)
+        # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
+        if isinstance(look.owner, nn.RNNBase) or (look.owner is not None and look.owner._forward_pre_hooks):
+            continue
+        if not _equal(old, new):
+            changed = str(key)
+    return changed
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other))
 
 
 _MISSING = object()
@@ -86,10 +155,115 @@ def _equal(old: Any, new: Any) -> bool:
         return False
 
 
+# -- while a step is traced
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Tracing makes many objects and no garbage: a fifth of its time would go into looking for some."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Within, the model's modules hold other tensors in the place of their own, which are given by ``id``."""
+    dicts = [module.__dict__[kind] for module in model.modules() for kind in ("_parameters", "_buffers")]
+    before = [dict(entries) for entries in dicts]
+    recurrent = [(m, m.__dict__["_flat_weights"]) for m in model.modules() if isinstance(m, nn.RNNBase)]
+    try:
+        for entries in dicts:
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    entries[name] = stand_ins[id(tensor)]
+        for module, weights in recurrent:
+            module.__dict__["_flat_weights"] = [stand_ins.get(id(w), w) for w in weights]
+        yield
+    finally:
+        for entries, held in zip(dicts, before):
+            entries.clear()
+            entries.update(held)
+        for module, weights in recurrent:
+            module.__dict__["_flat_weights"] = weights
+
+
+class Substitution(TorchFunctionMode):
+    """Shows other tensors, given by ``id``, to whatever is called with one that the modules do not hold.
+
+    Also refuses to hand values of tensors to Python: they would become constants of the graph.
+    """
+
+    _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+    def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READS:
+            raise RuntimeError(f"{func.__name__}() reads the values of a tensor")
+        kwargs = kwargs or {}
+        if any(map(self._concerns, (*args, *kwargs.values()))):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._shown, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _concerns(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(self._concerns, value))
+        return type(value) in _PLAIN and id(value) in self._stand_ins
+
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._stand_ins.get(id(tensor), tensor)
+
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+
+
+def surrounding_autocast(device_type: str) -> torch.dtype | None:
+    """The data type of the autocast that the calling thread is in; None outside of any."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextlib.contextmanager
+def noting_lines(graph: fx.Graph) -> Iterator[None]:
+    """Within, each node that is made remembers the user's line in ``meta["line"]``: (file, number, function)."""
+    create = graph.create_node
+
+    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create(*args, **kwargs)
+        frame: Any = sys._getframe(1)
+        while frame is not None and not _is_users_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            node.meta["line"] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return node
+
+    graph.create_node = create_node  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del graph.create_node
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users_file(name: str) -> bool:
+    return not name.startswith(_INSIDE) and "<frozen" not in name
+
+
+def shown_line(line: tuple[str, int, str]) -> str:
+    """``file:line, in function: code``."""
+    file, number, function = line
+    return f"{file}:{number}, in {function}: {linecache.getline(file, number).strip()}"
+
+
 def user_line(trace: types.TracebackType | None) -> str:
-    """``file:line, in function: code`` of the innermost frame that is neither torch's nor waterflow's."""
-    inside = (torch.__path__[0], str(Path(__file__).parents[1]))
+    """The innermost line of a traceback that is neither torch's nor waterflow's."""
     for frame in reversed(traceback.extract_tb(trace)):
-        if not frame.filename.startswith(inside) and "<frozen" not in frame.filename:
+        if _is_users_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
     return ""

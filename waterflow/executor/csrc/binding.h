@@ -1,9 +1,11 @@
 // A program bound to one job's tensors, and the means to notice that the user has replaced any of them.
 #pragma once
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/python_headers.h>
 
 #include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -16,7 +18,6 @@ namespace waterflow {
 class Binding {
  public:
   explicit Binding(std::shared_ptr<const Program> program) : frame_(std::make_shared<Frame>(std::move(program))) {}
-  ~Binding();
   Binding(const Binding&) = delete;
   Binding& operator=(const Binding&) = delete;
 
@@ -28,6 +29,10 @@ class Binding {
   void watch_size(PyObject* container);
   void watch_items(PyObject* list);  // each must stay the very object that it was
   void watch_cell(PyObject* cell);   // of a closure
+  void watch_attribute(PyObject* object, PyObject* name);
+  void watch_class(PyObject* cls);                  // and its bases: what their bodies say
+  void watch_truth(PyObject* dict, PyObject* key);  // an entry that may change, but not to or from zero
+  void watch_hooks(PyObject* parameter);            // there are none, and there must be none
   enum class Kind { number, flag, rate };
   // A slot read from dict[key], or from dict[key][index], before each step; a rate becomes a scalar tensor.
   void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype);
@@ -40,10 +45,18 @@ class Binding {
 
  private:
   struct Watch {
-    PyObject* dict;
+    PyObject* object;
     PyObject* key;
     PyObject* value;
   };
+  // Of a dict nothing needs a look while its version is the one that was looked at (PEP 509).
+  struct DictWatch {
+    PyObject* dict;
+    Py_ssize_t size = -1;  // -1: any
+    std::vector<std::pair<PyObject*, PyObject*>> entries;
+    uint64_t version = 0;
+  };
+  DictWatch& watched(PyObject* dict);
   struct Read {
     int32_t slot;
     PyObject* dict;
@@ -51,12 +64,31 @@ class Binding {
     int32_t index;
     Kind kind;
     at::ScalarType dtype;
-    PyObject* seen;
+    pybind11::object seen;
     c10::IValue value;
   };
 
+  // References that this object holds; they go with it.
+  class Held {
+   public:
+    Held() = default;
+    ~Held();
+    PyObject* operator()(PyObject* object);  // a new reference to `object`, which may be null
+    PyObject* take(PyObject* object);        // the caller's own reference
+
+   private:
+    std::vector<PyObject*> objects_;
+  };
+
+  Held held_;
   std::shared_ptr<Frame> frame_;
-  std::vector<Watch> watches_;
+  mutable std::vector<DictWatch> dicts_;
+  std::unordered_map<PyObject*, size_t> dict_numbers_;
+  std::vector<Watch> attributes_;
+  std::vector<std::pair<PyTypeObject*, unsigned int>> classes_;
+  std::vector<std::pair<PyObject*, PyObject*>> truths_;  // dict and key
+  std::vector<bool> truth_values_;
+  std::vector<PyObject*> parameters_;
   std::vector<std::pair<PyObject*, Py_ssize_t>> sizes_;
   std::vector<Read> reads_;
   struct Storage {

@@ -190,6 +190,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
       .def_readonly("done", &StepRun::done)
+      .def_property_readonly("failed", [](const StepRun& self) { return self.done && self.error != nullptr; })
       .def_readonly("failed_node", &StepRun::failed_node)
       .def_readonly("waited_ns", &StepRun::waited_ns)
       .def_readonly("busy_ns", &StepRun::busy_ns)
@@ -244,6 +245,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            [](Binding& self, const py::dict& dict, const py::object& key) { self.watch(dict.ptr(), key.ptr()); })
       .def("watch_items", [](Binding& self, const py::list& list) { self.watch_items(list.ptr()); })
       .def("watch_cell", [](Binding& self, const py::object& cell) { self.watch_cell(cell.ptr()); })
+      .def("watch_attribute", [](Binding& self, const py::object& object,
+                                 const py::str& name) { self.watch_attribute(object.ptr(), name.ptr()); })
+      .def("watch_class", [](Binding& self, const py::type& cls) { self.watch_class(cls.ptr()); })
+      .def("watch_truth",
+           [](Binding& self, const py::dict& dict, const py::object& key) { self.watch_truth(dict.ptr(), key.ptr()); })
+      .def("watch_hooks",
+           [](Binding& self, const py::object& parameter) {
+             TORCH_CHECK(THPVariable_Check(parameter.ptr()), "hooks are watched on tensors");
+             self.watch_hooks(parameter.ptr());
+           })
       .def("watch_size", [](Binding& self, const py::object& container) { self.watch_size(container.ptr()); })
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
@@ -281,7 +292,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"))
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
-      .def("submit", &Engine::submit, py::call_guard<py::gil_scoped_release>())
+      .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,
+           py::call_guard<py::gil_scoped_release>())
       .def("cancel", &Engine::cancel, py::call_guard<py::gil_scoped_release>())
       .def("wait", &wait_done)
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
 constexpr int32_t kLaterGroupParties = 2;  // the group before, room
+constexpr const char* kEarlierFailed = "an earlier step of this job failed";
 
 }  // namespace
 
@@ -78,7 +79,7 @@ Engine::Id Engine::add_job() {
   return id;
 }
 
-void Engine::submit(Id id, std::shared_ptr<StepRun> run) {
+void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<StepRun>& after) {
   std::lock_guard<std::mutex> guard(lock_);
   if (stop_) throw Cancelled("the engine has been closed");
   auto found = jobs_.find(id);
@@ -89,6 +90,10 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run) {
                                 " bytes cannot run in " + std::to_string(admission_.capacity()) + " bytes");
   }
   job.queue.push_back(std::move(run));
+  if (after && after->done && after->error) {
+    fail_queue(job, std::make_exception_ptr(Cancelled(kEarlierFailed)), job.queue.size() - 1);
+    return;
+  }
   if (!job.running || job.queue.size() == 2) batch_arrives(job);
   offer_room(nullptr);
 }
@@ -241,8 +246,7 @@ void Engine::end_step(Job& job, StepRun& run) {
   run.done = true;
   run.finished.notify_all();
   if (failed) {
-    fail_queue(job, std::make_exception_ptr(
-                        Cancelled(job.cancelled.empty() ? "an earlier step of this job failed" : job.cancelled)));
+    fail_queue(job, std::make_exception_ptr(Cancelled(job.cancelled.empty() ? kEarlierFailed : job.cancelled)));
     for (auto& barrier : job.barriers) barrier.rearm();
     ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
     job.batch_arrived = false;

@@ -37,7 +37,8 @@ class Engine {
   Id add_job();
   // Cancels what is queued, waits for a group in flight to end, and forgets the job.
   void remove_job(Id job);
-  void submit(Id job, std::shared_ptr<StepRun> run);
+  // Steps of a job run in order. Where the one it was made `after` has failed, this one fails, too.
+  void submit(Id job, std::shared_ptr<StepRun> run, const std::shared_ptr<StepRun>& after = nullptr);
   // Waits at most `milliseconds`; returns whether the step is done. Does not rethrow.
   bool wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds);
   // Cancels queued steps, and the one that runs at its next group boundary. `reason` is in their error.

@@ -1,0 +1,125 @@
+"""The captured forms of one job's step: found or made for each shape of batch, and bound to the job's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.errors import CaptureError
+from waterflow.executor.binding import bind, missing_momentum
+from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
+from waterflow.partition.dropout_rates import RatesMatter, rates
+from waterflow.partition.fingerprint import Fingerprint, ambient_key
+from waterflow.partition.optimizers import FIRST_STEP_FLAG
+from waterflow.partition.plan import Plan
+from waterflow.partition.spec import StepSpec
+from waterflow.partition.structure import structure_key
+
+MOST_SHAPES = 16
+# A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
+MOST_CAPTURES = 8
+
+
+@dataclass
+class Variant:
+    """The step for batches of one shape: what was captured for it, bound to this job."""
+
+    captured: CapturedStep
+    planned: PlannedStep
+    binding: _C.Binding
+    slots: list[int]
+    leaves: list[int]
+    structure: Hashable
+    claimed: Plan | None = None
+
+
+class Variants:
+    """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
+
+    ``threads`` is the number of intra-op threads that the step's operations run on.
+    """
+
+    def __init__(self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str) -> None:
+        self._spec = spec
+        self._generator = generator
+        self._threads = threads
+        self._name = name
+        self._variants: dict[Hashable, Variant] = {}
+        self._accumulators: dict[str, torch.Tensor] = {}
+        self._first_step: dict[str, bool] = {}
+        self._captures: dict[Hashable, int] = {}
+
+    def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
+        """The variant for such a batch, bound to the tensors as they are now. Raises CaptureError."""
+        key = (batch_key, update, ambient_key(self._spec.device.type))
+        variant = self._variants.get(key)
+        if variant is not None and variant.binding.current():
+            return variant
+        spec = self._spec if update else replace(self._spec, update=False)
+        captured, structure, looked = self._capture(spec, key, leaves, batch_spec)
+        for number, group in enumerate(spec.optimizer.param_groups):
+            flag = f"{FIRST_STEP_FLAG}:{number}"
+            self._first_step[flag] = self._first_step.get(flag, False) or missing_momentum(spec.optimizer, group)
+        binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step, looked)
+        binding.set_generator(self._generator)
+        if len(self._variants) >= MOST_SHAPES:
+            self._variants.pop(next(iter(self._variants)))
+        made = Variant(captured, captured.planned(self._threads), binding, slots, positions, structure)
+        self._variants[key] = made
+        return made
+
+    def plan(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable) -> Plan:
+        """The plan of a step on such a batch, bound to nothing. Raises CaptureError."""
+        key = (batch_key, True, ambient_key(self._spec.device.type))
+        return self._capture(self._spec, key, leaves, batch_spec)[0].planned(self._threads).plan
+
+    def _capture(
+        self, spec: StepSpec, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None
+    ) -> tuple[CapturedStep, Hashable, Fingerprint]:
+        structure, looked = structure_key(spec)
+        old = self._variants.get(key)
+        if old is not None and old.structure == structure:
+            return old.captured, structure, looked
+        count = self._captures[key] = self._captures.get(key, 0) + 1
+        if count > MOST_CAPTURES:
+            raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
+        try:
+            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, looked, self._name))
+        except RatesMatter:
+            structure = (structure, rates(spec.model))
+            spec = replace(spec, rates_matter=True)
+            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, looked, self._name))
+        return found, structure, looked
+
+    # -- what the variants share
+
+    def begin_update(self) -> set[str]:
+        """An update was handed in: returns the flags of first updates that it takes."""
+        taken = {flag for flag, first in self._first_step.items() if first}
+        self._first_step.update(dict.fromkeys(taken, False))
+        return taken
+
+    def undo_update(self, taken: set[str]) -> None:
+        """It failed: the next one is the first again."""
+        self._first_step.update(dict.fromkeys(taken, True))
+
+    def claim_again(self) -> None:
+        """Memory that was claimed for the variants is not enough any more."""
+        for variant in self._variants.values():
+            variant.claimed = None
+
+    def gather_in_parameters(self) -> None:
+        """The next step runs eagerly: gradients gathered so far become those of the parameters."""
+        parameters = dict(self._spec.model.named_parameters())
+        for name, gathered in self._accumulators.items():
+            parameters[name].grad = gathered.clone()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._variants.clear()
+        self._accumulators = {}

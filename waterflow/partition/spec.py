@@ -1,0 +1,51 @@
+"""What is to be captured: the pieces of one training step, and what the inputs of its graph are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag", "stranger"]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One positional input of a captured graph.
+
+    ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
+    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``;
+    ``leaf`` the position among the batch's leaves, or among the tensors that the step reads and the model does not
+    hold as parameters or buffers (``stranger``).
+    """
+
+    kind: InputKind
+    name: str = ""
+    key: str = ""
+    group: int = -1
+    leaf: int = -1
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The pieces of one training step."""
+
+    model: nn.Module
+    compute_loss: Callable[[nn.Module, Any], Any]
+    optimizer: Optimizer
+    update: bool
+    accumulate: int
+    clip_norm: float | None
+    clip_value: float | None
+    autocast: torch.dtype | None
+    device: torch.device
+    rates_matter: bool = False  # dropout rates are constants of the graph, not inputs
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer trains and the model holds, by name."""
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad and id(p) in trained}
