@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Pending:
     run: _C.StepRun
     variant: _Variant | None
     profiled: bool
+    returned: list[Any] = field(default_factory=list)  # by a step that ran eagerly
 
     def result(self) -> Any:
         """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
@@ -276,7 +278,7 @@ class Step:
             self._fresh.clear()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         if pending.variant is None:
-            return self._opaque_result
+            return pending.returned[0]
         if pending.profiled:
             pending.variant.planned.add_profile(run.profile())
         self._measured_height = max(self._measured_height, pending.variant.planned.measured_height)
@@ -339,9 +341,11 @@ class Step:
 
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
         self._micro = 0 if update else self._micro + 1
+        returned: list[Any] = []
 
         def work() -> None:
-            self._opaque_result, height = _C.metered(lambda: self._eager_step(batch, update))
+            result, height = _C.metered(lambda: self._eager_step(batch, update))
+            returned.append(result)
             self._measured_height = max(self._measured_height, height)
             if refused is not None:
                 self._go_opaque(refused)
@@ -350,18 +354,20 @@ class Step:
             work()
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: None)
             run.run_alone()
-            return Pending(self, run, None, False)
+            return Pending(self, run, None, False, returned)
         assert self.job is not None
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
-        # An unknown job is looked at alone: its first step holds all that is left.
-        known = self._measured_height > 0
+        known = self._measured_height > 0 and refused is None
         plan = opaque_plan(self.name, self._measured_height, persistent=persistent, batch=held)
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
-        height = self._measured_height if known else self.engine.native.capacity
         self._last_plan = plan
-        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
-        self._submit(run, plan)
-        return Pending(self, run, None, False)
+        # An unknown job is looked at alone: its first step holds all that is left.
+        with contextlib.nullcontext(self._measured_height) if known else self.engine.looking() as height:
+            run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
+            self._submit(run, plan)
+            if not known:  # nor is the next one captured, or claimed for, before its end
+                self.engine.native.wait(run)
+        return Pending(self, run, None, False, returned)
 
 
 _MOST_SHAPES = 16

@@ -128,6 +128,7 @@ class Engine:
         self._claims: dict[int, Claim] = {}
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
+        self._looks = 0
         self._eager = threading.Lock()
         self._closed = False
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
@@ -171,6 +172,8 @@ class Engine:
         try:
             while True:
                 with self._turn(), self._changed:
+                    while self._looks and not self._closed:
+                        self._changed.wait(timeout=0.1)
                     if self._closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, plan.height):
@@ -190,6 +193,19 @@ class Engine:
                     self._changed.wait(timeout=1.0)
         finally:
             self._waiting.discard(owner)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[int]:
+        """For a step whose height is not known: what steps can have at most. Inside, nobody's claim lessens it."""
+        with self._changed:
+            self._looks += 1
+            capacity = self._capacity()
+        try:
+            yield capacity
+        finally:
+            with self._changed:
+                self._looks -= 1
+                self._changed.notify_all()
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         """Under a virtual clock memory changes hands in its order."""
