@@ -248,9 +248,14 @@ class Step:
         except MemoryLimitError as error:
             if error.largest_batch is not None or error.needed <= self.engine.room:
                 raise
-            spec, batch_spec = self._spec, variant.batch_spec
-            fits = largest_batch(leaves, lambda cut: build(spec, cut, batch_spec, []).predicted, self.engine.room)
-            raise self.engine.too_large(plan.renamed(self.name), plan.persistent + plan.batch, fits) from None
+            ahead = self.batches_ahead
+
+            def claimed(cut: list[Any]) -> Plan:
+                predicted = build(self._spec, cut, variant.batch_spec, []).predicted
+                return replace(predicted, batch=ahead * predicted.batch)
+
+            fits = largest_batch(leaves, claimed, self.engine.room)
+            raise self.engine.too_large(plan.renamed(self.name), plan.persistent + ahead * plan.batch, fits) from None
 
     def _submit(self, run: _C.StepRun, plan: Plan) -> None:
         assert self.engine is not None and self.job is not None
@@ -301,7 +306,7 @@ class Step:
             self._first_step[f"is_first_step:{number}"] = missing_momentum(spec.optimizer, group)
         binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step, looked_at)
         binding.set_generator(self.generator)
-        planned = captured.planned(self._threads())
+        planned = self._planned(key, captured)
         variant = _Variant(captured, planned, binding, slots, positions, batch_spec, structure)
         if len(self._variants) >= _MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
@@ -325,6 +330,13 @@ class Step:
             spec = replace(spec, rates_matter=True)
             found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, keep, name))
         return found, structure, looked.looked_at
+
+    def _planned(self, key: Hashable, captured: CapturedStep) -> PlannedStep:
+        if self.engine is None or self.engine.clock is None:
+            return captured.planned(self._threads())
+        # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
+        old = self._variants.get(key)
+        return old.planned if old is not None and old.captured is captured else PlannedStep(captured)
 
     def _threads(self) -> int:
         return self.engine.intra_op if self.engine is not None else torch.get_num_threads()

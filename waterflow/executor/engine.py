@@ -127,7 +127,7 @@ class Engine:
         self.native = _C.Engine(lanes=self.lanes, intra_op=intra_op, capacity=self.limit - self.reserve)
         self._claims: dict[int, Claim] = {}
         self._changed = threading.Condition()
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
         self._looks = 0
         self._eager = threading.Lock()
         self._closed = False
@@ -184,15 +184,16 @@ class Engine:
                             self._changed.wait(timeout=0.001)
                         self._book(job, plan.name, wanted)
                         return
-                    self._waiting.add(owner)
-                    if {c.owner for j, c in self._claims.items() if j != job} <= self._waiting:
+                    self._waiting[owner] = (job, wanted, plan.height)
+                    if self._nobody_goes_on(job):
                         raise self._stuck(job, plan, wanted)
                     if self.clock is not None and (worker := current_worker()) is not None:
                         self.clock.suspend(worker)
                         continue
                     self._changed.wait(timeout=1.0)
         finally:
-            self._waiting.discard(owner)
+            with self._changed:
+                self._waiting.pop(owner, None)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[int]:
@@ -213,6 +214,11 @@ class Engine:
         if self.clock is None or worker is None:
             return contextlib.nullcontext()
         return self.clock.turn(worker)
+
+    def _nobody_goes_on(self, job: int) -> bool:
+        """Whether everyone who holds memory beside ``job`` waits, and for more than there is."""
+        holders = {c.owner for j, c in self._claims.items() if j != job}
+        return holders <= self._waiting.keys() and not any(self._fits(*wish) for wish in self._waiting.values())
 
     def _stuck(self, job: int, plan: Plan, wanted: int) -> MemoryLimitError:
         return MemoryLimitError(
