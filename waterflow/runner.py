@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from waterflow.executor.engine import Engine
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.partition.plan import format_bytes, opaque_plan
 from waterflow.step import Pending, Step
+from waterflow.user_code import UserCode
 
 # Steps handed to the engine before the first of them is done, and batches that a job holds: one runs, and one waits
 # behind it or is being loaded.
@@ -61,11 +61,6 @@ def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def break_off(thread: int) -> None:
-    """Raise JobCancelled in Python code that runs on a thread, given by ``threading.get_ident()``."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(JobCancelled))
-
-
 _local = threading.local()
 
 
@@ -100,7 +95,7 @@ class JobRunner:
         self._eager_height: int | None = None
         self._batches: Batches | None = None
         self._scheduler: Any = None
-        self._user_threads: set[int] = set()
+        self._user_code = UserCode()
         self._lock = threading.Lock()
         self._in_order = in_order
         if job.seed is not None or seed is None:
@@ -120,15 +115,14 @@ class JobRunner:
     def break_off(self) -> None:
         """End the job now: code of the user's, too (data, evaluation), which ``stop()`` would let come to its end."""
         self._stop = self._stop or "interrupted"
-        for thread in list(self._user_threads):
-            break_off(thread)
+        self._user_code.break_off()
 
     def run(self) -> JobResult:
         """Train to the end; errors of the job end up in its result, whatever their kind."""
         status: Status = "completed"
         error: BaseException | None = None
         try:
-            with self._breakable():
+            with self._user_code.here():
                 with self._in_order():
                     self._build()
                 self._train()
@@ -266,7 +260,7 @@ class JobRunner:
             model.eval()
             _local.evaluating = True
             try:
-                with torch.no_grad(), self._breakable():
+                with torch.no_grad(), self._user_code.here():
                     return evaluate(model)
             finally:
                 _local.evaluating = False
@@ -301,15 +295,6 @@ class JobRunner:
                 "at once, or raise memory=.",
                 needed=error.needed, limit=error.limit,
             ) from None  # fmt: skip
-
-    @contextlib.contextmanager
-    def _breakable(self) -> Iterator[None]:
-        thread = threading.get_ident()
-        self._user_threads.add(thread)
-        try:
-            yield
-        finally:
-            self._user_threads.discard(thread)
 
     def _check_stop(self) -> None:
         if self._stop is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Pending:
     profiled: bool
     micro: int  # its place among the steps of an update
     first: set[str]  # first updates that it makes
-    opaque_result: list[Any] = field(default_factory=list)
+    returned: list[Any] = field(default_factory=list)  # by a step that ran eagerly
 
     def result(self) -> Any:
         """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
@@ -126,7 +127,9 @@ class Step:
             generator.set_state(torch.get_rng_state())
         self.generator = generator
         threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
-        self._variants = Variants(self._spec, generator, threads, type(model).__name__)
+        # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
+        ordered = self.engine is not None and self.engine.clock is not None
+        self._variants = Variants(self._spec, generator, threads, type(model).__name__, own_plans=ordered)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
@@ -237,8 +240,14 @@ class Step:
         except MemoryLimitError as error:
             if error.largest_batch is not None or error.needed <= self.engine.room:
                 raise
-            fits = largest_batch(leaves, lambda cut: build(self._spec, cut, batch_spec).predicted, self.engine.room)
-            raise self.engine.too_large(plan.renamed(self.name), plan.persistent + plan.batch, fits) from None
+            ahead = self.batches_ahead
+
+            def claimed(cut: list[Any]) -> Plan:
+                predicted = build(self._spec, cut, batch_spec).predicted
+                return replace(predicted, batch=ahead * predicted.batch)
+
+            fits = largest_batch(leaves, claimed, self.engine.room)
+            raise self.engine.too_large(plan.renamed(self.name), plan.persistent + ahead * plan.batch, fits) from None
 
     def _submit(self, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         assert self.engine is not None and self.job is not None
@@ -272,7 +281,7 @@ class Step:
             self.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         if pending.variant is None:
-            return pending.opaque_result[0]
+            return pending.returned[0]
         if pending.profiled:
             pending.variant.planned.add_profile(run.profile())
         self._measured_height = max(self._measured_height, pending.variant.planned.measured_height)
@@ -310,30 +319,33 @@ class Step:
 
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
         surrounding = surrounding_autocast(self._spec.device.type)
-        result: list[Any] = []
+        returned: list[Any] = []
 
         def work() -> None:
             if refused is not None:
                 self._variants.gather_in_parameters()
             made, height = _C.metered(lambda: self._eager_step(batch, update, surrounding))
-            result.append(made)
+            returned.append(made)
             self._measured_height = max(self._measured_height, height)
             if refused is not None:
                 self._go_opaque(refused)
 
         if self.engine is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
-            return self._hand_in(Pending(self, run, None, False, self._micro, set(), result), None, update)
+            return self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), None, update)
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
-        # An unknown job is looked at alone: its first step holds all that is left.
-        known = self._measured_height > 0
+        known = self._measured_height > 0 and refused is None
         plan = opaque_plan(self.name, self._measured_height, persistent=persistent, batch=held)
         assert self.job is not None
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
-        height = self._measured_height if known else self.engine.native.capacity
         self._last_plan = plan
-        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
-        return self._hand_in(Pending(self, run, None, False, self._micro, set(), result), plan, update)
+        # An unknown job is looked at alone: its first step holds all that is left.
+        with contextlib.nullcontext(self._measured_height) if known else self.engine.looking() as height:
+            run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
+            pending = self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), plan, update)
+            if not known:  # nor is the next one captured, or claimed for, before its end
+                self.engine.native.wait(run)
+        return pending
 
 
 class _StepSet(threading.local):

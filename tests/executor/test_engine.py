@@ -286,6 +286,70 @@ def test_cancel_at_a_group_boundary() -> None:
     engine.close()
 
 
+def test_several_threads_stop_remove_and_submit_at_once(native: _C.Engine) -> None:
+    """Nobody waits for ever, and nothing is touched that another thread has removed."""
+    jobs = [native.add_job() for _ in range(3)]
+    done: list[_C.StepRun] = []
+    until = time.monotonic() + 1
+
+    def act(seed: int) -> None:
+        draw = random.Random(seed)
+        while time.monotonic() < until:
+            place = draw.randrange(len(jobs))
+            with contextlib.suppress(ValueError, _C.Cancelled):  # it has left already
+                action = draw.choice(["submit", "submit", "submit", "submit", "cancel", "cancel", "remove"])
+                if action == "submit":
+                    pause = draw.choice([0, 1e-4])
+                    done.append(do(native, jobs[place], lambda: time.sleep(pause), draw.choice([10, 60, 100])))  # noqa: B023
+                elif action == "cancel":
+                    native.cancel(jobs[place], "stopped")
+                else:
+                    native.remove_job(jobs[place])
+                    jobs[place] = native.add_job()
+
+    raise_first(in_threads(*(lambda seed=seed: act(seed) for seed in range(6)), seconds=20))
+    raise_first(in_threads(*(lambda job=job: native.remove_job(job) for job in jobs), seconds=20))
+    assert len(done) > 20 and all(run.done for run in done)
+    assert native.held == 0 and native.peak_held <= 100
+    for run in done:
+        with contextlib.suppress(_C.Cancelled):
+            run.outputs()
+
+
+@pytest.mark.parametrize("way", ["cancel", "remove", "close", "limit", "failure"])
+def test_what_is_let_go_may_call_the_engine(way: str, native: _C.Engine) -> None:
+    """A step in the queue may be the last hold on a job whose end removes it from the engine."""
+    job, other = native.add_job(), native.add_job()
+    gate, ends = threading.Event(), []
+
+    class Holder:
+        def __del__(self) -> None:
+            native.remove_job(other)
+            ends.append(way)
+
+    def first() -> None:
+        gate.wait(20)
+        if way == "failure":
+            raise RuntimeError
+
+    def queue() -> None:
+        do(native, job, first)
+        holder = Holder()
+        do(native, job, lambda: holder, 90)
+
+    queue()
+    stop = {
+        "cancel": lambda: native.cancel(job, "stopped"), "remove": lambda: native.remove_job(job),
+        "close": native.close, "limit": lambda: native.set_capacity(50), "failure": lambda: None,
+    }[way]  # fmt: skip
+    threading.Timer(0.05, gate.set).start()
+    raise_first(in_threads(stop, seconds=20))
+    until = time.monotonic() + 10
+    while not ends and time.monotonic() < until:
+        time.sleep(0.001)
+    assert ends == [way]
+
+
 def test_remove_job_with_work_in_its_queue(native: _C.Engine) -> None:
     gate = threading.Event()
     job = native.add_job()

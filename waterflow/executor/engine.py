@@ -127,7 +127,8 @@ class Engine:
         self.native = _C.Engine(lanes=self.lanes, intra_op=intra_op, capacity=self.limit - self.reserve)
         self._claims: dict[int, Claim] = {}
         self._changed = threading.Condition()
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
+        self._looks = 0
         self._eager = threading.Lock()
         self._closed = False
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
@@ -171,6 +172,8 @@ class Engine:
         try:
             while True:
                 with self._turn(), self._changed:
+                    while self._looks and not self._closed:
+                        self._changed.wait(timeout=0.1)
                     if self._closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, plan.height):
@@ -181,15 +184,29 @@ class Engine:
                             self._changed.wait(timeout=0.001)
                         self._book(job, plan.name, wanted)
                         return
-                    self._waiting.add(owner)
-                    if {c.owner for j, c in self._claims.items() if j != job} <= self._waiting:
+                    self._waiting[owner] = (job, wanted, plan.height)
+                    if self._nobody_goes_on(job):
                         raise self._stuck(job, plan, wanted)
                     if self.clock is not None and (worker := current_worker()) is not None:
                         self.clock.suspend(worker)
                         continue
                     self._changed.wait(timeout=1.0)
         finally:
-            self._waiting.discard(owner)
+            with self._changed:
+                self._waiting.pop(owner, None)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[int]:
+        """For a step whose height is not known: what steps can have at most. Inside, nobody's claim lessens it."""
+        with self._changed:
+            self._looks += 1
+            capacity = self._capacity()
+        try:
+            yield capacity
+        finally:
+            with self._changed:
+                self._looks -= 1
+                self._changed.notify_all()
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         """Under a virtual clock memory changes hands in its order."""
@@ -197,6 +214,11 @@ class Engine:
         if self.clock is None or worker is None:
             return contextlib.nullcontext()
         return self.clock.turn(worker)
+
+    def _nobody_goes_on(self, job: int) -> bool:
+        """Whether everyone who holds memory beside ``job`` waits, and for more than there is."""
+        holders = {c.owner for j, c in self._claims.items() if j != job}
+        return holders <= self._waiting.keys() and not any(self._fits(*wish) for wish in self._waiting.values())
 
     def _stuck(self, job: int, plan: Plan, wanted: int) -> MemoryLimitError:
         return MemoryLimitError(

@@ -17,8 +17,8 @@ _MOST_CAPTURES = 6
 def largest_batch(leaves: Sequence[Any], plan_of: Callable[[list[Any]], Plan], room: int) -> int | None:
     """The largest first dimension at which the step's peak stays within ``room`` bytes.
 
-    Searches between known plans, guided by a straight line through the last two; None where even a batch of one
-    does not fit or the step cannot be captured at other sizes.
+    Searches between known plans, guided by a straight line through the last two; None where even the smallest
+    batch does not fit or the step cannot be captured at other sizes.
     """
     sizes = Counter(t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0)
     if not sizes:
@@ -33,10 +33,10 @@ def largest_batch(leaves: Sequence[Any], plan_of: Callable[[list[Any]], Plan], r
         return plan_of([c.contiguous() if isinstance(c, torch.Tensor) else c for c in cut]).peak
 
     try:
-        known = {full: peak(full), 1: peak(1)}
-        if known[1] > room:
+        (low, least), high = _smallest(peak), full
+        known = {low: least, high: peak(high)}
+        if known[low] > room:
             return None
-        low, high = 1, full
         for _ in range(_MOST_CAPTURES):
             if high - low <= 1:
                 break
@@ -51,3 +51,11 @@ def largest_batch(leaves: Sequence[Any], plan_of: Callable[[list[Any]], Plan], r
         return low
     except (CaptureError, RuntimeError):
         return None
+
+
+def _smallest(peak: Callable[[int], int]) -> tuple[int, int]:
+    """The smallest size and its peak: 1, or 2 where normalization over the batch allows no single one."""
+    try:
+        return 1, peak(1)
+    except (CaptureError, RuntimeError):
+        return 2, peak(2)

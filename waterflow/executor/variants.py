@@ -41,14 +41,18 @@ class Variant:
 class Variants:
     """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
 
-    ``threads`` is the number of intra-op threads that the step's operations run on.
+    ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
+    profiles do not improve this job's plans.
     """
 
-    def __init__(self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str) -> None:
+    def __init__(
+        self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool
+    ) -> None:
         self._spec = spec
         self._generator = generator
         self._threads = threads
         self._name = name
+        self._own_plans = own_plans
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._first_step: dict[str, bool] = {}
@@ -69,9 +73,15 @@ class Variants:
         binding.set_generator(self._generator)
         if len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
-        made = Variant(captured, captured.planned(self._threads), binding, slots, positions, structure)
+        made = Variant(captured, self._planned(key, captured), binding, slots, positions, structure)
         self._variants[key] = made
         return made
+
+    def _planned(self, key: Hashable, captured: CapturedStep) -> PlannedStep:
+        if not self._own_plans:
+            return captured.planned(self._threads)
+        old = self._variants.get(key)
+        return old.planned if old is not None and old.captured is captured else PlannedStep(captured)
 
     def plan(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable) -> Plan:
         """The plan of a step on such a batch, bound to nothing. Raises CaptureError."""

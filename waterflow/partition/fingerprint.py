@@ -200,7 +200,8 @@ class Fingerprint:
             where = ".".join(self._path)
             raise CaptureError(f"{where or 'the step'} holds a {type(value).__name__}, from which each step could draw")
         state = getattr(value, "__dict__", None)
-        slots = () if in_library(type(value)) else slots_of(type(value))
+        kind: Any = type(value)
+        slots = () if in_library(kind) else slots_of(kind)
         if state is None and not slots:
             return self._identity(value)
         if state:

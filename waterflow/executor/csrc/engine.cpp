@@ -45,7 +45,16 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity) : admission_(c
 
 Engine::~Engine() { close(); }
 
+void Engine::Dropped::let_go() {
+  for (auto& run : runs) {
+    run->inputs.clear();
+    run->opaque = nullptr;
+  }
+  runs.clear();
+}
+
 void Engine::close() {
+  Dropped dropped;
   {
     std::lock_guard<std::mutex> guard(lock_);
     stop_ = true;
@@ -57,7 +66,7 @@ void Engine::close() {
   }
   std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
-  for (auto& [id, job] : jobs_) fail_queue(*job, error);
+  for (auto& [id, job] : jobs_) fail_queue(*job, error, dropped);
 }
 
 Engine::Job& Engine::find(Id job) {
@@ -80,8 +89,10 @@ Engine::Id Engine::add_job() {
 }
 
 void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<StepRun>& after) {
+  Dropped dropped;
   std::lock_guard<std::mutex> guard(lock_);
   if (stop_) throw Cancelled("the engine has been closed");
+  if (id < 0 || id >= next_id_) find(id);
   auto found = jobs_.find(id);
   if (found == jobs_.end() || found->second->leaving) throw Cancelled("its job has left the engine");
   Job& job = *found->second;
@@ -91,7 +102,7 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
   }
   job.queue.push_back(std::move(run));
   if (after && after->done && after->error) {
-    fail_queue(job, std::make_exception_ptr(Cancelled(kEarlierFailed)), job.queue.size() - 1);
+    fail_queue(job, std::make_exception_ptr(Cancelled(kEarlierFailed)), dropped, job.queue.size() - 1);
     return;
   }
   if (!job.running || job.queue.size() == 2) batch_arrives(job);
@@ -146,6 +157,7 @@ bool Engine::grant(Job& job, Lane* here) {
 }
 
 void Engine::offer_room(Lane* here) {
+  if (stop_) return;  // lanes are ending
   if (admission_.anyone_waiting()) {
     for (Id id : admission_.waiting()) grant(find(id), here);
   }
@@ -161,14 +173,18 @@ void Engine::lane_main(Lane& lane) {
   while (true) {
     lane.wake.wait(lock, [&] { return stop_ || lane.job != nullptr; });
     if (lane.job == nullptr) return;
-    run_step(lock, lane);
+    Dropped dropped;
+    run_step(lock, lane, dropped);
+    lock.unlock();
+    dropped.let_go();
+    lock.lock();
   }
 }
 
-void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
+void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
   Job& job = *lane.job;
-  auto held_run = job.queue.front();
-  StepRun& run = *held_run;
+  dropped.runs.push_back(job.queue.front());
+  StepRun& run = *job.queue.front();
   const int32_t groups = run.plan->heights.groups();
   while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
   std::exception_ptr error;
@@ -228,13 +244,13 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane) {
     run.error = error;
   }
   lane.job = nullptr;
-  end_step(job, run);
+  end_step(job, run, dropped);
   const int64_t before = now_ns();
   offer_room(&lane);
   scheduling_ns_ += now_ns() - before;
 }
 
-void Engine::end_step(Job& job, StepRun& run) {
+void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   admission_.release(job.id);
   ++steps_done_;
   progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
@@ -246,7 +262,8 @@ void Engine::end_step(Job& job, StepRun& run) {
   run.done = true;
   run.finished.notify_all();
   if (failed) {
-    fail_queue(job, std::make_exception_ptr(Cancelled(job.cancelled.empty() ? kEarlierFailed : job.cancelled)));
+    const auto why = job.cancelled.empty() ? kEarlierFailed : job.cancelled;
+    fail_queue(job, std::make_exception_ptr(Cancelled(why)), dropped);
     for (auto& barrier : job.barriers) barrier.rearm();
     ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
     job.batch_arrived = false;
@@ -260,13 +277,13 @@ void Engine::end_step(Job& job, StepRun& run) {
 }
 
 // Fails the steps from position `first` on; those before it stay.
-void Engine::fail_queue(Job& job, const std::exception_ptr& error, size_t first) {
+void Engine::fail_queue(Job& job, const std::exception_ptr& error, Dropped& dropped, size_t first) {
   for (size_t i = first; i < job.queue.size(); ++i) {
     StepRun& run = *job.queue[i];
     run.error = error;
     run.done = true;
-    run.inputs.clear();
     run.finished.notify_all();
+    dropped.runs.push_back(std::move(job.queue[i]));
   }
   job.queue.resize(std::min(first, job.queue.size()));
 }
@@ -280,31 +297,33 @@ void Engine::settle(Job& job) {
   job.batch_arrived = false;
 }
 
-void Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason) {
+void Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped) {
   job.cancelled = reason;
   if (job.running) {
     lanes_[job.lane]->wake.notify_all();
     idle_.wait(lock, [&] { return !job.running || job.cancelled.empty(); });
     if (job.cancelled.empty()) return;  // another thread stopped it, too, and was first
   }
-  fail_queue(job, std::make_exception_ptr(Cancelled(reason)));
+  fail_queue(job, std::make_exception_ptr(Cancelled(reason)), dropped);
   settle(job);
   job.cancelled.clear();
   offer_room(nullptr);
 }
 
 void Engine::cancel(Id id, const std::string& reason) {
+  Dropped dropped;
   std::unique_lock<std::mutex> lock(lock_);
   const auto job = find(id).shared_from_this();  // it may be removed while this waits
-  stop_job(lock, *job, reason.empty() ? "cancelled" : reason);
+  stop_job(lock, *job, reason.empty() ? "cancelled" : reason, dropped);
 }
 
 void Engine::remove_job(Id id) {
+  Dropped dropped;
   std::unique_lock<std::mutex> lock(lock_);
   Job& job = find(id);
   if (job.leaving) throw std::invalid_argument("job " + std::to_string(id) + " is leaving this engine already");
   job.leaving = true;
-  stop_job(lock, job, "its job was removed");
+  stop_job(lock, job, "its job was removed", dropped);
   jobs_.erase(id);
 }
 
@@ -314,6 +333,7 @@ bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
 }
 
 bool Engine::set_capacity(int64_t bytes) {
+  Dropped dropped;
   std::lock_guard<std::mutex> guard(lock_);
   const bool now = admission_.set_capacity(bytes);
   for (auto& [id, job] : jobs_) {
@@ -325,7 +345,7 @@ bool Engine::set_capacity(int64_t bytes) {
                  std::make_exception_ptr(std::runtime_error(
                      "the memory limit was lowered below what a step of this job needs: it reaches " +
                      std::to_string(needed) + " bytes, " + std::to_string(bytes) + " are left")),
-                 i);
+                 dropped, i);
       if (job->running && i == 1 && job->batch_arrived && !job->barriers[0].open()) {
         job->batch_arrived = false;
         job->barriers[0].rearm();
@@ -346,10 +366,6 @@ int64_t Engine::held() const {
   std::lock_guard<std::mutex> guard(lock_);
   return admission_.held();
 }
-int64_t Engine::peak_held() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return peak_held_;
-}
 size_t Engine::queued(Id job) const {
   std::lock_guard<std::mutex> guard(lock_);
   return find(job).queue.size();
@@ -359,22 +375,6 @@ std::vector<int64_t> Engine::lane_busy_ns() const {
   std::vector<int64_t> busy;
   for (const auto& lane : lanes_) busy.push_back(lane->busy_ns);
   return busy;
-}
-int64_t Engine::steps_done() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return steps_done_;
-}
-int64_t Engine::groups_done() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return groups_done_;
-}
-int64_t Engine::progress_ns() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return progress_ns_;
-}
-int64_t Engine::scheduling_ns() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return scheduling_ns_;
 }
 
 void Engine::record_spans(bool on, size_t most) {

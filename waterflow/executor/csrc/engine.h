@@ -47,14 +47,14 @@ class Engine {
   bool set_capacity(int64_t bytes);
   int64_t capacity() const;
   int64_t held() const;
-  int64_t peak_held() const;
+  int64_t peak_held() const { return locked(peak_held_); }
   size_t queued(Id job) const;
   int32_t lanes() const { return static_cast<int32_t>(lanes_.size()); }
   std::vector<int64_t> lane_busy_ns() const;
-  int64_t steps_done() const;
-  int64_t groups_done() const;
-  int64_t progress_ns() const;    // done steps in the time that each takes alone
-  int64_t scheduling_ns() const;  // spent inside admission and barriers, all lanes
+  int64_t steps_done() const { return locked(steps_done_); }
+  int64_t groups_done() const { return locked(groups_done_); }
+  int64_t progress_ns() const { return locked(progress_ns_); }      // done steps in the time that each takes alone
+  int64_t scheduling_ns() const { return locked(scheduling_ns_); }  // spent inside admission and barriers, all lanes
   static int64_t now_ns();
 
   void record_spans(bool on, size_t most);
@@ -82,12 +82,25 @@ class Engine {
     std::thread thread;
   };
 
+  // Steps that have left their queue. What they hold may be Python's last hold on a job, which then calls the engine:
+  // it is let go without the lock.
+  struct Dropped {
+    ~Dropped() { let_go(); }
+    void let_go();
+    std::vector<std::shared_ptr<StepRun>> runs;
+  };
+
+  int64_t locked(const int64_t& number) const {
+    std::lock_guard<std::mutex> guard(lock_);
+    return number;
+  }
+
   void lane_main(Lane& lane);
-  void run_step(std::unique_lock<std::mutex>& lock, Lane& lane);
-  void end_step(Job& job, StepRun& run);
-  void fail_queue(Job& job, const std::exception_ptr& error, size_t first = 0);
+  void run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped);
+  void end_step(Job& job, StepRun& run, Dropped& dropped);
+  void fail_queue(Job& job, const std::exception_ptr& error, Dropped& dropped, size_t first = 0);
   void settle(Job& job);
-  void stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason);
+  void stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped);
   void batch_arrives(Job& job);
   void offer_room(Lane* here);
   bool grant(Job& job, Lane* here);

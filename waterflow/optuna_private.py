@@ -1,0 +1,155 @@
+"""All that touches Optuna's private names, with a way around each where it is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from waterflow.errors import StudyError
+from waterflow.executor.engine import current_worker
+from waterflow.executor.virtual_clock import VirtualClock
+from waterflow.runner import evaluating
+
+
+def _loop_flags(study: optuna.Study) -> Any:
+    return getattr(study, "_thread_local", None)
+
+
+def in_loop(study: optuna.Study) -> bool:
+    """Whether the calling thread is inside an objective or a callback of ``study``."""
+    return bool(getattr(_loop_flags(study), "in_optimize_loop", False))
+
+
+def set_in_loop(study: optuna.Study, value: bool) -> None:
+    """Say so; ``study.stop()`` looks at it."""
+    flags = _loop_flags(study)
+    if flags is not None:
+        flags.in_optimize_loop = value
+
+
+@contextlib.contextmanager
+def loop(study: optuna.Study, clock: VirtualClock | None) -> Iterator[None]:
+    """The calling thread asks and tells inside. Under a clock ``study.stop()`` waits for its turn."""
+    study._stop_flag = False
+    set_in_loop(study, True)
+    if clock is not None:
+        study.stop = _stop_in_turn(study, clock)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        set_in_loop(study, False)
+        if clock is not None:
+            del study.stop
+
+
+def _stop_in_turn(study: optuna.Study, clock: VirtualClock) -> Callable[[], None]:
+    stop = study.stop
+
+    def call() -> None:
+        worker = current_worker()
+        with clock.turn(worker) if worker is not None else contextlib.nullcontext():
+            stop()
+
+    return call
+
+
+def stopped(study: optuna.Study) -> bool:
+    """Whether ``study.stop()`` was called."""
+    return bool(getattr(study, "_stop_flag", False))
+
+
+def heartbeat(trial: Trial, study: optuna.Study) -> contextlib.AbstractContextManager[Any]:
+    """Beats inside, where the storage wants that."""
+    try:
+        from optuna.storages._heartbeat import get_heartbeat_thread
+    except ImportError:
+        return contextlib.nullcontext()
+    return get_heartbeat_thread(trial._trial_id, study._storage)  # type: ignore[return-value]
+
+
+def fail_stale(study: optuna.Study) -> None:
+    """Fail trials whose process has died, where the storage can tell."""
+    interval = getattr(study._storage, "get_heartbeat_interval", None)
+    if interval is None or interval() is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(AttributeError):
+            optuna.storages.fail_stale_trials(study)
+
+
+def tell_quietly(
+    study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None
+) -> FrozenTrial:
+    """Tell, and log what became of the trial as Optuna does."""
+    number = trial.number
+    said: list[warnings.WarningMessage] = []
+    if state is not None or _numbers(value, len(study.directions)):
+        told = study.tell(trial, None if state is not None else value, state=state)
+    else:  # tell() warns of what is wrong. To catch that reaches into all threads: only where it must be
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            told = study.tell(trial, value)
+    log = logging.getLogger("optuna.study._optimize")
+    if told.state == TrialState.COMPLETE:
+        if hasattr(study, "_log_completed_trial"):
+            study._log_completed_trial(told.values, number, told.params)
+    elif told.state == TrialState.PRUNED:
+        log.info("Trial %d pruned. %s", number, error)
+    else:
+        why = repr(error) if error is not None else "; ".join(str(warning.message) for warning in said)
+        log.warning(
+            "Trial %d failed with parameters: %s because of the following error: %s.", number, told.params, why,
+            exc_info=error,
+        )  # fmt: skip
+        log.warning("Trial %d failed with value %r.", number, value)
+    return told
+
+
+def _numbers(value: Any, count: int) -> bool:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return len(values) == count and all(isinstance(v, (int, float)) and not math.isnan(v) for v in values)
+
+
+class _InTurn(Trial):
+    """A trial whose dealings with the study wait for their turn on a virtual clock."""
+
+
+_TURNS = ("suggest_float", "suggest_int", "suggest_categorical", "report", "should_prune", "set_user_attr",
+          "set_constraint")  # fmt: skip
+
+
+def _in_turn(name: str) -> Callable[..., Any]:
+    method = getattr(Trial, name)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if evaluating():
+            raise StudyError(
+                f"trial.{name}() inside evaluate of a Job: that would wait for other trials while it keeps their lane. "
+                "Return the number from evaluate, and it is reported; suggest values before the Job is made"
+            )
+        with self._waterflow_clock.turn(self.number):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+for _name in _TURNS:
+    if hasattr(Trial, _name):
+        setattr(_InTurn, _name, _in_turn(_name))
+
+
+def take_turns(trial: Trial, clock: VirtualClock) -> None:
+    """From now on the trial's dealings with its study wait for their turn."""
+    # A new object would ask the sampler again.
+    trial.__class__ = _InTurn
+    trial._waterflow_clock = clock  # type: ignore[attr-defined]

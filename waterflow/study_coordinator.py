@@ -1,0 +1,321 @@
+"""One thread asks and tells; trials run on threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import optuna
+import torch
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from waterflow import _C
+from waterflow.errors import JobCancelled, StudyError
+from waterflow.executor.auto import AutoConcurrency
+from waterflow.executor.captured import captures
+from waterflow.executor.engine import Engine, within
+from waterflow.executor.virtual_clock import VirtualClock
+from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.optuna_private import (
+    fail_stale,
+    heartbeat,
+    loop,
+    set_in_loop,
+    stopped,
+    take_turns,
+    tell_quietly,
+)
+from waterflow.progress import ProgressLine
+from waterflow.runner import (
+    BREAK_OFF_SECONDS,
+    STOP_SECONDS,
+    JobRunner,
+    StopJob,
+    draw_seed,
+    join_all,
+    stop_all,
+)
+from waterflow.step import close_steps_of_thread
+from waterflow.user_code import UserCode
+
+Objective = Callable[[Trial], Any]
+StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
+
+
+@dataclass(frozen=True)
+class StudySummary:
+    """What one call of ``optimize`` did. ``results`` holds the jobs of trials that returned one, by trial."""
+
+    trials: int
+    seconds: float
+    steps: int
+    captures: int
+    most_at_once: int
+    lane_busy: tuple[float, ...]
+    results: Results = field(default_factory=Results)
+
+
+@dataclass
+class _Worker:
+    """A trial under way, and how it ended."""
+
+    trial: Trial
+    seed: int  # for a job that has none
+    thread: threading.Thread | None = None
+    code: UserCode = field(default_factory=UserCode)
+    runner: JobRunner | None = None
+    value: Any = None
+    result: JobResult | None = None
+    state: TrialState | None = None
+    error: BaseException | None = None
+    told: threading.Event = field(default_factory=threading.Event)
+
+    def break_off(self) -> None:
+        """Break off whatever its thread does."""
+        (self.runner or self.code).break_off()
+
+
+class Coordinator:
+    """Asks and tells on the calling thread; trials run on theirs and send word when they end."""
+
+    def __init__(
+        self, study: optuna.Study, objective: Objective, engine: Engine, max_concurrent: int | Literal["auto"],
+        deterministic: bool, gc_after_trial: bool,
+    ) -> None:  # fmt: skip
+        self._study = study
+        self._objective = objective
+        self._engine = engine
+        self._clock = VirtualClock() if deterministic else None
+        engine.clock = self._clock
+        self._at_once = max_concurrent if max_concurrent != "auto" else engine.lanes
+        self._auto = (
+            AutoConcurrency(engine.lanes, lambda: [engine.native.progress_ns]) if max_concurrent == "auto" else None
+        )
+        self._gc_after_trial = gc_after_trial
+        self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
+        self._running: dict[int, _Worker] = {}
+        self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._results: list[tuple[int, JobResult]] = []
+        self._failure: BaseException | None = None
+        self._asked = 0
+        self._most = 0
+
+    def run(
+        self, n_trials: int | None, timeout: float | None, catch: tuple[type[Exception], ...],
+        callbacks: Sequence[StudyCallback], progress: ProgressLine,
+    ) -> StudySummary:  # fmt: skip
+        """Run trials until there are enough; see ``optimize``."""
+        started = time.perf_counter()
+        captured = captures.captures
+
+        def wanted() -> bool:
+            return not (
+                self._failure is not None
+                or stopped(self._study)
+                or (n_trials is not None and self._asked >= n_trials)
+                or (timeout is not None and time.perf_counter() - started >= timeout)
+            )
+
+        with loop(self._study, self._clock):
+            try:
+                self._fill(wanted, 0)
+                while self._running or wanted():
+                    worker = self._next_ended()
+                    if worker is not None:
+                        try:
+                            self._tell(worker, catch, callbacks, progress)
+                            self._fill(wanted, self._leave(worker))
+                        finally:
+                            worker.told.set()
+                            join_all([worker.thread], 1.0)
+                    elif self._auto is not None:
+                        self._at_once = self._auto.update(len(self._running), self._memory_allows())
+                        self._fill(wanted, 0)
+            except BaseException:
+                with _uninterrupted():
+                    self._interrupt()
+                raise
+        if self._failure is not None:
+            raise self._failure
+        seconds = time.perf_counter() - started
+        busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
+        results = Results(result for _, result in sorted(self._results, key=lambda pair: pair[0]))
+        return StudySummary(
+            trials=self._asked,
+            seconds=seconds,
+            steps=self._engine.native.steps_done,
+            captures=captures.captures - captured,
+            most_at_once=self._most,
+            lane_busy=busy,
+            results=results,
+        )
+
+    # -- asking
+
+    def _fill(self, wanted: Callable[[], bool], time_: int) -> None:
+        fresh = []
+        while len(self._running) < self._at_once and wanted():
+            with _uninterrupted():
+                trial = self._ask()
+                worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds))
+            self._asked += 1
+            if self._clock is not None:
+                self._clock.join(trial.number, time_)
+                take_turns(trial, self._clock)
+            fresh.append(worker)
+        self._most = max(self._most, len(self._running))
+        for worker in fresh:  # all are known to the clock before the first of them acts
+            name = f"trial-{worker.trial.number}"
+            worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            worker.thread.start()
+
+    def _ask(self) -> Trial:
+        fail_stale(self._study)
+        return self._study.ask()
+
+    def _memory_allows(self) -> bool:
+        free = self._engine.room - self._engine.claimed() - self._engine.native.held
+        return free > self._engine.largest_claim()
+
+    def _next_ended(self) -> _Worker | None:
+        with contextlib.suppress(queue.Empty):
+            return self._ended.get(timeout=0.1)
+        return None
+
+    # -- one trial, on its own thread
+
+    def _work(self, worker: _Worker) -> None:
+        trial = worker.trial
+        set_in_loop(self._study, True)
+        with contextlib.suppress(JobCancelled), within(self._engine, trial.number):
+            try:
+                _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
+                with worker.code.here(), heartbeat(trial, self._study):
+                    value = self._objective(trial)
+                    worker.value = self._train(worker, value) if isinstance(value, Job) else value
+            except optuna.TrialPruned as pruned:
+                worker.state, worker.error = TrialState.PRUNED, pruned
+            except BaseException as error:
+                worker.state, worker.error = TrialState.FAIL, error
+            with self._turn(worker):
+                try:
+                    close_steps_of_thread()
+                finally:
+                    self._ended.put(worker)
+                if self._clock is not None:
+                    worker.told.wait()
+
+    def _turn(self, worker: _Worker) -> contextlib.AbstractContextManager[None]:
+        return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()
+
+    def _train(self, worker: _Worker, job: Job) -> Any:
+        trial = worker.trial
+        single = len(self._study.directions) == 1
+
+        def on_epoch(epoch: int, metrics: Metrics) -> None:
+            if not single:
+                return
+            with self._turn(worker):
+                trial.report(next(iter(metrics.values())), epoch)
+                if trial.should_prune():
+                    raise StopJob
+
+        worker.runner = JobRunner(job, self._engine, on_epoch, seed=worker.seed, in_order=lambda: self._turn(worker))
+        result = worker.result = worker.runner.run()
+        if result.status == "pruned":
+            raise optuna.TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
+        if result.error is not None:
+            raise result.error
+        if single:
+            return result.value
+        values = list(result.metrics[-1].values())
+        if len(values) != len(self._study.directions):
+            raise StudyError(
+                f"the study has {len(self._study.directions)} objectives and evaluate of job {job.name!r} returned "
+                f"{len(values)} number(s): {', '.join(result.metrics[-1])}. Return one per objective, in their order"
+            )
+        return values
+
+    # -- telling
+
+    def _tell(
+        self, worker: _Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
+        progress: ProgressLine,
+    ) -> None:  # fmt: skip
+        trial, error = worker.trial, worker.error
+        with _uninterrupted():
+            try:
+                told = tell_quietly(self._study, trial, worker.value, worker.state, error)
+            except Exception as failure:  # a sampler's own
+                self._failure = self._failure or failure
+                return
+            finally:
+                del self._running[trial.number]
+        if worker.result is not None:
+            self._results.append((trial.number, worker.result))
+        if worker.state == TrialState.FAIL and error is not None and not isinstance(error, catch):
+            self._failure = self._failure or error
+            return
+        if self._gc_after_trial:
+            gc.collect()
+        for callback in callbacks:
+            callback(self._study, told)
+        progress.advance(_best(self._study))
+
+    def _leave(self, worker: _Worker) -> int:
+        """The trial leaves the clock; returns the virtual time at which the next one may begin."""
+        if self._clock is None:
+            return 0
+        ended = self._clock.time(worker.trial.number)
+        self._clock.leave(worker.trial.number)
+        return ended
+
+    def _interrupt(self) -> None:
+        """Ctrl-C, or a callback that raised: stop what runs, and leave no trial RUNNING."""
+        workers = list(self._running.values())
+        if self._clock is not None:
+            self._clock.open()
+        stop_all([worker.runner for worker in workers if worker.runner is not None], "interrupted")
+        for worker in workers:
+            worker.told.set()
+            if worker.runner is None:
+                worker.break_off()
+        join_all([worker.thread for worker in workers], STOP_SECONDS)
+        for worker in workers:
+            worker.break_off()
+        join_all([worker.thread for worker in workers], BREAK_OFF_SECONDS)
+        for worker in workers:
+            with contextlib.suppress(Exception):
+                self._study.tell(worker.trial, state=TrialState.FAIL)
+        self._running.clear()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block is through: a trial is asked for and known here, or told and forgotten."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _best(study: optuna.Study) -> str:
+    if len(study.directions) > 1:
+        return ""
+    with contextlib.suppress(ValueError):
+        return f"best {study.best_value:.6g} (trial {study.best_trial.number})"
+    return ""
