@@ -54,8 +54,8 @@ void Engine::Dropped::let_go() {
 
 void Engine::close() {
   if (on_a_lane()) throw std::logic_error("an engine cannot be closed by a step that it runs");
-  std::lock_guard<std::mutex> one_at_a_time(closing_);
   Dropped dropped;
+  std::lock_guard<std::mutex> one_at_a_time(closing_);
   {
     std::lock_guard<std::mutex> guard(lock_);
     stop_ = true;
