@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,17 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("full")
 
 
-KNOWN_GAPS = frozenset(
-    line for line in (Path(__file__).parent / "known_gaps.txt").read_text().splitlines() if not line.startswith("#")
-)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid in KNOWN_GAPS:
-            if "interrupted" in item.nodeid:  # leaves threads behind where it fails
-                item.add_marker(pytest.mark.skip(reason="a known gap: tests/known_gaps.txt"))
-            item.add_marker(pytest.mark.xfail(reason="a known gap: tests/known_gaps.txt", strict=False))
     if not config.getoption("--full"):
         for item in items:
             if "slow" in item.keywords:

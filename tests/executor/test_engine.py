@@ -390,6 +390,27 @@ def test_engine_let_go_with_work_in_its_queue() -> None:
     assert ends
 
 
+def test_engine_let_go_on_its_own_lane() -> None:
+    """A step is the last to hold the engine: a lane that ended it would wait for itself, and the process abort."""
+    code = """
+import os, threading, time
+from waterflow import _C
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
+gate = threading.Event()
+def hand_in():
+    engine = _C.Engine(lanes=2, intra_op=1, capacity=1)
+    engine.submit(engine.add_job(), _C.opaque_run(_C.GroupPlan([1], [1], [0]), lambda: (gate.wait(20), engine)))
+hand_in()
+gate.set()
+until = time.monotonic() + 20
+while threads() > before and time.monotonic() < until: time.sleep(0.01)
+print(threads() - before)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0\n", "")
+
+
 # -- coming and going
 
 
@@ -681,6 +702,33 @@ def test_claims_that_wait_for_each_other() -> None:
         engine.claim(engine.add_job("two"), opaque_plan("two", 100, persistent=600, batch=0))
     with pytest.raises(wf.MemoryLimitError, match="'huge' does not fit"):
         engine.claim(engine.add_job("huge"), opaque_plan("huge", 500, persistent=600, batch=0))
+
+
+def test_a_claim_that_waits_and_may_go_on_is_no_dead_end() -> None:
+    """Room comes, and before the one who waits has taken it another asks for more than there is."""
+    engine = Engine(memory=1000, reserve=0, lanes=1)
+    first, second, third = (engine.add_job(name) for name in ("first", "second", "third"))
+    engine.claim(second, opaque_plan("second", 0, persistent=400, batch=0))
+    taken = threading.Event()
+
+    def grow() -> None:
+        engine.claim(first, opaque_plan("first", 0, persistent=400, batch=0))
+        engine.claim(first, opaque_plan("first", 0, persistent=700, batch=0))
+        taken.set()
+        time.sleep(0.05)
+        engine.remove_job(first)
+
+    def leave_and_ask() -> None:
+        while not engine._waiting:
+            time.sleep(0.001)
+        with engine._changed:
+            engine.remove_job(second)
+            engine.claim(third, opaque_plan("third", 0, persistent=700, batch=0))
+        assert taken.is_set()
+
+    raise_first(in_threads(grow, leave_and_ask, seconds=20))
+    assert engine.claimed() == 700
+    engine.close()
 
 
 def test_claims_leave_room_for_the_largest_step() -> None:

@@ -187,10 +187,9 @@ class Engine:
                     self._waiting[owner] = (job, wanted, plan.height)
                     if self._nobody_goes_on(job):
                         raise self._stuck(job, plan, wanted)
-                    if self.clock is not None and (worker := current_worker()) is not None:
-                        self.clock.suspend(worker)
-                        continue
-                    self._changed.wait(timeout=1.0)
+                    worker = current_worker()
+                    if self.clock is None or worker is None or not self.clock.suspend(worker):
+                        self._changed.wait(timeout=0.1)  # Ctrl-C reaches it in between
         finally:
             with self._changed:
                 self._waiting.pop(owner, None)

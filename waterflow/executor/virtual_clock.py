@@ -73,11 +73,15 @@ class VirtualClock:
         mine = (self._times.get(worker, 0), worker)
         return all((t, w) >= mine for w, t in self._times.items() if w not in self._suspended)
 
-    def suspend(self, worker: int) -> None:
-        """The worker waits for another to leave: until then its time does not hold anybody up."""
+    def suspend(self, worker: int) -> bool:
+        """The worker waits for another to leave: until then its time does not hold anybody up.
+
+        Its next turn comes after that. False where all order was given up, and turns come at once.
+        """
         with self._changed:
             self._suspended.add(worker)
             self._changed.notify_all()
+            return not self._broken
 
     def leave(self, worker: int) -> None:
         """The worker is done; whoever is suspended goes on from this moment."""

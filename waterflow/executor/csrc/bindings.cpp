@@ -5,6 +5,9 @@
 
 #include <ATen/ScalarOps.h>
 
+#include <mutex>
+#include <thread>
+
 #include "../../allocator/csrc/meter.h"
 #include "admission.h"
 #include "barrier.h"
@@ -77,6 +80,33 @@ class SwapContext {
   at::Generator own_;
   std::unique_ptr<GeneratorSwap> swap_;
 };
+
+// Engines that are there when Python ends: a lane that then comes for the interpreter lock would abort the process.
+struct OpenEngines {
+  std::mutex lock;
+  std::vector<std::weak_ptr<Engine>> engines;
+
+  void add(const std::shared_ptr<Engine>& engine) {
+    std::lock_guard<std::mutex> guard(lock);
+    std::erase_if(engines, [](const auto& other) { return other.expired(); });
+    engines.push_back(engine);
+  }
+  void close() {
+    std::vector<std::weak_ptr<Engine>> all;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      all.swap(engines);
+    }
+    for (const auto& weak : all) {
+      if (auto engine = weak.lock()) engine->close();
+    }
+  }
+};
+
+OpenEngines& open_engines() {
+  static auto* open = new OpenEngines;
+  return *open;
+}
 
 // A property read without the interpreter lock: lanes may hold the engine's lock while they wait for it.
 template <typename Method>
@@ -279,15 +309,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity) {
-             // Its last owner may hold the interpreter lock, which a lane may be waiting for.
-             return std::shared_ptr<Engine>(new Engine(lanes, intra_op, capacity), [](Engine* engine) {
-               if (PyGILState_Check()) {
+             // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
+             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity), [](Engine* engine) {
+               if (engine->on_a_lane()) {
+                 std::thread([engine] { delete engine; }).detach();
+               } else if (PyGILState_Check()) {
                  py::gil_scoped_release release;
                  delete engine;
                } else {
                  delete engine;
                }
              });
+             open_engines().add(made);
+             return made;
            }),
            py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"))
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
@@ -317,6 +351,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            })
       .def("check", &Engine::check, py::call_guard<py::gil_scoped_release>())
       .def_static("now_ns", &Engine::now_ns);
+
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>()));
 
   py::class_<CounterBarrier>(m, "CounterBarrier")
       .def(py::init<int32_t>(), py::arg("parties"))

@@ -54,7 +54,9 @@ void Engine::Dropped::let_go() {
 }
 
 void Engine::close() {
+  if (on_a_lane()) throw std::logic_error("an engine cannot be closed by a step that it runs");
   Dropped dropped;
+  std::lock_guard<std::mutex> one_at_a_time(closing_);
   {
     std::lock_guard<std::mutex> guard(lock_);
     stop_ = true;
@@ -67,6 +69,11 @@ void Engine::close() {
   std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
   for (auto& [id, job] : jobs_) fail_queue(*job, error, dropped);
+}
+
+bool Engine::on_a_lane() const {
+  return std::any_of(lanes_.begin(), lanes_.end(),
+                     [](const auto& lane) { return lane->thread.get_id() == std::this_thread::get_id(); });
 }
 
 Engine::Job& Engine::find(Id job) {

@@ -33,6 +33,7 @@ class Engine {
 
   // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
   void close();
+  bool on_a_lane() const;  // whether the calling thread is one of its lanes, which cannot end itself
 
   Id add_job();
   // Cancels what is queued, waits for a group in flight to end, and forgets the job.
@@ -109,6 +110,7 @@ class Engine {
   const Job& find(Id job) const;
 
   mutable std::mutex lock_;
+  std::mutex closing_;
   Admission admission_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::unordered_map<Id, std::shared_ptr<Job>> jobs_;
