@@ -365,14 +365,6 @@ bool Engine::set_capacity(int64_t bytes) {
   return now;
 }
 
-int64_t Engine::capacity() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return admission_.capacity();
-}
-int64_t Engine::held() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return admission_.held();
-}
 size_t Engine::queued(Id job) const {
   std::lock_guard<std::mutex> guard(lock_);
   return find(job).queue.size();

@@ -46,8 +46,14 @@ class Engine {
   void cancel(Id job, const std::string& reason);
 
   bool set_capacity(int64_t bytes);
-  int64_t capacity() const;
-  int64_t held() const;
+  int64_t capacity() const {
+    std::lock_guard<std::mutex> guard(lock_);
+    return admission_.capacity();
+  }
+  int64_t held() const {
+    std::lock_guard<std::mutex> guard(lock_);
+    return admission_.held();
+  }
   int64_t peak_held() const { return locked(peak_held_); }
   size_t queued(Id job) const;
   int32_t lanes() const { return static_cast<int32_t>(lanes_.size()); }
