@@ -52,9 +52,9 @@ def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.T
         elif given.kind == "rate":
             single = spec.device.type == "cuda"
             binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
-        elif given.kind == "number" and given.group < 0:
+        elif given.kind == "wrapped" or (given.kind == "number" and given.group < 0):
             rate = spec.model.get_submodule(given.name).p
-            binding.set_number(slot, rate if given.key == "drop" else 1.0 - rate)
+            binding.set_number(slot, rate if given.key == "drop" else 1.0 - rate, given.kind == "wrapped")
         elif given.kind == "number":
             key, index = GROUP_NUMBERS[given.key]
             binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number, False)

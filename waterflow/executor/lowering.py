@@ -12,6 +12,7 @@ from torch import fx
 
 from waterflow import _C
 from waterflow.errors import CaptureError
+from waterflow.executor.shortcuts import aliases, bypassed, short_form, wraps_numbers
 from waterflow.partition.capture import Capture
 from waterflow.partition.fake_rules import is_update
 from waterflow.partition.liveness import storage_id
@@ -67,7 +68,11 @@ class _Lowering:
             if node in fixed:
                 self.slots[node] = inputs + fixed[node]
         next_slot = inputs + len(fixed)
-        body = [node for node in calls if node not in fixed]
+        output = next(node for node in nodes if node.op == "output")
+        outputs = list(output.args[0])
+        self.bases = aliases(calls, fixed)
+        idle = bypassed(self.bases, outputs)
+        body = [node for node in calls if node not in fixed and node not in idle]
         results: dict[fx.Node, list[int]] = {}
         for node in body:
             results[node], next_slot = self._number_results(node, next_slot)
@@ -75,15 +80,16 @@ class _Lowering:
             if node.target is operator.getitem and node not in self.slots:
                 raise CaptureError(f"the graph indexes into {node.args[0]}, which is no operation's result")
 
-        output = next(node for node in nodes if node.op == "output")
-        outputs = list(output.args[0])
         drops = self._last_uses(body, inputs + len(fixed), outputs)
 
         program = _C.Program(inputs=inputs, fixed=inputs + len(fixed), slots=next_slot)
         for node in fixed:
             self._add(program, node, [self.slots[node]], set(), view=True)
         for node in body:
-            self._add(program, node, results[node], drops[node], view=False)
+            if node in self.bases:
+                self._add_alias(program, node, results[node], drops[node])
+            else:
+                self._add(program, node, results[node], drops[node], view=False)
         program.set_outputs(
             [self.slots[value] if isinstance(value, fx.Node) else -1 for value in outputs], self._shared(nodes, outputs)
         )
@@ -113,14 +119,16 @@ class _Lowering:
                     self.inputs.append(given)
                 found[node, argument.name] = slots[where]
         by_name = {node.name: node for node in calls}
-        rates: dict[tuple[str, str], int] = {}
+        rates: dict[GraphInput, int] = {}
         for (node_name, argument_name), (module, share) in self.capture.dropout_rates.items():
             if node_name not in by_name:
                 continue  # cleaned away
-            if (module, share) not in rates:
-                rates[module, share] = len(self.inputs)
-                self.inputs.append(GraphInput("number", name=module, key=share))
-            found[by_name[node_name], argument_name] = rates[module, share]
+            wrapped = wraps_numbers(by_name[node_name].target)
+            given = GraphInput("wrapped" if wrapped else "number", name=module, key=share)
+            if given not in rates:
+                rates[given] = len(self.inputs)
+                self.inputs.append(given)
+            found[by_name[node_name], argument_name] = rates[given]
         return found
 
     # -- views that outlive the step
@@ -166,7 +174,8 @@ class _Lowering:
         kept = {self.slots[value] for value in outputs if isinstance(value, fx.Node)}
         drops: dict[fx.Node, set[int]] = {}
         for node in reversed(body):
-            used = {self.slots[source] for source in node.all_input_nodes}
+            sources = [self.bases[node]] if node in self.bases else node.all_input_nodes
+            used = {self.slots[source] for source in sources}
             drops[node] = {slot for slot in used if slot >= first and slot not in kept}
             kept |= used
         return drops
@@ -205,6 +214,8 @@ class _Lowering:
             target = taking_generator(target) or target
         schema = target._schema
         values = [given.get(argument.name, argument.default_value) for argument in schema.arguments]
+        target = short_form(target, values)
+        schema = target._schema
         arguments: list[tuple[Any, ...]] = []
         moved: set[int] = set()
         for argument, value in zip(schema.arguments, values):
@@ -238,6 +249,18 @@ class _Lowering:
             result_is_list=len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]",
             random=random,
             view=view,
+        )
+
+    def _add_alias(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int]) -> None:
+        made, base = node.meta["val"], self.bases[node].meta["val"]
+        program.add_alias(
+            source=self.slots[self.bases[node]],
+            result=results[0],
+            sizes=list(made.shape),
+            strides=list(made.stride()),
+            offset=made.storage_offset() - base.storage_offset(),
+            expected=list(base.stride()),
+            drops=sorted(drops),
         )
 
     def _expected(self, node: fx.Node, values: Sequence[Any]) -> list[tuple[int, int, list[int]]]:

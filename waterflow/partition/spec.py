@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag", "stranger"]
+InputKind = Literal[
+    "parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "wrapped", "flag", "stranger"
+]
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class GraphInput:
     """One positional input of a captured graph.
 
     ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
-    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``;
+    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``, or a tensor that
+    ``wrapped`` it;
     ``leaf`` the position among the batch's leaves, or among the tensors that the step reads and the model does not
     hold as parameters or buffers (``stranger``).
     """

@@ -48,6 +48,10 @@ Binding::DictWatch& Binding::watched(PyObject* dict) {
   return dicts_[place->second];
 }
 
+void Binding::set_number(int32_t slot, double number, bool wrapped) {
+  frame_->slots.at(slot) = wrapped ? c10::IValue(wrapped_number(number)) : c10::IValue(number);
+}
+
 void Binding::watch(PyObject* dict, PyObject* key) {
   PyObject* value = PyDict_GetItemWithError(dict, key);
   if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();

@@ -22,7 +22,7 @@ class Binding {
   Binding& operator=(const Binding&) = delete;
 
   void set_input(int32_t slot, const at::Tensor& tensor);
-  void set_number(int32_t slot, double number) { frame_->slots.at(slot) = number; }
+  void set_number(int32_t slot, double number, bool wrapped);  // wrapped into a tensor, or as it is
   void set_generator(const at::Generator& generator) { frame_->random = generator; }
   // The entry must stay the very object that it was when the program was bound.
   void watch(PyObject* dict, PyObject* key);

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/record_function.h>
 
 #include <chrono>
@@ -38,6 +39,14 @@ void match_strides(const ExpectedStrides& expected, c10::IValue& value) {
   if (!strides_match(element, expected.strides)) list.set(expected.element, with_strides(element, expected.strides));
 }
 
+at::Tensor make_alias(const Alias& alias, const at::Tensor& given) {
+  const at::Tensor source = strides_match(given, alias.expected) ? given : with_strides(given, alias.expected);
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(source.storage()),
+                                                       source.key_set(), source.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes, alias.strides, source.storage_offset() + alias.offset);
+  return view;
+}
+
 // Graphs are captured below autograd, so their operations run below it, too.
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -45,9 +54,20 @@ struct BelowAutograd {
 
 }  // namespace
 
+at::Tensor wrapped_number(const at::Scalar& number) {
+  auto tensor = c10::scalar_to_tensor(number);
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
 void Program::execute(const Instruction& instruction, Frame& frame) const {
   auto& stack = frame.stack;
   auto& slots = frame.slots;
+  if (instruction.alias) {
+    slots[instruction.results[0]] = make_alias(*instruction.alias, slots[instruction.alias->source].toTensor());
+    for (auto slot : instruction.drops) slots[slot] = c10::IValue();
+    return;
+  }
   stack.clear();
   for (const auto& argument : instruction.arguments) {
     switch (argument.kind) {
@@ -93,9 +113,9 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
   for (const auto& expected : instruction.expected) match_strides(expected, stack[expected.argument]);
   if (instruction.random && frame.random.defined()) {
     GeneratorSwap swap(frame.random);
-    instruction.op.callBoxed(stack);
+    instruction.op->callBoxed(stack);
   } else {
-    instruction.op.callBoxed(stack);
+    instruction.op->callBoxed(stack);
   }
   if (instruction.result_is_list) {
     auto list = stack.back().toTensorVector();

@@ -6,6 +6,7 @@
 #include <torch/csrc/jit/runtime/operator.h>
 
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -31,8 +32,18 @@ struct ExpectedStrides {
   std::vector<int64_t> strides;
 };
 
+// A view, made from what is known of it instead of through an operator.
+struct Alias {
+  int32_t source;  // slot
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t offset;                 // elements behind the source's first
+  std::vector<int64_t> expected;  // strides of the source, on which the others rely
+};
+
 struct Instruction {
-  c10::OperatorHandle op;
+  std::optional<c10::OperatorHandle> op;  // none for an alias
+  std::optional<Alias> alias;
   std::vector<Argument> arguments;
   std::vector<int32_t> results;  // slot per result; -1 drops it
   std::vector<int32_t> drops;    // slots that die here
@@ -53,6 +64,9 @@ struct NodeError : std::runtime_error {
   NodeError(int32_t node, const std::string& what) : std::runtime_error(what), node(node) {}
   int32_t node;
 };
+
+// A number in a tensor's place: it takes no part in type promotion.
+at::Tensor wrapped_number(const at::Scalar& number);
 
 struct Frame;
 
