@@ -218,7 +218,8 @@ class JobRunner:
                     self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
                     self._scheduler.step()
                 if len(under_way) >= ahead:
-                    ahead = self._steps_ahead()
+                    if ahead == STEPS_AHEAD:
+                        ahead = self._steps_ahead()
                     _take(under_way, losses)
             while under_way:
                 _take(under_way, losses)

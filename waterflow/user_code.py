@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ class UserCode:
 
     def __init__(self) -> None:
         self._inside: Counter[int] = Counter()
+        self._ordered: set[int] = set()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -31,16 +33,30 @@ class UserCode:
                 self._inside[thread] -= 1
                 if not self._inside[thread]:
                     del self._inside[thread]
-                    _raise_in(thread, None)  # what has not arrived yet
+                pending = thread not in self._inside and thread in self._ordered
+                self._ordered -= {thread} if pending else set()
+            if pending:
+                _await_order(thread)
 
     def break_off(self) -> None:
         """Raise JobCancelled in all of them; a thread that waits in native code gets it when it comes back."""
         with self._lock:
             for thread in self._inside:
-                _raise_in(thread, JobCancelled)
+                self._ordered.add(thread)
+                _raise_in(thread)
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
-    )
+def _raise_in(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(JobCancelled))
+
+
+def _await_order(thread: int) -> None:
+    """Let an order that may still be on its way arrive here, and no later.
+
+    It is given once more, which replaces one that is pending. Withdrawing it (with NULL) would leave the interpreter
+    looking for it at every turn from then on.
+    """
+    with contextlib.suppress(JobCancelled):
+        _raise_in(thread)
+        while True:
+            time.sleep(0)

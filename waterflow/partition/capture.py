@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
@@ -111,7 +110,7 @@ class _StepTracer:
         self.fakes: list[torch.Tensor] = []
         self.metric_names: list[str] = []
         self.stand_ins = StandIns()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self._marks: list[int] = []
 
@@ -258,7 +257,7 @@ class _StepTracer:
     # -- tracing
 
     def trace(self) -> fx.GraphModule:
-        with undisturbed(self.looked), fake_rules.active():
+        with undisturbed(self.looked):
             try:
                 # Only the graph is wanted: the module's Python source is not written out and compiled.
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
