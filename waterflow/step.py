@@ -46,6 +46,11 @@ class Pending:
     first: set[str]  # first updates that it makes
     returned: list[Any] = field(default_factory=list)  # by a step that ran eagerly
 
+    def wait(self) -> None:
+        """Until the step has ended, well or not."""
+        if self.step.engine is not None:
+            self.step.engine.native.wait(self.run)
+
     def result(self) -> Any:
         """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
         return self.step._finish(self)
