@@ -131,7 +131,7 @@ class Step:
             generator = torch.Generator()
             generator.set_state(torch.get_rng_state())
         self.generator = generator
-        threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
+        self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, own_plans=ordered)
@@ -153,7 +153,7 @@ class Step:
 
     def __call__(self, batch: Batch) -> Any:
         """Train on one batch; see the class."""
-        return self.submit(batch).result()
+        return self._submit(batch, by_caller=torch.get_num_threads() == self._threads).result()
 
     @property
     def plan(self) -> Plan:
@@ -191,6 +191,9 @@ class Step:
 
     def submit(self, batch: Batch) -> Pending:
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
+        return self._submit(batch, by_caller=False)
+
+    def _submit(self, batch: Batch, by_caller: bool) -> Pending:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         update = (self._micro + 1) % self.accumulate == 0
@@ -204,10 +207,10 @@ class Step:
         except CaptureError as error:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, error)
-        return self._submit_captured(variant, leaves, batch_spec, update)
+        return self._submit_captured(variant, leaves, batch_spec, update, by_caller)
 
     def _submit_captured(
-        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool
+        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> Pending:
         planned = variant.planned
         plan, native = planned.plan, planned.native
@@ -216,6 +219,7 @@ class Step:
             variant.claimed = plan
         profiled = planned.wants_profile
         run = variant.binding.run(native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
+        run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)
         self._last_plan = plan
@@ -232,7 +236,7 @@ class Step:
                 if before is None or not before.failed:
                     pending.run.run_alone()
             else:
-                self._submit(pending.run, plan, before)
+                self._enqueue(pending.run, plan, before)
         except BaseException:
             self._fall(pending)
             raise
@@ -254,7 +258,7 @@ class Step:
             fits = largest_batch(leaves, claimed, self.engine.room)
             raise self.engine.too_large(plan.renamed(self.name), plan.persistent + ahead * plan.batch, fits) from None
 
-    def _submit(self, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
+    def _enqueue(self, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         assert self.engine is not None and self.job is not None
         try:
             self.engine.native.submit(self.job, run, before)

@@ -76,7 +76,14 @@ void wait_done(Engine& engine, const std::shared_ptr<StepRun>& run) {
       py::gil_scoped_release release;
       done = engine.wait(run, 50);
     }
-    if (!done && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (!done && PyErr_CheckSignals() != 0) {
+      py::error_already_set interrupted;
+      {
+        py::gil_scoped_release release;
+        engine.leave(run);
+      }
+      throw interrupted;
+    }
   }
 }
 
@@ -155,6 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
       .def_readonly("done", &StepRun::done)
       .def_property_readonly("failed", [](const StepRun& self) { return self.done && self.error != nullptr; })
+      .def_readwrite("by_caller", &StepRun::by_caller)
       .def_readonly("failed_node", &StepRun::failed_node)
       .def_readonly("waited_ns", &StepRun::waited_ns)
       .def_readonly("busy_ns", &StepRun::busy_ns)

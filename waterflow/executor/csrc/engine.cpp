@@ -4,14 +4,6 @@
 #include <chrono>
 
 namespace waterflow {
-namespace {
-
-constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
-constexpr int32_t kLaterGroupParties = 2;  // the group before, room
-constexpr const char* kEarlierFailed = "an earlier step of this job failed";
-
-}  // namespace
-
 int64_t Engine::now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
@@ -60,7 +52,10 @@ void Engine::close() {
   {
     std::lock_guard<std::mutex> guard(lock_);
     stop_ = true;
-    for (auto& [id, job] : jobs_) job->cancelled = "the engine is shutting down";
+    for (auto& [id, job] : jobs_) {
+      job->cancelled = "the engine is shutting down";
+      leave_to_lanes(*job, job->queue.size());
+    }
     for (auto& lane : lanes_) lane->wake.notify_all();
   }
   for (auto& lane : lanes_) {
@@ -107,6 +102,8 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
     throw std::invalid_argument("a step that reaches " + std::to_string(run->plan->heights.largest()) +
                                 " bytes cannot run in " + std::to_string(admission_.capacity()) + " bytes");
   }
+  leave_to_lanes(job, job.queue.size());  // their callers are not waiting for them
+  run->job = id;
   job.queue.push_back(std::move(run));
   if (after && after->done && after->error) {
     fail_queue(job, std::make_exception_ptr(Cancelled(kEarlierFailed)), dropped, job.queue.size() - 1);
@@ -159,7 +156,13 @@ bool Engine::grant(Job& job, Lane* here) {
     lane = lanes_[job.lane].get();
   }
   run.waited_ns += now_ns() - job.waiting_since;
-  if (lane != here) lane->wake.notify_one();
+  if (starts && run.by_caller) {
+    lane->taken = true;
+    run.lane = lane;
+    run.finished.notify_all();
+  } else if (lane != here) {
+    lane->wake.notify_all();
+  }
   return true;
 }
 
@@ -173,114 +176,6 @@ void Engine::offer_room(Lane* here) {
     Job* job = ready_[i];
     if (!grant(*job, here)) ++i;
   }
-}
-
-void Engine::lane_main(Lane& lane) {
-  std::unique_lock<std::mutex> lock(lock_);
-  while (true) {
-    lane.wake.wait(lock, [&] { return stop_ || lane.job != nullptr; });
-    if (lane.job == nullptr) return;
-    Dropped dropped;
-    run_step(lock, lane, dropped);
-    lock.unlock();
-    dropped.let_go();
-    lock.lock();
-  }
-}
-
-void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
-  Job& job = *lane.job;
-  dropped.runs.push_back(job.queue.front());
-  StepRun& run = *job.queue.front();
-  const int32_t groups = run.plan->heights.groups();
-  while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
-  std::exception_ptr error;
-  bool filled = false;
-  for (int32_t group = 0; group < groups; ++group) {
-    CounterBarrier& barrier = job.barriers[group];
-    lane.wake.wait(lock, [&] { return barrier.open() || !job.cancelled.empty(); });
-    if (!job.cancelled.empty()) {
-      error = std::make_exception_ptr(Cancelled(job.cancelled));
-      break;
-    }
-    barrier.pass();
-    if (group == 0) {
-      job.batch_arrived = false;
-      if (job.queue.size() > 1) batch_arrives(job);
-    }
-    const int64_t start = now_ns();
-    const int64_t held = admission_.held(), own = admission_.held_by(job.id);
-    lock.unlock();
-    try {
-      if (!filled && run.frame) run.fill();
-      filled = true;
-      run.run_group(group);
-      if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
-    } catch (const NodeError& failure) {
-      run.failed_node = failure.node;
-      error = std::current_exception();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    if (run.frame && (error || group + 1 == groups)) run.let_go();
-    run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
-    const int64_t end = now_ns();
-    lock.lock();
-    ++groups_done_;
-    run.busy_ns += end - start;
-    lane.busy_ns += end - start;
-    if (recording_ && spans_.size() < most_spans_) {
-      spans_.push_back({job.id, job.steps, group, lane.index, start, end, held, own});
-    }
-    if (error) break;
-    if (admission_.complete(job.id)) break;
-    job.barriers[group + 1].arrive();  // the group before
-    job.waiting_since = end;
-    if (!admission_.anyone_waiting()) {
-      grant(job, &lane);
-    } else {
-      admission_.wait(job.id);  // the others may be nearer the end of theirs
-      offer_room(&lane);
-    }
-    scheduling_ns_ += now_ns() - end;
-  }
-  if (error) {
-    lock.unlock();
-    if (run.frame && filled) run.let_go();
-    lock.lock();
-    run.error = error;
-  }
-  lane.job = nullptr;
-  end_step(job, run, dropped);
-  const int64_t before = now_ns();
-  offer_room(&lane);
-  scheduling_ns_ += now_ns() - before;
-}
-
-void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
-  admission_.release(job.id);
-  ++steps_done_;
-  progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
-  ++job.steps;
-  const bool failed = run.error != nullptr;
-  job.queue.pop_front();
-  job.running = false;
-  job.lane = -1;
-  run.done = true;
-  run.finished.notify_all();
-  if (failed) {
-    const auto why = job.cancelled.empty() ? kEarlierFailed : job.cancelled;
-    fail_queue(job, std::make_exception_ptr(Cancelled(why)), dropped);
-    for (auto& barrier : job.barriers) barrier.rearm();
-    ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
-    job.batch_arrived = false;
-  }
-  job.barriers[0].arrive();  // the step before
-  if (job.barriers[0].waiting_for() == 1) {
-    job.waiting_since = now_ns();
-    ready_.push_back(&job);
-  }
-  idle_.notify_all();
 }
 
 // Fails the steps from position `first` on; those before it stay.
@@ -306,6 +201,7 @@ void Engine::settle(Job& job) {
 
 void Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped) {
   job.cancelled = reason;
+  leave_to_lanes(job, job.queue.size());
   if (job.running) {
     lanes_[job.lane]->wake.notify_all();
     idle_.wait(lock, [&] { return !job.running || job.cancelled.empty(); });
@@ -332,11 +228,6 @@ void Engine::remove_job(Id id) {
   job.leaving = true;
   stop_job(lock, job, "its job was removed", dropped);
   jobs_.erase(id);
-}
-
-bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
-  std::unique_lock<std::mutex> lock(lock_);
-  return run->finished.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return run->done; });
 }
 
 bool Engine::set_capacity(int64_t bytes) {

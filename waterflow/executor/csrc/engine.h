@@ -23,7 +23,36 @@ struct Span {
   int64_t job, step, group, lane, start_ns, end_ns, held, held_by_job;
 };
 
+struct EngineJob;
+
+// A place for one step at a time, with a thread of its own for steps that no caller runs.
+struct Lane {
+  int32_t index;
+  EngineJob* job = nullptr;
+  bool taken = false;  // a caller runs the step, or is about to
+  std::condition_variable wake;
+  int64_t busy_ns = 0;
+  std::thread thread;
+};
+
+struct EngineJob : std::enable_shared_from_this<EngineJob> {
+  int64_t id;
+  std::deque<std::shared_ptr<StepRun>> queue;  // the front one may be running
+  std::vector<CounterBarrier> barriers;        // one a group; the first counts previous step, batch and room
+  int64_t steps = 0;
+  int64_t waiting_since = 0;
+  int32_t lane = -1;
+  bool batch_arrived = false;
+  bool running = false;
+  bool leaving = false;
+  std::string cancelled;  // the reason; empty when not
+};
+
 class Engine {
+  static constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
+  static constexpr int32_t kLaterGroupParties = 2;  // the group before, room
+  static constexpr const char* kEarlierFailed = "an earlier step of this job failed";
+
  public:
   using Id = int64_t;
 
@@ -40,8 +69,11 @@ class Engine {
   void remove_job(Id job);
   // Steps of a job run in order. Where the one it was made `after` has failed, this one fails, too.
   void submit(Id job, std::shared_ptr<StepRun> run, const std::shared_ptr<StepRun>& after = nullptr);
-  // Waits at most `milliseconds`; returns whether the step is done. Does not rethrow.
+  // Waits at most `milliseconds`; returns whether the step is done. Does not rethrow. A step that is `by_caller` runs
+  // on the calling thread, as soon as it may: that saves handing it to another and being woken by that.
   bool wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds);
+  // Its caller waits no longer: the step is for a lane's own thread.
+  void leave(const std::shared_ptr<StepRun>& run);
   // Cancels queued steps, and the one that runs at its next group boundary. `reason` is in their error.
   void cancel(Id job, const std::string& reason);
 
@@ -69,26 +101,8 @@ class Engine {
   void check() const;
 
  private:
-  struct Job : std::enable_shared_from_this<Job> {
-    Id id;
-    std::deque<std::shared_ptr<StepRun>> queue;  // the front one may be running
-    std::vector<CounterBarrier> barriers;        // one a group; the first counts previous step, batch and room
-    int64_t steps = 0;
-    int64_t waiting_since = 0;
-    int32_t lane = -1;
-    bool batch_arrived = false;
-    bool running = false;
-    bool leaving = false;
-    std::string cancelled;  // the reason; empty when not
-  };
-  struct Lane {
-    int32_t index;
-    Job* job = nullptr;
-    std::condition_variable wake;
-    int64_t busy_ns = 0;
-    std::thread thread;
-  };
-
+  using Job = EngineJob;
+  using Lane = waterflow::Lane;
   // Steps that have left their queue. What they hold may be Python's last hold on a job, which then calls the engine:
   // it is let go without the lock.
   struct Dropped {
@@ -107,6 +121,7 @@ class Engine {
   void end_step(Job& job, StepRun& run, Dropped& dropped);
   void fail_queue(Job& job, const std::exception_ptr& error, Dropped& dropped, size_t first = 0);
   void settle(Job& job);
+  void leave_to_lanes(Job& job, size_t count);
   void stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped);
   void batch_arrives(Job& job);
   void offer_room(Lane* here);

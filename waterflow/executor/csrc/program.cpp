@@ -50,6 +50,8 @@ at::Tensor make_alias(const Alias& alias, const at::Tensor& given) {
 // Graphs are captured below autograd, so their operations run below it, too.
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView guard;
+  // The casts of an autocast around the caller are in the graph.
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
 }  // namespace

@@ -27,6 +27,8 @@ struct Cancelled : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+struct Lane;  // of the engine
+
 // One step of one job on its way through the engine.
 struct StepRun {
   std::shared_ptr<const GroupPlan> plan;
@@ -46,8 +48,11 @@ struct StepRun {
   std::exception_ptr error;
   int32_t failed_node = -1;
   bool done = false;
-  int64_t waited_ns = 0;  // for room, at all of its groups
-  int64_t busy_ns = 0;    // on the lane, its groups running
+  int64_t job = -1;
+  bool by_caller = false;  // its caller waits for it at once, and may run it
+  Lane* lane = nullptr;    // where the caller is to run it now
+  int64_t waited_ns = 0;   // for room, at all of its groups
+  int64_t busy_ns = 0;     // on the lane, its groups running
   std::condition_variable finished;
 };
 

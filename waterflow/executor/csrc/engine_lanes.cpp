@@ -1,0 +1,153 @@
+// How steps run: on the threads of lanes, or on that of a caller who has nothing else to do.
+#include <algorithm>
+
+#include "engine.h"
+
+namespace waterflow {
+
+void Engine::lane_main(Lane& lane) {
+  std::unique_lock<std::mutex> lock(lock_);
+  while (true) {
+    lane.wake.wait(lock, [&] { return (lane.job != nullptr && !lane.taken) || (stop_ && lane.job == nullptr); });
+    if (lane.job == nullptr) return;
+    Dropped dropped;
+    run_step(lock, lane, dropped);
+    lock.unlock();
+    dropped.let_go();
+    lock.lock();
+  }
+}
+
+void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
+  Job& job = *lane.job;
+  dropped.runs.push_back(job.queue.front());
+  StepRun& run = *job.queue.front();
+  const int32_t groups = run.plan->heights.groups();
+  while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
+  std::exception_ptr error;
+  bool filled = false;
+  for (int32_t group = 0; group < groups; ++group) {
+    CounterBarrier& barrier = job.barriers[group];
+    lane.wake.wait(lock, [&] { return barrier.open() || !job.cancelled.empty(); });
+    if (!job.cancelled.empty()) {
+      error = std::make_exception_ptr(Cancelled(job.cancelled));
+      break;
+    }
+    barrier.pass();
+    if (group == 0) {
+      job.batch_arrived = false;
+      if (job.queue.size() > 1) batch_arrives(job);
+    }
+    const int64_t start = now_ns();
+    const int64_t held = admission_.held(), own = admission_.held_by(job.id);
+    lock.unlock();
+    try {
+      if (!filled && run.frame) run.fill();
+      filled = true;
+      run.run_group(group);
+      if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
+    } catch (const NodeError& failure) {
+      run.failed_node = failure.node;
+      error = std::current_exception();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (run.frame && (error || group + 1 == groups)) run.let_go();
+    run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
+    const int64_t end = now_ns();
+    lock.lock();
+    ++groups_done_;
+    run.busy_ns += end - start;
+    lane.busy_ns += end - start;
+    if (recording_ && spans_.size() < most_spans_) {
+      spans_.push_back({job.id, job.steps, group, lane.index, start, end, held, own});
+    }
+    if (error) break;
+    if (admission_.complete(job.id)) break;
+    job.barriers[group + 1].arrive();  // the group before
+    job.waiting_since = end;
+    if (!admission_.anyone_waiting()) {
+      grant(job, &lane);
+    } else {
+      admission_.wait(job.id);  // the others may be nearer the end of theirs
+      offer_room(&lane);
+    }
+    scheduling_ns_ += now_ns() - end;
+  }
+  if (error) {
+    lock.unlock();
+    if (run.frame && filled) run.let_go();
+    lock.lock();
+    run.error = error;
+  }
+  lane.job = nullptr;
+  lane.taken = false;
+  end_step(job, run, dropped);
+  const int64_t before = now_ns();
+  offer_room(&lane);
+  scheduling_ns_ += now_ns() - before;
+}
+
+void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
+  admission_.release(job.id);
+  ++steps_done_;
+  progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
+  ++job.steps;
+  const bool failed = run.error != nullptr;
+  job.queue.pop_front();
+  job.running = false;
+  job.lane = -1;
+  run.done = true;
+  run.finished.notify_all();
+  if (failed) {
+    const auto why = job.cancelled.empty() ? kEarlierFailed : job.cancelled;
+    fail_queue(job, std::make_exception_ptr(Cancelled(why)), dropped);
+    for (auto& barrier : job.barriers) barrier.rearm();
+    ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
+    job.batch_arrived = false;
+  }
+  job.barriers[0].arrive();  // the step before
+  if (job.barriers[0].waiting_for() == 1) {
+    job.waiting_since = now_ns();
+    ready_.push_back(&job);
+  }
+  idle_.notify_all();
+}
+
+bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
+  Dropped dropped;
+  std::unique_lock<std::mutex> lock(lock_);
+  auto found = jobs_.find(run->job);
+  if (!run->done && found != jobs_.end()) {
+    const auto& queue = found->second->queue;
+    leave_to_lanes(*found->second, std::find(queue.begin(), queue.end(), run) - queue.begin());
+  }
+  run->finished.wait_for(lock, std::chrono::milliseconds(milliseconds),
+                         [&] { return run->done || run->lane != nullptr; });
+  if (Lane* lane = run->lane) {
+    run->lane = nullptr;
+    run_step(lock, *lane, dropped);
+    if (stop_ || (lane->job != nullptr && !lane->taken)) lane->wake.notify_all();
+  }
+  return run->done;
+}
+
+void Engine::leave(const std::shared_ptr<StepRun>& run) {
+  std::lock_guard<std::mutex> guard(lock_);
+  auto found = jobs_.find(run->job);
+  if (found != jobs_.end()) leave_to_lanes(*found->second, found->second->queue.size());
+}
+
+// The first steps of a job's queue, of which callers wanted to run one, are for the lanes' own threads.
+void Engine::leave_to_lanes(Job& job, size_t count) {
+  for (size_t i = 0; i < std::min(count, job.queue.size()); ++i) {
+    StepRun& run = *job.queue[i];
+    run.by_caller = false;
+    if (run.lane == nullptr) continue;
+    run.lane->taken = false;
+    run.lane->wake.notify_all();
+    run.lane = nullptr;
+  }
+}
+
+}  // namespace waterflow
