@@ -113,6 +113,11 @@ class _StepTracer:
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self._marks: list[int] = []
+        # Made outside of the mode, in which nothing real is to be touched: that would be a detour of 0.2 ms each time.
+        self._single, self._double = (
+            torch.empty((), dtype=dtype, device=spec.device if dtype == torch.float32 else "cpu")
+            for dtype in (torch.float32, torch.float64)
+        )
 
     # -- inputs
 
@@ -135,7 +140,7 @@ class _StepTracer:
         self.fakes_by_id = {id(t): self.tensors[name] for name, t in spec.model.named_parameters()}
         self.fakes_by_id |= {id(t): self.tensors[name] for name, t in spec.model.named_buffers()}
         for number, tensor in enumerate(self.looked.strangers):
-            self.fakes_by_id[id(tensor)] = self._add(GraphInput("stranger", leaf=number), tensor.detach())
+            self.fakes_by_id[id(tensor)] = self._add(GraphInput("stranger", leaf=number), tensor)
         names = {id(p): name for name, p in self._trained.items()}
         self.state: dict[str, dict[str, torch.Tensor]] = {}
         self.group_names: list[list[str]] = []
@@ -148,19 +153,19 @@ class _StepTracer:
                 parameter = self._trained[name]
                 entries = {}
                 for key in state_keys(spec.optimizer, group):
-                    like = torch.empty((), dtype=torch.float32, device=parameter.device) if key == "step" else parameter
-                    entries[key] = self._add(GraphInput("state", name, key), like.detach())
+                    like = self._single if key == "step" else parameter
+                    entries[key] = self._add(GraphInput("state", name, key), like)
                 self.state[name] = entries
         self.accumulators: dict[str, torch.Tensor] = {}
         if spec.accumulate > 1:
             for name, parameter in self._trained.items():
-                self.accumulators[name] = self._add(GraphInput("accumulator", name), parameter.detach())
+                self.accumulators[name] = self._add(GraphInput("accumulator", name), parameter)
         self.rates: list[torch.Tensor] = []
         if spec.update:
-            single = torch.float32 if spec.device.type == "cuda" else torch.float64
+            scalar = self._single if spec.device.type == "cuda" else self._double
             for number, group in enumerate(spec.optimizer.param_groups):
                 rate = group["lr"]
-                like = rate.detach() if isinstance(rate, torch.Tensor) else torch.empty((), dtype=single)
+                like = rate if isinstance(rate, torch.Tensor) else scalar
                 self.rates.append(self._add(GraphInput("rate", key="lr", group=number), like))
         batch = []
         for position, leaf in enumerate(self.leaves):
