@@ -632,11 +632,12 @@ def test_silent_but_for_logging(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 INTERRUPTED = """
-import sys, time, threading, optuna, torch, waterflow as wf
+import signal, sys, time, threading, optuna, torch, waterflow as wf
 from torch.nn import functional as F
 from tests import test_study as t
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 
 def objective_of(doing):
     said = []

@@ -43,7 +43,7 @@ from waterflow.runner import (
     stop_all,
 )
 from waterflow.step import close_steps_of_thread
-from waterflow.user_code import UserCode
+from waterflow.user_code import UserCode, remembered_interrupts
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
@@ -123,10 +123,11 @@ class Coordinator:
                 or (timeout is not None and time.perf_counter() - started >= timeout)
             )
 
-        with loop(self._study, self._clock):
+        with loop(self._study, self._clock), remembered_interrupts() as check_interrupt:
             try:
                 self._fill(wanted, 0)
                 while self._running or wanted():
+                    check_interrupt()
                     worker = self._next_ended()
                     if worker is not None:
                         try:

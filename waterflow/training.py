@@ -27,6 +27,7 @@ from waterflow.runner import (
     join_all,
     stop_all,
 )
+from waterflow.user_code import remembered_interrupts
 
 logger = logging.getLogger("waterflow")
 
@@ -122,7 +123,7 @@ class _Training:
     def run(self) -> Results:
         threads: list[threading.Thread] = []
         try:
-            with self._changed:
+            with remembered_interrupts() as check_interrupt, self._lock:
                 while self._waiting or self._running:
                     while self._waiting and self._failure is None and len(self._running) < self._at_once:
                         number, job = self._waiting.popleft()
@@ -133,6 +134,7 @@ class _Training:
                     if self._failure is not None and not self._running:
                         break
                     self._changed.wait(timeout=0.1)
+                    check_interrupt()
         except BaseException:
             self._stop_all("interrupted")
             join_all(threads, STOP_SECONDS)
@@ -168,7 +170,7 @@ class _Training:
             self._tell(job, result)
         except BaseException as error:
             failure = failure or error
-        with self._changed:
+        with self._lock:
             del self._running[number]
             if failure is not None and self._failure is None:
                 self._failure = failure

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from waterflow.errors import JobCancelled
 
@@ -60,3 +62,30 @@ def _await_order(thread: int) -> None:
         _raise_in(thread)
         while True:
             time.sleep(0)
+
+
+@contextlib.contextmanager
+def remembered_interrupts() -> Iterator[Callable[[], None]]:
+    """Within, a Ctrl-C whose KeyboardInterrupt is swallowed on the way (by a finalizer, say) is not lost.
+
+    Yields a function that raises it again, to be called now and then on the same thread.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    pressed: list[int] = []
+
+    def remember(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -126,7 +126,10 @@ class Engine:
         self.lanes = lanes if lanes is not None else max(1, (os.cpu_count() or 1) // intra_op)
         self.native = _C.Engine(lanes=self.lanes, intra_op=intra_op, capacity=self.limit - self.reserve)
         self._claims: dict[int, Claim] = {}
-        self._changed = threading.Condition()
+        # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
+        # is Python code, and would leave the lock behind.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
         self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
         self._looks = 0
         self._eager = threading.Lock()
@@ -171,7 +174,7 @@ class Engine:
         owner = threading.get_ident()
         try:
             while True:
-                with self._turn(), self._changed:
+                with self._turn(), self._guard:
                     while self._looks and not self._closed:
                         self._changed.wait(timeout=0.1)
                     if self._closed:
@@ -191,19 +194,19 @@ class Engine:
                     if self.clock is None or worker is None or not self.clock.suspend(worker):
                         self._changed.wait(timeout=0.1)  # Ctrl-C reaches it in between
         finally:
-            with self._changed:
+            with self._guard:
                 self._waiting.pop(owner, None)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[int]:
         """For a step whose height is not known: what steps can have at most. Inside, nobody's claim lessens it."""
-        with self._changed:
+        with self._guard:
             self._looks += 1
             capacity = self._capacity()
         try:
             yield capacity
         finally:
-            with self._changed:
+            with self._guard:
                 self._looks -= 1
                 self._changed.notify_all()
 
@@ -229,17 +232,17 @@ class Engine:
 
     def largest_claim(self) -> int:
         """Bytes of the largest job in the engine: what it holds and what its steps reach."""
-        with self._changed:
+        with self._guard:
             return max((c.bytes + c.height for c in self._claims.values()), default=0)
 
     def would_fit(self, plan: Plan) -> bool:
         """Whether a further job with this plan could claim its memory now."""
-        with self._changed:
+        with self._guard:
             return self._fits(-1, plan.persistent + plan.batch, plan.height)
 
     def release(self, job: int) -> None:
         """Give back what a job claimed."""
-        with self._turn(), self._changed:
+        with self._turn(), self._guard:
             claim = self._claims.pop(job, None)
             if claim is not None:
                 self._book(job, claim.name, 0)
@@ -248,7 +251,7 @@ class Engine:
 
     def claimed(self) -> int:
         """Bytes that persist for the jobs now in the engine."""
-        with self._changed:
+        with self._guard:
             return sum(claim.bytes for claim in self._claims.values())
 
     def too_large(self, plan: Plan, wanted: int, largest_batch: int | None = None) -> MemoryLimitError:
@@ -311,7 +314,7 @@ class Engine:
 
     def close(self) -> None:
         """End the lanes. Steps that are queued fail; nothing waits for ever."""
-        with self._changed:
+        with self._guard:
             if self._closed:
                 return
             self._closed = True

@@ -22,30 +22,33 @@ class VirtualClock:
         self._holder: int | None = None
         self._depth = 0
         self._waiting = 0
-        self._changed = threading.Condition()
+        # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
+        # is Python code, and would leave the lock behind.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
         self._broken = False
 
     def join(self, worker: int, time: int) -> None:
         """A worker begins at virtual time ``time``."""
-        with self._changed:
+        with self._guard:
             self._times[worker] = time
 
     def advance(self, worker: int) -> None:
         """The worker begins its next step."""
-        with self._changed:
+        with self._guard:
             self._times[worker] += 1
             if self._waiting:
                 self._changed.notify_all()
 
     def time(self, worker: int) -> int:
         """Steps begun by the worker, from the beginning of the study."""
-        with self._changed:
+        with self._guard:
             return self._times[worker]
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
         """Wait until it is the worker's turn, and hold everyone else's events back meanwhile. May be nested."""
-        with self._changed:
+        with self._guard:
             self._waiting += 1
             try:
                 while not self._may_act(worker):
@@ -57,7 +60,7 @@ class VirtualClock:
         try:
             yield
         finally:
-            with self._changed:
+            with self._guard:
                 self._depth -= 1
                 if self._depth == 0:
                     self._holder = None
@@ -78,14 +81,14 @@ class VirtualClock:
 
         Its next turn comes after that. False where all order was given up, and turns come at once.
         """
-        with self._changed:
+        with self._guard:
             self._suspended.add(worker)
             self._changed.notify_all()
             return not self._broken
 
     def leave(self, worker: int) -> None:
         """The worker is done; whoever is suspended goes on from this moment."""
-        with self._changed:
+        with self._guard:
             ended = self._times.pop(worker, 0)
             for other in self._suspended:
                 self._times[other] = max(self._times[other], ended)
@@ -94,6 +97,6 @@ class VirtualClock:
 
     def open(self) -> None:
         """Give up all order: nobody waits any more (the study is being interrupted)."""
-        with self._changed:
+        with self._guard:
             self._broken = True
             self._changed.notify_all()
