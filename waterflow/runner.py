@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,10 +49,25 @@ class StopJob(Exception):
     """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
 
 
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that comes back from native code while Python shuts down would abort the process."""
+    _C.close_engines()
+    deadline = time.monotonic() + BREAK_OFF_SECONDS
+    for thread in list(_threads):
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
 def stop_all(runners: Iterable[JobRunner], reason: str) -> None:
     """Stop several jobs; does not wait for their groups to end."""
     for runner in runners:
-        threading.Thread(target=runner.stop, args=(reason,), daemon=True).start()
+        thread = threading.Thread(target=runner.stop, args=(reason,), daemon=True)
+        _threads.add(thread)
+        thread.start()
 
 
 def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None:
@@ -58,6 +75,7 @@ def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None
     deadline = time.monotonic() + seconds
     for thread in threads:
         if thread is not None and thread.ident is not None:
+            _threads.add(thread)
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 

@@ -246,8 +246,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("check", &Engine::check, py::call_guard<py::gil_scoped_release>())
       .def_static("now_ns", &Engine::now_ns);
 
-  py::module_::import("atexit").attr("register")(
-      py::cpp_function([] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>()));
+  m.def("close_engines", [] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>());
+  py::module_::import("atexit").attr("register")(m.attr("close_engines"));
 
   py::class_<CounterBarrier>(m, "CounterBarrier")
       .def(py::init<int32_t>(), py::arg("parties"))
