@@ -21,6 +21,7 @@ from waterflow.executor import eager
 from waterflow.executor.captured import build, input_bytes_of
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
+from waterflow.executor.step_checks import check_arguments, device_of
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.spec import StepSpec
@@ -108,7 +109,7 @@ class Step:
         name: str | None = None,
         engine: Engine | None = None,
     ) -> None:
-        _check(model, optimizer, accumulate, loss, step)
+        check_arguments(model, optimizer, accumulate, loss, step)
         self.engine = engine if engine is not None else current_engine()
         self.name = name or type(model).__name__
         self.model = model
@@ -120,7 +121,7 @@ class Step:
         holder, compute_loss = eager.compose(model, loss, step)
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
-            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=_device_of(model),
+            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model),
         )  # fmt: skip
         if self.engine is not None and self._spec.device != self.engine.device:
             raise InvalidJobError(
@@ -376,29 +377,6 @@ def close_steps_of_thread() -> None:
     for step in list(_made.steps):
         step.close()
     _made.steps.clear()
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
-    if len(devices) > 1:
-        raise InvalidJobError(f"the model lies on several devices ({sorted(map(str, devices))}); move it to one")
-    device = next(iter(devices))
-    if device.type == "meta":
-        raise InvalidJobError("the model lies on the meta device and has no values; materialize it first")
-    return device
-
-
-def _check(model: Any, optimizer: Any, accumulate: Any, loss: Any, step: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidJobError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidJobError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise InvalidJobError(f"accumulate must be a positive integer; got {accumulate!r}")
-    if loss is not None and step is not None:
-        raise InvalidJobError("give loss= or step=, not both")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
 
 
 __all__ = ["MemoryLimitError", "Pending", "Step"]
