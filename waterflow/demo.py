@@ -74,7 +74,7 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         order = torch.randperm(len(self._data.images), generator=self._numbers)
         for rows in order.split(self.batch_size):
-            yield self._data.images[rows], self._data.labels[rows]
+            yield self._data.images.index_select(0, rows), self._data.labels.index_select(0, rows)
 
 
 @dataclass(frozen=True)

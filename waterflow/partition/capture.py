@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from waterflow.partition.cleanup import clean_up
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.optimizers import check_optimizer, state_keys
+from waterflow.partition.recorder import Recorder
 from waterflow.partition.spec import GraphInput, StepSpec
 from waterflow.partition.structure import structure_key
 from waterflow.partition.surroundings import (
@@ -40,6 +41,8 @@ from waterflow.partition.surroundings import (
 )
 
 _one_at_a_time = threading.RLock()  # tracing patches torch's globals
+
+Traced = tuple[fx.Graph, dict[str, torch.Tensor]]  # with the constants that it gets by name
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,21 @@ def capture_step(
     with _one_at_a_time:
         start = time.perf_counter()
         tracer = _StepTracer(spec, leaves, batch_spec, looked)
-        graph_module = tracer.trace()
-        tracer.tag_phases(graph_module.graph)
-        tracer.check_strangers(graph_module)
-        groups = _update_groups(graph_module.graph, tracer)
-        rates = find_rates(graph_module.graph, tracer.stand_ins)
-        clean_up(graph_module.graph)
+        try:
+            graph, constants = tracer.trace(tracer.record)
+        except CaptureError:
+            raise
+        except Exception:
+            tracer = _StepTracer(spec, leaves, batch_spec, looked)
+            graph, constants = tracer.trace(tracer.make_fx)
+        tracer.tag_phases(graph)
+        tracer.check_strangers(graph, constants)
+        groups = _update_groups(graph, tracer)
+        rates = find_rates(graph, tracer.stand_ins)
+        clean_up(graph)
         return Capture(
-            graph=graph_module.graph,
-            constants=_constants(graph_module),
+            graph=graph,
+            constants=constants,
             inputs=tuple(tracer.inputs),
             metrics=tuple(tracer.metric_names),
             update_groups=groups,
@@ -113,6 +122,7 @@ class _StepTracer:
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self._marks: list[int] = []
+        self._graph: Callable[[], fx.Graph]
         # Made outside of the mode, in which nothing real is to be touched: that would be a detour of 0.2 ms each time.
         self._single, self._double = (
             torch.empty((), dtype=dtype, device=spec.device if dtype == torch.float32 else "cpu")
@@ -213,11 +223,6 @@ class _StepTracer:
             for given, buffer in moved:
                 given.copy_(buffer)
 
-    def _graph(self) -> fx.Graph:
-        mode = get_proxy_mode()
-        assert mode is not None
-        return mode.tracer.graph
-
     def _mark(self) -> None:
         self._marks.append(len(self._graph().nodes))
 
@@ -261,29 +266,55 @@ class _StepTracer:
 
     # -- tracing
 
-    def trace(self) -> fx.GraphModule:
+    def trace(self, way: Callable[[], Traced]) -> Traced:
+        """Run the step once; ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
         with undisturbed(self.looked):
             try:
-                # Only the graph is wanted: the module's Python source is not written out and compiled.
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
-                with model_rates as self.stand_ins, self.mode, _use_lazy_graph_module(True), no_collections():
+                with model_rates as self.stand_ins, self.mode, no_collections():
                     self._lay_out()
-                    return make_fx(self._step, pre_dispatch=False)(*self.fakes)
+                    return way()
             except CaptureError:
                 raise
             except Exception as error:
+                if way == self.record:
+                    raise
                 raise CaptureError(_reason(error), user_line(error.__traceback__)) from error
 
-    def check_strangers(self, module: fx.GraphModule) -> None:
+    def record(self) -> Traced:
+        """The plain way, which most steps can go. Raises whatever stops it."""
+        recorder = Recorder()
+        self._graph = lambda: recorder.graph
+        for number, fake in enumerate(self.fakes):
+            recorder.add_input(number, fake)
+        with recorder.recording():
+            outputs = self._step()
+        recorder.add_outputs(outputs)
+        return recorder.graph, {}
+
+    def make_fx(self) -> Traced:
+        """The thorough way."""
+
+        def graph() -> fx.Graph:
+            mode = get_proxy_mode()
+            assert mode is not None
+            return mode.tracer.graph
+
+        self._graph = graph
+        with _use_lazy_graph_module(True):  # the module's Python source is not written out and compiled
+            module = make_fx(self._step, pre_dispatch=False)(*self.fakes)
+        return module.graph, _constants(module)
+
+    def check_strangers(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         """Tensors from outside must have become inputs, and must not carry gradients of their own."""
-        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for node, given in zip(placeholders, self.inputs):
             if given.kind == "stranger" and node.users and self.looked.strangers[given.leaf].grad_fn is not None:
                 raise CaptureError("the step computes with a tensor that carries gradients from before the step")
-        for node in module.graph.nodes:
-            if node.op == "get_attr" and id(getattr(module, node.target)) in self.fakes_by_id:
-                raise CaptureError(f"the step reaches a tensor of the model in a way that is not seen ({node.target})")
+        for name, tensor in constants.items():
+            if id(tensor) in self.fakes_by_id:
+                raise CaptureError(f"the step reaches a tensor of the model in a way that is not seen ({name})")
 
     def tag_phases(self, graph: fx.Graph) -> None:
         """Mark every node with the part of the step that it belongs to."""

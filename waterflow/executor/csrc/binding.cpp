@@ -158,6 +158,12 @@ bool Binding::current() const {
   return true;
 }
 
+// The same memory under a tensor that Python does not know: a lane that lets it go needs no interpreter lock for that.
+static at::Tensor without_python(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+}
+
 std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
                                       std::vector<std::pair<int32_t, at::Tensor>> batch, bool profile) {
   auto run = std::make_shared<StepRun>();
@@ -165,7 +171,7 @@ std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
   run->frame = frame_;
   run->profile = profile;
   run->inputs.reserve(batch.size() + reads_.size());
-  for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, std::move(tensor));
+  for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, without_python(tensor));
   for (auto& read : reads_) {
     PyObject* value = PyDict_GetItemWithError(read.dict, read.key);
     if (value == nullptr) {
