@@ -25,6 +25,7 @@ from waterflow.executor.engine import Engine, within
 from waterflow.executor.engine import current_device as device
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Results
+from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan
 from waterflow.step import Step
 from waterflow.training import Callback, train
@@ -41,6 +42,7 @@ __all__ = [
     "JobResult",
     "MemoryLimitError",
     "NonFiniteLossError",
+    "Offsets",
     "Plan",
     "Results",
     "Step",

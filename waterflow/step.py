@@ -23,6 +23,7 @@ from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
 from waterflow.executor.step_checks import check_arguments, device_of
 from waterflow.executor.variants import Variant, Variants
+from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
@@ -169,6 +170,10 @@ class Step:
         Raises CaptureError where the step would run as an opaque job, which has no plan before it has run.
         """
         return self._variants.plan(*flatten(batch)).renamed(self.name)
+
+    def offsets_for(self, batch: Batch) -> Offsets:
+        """Where the memory of a step on batches like this one would lie. Raises CaptureError as ``plan_for`` does."""
+        return self._variants.captured(*flatten(batch)).offsets()
 
     @property
     def measured_height(self) -> int:

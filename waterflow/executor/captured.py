@@ -18,7 +18,8 @@ from waterflow.executor.lowering import Lowered, lower
 from waterflow.partition.capture import Capture, capture_step
 from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
-from waterflow.partition.liveness import OperationMemory, operation_memory
+from waterflow.partition.liveness import OperationMemory, lifetimes, operation_memory
+from waterflow.partition.offsets import Offsets, place
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import profiled_memory, same_requests
 from waterflow.partition.spec import StepSpec
@@ -89,6 +90,11 @@ class CapturedStep:
     keep: list[Any]  # what the key counts by identity
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def offsets(self) -> Offsets:
+        """Where the step's memory would lie, from one end of an arena, as far as the graph knows it."""
+        instructions = self.lowered.instructions
+        return place(lifetimes(self.capture.graph, instructions), len(instructions))
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""

@@ -85,8 +85,12 @@ class Variants:
 
     def plan(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable) -> Plan:
         """The plan of a step on such a batch, bound to nothing. Raises CaptureError."""
+        return self.captured(leaves, batch_spec, batch_key).planned(self._threads).plan
+
+    def captured(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable) -> CapturedStep:
+        """A step on such a batch, found or captured, bound to nothing. Raises CaptureError."""
         key = (batch_key, True, ambient_key(self._spec.device.type))
-        return self._capture(self._spec, key, leaves, batch_spec)[0].planned(self._threads).plan
+        return self._capture(self._spec, key, leaves, batch_spec)[0]
 
     def _capture(
         self, spec: StepSpec, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None

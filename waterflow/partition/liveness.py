@@ -25,6 +25,19 @@ class OperationMemory:
     traffic: int
 
 
+@dataclass(frozen=True)
+class Lifetime:
+    """Memory that a step makes: the operations that it is born with and dies behind, and its size in bytes.
+
+    What a caller keeps (``kept``: outputs of the step) outlives it.
+    """
+
+    birth: int
+    death: int
+    size: int
+    kept: bool = False
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -38,10 +51,10 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
-    """Predicted memory of each instruction, from the graph alone.
+def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime]:
+    """The storages that a step makes, and the temporaries of operators that are probed, each with its life.
 
-    Kernels' own temporaries are not known before the step has been profiled, except of operators that are probed.
+    Other kernels' own temporaries are not known before the step has been profiled.
     """
     position = {node: i for i, node in enumerate(instructions)}
     inputs = {
@@ -77,23 +90,26 @@ def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[O
                 if storage in death:
                     death[storage] = max(death[storage], used_at)
     output = next(node for node in graph.nodes if node.op == "output")
-    for source in output.all_input_nodes:
-        for tensor in _tensors(source.meta.get("val")):
-            if storage_id(tensor) in death:
-                death[storage_id(tensor)] = len(instructions) - 1
+    kept = {storage_id(t) for source in output.all_input_nodes for t in _tensors(source.meta.get("val"))}
+    for storage in kept & death.keys():
+        death[storage] = len(instructions) - 1
+    lives = [Lifetime(birth[s], death[s], size[s], s in kept) for s in birth]
+    return lives + [Lifetime(position[n], position[n], h.temporary, False) for n, h in hidden.items() if h.temporary]
 
+
+def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
+    """Predicted memory of each instruction, from the graph alone."""
     born: list[int] = [0] * len(instructions)
     died: list[int] = [0] * len(instructions)
-    for storage, at in birth.items():
-        born[at] += size[storage]
-        died[death[storage]] += size[storage]
+    for life in lifetimes(graph, instructions):
+        born[life.birth] += life.size
+        died[life.death] += life.size
     held = 0
     memory = []
     for i, node in enumerate(instructions):
         peak = held + born[i]
         held = peak - died[i]
-        temporary = hidden[node].temporary if node in hidden else 0
-        memory.append(OperationMemory(peak + temporary, held, _traffic(node)))
+        memory.append(OperationMemory(peak, held, _traffic(node)))
     return memory
 
 

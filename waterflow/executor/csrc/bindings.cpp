@@ -16,6 +16,7 @@ namespace py = pybind11;
 
 namespace waterflow {
 
+void bind_offsets(py::module_& m);   // partition/csrc/offsets_bindings.cpp
 void bind_programs(py::module_& m);  // program_bindings.cpp
 
 namespace {
@@ -145,6 +146,7 @@ class OwnedAdmission : public Admission {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace waterflow;
   m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
+  bind_offsets(m);
   bind_programs(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);

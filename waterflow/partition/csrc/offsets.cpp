@@ -1,0 +1,157 @@
+#include "offsets.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace waterflow {
+namespace {
+
+struct Placed {
+  int64_t begin, end;
+  int32_t birth, death;
+};
+
+// A step's height decides what fits together, its area how long the other lane has to wait.
+constexpr double kAreaWeight = 0.1;
+// Close enough to the floor: looking for less costs more area than it wins height.
+constexpr double kCloseEnough = 1.002;
+constexpr int32_t kMostPromoted = 48;
+
+void check(const std::vector<Lifetime>& lives, int32_t operations) {
+  for (const auto& life : lives) {
+    if (life.size < 0 || life.birth < 0 || life.birth > life.death || life.death >= operations) {
+      throw std::invalid_argument("a life of " + std::to_string(life.size) + " bytes from operation " +
+                                  std::to_string(life.birth) + " to " + std::to_string(life.death) +
+                                  " does not lie within a step of " + std::to_string(operations) + " operations");
+    }
+  }
+}
+
+// The heights of all operations, from the furthest ends down: each operation takes the first end that covers it.
+void measure(const std::vector<Lifetime>& lives, int32_t operations, Placement& placement) {
+  std::vector<int32_t> by_end(lives.size());
+  std::iota(by_end.begin(), by_end.end(), 0);
+  const auto end_of = [&](int32_t i) { return placement.offsets[i] + lives[i].size; };
+  std::sort(by_end.begin(), by_end.end(), [&](int32_t a, int32_t b) { return end_of(a) > end_of(b); });
+  std::vector<int32_t> next(operations + 1);  // the next operation without a height, itself included
+  std::iota(next.begin(), next.end(), 0);
+  const auto find = [&](int32_t at) {
+    int32_t root = at;
+    while (next[root] != root) root = next[root];
+    while (next[at] != root) at = std::exchange(next[at], root);
+    return root;
+  };
+  placement.heights.assign(operations, 0);
+  for (int32_t i : by_end) {
+    for (int32_t at = find(lives[i].birth); at <= lives[i].death; at = find(at + 1)) {
+      placement.heights[at] = end_of(i);
+      next[at] = at + 1;
+    }
+  }
+  placement.height = operations > 0 ? *std::max_element(placement.heights.begin(), placement.heights.end()) : 0;
+  placement.area = std::accumulate(placement.heights.begin(), placement.heights.end(), 0.0);
+}
+
+}  // namespace
+
+Placement place_in_order(const std::vector<Lifetime>& lives, const std::vector<int32_t>& order, int32_t operations) {
+  check(lives, operations);
+  Placement placement;
+  placement.offsets.assign(lives.size(), 0);
+  std::vector<Placed> placed;  // by where they begin
+  placed.reserve(lives.size());
+  for (int32_t i : order) {
+    const Lifetime& life = lives.at(i);
+    if (life.size == 0) continue;
+    int64_t top = 0, at = -1, tightest = std::numeric_limits<int64_t>::max();
+    for (const Placed& other : placed) {
+      if (other.birth > life.death || other.death < life.birth) continue;
+      const int64_t gap = other.begin - top;
+      if (gap >= life.size && gap < tightest) {
+        tightest = gap;
+        at = top;
+      }
+      top = std::max(top, other.end);
+    }
+    if (at >= 0) top = at;
+    placement.offsets[i] = top;
+    const auto where = std::upper_bound(placed.begin(), placed.end(), top,
+                                        [](int64_t begin, const Placed& other) { return begin < other.begin; });
+    placed.insert(where, {top, top + life.size, life.birth, life.death});
+  }
+  measure(lives, operations, placement);
+  return placement;
+}
+
+std::vector<int32_t> placement_order(const std::vector<Lifetime>& lives, PlacementOrder order) {
+  std::vector<int32_t> made(lives.size());
+  std::iota(made.begin(), made.end(), 0);
+  const auto span = [](const Lifetime& life) { return static_cast<int64_t>(life.death) - life.birth + 1; };
+  // Smaller keys first; equal ones in the order in which they are given, so that the result never varies.
+  const auto by = [&](auto key) {
+    std::stable_sort(made.begin(), made.end(), [&](int32_t a, int32_t b) { return key(lives[a]) < key(lives[b]); });
+  };
+  switch (order) {
+    case PlacementOrder::death:
+      by([](const Lifetime& life) { return std::pair<int64_t, int64_t>(-life.death, -life.size); });
+      break;
+    case PlacementOrder::life:
+      by([&](const Lifetime& life) { return -span(life); });
+      break;
+    case PlacementOrder::birth:
+      by([](const Lifetime& life) { return std::pair<int64_t, int64_t>(life.birth, -life.death); });
+      break;
+    case PlacementOrder::size:
+      by([](const Lifetime& life) { return -life.size; });
+      break;
+    case PlacementOrder::area:
+      by([&](const Lifetime& life) { return -static_cast<double>(life.size) * span(life); });
+      break;
+  }
+  return made;
+}
+
+Placement place(const std::vector<Lifetime>& lives, int32_t operations, int64_t work) {
+  check(lives, operations);
+  std::vector<int64_t> live(operations + 1, 0);
+  for (const auto& life : lives) {
+    live[life.birth] += life.size;
+    live[life.death + 1] -= life.size;
+  }
+  std::partial_sum(live.begin(), live.end(), live.begin());
+  const double peak = std::max<double>(1, live.empty() ? 0 : *std::max_element(live.begin(), live.end()));
+  const double area = std::max(1.0, std::accumulate(live.begin(), live.end(), 0.0));
+  const auto cost = [&](const Placement& p) { return p.height / peak + kAreaWeight * p.area / area; };
+
+  const int64_t one = static_cast<int64_t>(lives.size()) * static_cast<int64_t>(lives.size()) / 2 + 1;
+  const int64_t tries = std::clamp<int64_t>(work / one / 3, 0, kMostPromoted);
+  Placement best;
+  bool any = false;
+  for (auto base : {PlacementOrder::death, PlacementOrder::life, PlacementOrder::birth}) {
+    std::vector<int32_t> order = placement_order(lives, base);
+    std::vector<bool> promoted(lives.size(), false);
+    for (int64_t tried = 0;; ++tried) {
+      Placement made = place_in_order(lives, order, operations);
+      int32_t highest = -1;
+      for (size_t i = 0; i < lives.size(); ++i) {
+        const auto end_of = [&](size_t j) { return made.offsets[j] + lives[j].size; };
+        if (promoted[i] || end_of(i) <= peak * kCloseEnough) continue;
+        if (highest < 0 || end_of(i) > end_of(highest)) highest = static_cast<int32_t>(i);
+      }
+      const bool better = !any || cost(made) < cost(best);
+      if (better) best = std::move(made);
+      any = true;
+      if (highest < 0 || tried >= tries) break;
+      promoted[highest] = true;
+      order.erase(std::find(order.begin(), order.end(), highest));
+      order.insert(order.begin(), highest);
+    }
+  }
+  return best;
+}
+
+}  // namespace waterflow

@@ -1,0 +1,109 @@
+"""Planned memory: an offset for everything that a step makes, counted from its lane's end of the arena.
+
+Memory rises through the forward pass and falls through the backward pass, so a step is nearly a stack. How nearly is a
+matter of the order in which its pieces are placed (``csrc/offsets.cpp``; ``docs/experiments.md`` compares orders).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from waterflow import _C
+from waterflow.partition.liveness import Lifetime
+
+ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
+# Comparisons that the search for a better placement may make: about a third of a second. A step with more memory than
+# that allows for is placed once by each order.
+MOST_WORK = 300_000_000
+
+Order = Literal["death", "life", "birth", "size", "area"]
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Where a step's memory lies. ``heights`` has the furthest live byte of each operation, ``resident`` the live bytes.
+
+    What outlives the step has no offset, and neither has what has no bytes.
+    """
+
+    lives: tuple[Lifetime, ...]
+    offsets: tuple[int, ...]
+    heights: tuple[int, ...]
+    resident: tuple[int, ...]
+
+    @property
+    def height(self) -> int:
+        """The furthest byte of the step."""
+        return max(self.heights, default=0)
+
+    @property
+    def excess(self) -> float:
+        """Height over the most bytes that are ever live at once; 1.0 is the floor."""
+        return self.height / max(1, *self.resident)
+
+    @property
+    def area_excess(self) -> float:
+        """Heights over live bytes, both summed over the operations."""
+        return sum(self.heights) / max(1, sum(self.resident))
+
+    def by(self, order: Order | None) -> Offsets:
+        """The same memory, placed in one order without a search; None searches anew. For comparisons."""
+        if order is None:
+            return _place(self.lives, len(self.heights), MOST_WORK)
+        given = _plain(self.lives)
+        ordered = _C.placement_order(given, getattr(_C.PlacementOrder, order))
+        made = _C.place_in_order(given, ordered, len(self.heights))
+        return Offsets(self.lives, tuple(made.offsets), tuple(made.heights), self.resident)
+
+
+def planned(lives: Iterable[Lifetime], alignment: int = ALIGNMENT) -> tuple[Lifetime, ...]:
+    """What can be planned: all that dies with the step, its size rounded up to whole alignments."""
+    return tuple(
+        Lifetime(life.birth, life.death, -(-life.size // alignment) * alignment)
+        for life in lives
+        if life.size > 0 and not life.kept
+    )
+
+
+def place(lives: Iterable[Lifetime], operations: int, alignment: int = ALIGNMENT, work: int = MOST_WORK) -> Offsets:
+    """Place a step's memory so that its height, and its area, come near what is live.
+
+    Raises ValueError for a life that does not lie within the step's ``operations``.
+    """
+    return _place(planned(lives, alignment), operations, work)
+
+
+def _place(lives: tuple[Lifetime, ...], operations: int, work: int) -> Offsets:
+    made = _C.place(_plain(lives), operations, work)
+    return Offsets(lives, tuple(made.offsets), tuple(made.heights), tuple(resident(lives, operations)))
+
+
+def _plain(lives: Iterable[Lifetime]) -> list[tuple[int, int, int]]:
+    return [(life.birth, life.death, life.size) for life in lives]
+
+
+def resident(lives: Iterable[Lifetime], operations: int) -> list[int]:
+    """Bytes that are live during each operation."""
+    change = [0] * (operations + 1)
+    for life in lives:
+        change[life.birth] += life.size
+        change[life.death + 1] -= life.size
+    held, total = [], 0
+    for step in change[:-1]:
+        total += step
+        held.append(total)
+    return held
+
+
+def overlapping(offsets: Offsets) -> Sequence[tuple[int, int]]:
+    """Pairs of pieces that share a byte while both live: none, or the plan is wrong. For tests; quadratic."""
+    found = []
+    pieces = list(zip(offsets.lives, offsets.offsets))
+    for i, (one, at) in enumerate(pieces):
+        for j, (other, there) in enumerate(pieces[:i]):
+            together = one.birth <= other.death and other.birth <= one.death
+            if together and at < there + other.size and there < at + one.size:
+                found.append((j, i))
+    return found
