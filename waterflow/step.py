@@ -21,6 +21,7 @@ from waterflow.executor import eager
 from waterflow.executor.captured import build, input_bytes_of
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
+from waterflow.executor.sharing import Hold, holders
 from waterflow.executor.step_checks import check_arguments, device_of
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.offsets import Offsets
@@ -110,9 +111,9 @@ class Step:
         name: str | None = None,
         engine: Engine | None = None,
     ) -> None:
-        check_arguments(model, optimizer, accumulate, loss, step)
         self.engine = engine if engine is not None else current_engine()
         self.name = name or type(model).__name__
+        check_arguments(model, optimizer, accumulate, loss, step)
         self.model = model
         self.optimizer = optimizer
         self.accumulate = accumulate
@@ -120,6 +121,13 @@ class Step:
         self.steps = 0
         self.predicted_height = 0
         holder, compute_loss = eager.compose(model, loss, step)
+        self._hold: Hold | None = None
+        if self.engine is not None:
+            # Before anything reads the model's tensors: in one that another thread captures and trains lie others.
+            self._hold = holders.hold(
+                self.name, holder, [p for group in optimizer.param_groups for p in group["params"]]
+            )
+            self._release = weakref.finalize(self, holders.release, self._hold)
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
             clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model),
@@ -136,7 +144,7 @@ class Step:
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
-        self._variants = Variants(self._spec, generator, threads, type(model).__name__, own_plans=ordered)
+        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
@@ -185,6 +193,7 @@ class Step:
         self._closed = True
         if self.engine is not None:
             self._finalizer()
+            self._release()
         self._variants.clear()
 
     def hold_batches(self, count: int) -> None:

@@ -243,7 +243,7 @@ def _check_together(jobs: list[Job]) -> None:
             raise InvalidJobError(f"two jobs are called {job.name!r}; give each a name of its own")
         names.add(job.name)
         if isinstance(job.model, nn.Module):
-            for parameter in job.model.parameters():
+            for parameter in filter(lambda p: p.requires_grad, job.model.parameters()):
                 other = owner.setdefault(id(parameter), job.name)
                 if other != job.name:
                     raise InvalidJobError(

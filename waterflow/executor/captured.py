@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -90,6 +91,12 @@ class CapturedStep:
     keep: list[Any]  # what the key counts by identity
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def written_buffers(self) -> tuple[str, ...]:
+        """The model's buffers that a step changes."""
+        given = self.capture.inputs
+        return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
 
     def offsets(self) -> Offsets:
         """Where the step's memory would lie, from one end of an arena, as far as the graph knows it."""

@@ -30,12 +30,16 @@ _STRIDE_BOUND = frozenset(
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program and what it needs. ``instructions[i]`` is the graph node behind instruction ``i``."""
+    """A program and what it needs. ``instructions[i]`` is the graph node behind instruction ``i``.
+
+    ``written`` are the inputs that it changes, by number.
+    """
 
     program: _C.Program
     inputs: tuple[GraphInput, ...]
     constants: tuple[tuple[int, torch.Tensor], ...]
     instructions: tuple[fx.Node, ...]
+    written: tuple[int, ...]
 
 
 def lower(capture: Capture) -> Lowered:
@@ -93,8 +97,9 @@ class _Lowering:
         program.set_outputs(
             [self.slots[value] if isinstance(value, fx.Node) else -1 for value in outputs], self._shared(nodes, outputs)
         )
-        program.set_written(sorted(self._written(body, len(placeholders))))
-        return Lowered(program, tuple(self.inputs), tuple(self.constants), tuple(body))
+        written = sorted(self._written(body, len(placeholders)))
+        program.set_written(written)
+        return Lowered(program, tuple(self.inputs), tuple(self.constants), tuple(body), tuple(written))
 
     # -- inputs that are numbers
 

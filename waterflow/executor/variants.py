@@ -13,6 +13,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.binding import bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
+from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.dropout_rates import RatesMatter, rates
 from waterflow.partition.fingerprint import Fingerprint, ambient_key
 from waterflow.partition.optimizers import FIRST_STEP_FLAG
@@ -42,17 +43,19 @@ class Variants:
     """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
-    profiles do not improve this job's plans.
+    profiles do not improve this job's plans. ``hold`` is the job's hold on its modules.
     """
 
     def __init__(
-        self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool
-    ) -> None:
+        self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
+        hold: Hold | None,
+    ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
         self._threads = threads
         self._name = name
         self._own_plans = own_plans
+        self._hold = hold
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._first_step: dict[str, bool] = {}
@@ -66,6 +69,8 @@ class Variants:
             return variant
         spec = self._spec if update else replace(self._spec, update=False)
         captured, structure, looked = self._capture(spec, key, leaves, batch_spec)
+        if self._hold is not None:
+            holders.check_written(self._hold, spec.model, captured.written_buffers)
         for number, group in enumerate(spec.optimizer.param_groups):
             flag = f"{FIRST_STEP_FLAG}:{number}"
             self._first_step[flag] = self._first_step.get(flag, False) or missing_momentum(spec.optimizer, group)
@@ -99,15 +104,20 @@ class Variants:
         old = self._variants.get(key)
         if old is not None and old.structure == structure:
             return old.captured, structure, looked
-        count = self._captures[key] = self._captures.get(key, 0) + 1
-        if count > MOST_CAPTURES:
+        before = self._captures.get(key, 0)
+        if before >= MOST_CAPTURES:
             raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
+
+        def make() -> CapturedStep:
+            self._captures[key] = before + 1
+            return build(spec, leaves, batch_spec, looked, self._name)
+
         try:
-            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, looked, self._name))
+            found = captures.get((structure, key), make)
         except RatesMatter:
             structure = (structure, rates(spec.model))
             spec = replace(spec, rates_matter=True)
-            found = captures.get((structure, key), lambda: build(spec, leaves, batch_spec, looked, self._name))
+            found = captures.get((structure, key), make)
         return found, structure, looked
 
     # -- what the variants share

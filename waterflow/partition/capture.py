@@ -188,7 +188,8 @@ class _StepTracer:
 
     def _step(self, *_: torch.Tensor) -> list[torch.Tensor]:
         spec = self.spec
-        with substituted(spec.model, self.fakes_by_id), torch.enable_grad(), in_forward(spec) as cast:
+        trained = {id(p) for p in self._trained.values()}
+        with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             with cast, Substitution(self.fakes_by_id), noting_lines(self._graph()):
                 result = spec.compute_loss(spec.model, self.batch)
             loss, metrics = split_result(result)
@@ -212,6 +213,7 @@ class _StepTracer:
             given = self.tensors.get(name)
             if given is None:
                 raise CaptureError(f"a step adds the buffer {name}")
+            buffer = self.fakes_by_id.get(id(buffer), buffer)  # of a frozen module
             if buffer is given:
                 continue
             if buffer.shape != given.shape or buffer.dtype != given.dtype:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,7 @@ class StandIns:
 
     shown: dict[str, float] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
+    thread: int = field(default_factory=threading.get_ident)  # others see the modules as they are
     read: bool = False
 
 
@@ -72,7 +74,7 @@ class _NoticedRate:
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return self
-        if id(module) in self._modules:
+        if id(module) in self._modules and threading.get_ident() == self._stand_ins.thread:
             self._stand_ins.read = True
             raise RatesMatter("the model computes with its dropout rates")
         try:
@@ -85,8 +87,11 @@ class _NoticedRate:
 
 
 def _forward(module: Any, name: str, stand_ins: StandIns, x: torch.Tensor) -> torch.Tensor:
-    stand_ins.called.add(name)
-    return DROPOUTS[type(module)](x, stand_ins.shown[name], module.training, module.inplace)
+    rate = module.__dict__["p"]
+    if threading.get_ident() == stand_ins.thread:
+        stand_ins.called.add(name)
+        rate = stand_ins.shown[name]
+    return DROPOUTS[type(module)](x, rate, module.training, module.inplace)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import sys
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,9 @@ def _put_entries_back(look: Look, before: Mapping[Any, Any], now: Mapping[Any, A
                 look.container[key] = old
         elif old is not _MISSING:
             setattr(look.container, key, old)
+        # A model may keep parts of itself in one mode; beside another thread's trial it may be that which set it.
+        if key == "training":
+            continue
         # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
         if isinstance(look.owner, nn.RNNBase) or (look.owner is not None and look.owner._forward_pre_hooks):
             continue
@@ -171,13 +174,20 @@ def no_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Within, the model's modules hold other tensors in the place of their own, which are given by ``id``."""
-    dicts = [module.__dict__[kind] for module in model.modules() for kind in ("_parameters", "_buffers")]
+def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor], trained: Set[int]) -> Iterator[None]:
+    """Within, the model's modules hold other tensors in the place of their own, all given by ``id``.
+
+    Parts that are frozen stay as they are, for ``Substitution`` to deal with: other threads may be reading them.
+    """
+    modules = list(model.modules())
+    frozen = set(_frozen(model, trained))
+    dicts = [module.__dict__[kind] for module in modules for kind in ("_parameters", "_buffers")]
     before = [dict(entries) for entries in dicts]
-    recurrent = [(m, m.__dict__["_flat_weights"]) for m in model.modules() if isinstance(m, nn.RNNBase)]
+    shown = [(m, kind) for m in modules if m not in frozen for kind in ("_parameters", "_buffers")]
+    recurrent = [(m, m.__dict__["_flat_weights"]) for m in modules if m not in frozen and isinstance(m, nn.RNNBase)]
     try:
-        for entries in dicts:
+        for module, kind in shown:
+            entries = module.__dict__[kind]
             for name, tensor in entries.items():
                 if tensor is not None:
                     entries[name] = stand_ins[id(tensor)]
@@ -186,10 +196,21 @@ def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> Iter
         yield
     finally:
         for entries, held in zip(dicts, before):
-            entries.clear()
-            entries.update(held)
+            if any(tensor is not held.get(name) for name, tensor in entries.items()) or len(entries) != len(held):
+                entries.clear()
+                entries.update(held)
         for module, weights in recurrent:
             module.__dict__["_flat_weights"] = weights
+
+
+def _frozen(module: nn.Module, trained: Set[int]) -> Iterator[nn.Module]:
+    """The largest parts that have parameters and train none of them, with all that belongs to them."""
+    parameters = list(module.parameters())
+    if parameters and not any(id(p) in trained for p in parameters):
+        yield from module.modules()
+        return
+    for child in module.children():
+        yield from _frozen(child, trained)
 
 
 class Substitution(TorchFunctionMode):
