@@ -17,7 +17,20 @@ BENCHMARKS = sorted(p.relative_to(ROOT) for p in (ROOT / "benchmarks").rglob("*.
 TESTS = sorted(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py"))
 
 # The way of the data: each part imports only those before it. All other files stand between step and study.
-ORDER = ["errors", "job", "partition", "allocator", "executor", "step", "", "study", "cluster", "cli", "__init__"]
+ORDER = [
+    "errors",
+    "job",
+    "partition",
+    "allocator",
+    "executor",
+    "step",
+    "",
+    "study",
+    "cluster",
+    "cli",
+    "__main__",
+    "__init__",
+]
 # Libraries that only these files may import, for whoever does without them must not need them. Files of the command
 # line that deal with studies may import Optuna inside of functions.
 ONLY = {"optuna": {"study", "study_coordinator", "optuna_private"}, "ray": {"cluster/ray"}}

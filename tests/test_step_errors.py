@@ -293,3 +293,68 @@ def test_shape_error_is_raised_once(engine: Engine | None) -> None:
         job(images(1, shape=(7,))[0])
     assert job(images(1)[0]).isfinite()
     assert job.opaque_reason is None
+
+
+WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "loss class": ({"loss": nn.CrossEntropyLoss}, r"pass an object of it: CrossEntropyLoss\(\)"),
+    "clip": (
+        {"loss": F.cross_entropy, "clip_grad_norm": -1},
+        "clip_grad_norm must be a positive number or None; got -1",
+    ),
+    "clip text": ({"loss": F.cross_entropy, "clip_grad_value": "1"}, "clip_grad_value must be a positive number"),
+    "autocast": ({"loss": F.cross_entropy, "autocast": "bf16"}, "must be a data type such as torch.bfloat16"),
+    "other optimizer": (
+        {"loss": F.cross_entropy, "optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
+        "trains none of the model's parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_wrong_settings(name: str) -> None:
+    settings, text = WRONG_SETTINGS[name]
+    model = Net()
+    with pytest.raises(wf.InvalidJobError, match=text):
+        wf.Step(model, **{"optimizer": torch.optim.AdamW(model.parameters())} | settings)
+
+
+def test_a_lazy_model() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(wf.InvalidJobError, match=r"'0\.weight' has no shape yet; call the model once"):
+        wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def test_a_forgotten_loss() -> None:
+    model = Net()
+    step = wf.Step(model, optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(
+        wf.InvalidJobError, match=r"Net does not take it .* Pass loss=, a function of \(output, target\)"
+    ):
+        step(images(1)[0])
+
+
+def test_numpy_batches() -> None:
+    model = Net()
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(wf.InvalidJobError, match="got a ndarray; make it a tensor with torch.from_numpy"):
+        step(tuple(part.numpy() for part in images(1)[0]))
+
+
+def test_a_batch_of_wrong_shape_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 4)
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        step((torch.randn(4, 9), torch.zeros(4, dtype=torch.int64)))
+    assert caught.value.__context__ is None
+    assert not [record for record in caplog.records if "fake_tensor" in record.pathname]
+
+
+def test_the_line_of_an_error_is_one_of_the_step() -> None:
+    """Not of whoever called the step that was captured first."""
+    made = []
+    for _ in range(2):
+        model = nn.Linear(8, 4)
+        made.append(wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters())))
+    made[0]((torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(wf.StepError, match=r"Target 9 is out of bounds\.$"):
+        made[1]((torch.randn(4, 8), torch.full((4,), 9)))

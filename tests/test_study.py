@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -238,15 +239,21 @@ def test_a_timeout_lets_running_trials_finish() -> None:
 @pytest.mark.parametrize("where", ["objective", "callback"])
 def test_stop(where: str) -> None:
     study = new_study()
+    stopped = threading.Event()
+
+    def stop(here: str, number: int) -> None:
+        if where == here and number == 3:
+            study.stop()
+            stopped.set()
 
     def objective(trial: Trial) -> float:
-        if where == "objective" and trial.number == 3:
-            study.stop()
+        stop("objective", trial.number)
+        if trial.number > 3:  # however long the third takes
+            assert stopped.wait(10)
         return 1.0
 
     def callback(study: optuna.Study, trial: FrozenTrial) -> None:
-        if where == "callback" and trial.number == 3:
-            study.stop()
+        stop("callback", trial.number)
 
     run(objective, study=study, n_trials=None, callbacks=[callback])
     assert 4 <= len(study.trials) <= 6 and all(state.is_finished() for state in states(study))
@@ -590,7 +597,7 @@ MISTAKES: dict[str, tuple[Callable[[optuna.Study], Any], str]] = {
     "arguments the wrong way round": (lambda s: wf.optimize(looping, s), "must be an optuna.Study.*got function"),
     "a job for an objective": (lambda s: wf.optimize(s, job_of(0, 4, 0.1)), "function of a trial; got Job; return"),
     "a study for an objective": (lambda s: wf.optimize(s, s), "function of a trial; got Study"),
-    "text for a number": (lambda s: wf.optimize(s, looping, n_trials="10"), "n_trials must be a number.*'10'"),
+    "text for a number": (lambda s: wf.optimize(s, looping, n_trials="10"), "n_trials must be a whole number.*'10'"),
     "a negative number": (lambda s: wf.optimize(s, looping, n_trials=-1), "n_trials cannot be negative; got -1"),
     "no trial at a time": (lambda s: run(looping, max_concurrent=0), "'auto' or a positive integer; got 0"),
     "half a trial at a time": (lambda s: run(looping, max_concurrent=1.5), "positive integer; got 1.5"),

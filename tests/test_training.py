@@ -328,6 +328,10 @@ def one_module() -> list[wf.Job]:
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "one job": (lambda: wf.train(make()), "put the one you have into brackets"),
     "no job": (lambda: wf.train([("a", Net())]), "entry 0 must be a Job or a module; got tuple"),
+    "one iterator": (
+        lambda: wf.train([Net(), Net()], loss=F.cross_entropy, optimizer=sgd, data=iter(BATCHES)), "read one iterator"
+    ),
+    "no threads": (lambda: wf.train([make()], intra_op=0), "intra_op must be a positive integer; got 0"),
     "one module twice": (lambda: wf.train(one_module()), r"'a' and 'b' share a module.*copy\.deepcopy"),
     "one name twice": (lambda: wf.train([make(), make()]), "two jobs are called 'job'; give each a name"),
     "nothing shared": (lambda: wf.train([Net()], loss=F.cross_entropy), "pass data= and optimizer= to train"),

@@ -228,7 +228,12 @@ class Section:
     def optimizer(self, key: str = "optimizer") -> Callable[[Any], torch.optim.Optimizer]:
         """A function of the parameters that makes an optimizer."""
         value = self.get(key)
-        known = {n.lower(): n for n in torch.optim.__all__ if n.lower() not in ("optimizer", "lbfgs")}
+        classes = {n: getattr(torch.optim, n) for n in torch.optim.__all__}
+        known = {
+            n.lower(): n
+            for n, made in classes.items()
+            if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and n not in ("Optimizer", "LBFGS")
+        }
         made, settings = self._named(key, value, known, torch.optim)
         make(made, ([nn.Parameter(torch.zeros(1, 1))],), settings, f"{self.where}{key}")
         return lambda parameters: made(parameters, **settings)

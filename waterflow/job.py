@@ -111,7 +111,8 @@ class JobResult:
     ``metrics`` holds one dict per epoch, ``losses`` one number per step; peaks are bytes, ``seconds`` wall time from
     the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
     count persistent state, one batch, and the step, and are None where the job did not come that far.
-    ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way.
+    ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
+    torch it shares its memory with the model: copy it before you train the same model again.
     """
 
     name: str

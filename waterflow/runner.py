@@ -206,7 +206,8 @@ class JobRunner:
                 first = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
                 raise NonFiniteLossError(
                     f"the loss of job {self.job.name!r} became {losses[first]} in epoch {epoch}, step {first}. "
-                    "Lower the learning rate, clip gradients, or pass allow_non_finite=True"
+                    "Lower the learning rate, clip gradients, or pass allow_non_finite=True; a study goes on after such trials "
+                    "with catch=(wf.NonFiniteLossError,)"
                 )
             metrics = self._evaluate()
             if metrics is None:

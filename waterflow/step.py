@@ -113,7 +113,8 @@ class Step:
     ) -> None:
         self.engine = engine if engine is not None else current_engine()
         self.name = name or type(model).__name__
-        check_arguments(model, optimizer, accumulate, loss, step)
+        clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
+        check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         self.model = model
         self.optimizer = optimizer
         self.accumulate = accumulate
@@ -217,11 +218,14 @@ class Step:
         if self.opaque_reason is not None:
             return self._submit_opaque(batch, update)
         leaves, batch_spec, key = flatten(batch)
+        refused: CaptureError | None = None
         try:
             variant = self._variants.find(leaves, batch_spec, key, update)
         except CaptureError as error:
+            refused = error
+        if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
-            return self._submit_opaque(batch, update, error)
+            return self._submit_opaque(batch, update, refused)
         return self._submit_captured(variant, leaves, batch_spec, update, by_caller)
 
     def _submit_captured(

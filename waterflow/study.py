@@ -67,8 +67,8 @@ def optimize(
         StudyError: Settings that contradict each other.
         Exception: What a trial raised and ``catch`` does not name, after the other running trials have ended.
     """
-    _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic)
-    caught = tuple(catch) if isinstance(catch, Iterable) else (catch,)
+    caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
+    _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
     with Engine(device, memory=memory, lanes=lanes, intra_op=intra_op) as engine:
         if timeline is not None:
             engine.native.record_spans(True)
@@ -81,8 +81,9 @@ def optimize(
 
 
 def _check(
-    study: Any, objective: Any, n_trials: Any, timeout: Any, max_concurrent: Any, callbacks: Any, deterministic: bool
-) -> None:
+    study: Any, objective: Any, n_trials: Any, timeout: Any, max_concurrent: Any, callbacks: Any, deterministic: bool,
+    catch: tuple[Any, ...],
+) -> None:  # fmt: skip
     if not isinstance(study, optuna.Study):
         raise StudyError(
             f"study must be an optuna.Study, such as optuna.create_study() makes; got {type(study).__name__}"
@@ -90,12 +91,17 @@ def _check(
     if not callable(objective):
         advice = "; return the Job from a function of the trial" if isinstance(objective, Job) else ""
         raise StudyError(f"objective must be a function of a trial; got {type(objective).__name__}{advice}")
-    for name, value in (("n_trials", n_trials), ("timeout", timeout)):
-        if value is not None and not isinstance(value, (int, float)):
-            raise StudyError(f"{name} must be a number or None; got {value!r}")
+    if n_trials is not None and (not isinstance(n_trials, int) or isinstance(n_trials, bool)):
+        raise StudyError(f"n_trials must be a whole number or None; got {n_trials!r}")
+    if timeout is not None and (not isinstance(timeout, (int, float)) or isinstance(timeout, bool)):
+        raise StudyError(f"timeout must be a number of seconds or None; got {timeout!r}")
+    for kind in catch:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise StudyError(f"catch must hold kinds of exceptions, such as (ValueError,); got {kind!r}")
     if callable(callbacks):
         raise StudyError("callbacks takes a list; put the one you have into brackets")
-    if max_concurrent != "auto" and (not isinstance(max_concurrent, int) or max_concurrent < 1):
+    whole = isinstance(max_concurrent, int) and not isinstance(max_concurrent, bool)
+    if max_concurrent != "auto" and (not whole or max_concurrent < 1):
         raise StudyError(f"max_concurrent must be 'auto' or a positive integer; got {max_concurrent!r}")
     if n_trials is not None and n_trials < 0:
         raise StudyError(f"n_trials cannot be negative; got {n_trials}")

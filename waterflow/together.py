@@ -118,7 +118,7 @@ def fit_together(
                 _look_at(job, forecast, found, engine)
             except CaptureError as error:
                 forecast.opaque_reason = str(error)
-                forecast.verdict = "runs eagerly: its memory is known after its first step"
+                forecast.verdict = f"runs eagerly, if it runs (memory unknown before its first step): {error}"
             except Exception as error:
                 forecast.error, forecast.verdict = error, "fails"
         found.claimed = engine.claimed()

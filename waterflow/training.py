@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -237,11 +237,19 @@ def _check_settings(max_concurrent: Any, callbacks: Any) -> None:
 def _check_together(jobs: list[Job]) -> None:
     names: set[str] = set()
     owner: dict[int, str] = {}
+    readers: dict[int, str] = {}
     for job in jobs:
         job.check()
         if job.name in names:
             raise InvalidJobError(f"two jobs are called {job.name!r}; give each a name of its own")
         names.add(job.name)
+        if isinstance(job.data, Iterator):
+            other = readers.setdefault(id(job.data), job.name)
+            if other != job.name:
+                raise InvalidJobError(
+                    f"jobs {other!r} and {job.name!r} read one iterator, which gives each batch to only one of them. "
+                    "Pass a list, a DataLoader, or a function that makes an iterator for each"
+                )
         if isinstance(job.model, nn.Module):
             for parameter in filter(lambda p: p.requires_grad, job.model.parameters()):
                 other = owner.setdefault(id(parameter), job.name)

@@ -56,12 +56,19 @@ class _OfOutput:
     """The model computes its loss itself."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        if isinstance(batch, dict):
-            output = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = model(*batch)
-        else:
-            output = model(batch)
+        named, given = (
+            (batch, ()) if isinstance(batch, dict) else ({}, batch if isinstance(batch, (tuple, list)) else (batch,))
+        )
+        try:
+            inspect.signature(model.forward).bind(*given, **named)
+        except ValueError:
+            pass  # a forward that does not say what it takes
+        except TypeError as error:
+            raise InvalidJobError(
+                f"without loss= and step= the model is called with the whole batch, and {type(model).__name__} does not "
+                f"take it ({error}). Pass loss=, a function of (output, target), or step=, one of (model, batch)"
+            ) from None
+        output = model(*given, **named)
         if isinstance(output, dict) and "loss" in output:
             return output["loss"]
         return getattr(output, "loss", output)

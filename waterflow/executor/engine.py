@@ -118,6 +118,9 @@ class Engine:
                 f"device {str(self.device)!r} is not supported by this version, which trains on 'cpu'; "
                 "pass device='cpu'"
             )
+        for name, count in (("lanes", lanes), ("intra_op", intra_op)):
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
         self.limit = parse_memory(memory)
         if reserve is None:
             reserve = min(max(int(self.limit * RESERVE_SHARE), LEAST_RESERVE), self.limit // 4)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from waterflow.errors import InvalidJobError
 
@@ -21,7 +22,9 @@ def device_of(model: nn.Module) -> torch.device:
     return device
 
 
-def check_arguments(model: Any, optimizer: Any, accumulate: Any, loss: Any, step: Any) -> None:
+def check_arguments(
+    model: Any, optimizer: Any, accumulate: Any, loss: Any, step: Any, clips: dict[str, Any], autocast: Any
+) -> None:
     """Raise InvalidJobError for what a Step cannot be made of."""
     if not isinstance(model, nn.Module):
         raise InvalidJobError(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -31,5 +34,23 @@ def check_arguments(model: Any, optimizer: Any, accumulate: Any, loss: Any, step
         raise InvalidJobError(f"accumulate must be a positive integer; got {accumulate!r}")
     if loss is not None and step is not None:
         raise InvalidJobError("give loss= or step=, not both")
+    if isinstance(loss, type):
+        raise InvalidJobError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
+    for name, value in clips.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
+            raise InvalidJobError(f"{name} must be a positive number or None; got {value!r}")
+    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+        raise InvalidJobError(f"autocast must be a data type such as torch.bfloat16, or None; got {autocast!r}")
+    lazy = next((name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
+    if lazy is not None:
+        raise InvalidJobError(f"parameter {lazy!r} has no shape yet; call the model once on a batch before")
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
+    if step is None and held and not held[0].is_meta and not any(id(p) in trained for p in held):
+        raise InvalidJobError(
+            "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
+            "torch.optim.AdamW(model.parameters())"
+        )

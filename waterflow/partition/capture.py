@@ -33,6 +33,7 @@ from waterflow.partition.structure import structure_key
 from waterflow.partition.surroundings import (
     Substitution,
     no_collections,
+    no_reports,
     noting_lines,
     substituted,
     surrounding_autocast,
@@ -274,7 +275,7 @@ class _StepTracer:
             try:
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
-                with model_rates as self.stand_ins, self.mode, no_collections():
+                with model_rates as self.stand_ins, self.mode, no_collections(), no_reports():
                     self._lay_out()
                     return way()
             except CaptureError:

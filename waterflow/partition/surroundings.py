@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import linecache
+import logging
 import random
 import sys
 import traceback
@@ -174,6 +175,18 @@ def no_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_reports() -> Iterator[None]:
+    """What stops a trace is told in one line; the fake mode would log some hundred before."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
 def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor], trained: Set[int]) -> Iterator[None]:
     """Within, the model's modules hold other tensors in the place of their own, all given by ``id``.
 
@@ -252,15 +265,19 @@ def surrounding_autocast(device_type: str) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def noting_lines(graph: fx.Graph) -> Iterator[None]:
-    """Within, each node that is made remembers the user's line in ``meta["line"]``: (file, number, function)."""
+    """Within, each node that is made remembers the user's line in ``meta["line"]``: (file, number, function).
+
+    That is a line of the step. Whoever called it has others, and captures are shared.
+    """
     create = graph.create_node
+    within: Any = sys._getframe(2)  # past contextlib's
 
     def create_node(*args: Any, **kwargs: Any) -> fx.Node:
         node = create(*args, **kwargs)
         frame: Any = sys._getframe(1)
-        while frame is not None and not _is_users_file(frame.f_code.co_filename):
+        while frame is not within and not _is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
-        if frame is not None:
+        if frame is not within:
             node.meta["line"] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         return node
 
