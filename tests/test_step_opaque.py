@@ -449,3 +449,87 @@ def test_an_opaque_job_is_not_copied_from_another(no_captures: Any) -> None:
     compare(making(Net), images(2))
     kept = copy.deepcopy(no_captures.captures)
     assert kept == 2
+
+
+class Product(torch.autograd.Function):
+    """Keeps a weight for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x if ctx.needs_input_grad[1] else None
+
+
+class OverFrozen(nn.Module):
+    """A frozen weight between two trained layers, reached in ways that no function mode sees."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first, self.frozen, self.last = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.way == "function":
+            x = Product.apply(x, self.frozen.weight)
+        elif self.way == "hook":
+            x.register_hook(lambda g: g * self.frozen.weight.mean())
+        elif self.way == "again":
+            x = torch.utils.checkpoint.checkpoint(lambda t: torch.tanh(self.frozen(t)), x, use_reentrant=False)
+        elif self.way == "opaque function":
+            x = Product.apply(x, self.frozen.weight) * (1.0 if x.sum().item() > -1e9 else 2.0)
+        elif self.way == "swallowed":
+            try:
+                scale = float(x.sum().item())
+            except Exception:
+                scale = 1.0
+            x = x * scale
+        elif self.way == "data":
+            x = x * 1.0
+            x.data = x.data * 2
+        return self.last(x)
+
+
+@pytest.mark.parametrize("way", ["function", "hook", "again", "opaque function", "swallowed", "data"])
+def test_frozen_parts_and_what_a_trace_cannot_see(way: str, engine: Engine | None) -> None:
+    def make() -> Any:
+        model = OverFrozen(way)
+        return model, AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+    batches = images(4)
+    torch.manual_seed(0)
+    model, optimizer = make()
+    expected = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    torch.manual_seed(0)
+    model, optimizer = make()
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+    assert [step(batch).item() for batch in batches] == expected
+    assert (step.opaque_reason is None) == (way in ("function", "hook", "again"))
+
+
+def test_a_part_that_changes_its_mode_runs_eagerly(engine: Engine | None) -> None:
+    class FirstBatch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x)
+            self.norm.eval()
+            return self.last(x)
+
+    model = FirstBatch()
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()), engine=engine)
+    step(images(1)[0])
+    assert "norm.training" in step.opaque_reason and not model.norm.training

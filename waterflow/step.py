@@ -125,10 +125,9 @@ class Step:
         self._hold: Hold | None = None
         if self.engine is not None:
             # Before anything reads the model's tensors: in one that another thread captures and trains lie others.
-            self._hold = holders.hold(
-                self.name, holder, [p for group in optimizer.param_groups for p in group["params"]]
-            )
-            self._release = weakref.finalize(self, holders.release, self._hold)
+            self._hold = Hold(self.name, self.engine.over)
+            self._release = weakref.finalize(self, self._hold.release)
+            holders.check(self._hold, holder, [p for group in optimizer.param_groups for p in group["params"]])
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
             clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model),

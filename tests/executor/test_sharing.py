@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import optuna
@@ -139,3 +140,61 @@ def test_buffers_that_change_are_not_shared() -> None:
     results = wf.train([job(name, lambda: InOneMode(shared, head(8))) for name in "ab"])
     assert [(r.status, r.opaque_reason) for r in results] == [("completed", None)] * 2
     assert results[0].losses == results[1].losses
+
+
+def test_a_shared_loss_with_weights() -> None:
+    """It has tensors and no parameters."""
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    loss = nn.CrossEntropyLoss(weight=weights)
+
+    def objective(trial: optuna.Trial) -> float:
+        model = nn.Linear(8, 4)
+        nn.init.constant_(model.weight, 0.01 * trial.suggest_int("width", 1, 100))
+        nn.init.zeros_(model.bias)
+        step = wf.Step(model, loss=loss, optimizer=adamw(model.parameters()), accumulate=1 + trial.number % 3)
+        for _ in range(30):
+            value = step((X, Y))
+            assert type(loss.weight) is torch.Tensor
+        return value.item()
+
+    together, alone = study_of(list(range(1, 13))), study_of(list(range(1, 13)))
+    wf.optimize(together, objective, n_trials=12)
+    alone.optimize(objective, n_trials=12)
+    assert [t.value for t in together.trials] == [t.value for t in alone.trials]
+    assert loss.weight is weights
+
+
+def in_thread(work: Any) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_a_hold_ends_with_its_engine() -> None:
+    model = nn.Linear(8, 4)
+
+    def train() -> Any:
+        with wf.Engine() as engine:
+            step = wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()), engine=engine)
+            return step, step((X, Y))
+
+    kept = [train(), in_thread(train)]
+    assert all(loss.isfinite() for _, loss in kept)
+
+
+def test_a_part_that_is_trained_later_on() -> None:
+    shared = backbone()
+    models = [nn.Sequential(shared, head(8)) for _ in range(2)]
+    with wf.Engine() as engine:
+
+        def make(model: nn.Module) -> wf.Step:
+            return wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()), engine=engine)
+
+        first, second = make(models[0]), in_thread(lambda: make(models[1]))
+        assert first((X, Y)).isfinite() and second((X, Y)).isfinite()
+        shared.requires_grad_(True)
+        with pytest.raises(wf.InvalidJobError, match="share a module"):
+            for step in (first, second):
+                step((X, Y))

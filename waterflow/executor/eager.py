@@ -59,26 +59,31 @@ class _OfOutput:
         named, given = (
             (batch, ()) if isinstance(batch, dict) else ({}, batch if isinstance(batch, (tuple, list)) else (batch,))
         )
-        try:
-            inspect.signature(model.forward).bind(*given, **named)
-        except ValueError:
-            pass  # a forward that does not say what it takes
-        except TypeError as error:
-            raise InvalidJobError(
-                f"without loss= and step= the model is called with the whole batch, and {type(model).__name__} does not "
-                f"take it ({error}). Pass loss=, a function of (output, target), or step=, one of (model, batch)"
-            ) from None
+        if not model._forward_pre_hooks:  # they may change what forward is given
+            _check_call(model, given, named)
         output = model(*given, **named)
         if isinstance(output, dict) and "loss" in output:
             return output["loss"]
         return getattr(output, "loss", output)
 
 
+def _check_call(model: nn.Module, given: Any, named: Any) -> None:
+    try:
+        inspect.signature(model.forward).bind(*given, **named)
+    except ValueError:
+        pass  # a forward that does not say what it takes
+    except TypeError as error:
+        raise InvalidJobError(
+            f"without loss= and step= the model is called with the whole batch, and {type(model).__name__} does not "
+            f"take it ({error}). Pass loss=, a function of (output, target), or step=, one of (model, batch)"
+        ) from None
+
+
 def compose(
     model: nn.Module, loss: Any, step: Callable[[nn.Module, Any], Any] | None
 ) -> tuple[nn.Module, Callable[[nn.Module, Any], Any]]:
     """The module whose tensors a step trains, and the function of (module, batch) that computes its loss."""
-    if step is None and loss is not None and not isinstance(loss, nn.Module) and _wants_model(loss):
+    if step is None and loss is not None and not isinstance(loss, nn.Module) and wants_model(loss):
         step = loss
     if step is not None:
         return model, step
@@ -91,7 +96,8 @@ def compose(
     return model, _OfTarget(loss)
 
 
-def _wants_model(function: Callable[..., Any]) -> bool:
+def wants_model(function: Any) -> bool:
+    """Whether a loss is in truth a whole step: a function whose first parameter is called ``model``."""
     try:
         parameters = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class Engine:
                 "pass device='cpu'"
             )
         for name, count in (("lanes", lanes), ("intra_op", intra_op)):
-            if count is not None and (not isinstance(count, int) or count < 1):
+            if count is not None and (not isinstance(count, Integral) or count < 1):
                 raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
         self.limit = parse_memory(memory)
         if reserve is None:
@@ -314,6 +315,10 @@ class Engine:
             run.outputs()
         result, height = box[0]
         return result, height
+
+    def over(self) -> bool:
+        """Whether it has been closed."""
+        return self._closed
 
     def close(self) -> None:
         """End the lanes. Steps that are queued fail; nothing waits for ever."""

@@ -4,70 +4,82 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
 from waterflow.errors import InvalidJobError
 
 
-@dataclass(frozen=True, eq=False)
-class Hold:
-    """One step's hold on the modules that have tensors of their own. ``owner`` is the thread that trains."""
+class _Thread(threading.local):
+    """An object for each thread: numbers of threads are used again."""
 
-    name: str
-    owner: int
-    trains: frozenset[int]  # modules, by id
+    def __init__(self) -> None:
+        self.token = object()
+
+
+_this = _Thread()
+
+
+class Hold:
+    """One step's hold on the modules that have tensors of their own. ``over()`` tells that its engine has ended."""
+
+    def __init__(self, name: str, over: Callable[[], bool]) -> None:
+        self.name = name
+        self.owner = _this.token
+        self.trains: frozenset[int] = frozenset()  # modules, by id
+        self._over = over
+        self._released = False
+
+    def release(self) -> None:
+        """Let go; twice is no error. Takes no lock: a finalizer may call it at any time."""
+        self._released = True
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the step is still there to be in the way of others."""
+        return not self._released and not self._over()
 
 
 class Holders:
-    """Who holds which module. Thread-safe; a hold ends with ``release``, or with the object that it was made for."""
+    """Who holds which module. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holds: weakref.WeakKeyDictionary[nn.Module, list[Hold]] = weakref.WeakKeyDictionary()
 
-    def hold(self, name: str, model: nn.Module, trained: Iterable[nn.Parameter]) -> Hold:
-        """Hold a model's modules. Raises InvalidJobError where another thread's step trains one, or this one would."""
+    def check(self, hold: Hold, model: nn.Module, trained: Iterable[nn.Parameter], written: Iterable[str] = ()) -> None:
+        """Hold a model's modules, from now on or again.
+
+        Raises InvalidJobError where another thread's step trains one of them, or this one would, and where this step
+        writes into buffers (``written``, by name) of a module that another one holds.
+        """
         ids = {id(p) for p in trained}
         modules = list(_with_tensors(model))
-        made = Hold(name, threading.get_ident(), frozenset(id(m) for m in modules if _trained(m, ids)))
+        hold.trains = frozenset(id(m) for m in modules if _trained(m, ids))
         with self._lock:
             for module in modules:
-                for other in self._others(module, made):
-                    if id(module) in made.trains | other.trains:
+                for other in self._others(module, hold):
+                    if id(module) in hold.trains | other.trains:
                         raise InvalidJobError(
-                            f"{other.name!r} and {name!r} share a module ({type(module).__name__}) and train it at the "
-                            "same time: each would change the other's parameters. Give each its own, for example "
+                            f"{other.name!r} and {hold.name!r} share a module ({type(module).__name__}) and train it at "
+                            "the same time: each would change the other's parameters. Give each its own, for example "
                             "copy.deepcopy(model); frozen modules (requires_grad_(False)) may be shared"
                         )
+            for buffer in written:
+                module = model.get_submodule(buffer.rpartition(".")[0])
+                for other in self._others(module, hold):
+                    raise InvalidJobError(
+                        f"{other.name!r} and {hold.name!r} share a module ({type(module).__name__}) whose buffer "
+                        f"{buffer!r} changes in every step. Put it into eval() mode, or give each its own, for example "
+                        "copy.deepcopy(model)"
+                    )
             for module in modules:
-                self._holds.setdefault(module, []).append(made)
-        return made
-
-    def check_written(self, hold: Hold, model: nn.Module, buffers: Iterable[str]) -> None:
-        """Raise InvalidJobError where a step changes buffers of a module that another one holds, too."""
-        for buffer in buffers:
-            module = model.get_submodule(buffer.rpartition(".")[0])
-            with self._lock:
-                others = list(self._others(module, hold))
-            if others:
-                raise InvalidJobError(
-                    f"{others[0].name!r} and {hold.name!r} share a module ({type(module).__name__}) whose buffer "
-                    f"{buffer!r} changes in every step. Put it into eval() mode, or give each its own, for example "
-                    "copy.deepcopy(model)"
-                )
-
-    def release(self, hold: Hold) -> None:
-        """Let go; twice is no error."""
-        with self._lock:
-            for holds in self._holds.values():
-                if hold in holds:
-                    holds.remove(hold)
+                lasting = [other for other in self._holds.get(module, ()) if other is not hold and other.lasts]
+                self._holds[module] = [*lasting, hold]
 
     def _others(self, module: nn.Module, hold: Hold) -> Iterator[Hold]:
-        return (other for other in self._holds.get(module, ()) if other.owner != hold.owner)
+        return (other for other in self._holds.get(module, ()) if other.owner is not hold.owner and other.lasts)
 
 
 def _with_tensors(model: nn.Module) -> Iterator[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from waterflow.errors import InvalidJobError
+from waterflow.executor.eager import wants_model
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -37,7 +39,7 @@ def check_arguments(
     if isinstance(loss, type):
         raise InvalidJobError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
     for name, value in clips.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (number and value > 0):
             raise InvalidJobError(f"{name} must be a positive number or None; got {value!r}")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
@@ -49,7 +51,13 @@ def check_arguments(
         raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     held = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
-    if step is None and held and not held[0].is_meta and not any(id(p) in trained for p in held):
+    if (
+        step is None
+        and not wants_model(loss)
+        and held
+        and not held[0].is_meta
+        and not any(id(p) in trained for p in held)
+    ):
         raise InvalidJobError(
             "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
             "torch.optim.AdamW(model.parameters())"

@@ -70,7 +70,8 @@ class Variants:
         spec = self._spec if update else replace(self._spec, update=False)
         captured, structure, looked = self._capture(spec, key, leaves, batch_spec)
         if self._hold is not None:
-            holders.check_written(self._hold, spec.model, captured.written_buffers)
+            trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
+            holders.check(self._hold, spec.model, trained, captured.written_buffers)
         for number, group in enumerate(spec.optimizer.param_groups):
             flag = f"{FIRST_STEP_FLAG}:{number}"
             self._first_step[flag] = self._first_step.get(flag, False) or missing_momentum(spec.optimizer, group)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
@@ -191,7 +192,8 @@ class _StepTracer:
         spec = self.spec
         trained = {id(p) for p in self._trained.values()}
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
-            with cast, Substitution(self.fakes_by_id), noting_lines(self._graph()):
+            shown = Substitution(self.fakes_by_id)
+            with cast, shown, noting_lines(self._graph()):
                 result = spec.compute_loss(spec.model, self.batch)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
@@ -199,7 +201,9 @@ class _StepTracer:
             names = list(self._trained)
             leaves = [self.tensors[name] for name in names]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
-            gradients = torch.autograd.grad(scaled, leaves, allow_unused=True) if leaves else ()
+            with shown:  # backward passes of users' functions, hooks, and what is computed again
+                gradients = _gradients(scaled, leaves) if leaves else ()
+            shown.check()
         self._mark()
         by_name = {name: g for name, g in zip(names, gradients) if g is not None}
         with torch.no_grad():
@@ -298,13 +302,7 @@ class _StepTracer:
 
     def make_fx(self) -> Traced:
         """The thorough way."""
-
-        def graph() -> fx.Graph:
-            mode = get_proxy_mode()
-            assert mode is not None
-            return mode.tracer.graph
-
-        self._graph = graph
+        self._graph = lambda: get_proxy_mode().tracer.graph  # type: ignore[union-attr]
         with _use_lazy_graph_module(True):  # the module's Python source is not written out and compiled
             module = make_fx(self._step, pre_dispatch=False)(*self.fakes)
         return module.graph, _constants(module)
@@ -324,6 +322,12 @@ class _StepTracer:
         forward, backward = self._marks
         for position, node in enumerate(graph.nodes):
             node.meta["phase"] = "forward" if position < forward else "backward" if position < backward else "update"
+
+
+def _gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """As ``torch.autograd.grad`` with ``allow_unused``, which would take function modes off for the backward pass."""
+    one = torch.ones_like(loss, memory_format=torch.preserve_format)
+    return _engine_run_backward((loss,), (one,), False, False, tuple(leaves), True, accumulate_grad=False)
 
 
 def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any]]:

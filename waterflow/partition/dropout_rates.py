@@ -94,6 +94,11 @@ def _forward(module: Any, name: str, stand_ins: StandIns, x: torch.Tensor) -> to
     return DROPOUTS[type(module)](x, rate, module.training, module.inplace)
 
 
+def stands_in(value: Any) -> bool:
+    """Whether a module's attribute is only there while its step is traced."""
+    return isinstance(value, functools.partial) and value.func is _forward
+
+
 @contextlib.contextmanager
 def standing_in(model: nn.Module) -> Iterator[StandIns]:
     """Within, each dropout of ``model`` that has a free rate computes with a stand-in. One at a time in a process."""

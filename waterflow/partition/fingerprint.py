@@ -27,7 +27,7 @@ from torch import nn
 
 from waterflow.errors import CaptureError
 from waterflow.partition.code_key import class_attributes, global_reads, in_library, library_base, slots_of
-from waterflow.partition.dropout_rates import has_free_rate
+from waterflow.partition.dropout_rates import has_free_rate, stands_in
 
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis),
@@ -266,10 +266,12 @@ class Fingerprint:
             for name, tensor in state[kind].items():
                 tensors.append((kind, name, None if tensor is None else self.of(tensor)))
         free = id(module) in self._own and has_free_rate(module)
-        self._look(state, (name for name in state if name not in _MODULE_DICTS), owner=module)
+        self._look(
+            state, [n for n, v in list(state.items()) if n not in _MODULE_DICTS and not stands_in(v)], owner=module
+        )
         attributes: list[Hashable] = []
-        for name, value in state.items():
-            if name in _MODULE_DICTS:
+        for name, value in list(state.items()):  # another thread may be tracing a part that both hold
+            if name in _MODULE_DICTS or stands_in(value):
                 continue
             if isinstance(value, dict) and (not value or name.endswith(_HOOKS)):
                 if name not in _SILENT:

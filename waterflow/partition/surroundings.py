@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -125,6 +126,9 @@ def _put_entries_back(look: Look, before: Mapping[Any, Any], now: Mapping[Any, A
         old, new = before.get(key, _MISSING), now.get(key, _MISSING)
         if old is new:
             continue
+        # Whoever else holds a frozen part may have set its mode meanwhile.
+        if key == "training" and look.owner is not None and not any(p.requires_grad for p in look.owner.parameters()):
+            continue
         if isinstance(look.container, dict):
             if old is _MISSING:
                 look.container.pop(key, None)
@@ -132,9 +136,6 @@ def _put_entries_back(look: Look, before: Mapping[Any, Any], now: Mapping[Any, A
                 look.container[key] = old
         elif old is not _MISSING:
             setattr(look.container, key, old)
-        # A model may keep parts of itself in one mode; beside another thread's trial it may be that which set it.
-        if key == "training":
-            continue
         # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
         if isinstance(look.owner, nn.RNNBase) or (look.owner is not None and look.owner._forward_pre_hooks):
             continue
@@ -217,10 +218,15 @@ def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor], trained
 
 
 def _frozen(module: nn.Module, trained: Set[int]) -> Iterator[nn.Module]:
-    """The largest parts that have parameters and train none of them, with all that belongs to them."""
-    parameters = list(module.parameters())
-    if parameters and not any(id(p) in trained for p in parameters):
+    """The largest parts with tensors of which none is trained, with all that belongs to them.
+
+    What parametrizes a weight (spectral norm) belongs to the weight.
+    """
+    tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+    if tensors and not any(id(p) in trained for p in module.parameters()):
         yield from module.modules()
+        return
+    if isinstance(module, ParametrizationList):
         return
     for child in module.children():
         yield from _frozen(child, trained)
@@ -233,18 +239,36 @@ class Substitution(TorchFunctionMode):
     """
 
     _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+    _ASKS = (
+        torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
+    )  # fmt: skip
 
     def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
         self._stand_ins = stand_ins
+        self._refused: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._READS:
-            raise RuntimeError(f"{func.__name__}() reads the values of a tensor")
+            self._refused = RuntimeError(f"{func.__name__}() reads the values of a tensor")
+            raise self._refused
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            self._refused = RuntimeError("the step gives a tensor other memory (x.data = ...)")
+            raise self._refused
         kwargs = kwargs or {}
         if any(map(self._concerns, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._shown, (args, kwargs))
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if func in self._ASKS:
+                self._refused = error
+            raise
+
+    def check(self) -> None:
+        """Raise what was refused, also where the user's code went on without it."""
+        if self._refused is not None:
+            raise self._refused
 
     def _concerns(self, value: Any) -> bool:
         if isinstance(value, (list, tuple)):

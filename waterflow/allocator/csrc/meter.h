@@ -3,14 +3,20 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <atomic>
 #include <memory>
 
 namespace waterflow {
 
-class Meter : public c10::MemoryReportingInfoBase {
+// A profiler that is off, as autograd's functions take whatever is in this place for a profiler and ask it.
+class Meter : public torch::profiler::impl::ProfilerStateBase {
  public:
+  Meter() : ProfilerStateBase(torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled)) {}
+  torch::profiler::impl::ActiveProfilerType profilerType() override {
+    return torch::profiler::impl::ActiveProfilerType::NONE;
+  }
   void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
     current += bytes;
     if (current > peak) peak = current;
