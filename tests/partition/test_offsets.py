@@ -12,7 +12,7 @@ from benchmarks.zoo import SMALL
 from tests.partition.graphs import capture_of, instructions_of
 from waterflow import _C
 from waterflow.partition.liveness import Lifetime, lifetimes, operation_memory
-from waterflow.partition.offsets import ALIGNMENT, overlapping, place, planned, resident
+from waterflow.partition.offsets import ALIGNMENT, Offsets, place, planned, resident
 
 OPERATIONS = 12
 
@@ -25,6 +25,18 @@ def lives(draw: Any) -> list[Lifetime]:
         death = draw(st.integers(birth, OPERATIONS - 1))
         made.append(Lifetime(birth, death, draw(st.integers(0, 4000)), draw(st.booleans())))
     return made
+
+
+def overlapping(offsets: Offsets) -> list[tuple[int, int]]:
+    """Pairs of pieces that share a byte while both live: none, or the plan is wrong. Quadratic."""
+    found = []
+    pieces = list(zip(offsets.lives, offsets.offsets))
+    for i, (one, at) in enumerate(pieces):
+        for j, (other, there) in enumerate(pieces[:i]):
+            together = one.birth <= other.death and other.birth <= one.death
+            if together and at < there + other.size and there < at + one.size:
+                found.append((j, i))
+    return found
 
 
 @given(lives(), st.sampled_from([0, 10_000_000]))
@@ -53,7 +65,7 @@ def test_what_outlives_the_step_has_no_offset() -> None:
 
 
 def test_an_empty_step() -> None:
-    assert place([], 0).height == 0
+    assert place([], 0).height == 0 and place([], 0).excess == 0
     assert place([], 3).heights == (0, 0, 0)
 
 
@@ -80,3 +92,9 @@ def test_small_models(name: str) -> None:
     assert resident(found, len(instructions)) == [m.peak for m in exact]
     assert made.excess <= 1.1  # of pieces of a few hundred bytes; usual sizes: benchmarks/offsets.py
     assert sum(life.size for life in planned(found)) == sum(life.size for life in made.lives)
+
+
+def test_a_wrong_plan_is_seen() -> None:
+    pieces = (Lifetime(0, 2, 128), Lifetime(2, 3, 64))
+    assert overlapping(Offsets(pieces, (0, 64), (), ())) == [(0, 1)]
+    assert not overlapping(Offsets(pieces, (0, 128), (), ()))

@@ -6,7 +6,7 @@ matter of the order in which its pieces are placed (``csrc/offsets.cpp``; ``docs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +41,7 @@ class Offsets:
     @property
     def excess(self) -> float:
         """Height over the most bytes that are ever live at once; 1.0 is the floor."""
-        return self.height / max(1, *self.resident)
+        return self.height / max((1, *self.resident))
 
     @property
     def area_excess(self) -> float:
@@ -95,15 +95,3 @@ def resident(lives: Iterable[Lifetime], operations: int) -> list[int]:
         total += step
         held.append(total)
     return held
-
-
-def overlapping(offsets: Offsets) -> Sequence[tuple[int, int]]:
-    """Pairs of pieces that share a byte while both live: none, or the plan is wrong. For tests; quadratic."""
-    found = []
-    pieces = list(zip(offsets.lives, offsets.offsets))
-    for i, (one, at) in enumerate(pieces):
-        for j, (other, there) in enumerate(pieces[:i]):
-            together = one.birth <= other.death and other.birth <= one.death
-            if together and at < there + other.size and there < at + one.size:
-                found.append((j, i))
-    return found
