@@ -111,6 +111,8 @@ class JobResult:
     ``metrics`` holds one dict per epoch, ``losses`` one number per step; peaks are bytes, ``seconds`` wall time from
     the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
     count persistent state, one batch, and the step, and are None where the job did not come that far.
+    ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
+    torch's own allocator.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again.
     """
@@ -123,6 +125,8 @@ class JobResult:
     seconds: float = 0.0
     predicted_peak: int | None = None
     measured_peak: int | None = None
+    planned_requests: int = 0
+    missed_requests: int = 0
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
     traceback: str | None = field(default=None, compare=False, repr=False)
@@ -147,6 +151,8 @@ class JobResult:
             "seconds": self.seconds,
             "predicted_peak_bytes": self.predicted_peak,
             "measured_peak_bytes": self.measured_peak,
+            "planned_requests": self.planned_requests,
+            "missed_requests": self.missed_requests,
             "opaque_reason": self.opaque_reason,
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
         }

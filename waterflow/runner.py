@@ -25,14 +25,13 @@ from waterflow.partition.plan import format_bytes, opaque_plan
 from waterflow.step import Pending, Step
 from waterflow.user_code import UserCode
 
-# Steps handed to the engine before the first of them is done, and batches that a job holds: one runs, and one waits
-# behind it or is being loaded.
+# Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
 STEPS_AHEAD = 2
 # Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
 BRIDGE_SECONDS = 5e-3
 MOST_STEPS_AHEAD = 16
 BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
-# Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, and then to be broken off.
+# Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, then to be broken off.
 STOP_SECONDS = 0.5
 BREAK_OFF_SECONDS = 1.0
 
@@ -326,8 +325,7 @@ class JobRunner:
 
     def _result(self, status: Status, error: BaseException | None) -> JobResult:
         step = self.step
-        predicted = measured = None
-        plan = None
+        plan = predicted = measured = None
         with contextlib.suppress(RuntimeError):  # no step came so far, or an opaque one alone, which needs no plan
             plan = step.plan if step is not None else None
         if step is not None and plan is not None:
@@ -343,11 +341,13 @@ class JobRunner:
             seconds=time.perf_counter() - self._started,
             predicted_peak=predicted,
             measured_peak=measured,
-            opaque_reason=step.opaque_reason if step is not None else None,
             error=error,
             traceback="".join(traceback.format_exception(error)) if error is not None else None,
-            state_dict=step.model.state_dict() if step is not None else None,
-        )
+            **({} if step is None else {
+                "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
+                "missed_requests": step.missed_requests, "state_dict": step.model.state_dict(),
+            }),
+        )  # fmt: skip
 
 
 def _let_go(error: BaseException) -> None:

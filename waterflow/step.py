@@ -26,6 +26,7 @@ from waterflow.executor.step_checks import check_arguments, device_of
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan, opaque_plan
+from waterflow.partition.profile import StepProfile
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
 from waterflow.partition.surroundings import shown_line, surrounding_autocast
@@ -148,7 +149,8 @@ class Step:
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
-        self._measured_height = 0
+        self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
+        self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
         self._closed = False
         self._last_plan: Plan | None = None
         self.job: int | None = None
@@ -182,11 +184,6 @@ class Step:
     def offsets_for(self, batch: Batch) -> Offsets:
         """Where the memory of a step on batches like this one would lie. Raises CaptureError as ``plan_for`` does."""
         return self._variants.captured(*flatten(batch)).offsets()
-
-    @property
-    def measured_height(self) -> int:
-        """Bytes that the step was seen to reach above what persists; 0 until it was profiled."""
-        return self._measured_height
 
     def close(self) -> None:
         """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error."""
@@ -310,8 +307,12 @@ class Step:
         if pending.variant is None:
             return pending.returned[0]
         if pending.profiled:
-            pending.variant.planned.add_profile(run.profile())
-        self._measured_height = max(self._measured_height, pending.variant.planned.measured_height)
+            pending.variant.planned.add_profile(StepProfile.of(run))
+        elif run.planned or run.missed:
+            self.planned_requests += run.planned
+            self.missed_requests += run.missed
+            pending.variant.planned.count_misses(run.missed)
+        self.measured_height = max(self.measured_height, pending.variant.planned.measured_height)
         metrics = pending.variant.captured.capture.metrics
         if metrics:
             return outputs[0], dict(zip(metrics, outputs[1:]))
@@ -353,7 +354,7 @@ class Step:
                 self._variants.gather_in_parameters()
             made, height = _C.metered(lambda: self._eager_step(batch, update, surrounding))
             returned.append(made)
-            self._measured_height = max(self._measured_height, height)
+            self.measured_height = max(self.measured_height, height)
             if refused is not None:
                 self._go_opaque(refused)
 
@@ -361,13 +362,13 @@ class Step:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), None, update)
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
-        known = self._measured_height > 0 and refused is None
-        plan = opaque_plan(self.name, self._measured_height, persistent=persistent, batch=held)
+        known = self.measured_height > 0 and refused is None
+        plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=held)
         assert self.job is not None
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
         self._last_plan = plan
         # An unknown job is looked at alone: its first step holds all that is left.
-        with contextlib.nullcontext(self._measured_height) if known else self.engine.looking() as height:
+        with contextlib.nullcontext(self.measured_height) if known else self.engine.looking() as height:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
             pending = self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), plan, update)
             if not known:  # nor is the next one captured, or claimed for, before its end

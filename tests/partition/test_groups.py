@@ -116,7 +116,7 @@ def test_plans_are_frozen_and_plain() -> None:
         plan.groups[0].peak = 0  # type: ignore[misc]
 
     def walk(value: Any) -> None:
-        assert isinstance(value, (str, int, float, bool)), type(value)
+        assert isinstance(value, (str, int, float, bool, type(None))), type(value)
         assert not isinstance(value, torch.Tensor)
 
     for field in dataclasses.fields(plan):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import waterflow as wf
 from benchmarks.zoo import FULL, SMALL, ZooModel
 from tests.support import Net, images
 from waterflow.partition.liveness import OperationMemory
-from waterflow.partition.profile import profiled_memory, same_requests
+from waterflow.partition.profile import StepProfile
 
 
 def counted(step: wf.Step, batch: Any) -> int:
@@ -93,22 +95,62 @@ def test_tied_and_unused_tensors_count_once_or_not_at_all() -> None:
     assert job.plan.persistent == 144 * 2 + 144 * 2 + 4
 
 
+def profile(table: list[list[int]], requests: list[list[int]], first: list[int], ends: list[int]) -> StepProfile:
+    return StepProfile(torch.tensor(table), torch.tensor(requests), first, ends)
+
+
+# Operation 0 makes 100 bytes, and 200 that die with operation 1, which makes what stays and a temporary.
+TWO = ([[300, 300, 10, 2], [70, -130, 20, 2]], [[100, 0, 5], [200, 1, 4], [64, 3, -1], [6, 4, 4]], [0, 2, 4], [2, 5])
+
+
 def test_table_to_memory() -> None:
-    table = torch.tensor([[100, 80, 10, 1], [50, -30, 20, 2], [0, -90, 30, 0], [7, 7, 40, 1]])
+    table = [[100, 80, 10, 1], [50, -30, 20, 2], [0, -90, 30, 0], [7, 7, 40, 1]]
     predicted = [OperationMemory(0, 0, traffic) for traffic in (1, 2, 3, 4)]
-    memory, seconds = profiled_memory(table, predicted)
+    memory, seconds = profile(table, [], [], []).memory(predicted)
     assert memory == [
         OperationMemory(100, 80, 1), OperationMemory(130, 50, 2), OperationMemory(50, 0, 3), OperationMemory(7, 7, 4),
     ]  # fmt: skip
     assert seconds == pytest.approx([1e-8, 2e-8, 3e-8, 4e-8])
 
 
-def test_same_requests_whatever_the_times() -> None:
-    table = torch.tensor([[100, 80, 10, 1], [50, -30, 20, 2]])
-    for column, same in ((0, False), (1, False), (2, True), (3, False)):
-        other = table.clone()
-        other[1, column] += 1
-        assert same_requests(table, other) == same
+def test_requests_to_places() -> None:
+    memory, planned = profile(*TWO).place([OperationMemory(0, 0, traffic) for traffic in (7, 8)])
+    assert planned.sizes == (100, 200, 64, 6) and planned.first == (0, 2, 4)
+    # What outlives the step has no place, and counts on top.
+    assert planned.offsets[2] == -1 and sorted(planned.offsets[:2]) in ([0, 128], [0, 256])
+    assert planned.native().height == 128 + 256 + 64
+    assert memory == [OperationMemory(384, 384, 7), OperationMemory(448 + 64, max(memory[1].after, 128 + 64), 8)]
+
+
+def test_a_plan_with_one_overlapping_byte_is_refused() -> None:
+    _, planned = profile(*TWO).place([OperationMemory(0, 0, 0)] * 2)
+    low, high = sorted((0, 1), key=lambda i: planned.offsets[i])
+    for lower in (64, planned.offsets[high]):
+        offsets = list(planned.offsets)
+        offsets[high] -= lower
+        with pytest.raises(ValueError, match=r"requests 0 and 1 of a plan live at once and share bytes"):
+            replace(planned, offsets=tuple(offsets)).native()
+    assert planned.offsets[low] == 0
+
+
+@pytest.mark.parametrize("change", [
+    {"offsets": (0, 256, -1, 65)}, {"offsets": (-2, 128, -1, 512)}, {"sizes": (100, 0, 64, 6)},
+    {"deaths": (5, 0, 3, 4)}, {"births": (0, 0, 3, 4)}, {"first": (0, 2, 3)}, {"first": (0, 3, 2, 4)}, {"first": ()},
+])  # fmt: skip
+def test_requests_that_cannot_be_are_refused(change: dict[str, tuple[int, ...]]) -> None:
+    _, planned = profile(*TWO).place([OperationMemory(0, 0, 0)] * 2)
+    with pytest.raises(ValueError, match="request"):
+        replace(planned, **change).native()
+
+
+@pytest.mark.parametrize(("what", "same"), [("time", True), ("bytes", False), ("death", False), ("end", False)])
+def test_same_requests_whatever_the_times(what: str, same: bool) -> None:
+    table, requests, first, ends = (deepcopy(part) for part in TWO)
+    table[0][2] += what == "time"
+    requests[1][0] += what == "bytes"
+    requests[1][2] += what == "death"
+    ends[1] += what == "end"
+    assert profile(*TWO).same_requests(profile(table, requests, first, ends)) == same
 
 
 def test_two_equal_profiles_make_the_plan() -> None:

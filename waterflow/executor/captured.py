@@ -22,11 +22,14 @@ from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.liveness import OperationMemory, lifetimes, operation_memory
 from waterflow.partition.offsets import Offsets, place
 from waterflow.partition.plan import Plan, make_plan
-from waterflow.partition.profile import profiled_memory, same_requests
+from waterflow.partition.profile import StepProfile
 from waterflow.partition.spec import StepSpec
 
 # A step whose requests differ from time to time is planned by the highest of this many.
 MOST_PROFILES = 4
+# After this many steps in a row with requests that were not planned a step is profiled anew, this often at most.
+MOST_MISSES = 4
+MOST_PROFILED_AGAIN = 3
 
 
 class PlannedStep:
@@ -38,37 +41,54 @@ class PlannedStep:
     def __init__(self, captured: CapturedStep) -> None:
         self._captured = captured
         self._lock = threading.Lock()
-        self._tables: list[torch.Tensor] = []
+        self._profiles: list[StepProfile] = []
         self.plan = captured.predicted
         self.native = _native(self.plan)
         self.wants_profile = True
         self.measured_height = 0
+        self._missed = 0  # steps in a row that did not ask as planned
+        self._again = 0
 
-    def add_profile(self, table: torch.Tensor) -> None:
-        """Take in the record of one profiled step. Two consecutive equal ones, or several unequal, make the plan."""
+    def add_profile(self, profile: StepProfile) -> None:
+        """Take in the record of one profiled step. Two consecutive equal ones, or several unequal, make the plan.
+
+        Only equal ones give memory its places: a step that asks differently from time to time has none that hold.
+        """
         with self._lock:
             if not self.wants_profile:
                 return
-            self._tables.append(table)
-            enough = len(self._tables) >= 2 and same_requests(self._tables[-1], self._tables[-2])
-            if not enough and len(self._tables) < MOST_PROFILES:
+            self._profiles.append(profile)
+            equal = len(self._profiles) >= 2 and profile.same_requests(self._profiles[-2])
+            if not equal and len(self._profiles) < MOST_PROFILES:
                 return
-            chosen = [self._tables[-1]] if enough else self._tables
-            candidates = [profiled_memory(t, self._captured.memory) for t in chosen]
-            memory, seconds = candidates[-1]
-            if len(candidates) > 1:
-                columns = zip(*(m for m, _ in candidates))
+            given = self._captured.memory
+            memory, seconds = profile.memory(given)
+            requests = None
+            if equal:
+                memory, requests = profile.place(given)
+            else:
+                columns = zip(*(one.memory(given)[0] for one in self._profiles))
                 memory = [
                     OperationMemory(max(m.peak for m in c), max(m.after for m in c), c[0].traffic) for c in columns
                 ]
             predicted = self._captured.predicted
             self.plan = make_plan(
-                predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds
-            )
+                predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds,
+                requests=requests,
+            )  # fmt: skip
             self.native = _native(self.plan)
             self.measured_height = self.plan.height
             self.wants_profile = False
-            self._tables.clear()
+            self._profiles.clear()
+
+    def count_misses(self, missed: int) -> None:
+        """A step made ``missed`` requests otherwise than planned. Where that goes on, the step is profiled again."""
+        with self._lock:
+            self._missed = self._missed + 1 if missed else 0
+            if self._missed >= MOST_MISSES and self._again < MOST_PROFILED_AGAIN:
+                self._again += 1
+                self._missed = 0
+                self.wants_profile = True
 
 
 def _native(plan: Plan) -> _C.GroupPlan:
@@ -77,6 +97,7 @@ def _native(plan: Plan) -> _C.GroupPlan:
         peak=[g.peak for g in plan.groups],
         after=[g.after for g in plan.groups],
         expected_ns=int(plan.seconds * 1e9),
+        requests=plan.requests.native() if plan.requests is not None else None,
     )
 
 

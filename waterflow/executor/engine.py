@@ -128,7 +128,7 @@ class Engine:
         self.reserve = reserve
         self.intra_op = intra_op
         self.lanes = lanes if lanes is not None else max(1, (os.cpu_count() or 1) // intra_op)
-        self.native = _C.Engine(lanes=self.lanes, intra_op=intra_op, capacity=self.limit - self.reserve)
+        self.native = _native(self.lanes, intra_op, self.limit - self.reserve)
         self._claims: dict[int, Claim] = {}
         # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
         # is Python code, and would leave the lock behind.
@@ -336,6 +336,14 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _native(lanes: int, intra_op: int, capacity: int) -> _C.Engine:
+    try:
+        return _C.Engine(lanes=lanes, intra_op=intra_op, capacity=capacity, arenas=True)
+    except RuntimeError as error:
+        logger.warning("memory of steps is not planned, but left to torch's own allocator: %s", error)
+        return _C.Engine(lanes=lanes, intra_op=intra_op, capacity=capacity, arenas=False)
 
 
 _open_engines = 0

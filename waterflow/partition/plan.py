@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from waterflow.partition.groups import DEFAULT_GROUPS, SHORTEST_SECONDS, cut
 from waterflow.partition.liveness import OperationMemory
+from waterflow.partition.profile import PlannedRequests
 
 
 def format_bytes(count: float) -> str:
@@ -43,7 +44,8 @@ class Plan:
     """What one step of a job does to memory, group by group.
 
     ``persistent`` counts parameters, buffers and optimizer state; ``batch`` one batch on the device. ``measured``
-    tells whether heights come from a profiled step, kernels' temporaries included, or from the graph alone.
+    tells whether heights come from a profiled step, kernels' temporaries included, or from the graph alone. A step that
+    asks for the same memory every time has ``requests``: the place of each one in an arena.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Plan:
     persistent: int
     batch: int
     measured: bool
+    requests: PlannedRequests | None = field(default=None, repr=False)
 
     @property
     def height(self) -> int:
@@ -97,6 +100,7 @@ def make_plan(
     batch: int,
     seconds: Sequence[float] | None = None,
     groups: int = DEFAULT_GROUPS,
+    requests: PlannedRequests | None = None,
 ) -> Plan:
     """Cut operations into groups. ``seconds`` per operation, where a profile measured them."""
     peaks = [m.peak for m in memory]
@@ -124,7 +128,7 @@ def make_plan(
             )
         )
         begin, before = end, after
-    return Plan(name, tuple(made), len(memory), persistent, batch, seconds is not None)
+    return Plan(name, tuple(made), len(memory), persistent, batch, seconds is not None, requests)
 
 
 def opaque_plan(name: str, height: int, *, persistent: int, batch: int, seconds: float = 0.0) -> Plan:

@@ -1,32 +1,94 @@
-"""From a profiled step to heights: real requests and times in the place of predicted ones."""
+"""From profiled steps to heights: real requests and times in the place of predicted ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from waterflow import _C
 from waterflow.partition.liveness import OperationMemory
+from waterflow.partition.offsets import ALIGNMENT, MOST_WORK
+
+UNPLANNED = -1
 
 
-def profiled_memory(
-    table: torch.Tensor, predicted: Sequence[OperationMemory]
-) -> tuple[list[OperationMemory], list[float]]:
-    """Memory and seconds of each operation, from the executor's record of one step.
+@dataclass(frozen=True)
+class PlannedRequests:
+    """Every request of a step, in order, with its place: bytes from the lane's end, -1 for what outlives the step.
+
+    Births and deaths are ticks, which count the requests of a step and the ends of its operations. ``first`` has each
+    operation's first request, and behind the last one their number.
+    """
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    births: tuple[int, ...]
+    deaths: tuple[int, ...]
+    first: tuple[int, ...]
+
+    def native(self) -> _C.RequestPlan:
+        """What lanes replay. Raises ValueError where two requests that live at once share a byte."""
+        rows = list(zip(self.sizes, self.offsets, self.births, self.deaths))
+        return _C.RequestPlan(rows, list(self.first), ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The executor's record of one step.
 
     ``table`` has a row per operation: bytes at its highest above what was held when it began, bytes that it left
-    behind, nanoseconds, requests. Two steps whose first two columns are equal make a profile.
+    behind, nanoseconds, requests. ``requests`` has a row per request: bytes, birth, death (-1: it outlives the step);
+    ``ends`` has the tick of each operation's end.
     """
-    held = 0
-    memory, seconds = [], []
-    for (peak, net, nanoseconds, _), before in zip(table.tolist(), predicted):
-        top = held + max(peak, net, 0)
-        held = max(0, held + net)
-        memory.append(OperationMemory(max(top, held), held, before.traffic))
-        seconds.append(nanoseconds * 1e-9)
-    return memory, seconds
 
+    table: torch.Tensor
+    requests: torch.Tensor
+    first: Sequence[int]
+    ends: Sequence[int]
 
-def same_requests(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two profiled steps asked for the same memory in the same order."""
-    return torch.equal(one[:, :2], other[:, :2]) and torch.equal(one[:, 3], other[:, 3])
+    @classmethod
+    def of(cls, run: _C.StepRun) -> StepProfile:
+        """From a step that was run with its profile."""
+        return cls(run.profile(), *run.requests())
+
+    def same_requests(self, other: StepProfile) -> bool:
+        """Whether both steps asked for the same memory in the same order, and gave it back when the other did."""
+        return torch.equal(self.requests, other.requests) and self.first == other.first and self.ends == other.ends
+
+    def memory(self, predicted: Sequence[OperationMemory]) -> tuple[list[OperationMemory], list[float]]:
+        """Bytes held and seconds of each operation, as they were."""
+        held = 0
+        memory, seconds = [], []
+        for (peak, net, nanoseconds, _), before in zip(self.table.tolist(), predicted):
+            top = held + max(peak, net, 0)
+            held = max(0, held + net)
+            memory.append(OperationMemory(max(top, held), held, before.traffic))
+            seconds.append(nanoseconds * 1e-9)
+        return memory, seconds
+
+    def place(self, predicted: Sequence[OperationMemory]) -> tuple[list[OperationMemory], PlannedRequests]:
+        """A place for every request that dies within the step; and the heights of each operation that follow.
+
+        What outlives the step has none, and counts on top of the heights.
+        """
+        sizes, births, deaths = (column.tolist() for column in self.requests.T)
+        planned = [i for i, death in enumerate(deaths) if death >= 0]
+        ticks = self.ends[-1] + 1
+        lives = [(births[i], deaths[i], -(-sizes[i] // ALIGNMENT) * ALIGNMENT) for i in planned]
+        placement = _C.place(lives, ticks, MOST_WORK)
+        heights = placement.heights
+        for i, death in enumerate(deaths):
+            if death < 0:
+                heights[births[i] :] = [height + sizes[i] for height in heights[births[i] :]]
+        offsets = [UNPLANNED] * len(sizes)
+        for i, offset in zip(planned, placement.offsets):
+            offsets[i] = offset
+        memory, begin, before = [], 0, 0
+        for end, of_graph in zip(self.ends, predicted):
+            after = heights[end]
+            memory.append(OperationMemory(max(before, *heights[begin : end + 1]), after, of_graph.traffic))
+            begin, before = end + 1, after
+        births_, deaths_ = tuple(births), tuple(max(b, d) for b, d in zip(births, deaths))
+        return memory, PlannedRequests(tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first))

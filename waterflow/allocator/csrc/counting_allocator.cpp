@@ -1,27 +1,26 @@
-#include <c10/core/CPUAllocator.h>
-
-#include <limits>
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
+#include "allocator_chain.h"
 #include "meter.h"
 
 namespace waterflow {
 namespace {
 
-struct Counted final : c10::Allocator {
-  c10::Allocator* inner = nullptr;
+struct Counted final : ChainedAllocator {
+  struct Block {
+    c10::DataPtr memory;
+    int64_t bytes;
+  };
   std::mutex lock;
-  std::unordered_map<void*, size_t> sizes;
+  std::unordered_map<void*, Block> blocks;
   int64_t current = 0;
   int64_t peak = 0;
-  bool installed = false;
 
   c10::DataPtr allocate(size_t bytes) override;
   c10::DeleterFnPtr raw_deleter() const override;
-  void copy_data(void* target, const void* source, std::size_t count) const override {
-    inner->copy_data(target, source, count);
-  }
 };
 
 Counted& counted() {
@@ -32,27 +31,23 @@ Counted& counted() {
 void release(void* pointer) {
   if (pointer == nullptr) return;
   auto& self = counted();
-  {
-    std::lock_guard<std::mutex> guard(self.lock);
-    auto found = self.sizes.find(pointer);
-    if (found != self.sizes.end()) {
-      self.current -= static_cast<int64_t>(found->second);
-      self.sizes.erase(found);
-    }
-  }
-  self.inner->raw_deleter()(pointer);
+  c10::DataPtr memory;  // given back without the lock
+  std::lock_guard<std::mutex> guard(self.lock);
+  auto found = self.blocks.find(pointer);
+  if (found == self.blocks.end()) return;
+  self.current -= found->second.bytes;
+  memory = std::move(found->second.memory);
+  self.blocks.erase(found);
 }
 
 c10::DataPtr Counted::allocate(size_t bytes) {
-  auto block = inner->allocate(bytes);
-  void* pointer = block.get();
-  if (pointer != nullptr && bytes > 0) {
-    std::lock_guard<std::mutex> guard(lock);
-    sizes[pointer] = bytes;
-    current += static_cast<int64_t>(bytes);
-    peak = std::max(peak, current);
-  }
-  block.release_context();
+  auto memory = inner()->allocate(bytes);
+  void* const pointer = memory.get();
+  if (pointer == nullptr || bytes == 0) return memory;
+  std::lock_guard<std::mutex> guard(lock);
+  current += static_cast<int64_t>(bytes);
+  peak = std::max(peak, current);
+  blocks[pointer] = {std::move(memory), static_cast<int64_t>(bytes)};
   return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
 }
 
@@ -62,22 +57,15 @@ c10::DeleterFnPtr Counted::raw_deleter() const { return &release; }
 
 void CountingAllocator::start() {
   auto& self = counted();
-  std::lock_guard<std::mutex> guard(self.lock);
-  if (!self.installed) {
-    self.inner = c10::GetCPUAllocator();
-    c10::SetCPUAllocator(&self, std::numeric_limits<uint8_t>::max());
-    self.installed = true;
+  {
+    std::lock_guard<std::mutex> guard(self.lock);
+    self.current = self.peak = 0;
+    for (auto& [pointer, block] : self.blocks) block.bytes = 0;  // from before: not counted
   }
-  self.current = self.peak = 0;
-  self.sizes.clear();
+  AllocatorChain::put_in(AllocatorChain::kCounting, &self);
 }
 
-void CountingAllocator::stop() {
-  auto& self = counted();
-  std::lock_guard<std::mutex> guard(self.lock);
-  if (self.installed) c10::SetCPUAllocator(self.inner, std::numeric_limits<uint8_t>::max());
-  self.installed = false;
-}
+void CountingAllocator::stop() { AllocatorChain::take_out(AllocatorChain::kCounting); }
 
 void CountingAllocator::reset_peak() {
   auto& self = counted();

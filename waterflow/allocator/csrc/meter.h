@@ -5,10 +5,25 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 
-#include <atomic>
 #include <memory>
+#include <unordered_map>
+#include <vector>
 
 namespace waterflow {
+
+// The requests of a step in their order. Ticks count them, and the ends of instructions; a request dies with the last
+// tick before it is given back, -1 where that does not happen within the step.
+struct RequestLog {
+  struct Request {
+    int64_t bytes;
+    int32_t birth, death;
+  };
+  std::vector<Request> requests;
+  std::vector<int32_t> first;  // of each instruction; then the end
+  std::vector<int32_t> ends;   // tick of each instruction's end
+  std::unordered_map<void*, size_t> live;
+  int32_t ticks = 0;
+};
 
 // A profiler that is off, as autograd's functions take whatever is in this place for a profiler and ask it.
 class Meter : public torch::profiler::impl::ProfilerStateBase {
@@ -17,23 +32,35 @@ class Meter : public torch::profiler::impl::ProfilerStateBase {
   torch::profiler::impl::ActiveProfilerType profilerType() override {
     return torch::profiler::impl::ActiveProfilerType::NONE;
   }
-  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
+  void reportMemoryUsage(void* address, int64_t bytes, size_t, size_t, c10::Device) override {
     current += bytes;
     if (current > peak) peak = current;
     if (bytes > 0) ++requests;
+    if (log == nullptr) return;
+    if (bytes > 0) {
+      log->live[address] = log->requests.size();
+      log->requests.push_back({bytes, log->ticks++, -1});
+    } else if (auto found = log->live.find(address); found != log->live.end()) {
+      log->requests[found->second].death = log->ticks - 1;
+      log->live.erase(found);
+    }
   }
   bool memoryProfilingEnabled() const override { return true; }
 
   int64_t current = 0;
   int64_t peak = 0;
   int64_t requests = 0;
+  RequestLog* log = nullptr;
 };
 
 // While it lives, requests and releases of the calling thread are counted. Blocks that were there before
 // are not known to it, so their release does not show.
 class MeterGuard {
  public:
-  MeterGuard() : meter_(std::make_shared<Meter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, meter_) {}
+  explicit MeterGuard(RequestLog* log = nullptr)
+      : meter_(std::make_shared<Meter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, meter_) {
+    meter_->log = log;
+  }
 
   int64_t current() const { return meter_->current; }
   int64_t peak() const { return meter_->peak; }

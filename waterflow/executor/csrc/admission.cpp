@@ -97,10 +97,7 @@ bool Admission::try_issue(Id job, const Heights* heights) {
     }
     held_ += more;
   }
-  if (!waiting_.empty()) {
-    waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), [&](const Waiting& w) { return w.job == job; }),
-                   waiting_.end());
-  }
+  if (!waiting_.empty()) stop_waiting(job);
   return true;
 }
 
@@ -127,9 +124,12 @@ void Admission::release(Id job) {
     held_ -= found->second.held();
     running_.erase(found);
   }
-  waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), [&](const Waiting& w) { return w.job == job; }),
-                 waiting_.end());
+  stop_waiting(job);
   adopt_pending();
+}
+
+void Admission::stop_waiting(Id job) {
+  std::erase_if(waiting_, [&](const Waiting& w) { return w.job == job; });
 }
 
 int64_t Admission::held_by(Id job) const {

@@ -52,6 +52,7 @@ class Admission {
 
   // Waiting for memory. A job that a neighbour's whole step has overtaken goes first: no step starts before it.
   void wait(Id job);
+  void stop_waiting(Id job);
   bool must_yield(Id job) const;  // another has waited longer than a step of its neighbour
   bool anyone_waiting() const { return !waiting_.empty(); }
   std::vector<Id> waiting() const;  // in the order in which room is offered

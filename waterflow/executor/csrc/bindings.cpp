@@ -18,6 +18,7 @@ namespace waterflow {
 
 void bind_offsets(py::module_& m);   // partition/csrc/offsets_bindings.cpp
 void bind_programs(py::module_& m);  // program_bindings.cpp
+void bind_memory(py::module_& m);    // allocator/csrc/memory_bindings.cpp
 
 namespace {
 
@@ -102,15 +103,32 @@ py::list outputs(const StepRun& run) {
 }
 
 at::Tensor profile_table(const StepRun& run) {
-  auto table = at::empty({static_cast<int64_t>(run.profiled.size()), 4}, at::kLong);
+  const auto& instructions = run.profiled.instructions;
+  auto table = at::empty({static_cast<int64_t>(instructions.size()), 4}, at::kLong);
   auto* row = table.mutable_data_ptr<int64_t>();
-  for (const auto& entry : run.profiled) {
+  for (const auto& entry : instructions) {
     *row++ = entry.peak;
     *row++ = entry.net;
     *row++ = entry.nanoseconds;
     *row++ = entry.requests;
   }
   return table;
+}
+
+// (bytes, birth, death) of each request; the first request of each instruction, and the end; the tick of each one's
+// end.
+std::tuple<at::Tensor, std::vector<int32_t>, std::vector<int32_t>> request_table(const StepRun& run) {
+  const auto& log = run.profiled.log;
+  auto table = at::empty({static_cast<int64_t>(log.requests.size()), 3}, at::kLong);
+  auto* row = table.mutable_data_ptr<int64_t>();
+  for (const auto& request : log.requests) {
+    *row++ = request.bytes;
+    *row++ = request.birth;
+    *row++ = request.death;
+  }
+  auto first = log.first;
+  first.push_back(static_cast<int32_t>(log.requests.size()));
+  return {table, first, log.ends};
 }
 
 at::Tensor span_table(const std::vector<Span>& spans) {
@@ -148,17 +166,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
   bind_offsets(m);
   bind_programs(m);
+  bind_memory(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
 
   py::class_<GroupPlan, std::shared_ptr<GroupPlan>>(m, "GroupPlan")
       .def(py::init([](std::vector<int32_t> ends, std::vector<int64_t> peak, std::vector<int64_t> after,
-                       int64_t expected_ns) {
+                       int64_t expected_ns, std::shared_ptr<RequestPlan> requests) {
              auto plan = std::make_shared<GroupPlan>(std::move(ends), Heights(std::move(peak), std::move(after)));
              plan->expected_ns = expected_ns;
+             plan->requests = std::move(requests);
              return plan;
            }),
-           py::arg("ends"), py::arg("peak"), py::arg("after"), py::arg("expected_ns") = 0)
+           py::arg("ends"), py::arg("peak"), py::arg("after"), py::arg("expected_ns") = 0,
+           py::arg("requests") = nullptr)
       .def_property_readonly("largest", [](const GroupPlan& self) { return self.heights.largest(); });
 
   py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
@@ -168,8 +189,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("failed_node", &StepRun::failed_node)
       .def_readonly("waited_ns", &StepRun::waited_ns)
       .def_readonly("busy_ns", &StepRun::busy_ns)
+      .def_property_readonly("planned", [](const StepRun& self) { return self.placed.planned; })
+      .def_property_readonly("missed", [](const StepRun& self) { return self.placed.missed; })
       .def("outputs", &outputs)
       .def("profile", &profile_table)
+      .def("requests", &request_table)
       .def("run_alone", [](const std::shared_ptr<StepRun>& self) {
         py::gil_scoped_release release;
         run_alone(*self);
@@ -204,9 +228,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Calls `work()`; returns its result and the most bytes that this thread's requests held meanwhile.");
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity) {
+      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas) {
              // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
-             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity), [](Engine* engine) {
+             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas), [](Engine* engine) {
                if (engine->on_a_lane()) {
                  std::thread([engine] { delete engine; }).detach();
                } else if (PyGILState_Check()) {
@@ -219,7 +243,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              open_engines().add(made);
              return made;
            }),
-           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"))
+           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true)
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,
@@ -232,6 +256,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("held", unlocked(&Engine::held))
       .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
       .def_property_readonly("lanes", &Engine::lanes)
+      .def_property_readonly("has_arenas", &Engine::has_arenas)
+      .def_property_readonly("pages_in_use", unlocked(&Engine::pages_in_use))
+      .def_property_readonly("stranded", unlocked(&Engine::stranded))
+      .def_property_readonly("placed", unlocked([](const Engine& self) {
+                               const auto counts = self.placed();
+                               return std::make_tuple(counts.planned, counts.missed, counts.outside);
+                             }))
       .def_property_readonly("steps_done", unlocked(&Engine::steps_done))
       .def_property_readonly("progress_ns", unlocked(&Engine::progress_ns))
       .def_property_readonly("groups_done", unlocked(&Engine::groups_done))
@@ -283,11 +314,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("capacity", &OwnedAdmission::capacity)
       .def_property_readonly("pending_capacity", &OwnedAdmission::pending_capacity)
       .def("check", &OwnedAdmission::check);
-
-  py::class_<CountingAllocator>(m, "CountingAllocator")
-      .def_static("start", &CountingAllocator::start)
-      .def_static("stop", &CountingAllocator::stop)
-      .def_static("reset_peak", &CountingAllocator::reset_peak)
-      .def_static("current", &CountingAllocator::current)
-      .def_static("peak", &CountingAllocator::peak);
 }

@@ -9,12 +9,19 @@ int64_t Engine::now_ns() {
       .count();
 }
 
-Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity) : admission_(capacity) {
+Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas) : capacity_(capacity) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
+  for (int32_t i = 0; i < lanes; i += 2) {
+    grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, arenas));
+  }
+  share_out();
+  if (arenas) installed_ = std::make_unique<LaneAllocatorInstalled>();
   for (int32_t i = 0; i < lanes; ++i) {
     auto lane = std::make_unique<Lane>();
     lane->index = i;
+    lane->ground = grounds_[i / 2].get();
+    lane->end = i % 2;
     lanes_.push_back(std::move(lane));
   }
   std::mutex started_lock;
@@ -98,9 +105,14 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
   auto found = jobs_.find(id);
   if (found == jobs_.end() || found->second->leaving) throw Cancelled("its job has left the engine");
   Job& job = *found->second;
-  if (run->plan->heights.largest() > admission_.pending_capacity().value_or(admission_.capacity())) {
-    throw std::invalid_argument("a step that reaches " + std::to_string(run->plan->heights.largest()) +
-                                " bytes cannot run in " + std::to_string(admission_.capacity()) + " bytes");
+  const int64_t largest = run->plan->heights.largest();
+  if (largest > capacity_) {
+    throw std::invalid_argument("a step that reaches " + std::to_string(largest) + " bytes cannot run in " +
+                                std::to_string(capacity_) + " bytes");
+  }
+  if (largest > job.largest) {
+    job.largest = largest;
+    if (grounds_.size() > 1) share_out();
   }
   leave_to_lanes(job, job.queue.size());  // their callers are not waiting for them
   run->job = id;
@@ -131,30 +143,58 @@ Engine::Lane* Engine::free_lane(Lane* here) {
   return nullptr;
 }
 
+// A step begins where a lane is free and its arena has room.
+Engine::Lane* Engine::start(Job& job, Lane* here) {
+  StepRun& run = *job.queue.front();
+  Ground* tried = nullptr;
+  const auto let_in = [&](Lane& lane) {
+    if (lane.job != nullptr || lane.ground == tried) return false;
+    tried = lane.ground;
+    auto& admission = lane.ground->admission;
+    if (run.plan->heights.largest() > admission.pending_capacity().value_or(admission.capacity())) return false;
+    if (admission.try_issue(job.id, &run.plan->heights)) return true;
+    admission.wait(job.id);
+    return false;
+  };
+  Lane* lane = nullptr;
+  if (here != nullptr && let_in(*here)) lane = here;
+  for (size_t i = 0; lane == nullptr && i < lanes_.size(); ++i) {
+    if (let_in(*lanes_[i])) lane = lanes_[i].get();
+  }
+  if (lane == nullptr) return nullptr;
+  for (auto& ground : grounds_) {
+    if (ground.get() != lane->ground) ground->admission.stop_waiting(job.id);
+  }
+  lane->ground->begin(lane->end, job.id, *run.plan, run.plan->requests != nullptr && run.frame && !run.profile);
+  return lane;
+}
+
 // Room is the last arrival at a group's barrier: whoever gets it may be issued.
 bool Engine::grant(Job& job, Lane* here) {
   StepRun& run = *job.queue.front();
-  const bool starts = !admission_.in_step(job.id);
-  const int32_t group = starts ? 0 : run.plan->heights.groups() - admission_.groups_left(job.id);
+  const bool starts = !job.running;
+  int32_t group = 0;
   Lane* lane = nullptr;
   if (starts) {
-    lane = free_lane(here);
+    lane = start(job, here);
     if (lane == nullptr) return false;
-  }
-  if (!admission_.try_issue(job.id, &run.plan->heights)) {
-    admission_.wait(job.id);
-    return false;
-  }
-  peak_held_ = std::max(peak_held_, admission_.held());
-  job.barriers[group].arrive();
-  if (starts) {
     ready_.erase(std::find(ready_.begin(), ready_.end(), &job));
     job.running = true;
     job.lane = lane->index;
     lane->job = &job;
   } else {
     lane = lanes_[job.lane].get();
+    auto& admission = lane->ground->admission;
+    group = run.plan->heights.groups() - admission.groups_left(job.id);
+    if (!admission.try_issue(job.id, &run.plan->heights)) {
+      admission.wait(job.id);
+      return false;
+    }
+    lane->ground->grow(lane->end);
   }
+  peak_held_ = std::max(peak_held_, held_by_all());
+  if (installed_) keep_pages_within();
+  job.barriers[group].arrive();
   run.waited_ns += now_ns() - job.waiting_since;
   if (starts && run.by_caller) {
     lane->taken = true;
@@ -168,8 +208,9 @@ bool Engine::grant(Job& job, Lane* here) {
 
 void Engine::offer_room(Lane* here) {
   if (stop_) return;  // lanes are ending
-  if (admission_.anyone_waiting()) {
-    for (Id id : admission_.waiting()) grant(find(id), here);
+  for (auto& ground : grounds_) {
+    if (!ground->admission.anyone_waiting()) continue;
+    for (Id id : ground->admission.waiting()) grant(find(id), here);
   }
   for (size_t i = 0; i < ready_.size();) {
     if (free_lane(here) == nullptr) return;
@@ -192,7 +233,7 @@ void Engine::fail_queue(Job& job, const std::exception_ptr& error, Dropped& drop
 
 // A job with nothing queued and nothing running: its barriers wait for the next step's parties.
 void Engine::settle(Job& job) {
-  admission_.release(job.id);
+  leave_ground(job);
   ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
   for (auto& barrier : job.barriers) barrier.rearm();
   job.barriers[0].arrive();  // the step before
@@ -233,7 +274,9 @@ void Engine::remove_job(Id id) {
 bool Engine::set_capacity(int64_t bytes) {
   Dropped dropped;
   std::lock_guard<std::mutex> guard(lock_);
-  const bool now = admission_.set_capacity(bytes);
+  if (bytes < 0) throw std::invalid_argument("capacity cannot be negative: " + std::to_string(bytes));
+  capacity_ = bytes;
+  share_out();
   for (auto& [id, job] : jobs_) {
     // A step that is larger than what is left would wait for ever, and those behind it with it.
     for (size_t i = job->running ? 1 : 0; i < job->queue.size(); ++i) {
@@ -253,7 +296,7 @@ bool Engine::set_capacity(int64_t bytes) {
     }
   }
   offer_room(nullptr);
-  return now;
+  return std::none_of(grounds_.begin(), grounds_.end(), [](auto& g) { return g->admission.pending_capacity(); });
 }
 
 size_t Engine::queued(Id job) const {
@@ -280,7 +323,7 @@ std::vector<Span> Engine::take_spans() {
 
 void Engine::check() const {
   std::lock_guard<std::mutex> guard(lock_);
-  admission_.check();
+  for (const auto& ground : grounds_) ground->admission.check();
 }
 
 }  // namespace waterflow

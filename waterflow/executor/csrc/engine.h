@@ -13,8 +13,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "admission.h"
+#include "../../allocator/csrc/lane_allocator.h"
 #include "barrier.h"
+#include "ground.h"
 #include "step_run.h"
 
 namespace waterflow {
@@ -28,6 +29,8 @@ struct EngineJob;
 // A place for one step at a time, with a thread of its own for steps that no caller runs.
 struct Lane {
   int32_t index;
+  Ground* ground = nullptr;
+  int32_t end = 0;  // of the ground's arena
   EngineJob* job = nullptr;
   bool taken = false;  // a caller runs the step, or is about to
   std::condition_variable wake;
@@ -40,6 +43,7 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
   std::deque<std::shared_ptr<StepRun>> queue;  // the front one may be running
   std::vector<CounterBarrier> barriers;        // one a group; the first counts previous step, batch and room
   int64_t steps = 0;
+  int64_t largest = 0;  // what its steps have reached so far
   int64_t waiting_since = 0;
   int32_t lane = -1;
   bool batch_arrived = false;
@@ -57,7 +61,8 @@ class Engine {
   using Id = int64_t;
 
   // `intra_op`: threads of each lane inside one operation, fixed for the engine's life (another number changes bits).
-  Engine(int32_t lanes, int32_t intra_op, int64_t capacity);
+  // With `arenas` the memory of steps lies at planned addresses; two lanes share an arena.
+  Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas);
   ~Engine();
 
   // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
@@ -78,21 +83,22 @@ class Engine {
   void cancel(Id job, const std::string& reason);
 
   bool set_capacity(int64_t bytes);
-  int64_t capacity() const {
-    std::lock_guard<std::mutex> guard(lock_);
-    return admission_.capacity();
-  }
-  int64_t held() const {
-    std::lock_guard<std::mutex> guard(lock_);
-    return admission_.held();
-  }
+  int64_t capacity() const;
+  int64_t held() const;
+  bool has_arenas() const { return installed_ != nullptr; }
+  int64_t pages_in_use() const;  // bytes of arenas that may have pages
   int64_t peak_held() const { return locked(peak_held_); }
   size_t queued(Id job) const;
   int32_t lanes() const { return static_cast<int32_t>(lanes_.size()); }
   std::vector<int64_t> lane_busy_ns() const;
   int64_t steps_done() const { return locked(steps_done_); }
   int64_t groups_done() const { return locked(groups_done_); }
-  int64_t progress_ns() const { return locked(progress_ns_); }      // done steps in the time that each takes alone
+  int64_t progress_ns() const { return locked(progress_ns_); }  // done steps in the time that each takes alone
+  PlacedCounts placed() const {
+    std::lock_guard<std::mutex> guard(lock_);
+    return placed_;
+  }
+  int64_t stranded() const { return locked(stranded_); }            // steps that left something behind
   int64_t scheduling_ns() const { return locked(scheduling_ns_); }  // spent inside admission and barriers, all lanes
   static int64_t now_ns();
 
@@ -126,19 +132,28 @@ class Engine {
   void batch_arrives(Job& job);
   void offer_room(Lane* here);
   bool grant(Job& job, Lane* here);
+  Lane* start(Job& job, Lane* here);
   Lane* free_lane(Lane* here);
+  void share_out();
+  int64_t held_by_all() const;
+  void leave_ground(Job& job);
+  void keep_pages_within();
   Job& find(Id job);
   const Job& find(Id job) const;
 
   mutable std::mutex lock_;
   std::mutex closing_;
-  Admission admission_;
+  int64_t capacity_;  // of all grounds together, once each has come down to its share
+  std::vector<std::unique_ptr<Ground>> grounds_;
+  std::unique_ptr<LaneAllocatorInstalled> installed_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::unordered_map<Id, std::shared_ptr<Job>> jobs_;
   std::deque<Job*> ready_;  // a step is there and only room and a lane are missing, first come first
   std::condition_variable idle_;
   Id next_id_ = 0;
   int64_t peak_held_ = 0;
+  PlacedCounts placed_;
+  int64_t stranded_ = 0;
   int64_t steps_done_ = 0;
   int64_t groups_done_ = 0;
   int64_t progress_ns_ = 0;

@@ -22,6 +22,8 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   Job& job = *lane.job;
   dropped.runs.push_back(job.queue.front());
   StepRun& run = *job.queue.front();
+  Admission& admission = lane.ground->admission;
+  ArenaEnd& end = lane.ground->end(lane.end);
   const int32_t groups = run.plan->heights.groups();
   while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
   std::exception_ptr error;
@@ -39,10 +41,14 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       if (job.queue.size() > 1) batch_arrives(job);
     }
     const int64_t start = now_ns();
-    const int64_t held = admission_.held(), own = admission_.held_by(job.id);
+    const int64_t held = held_by_all(), own = admission.held_by(job.id);
     lock.unlock();
     try {
       if (!filled && run.frame) run.fill();
+      if (!filled && end.planned) {
+        run.placer = &lane.ground->placer(lane.end);
+        run.placer->begin(run.plan->requests);
+      }
       filled = true;
       run.run_group(group);
       if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
@@ -54,31 +60,41 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     }
     if (run.frame && (error || group + 1 == groups)) run.let_go();
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
-    const int64_t end = now_ns();
+    const int64_t ended = now_ns();
     lock.lock();
     ++groups_done_;
-    run.busy_ns += end - start;
-    lane.busy_ns += end - start;
+    run.busy_ns += ended - start;
+    lane.busy_ns += ended - start;
     if (recording_ && spans_.size() < most_spans_) {
-      spans_.push_back({job.id, job.steps, group, lane.index, start, end, held, own});
+      spans_.push_back({job.id, job.steps, group, lane.index, start, ended, held, own});
     }
     if (error) break;
-    if (admission_.complete(job.id)) break;
+    if (admission.complete(job.id)) break;
     job.barriers[group + 1].arrive();  // the group before
-    job.waiting_since = end;
-    if (!admission_.anyone_waiting()) {
+    job.waiting_since = ended;
+    if (!admission.anyone_waiting()) {
       grant(job, &lane);
     } else {
-      admission_.wait(job.id);  // the others may be nearer the end of theirs
+      admission.wait(job.id);  // the others may be nearer the end of theirs
       offer_room(&lane);
     }
-    scheduling_ns_ += now_ns() - end;
+    scheduling_ns_ += now_ns() - ended;
   }
-  if (error) {
+  if (error || run.placer != nullptr) {
     lock.unlock();
-    if (run.frame && filled) run.let_go();
+    if (error && run.frame && filled) run.let_go();
+    const bool stranded = run.placer != nullptr && !run.placer->finish();
     lock.lock();
     run.error = error;
+    if (run.placer != nullptr) {
+      run.placed = run.placer->counts();
+      placed_.add(run.placed);
+      run.placer = nullptr;
+    }
+    if (stranded) {
+      ++stranded_;
+      lane.ground->strand(lane.end);
+    }
   }
   lane.job = nullptr;
   lane.taken = false;
@@ -89,7 +105,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
 }
 
 void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
-  admission_.release(job.id);
+  leave_ground(job);
   ++steps_done_;
   progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
   ++job.steps;

@@ -7,7 +7,7 @@
 
 #include <chrono>
 
-#include "../../allocator/csrc/meter.h"
+#include "../../allocator/csrc/lane_allocator.h"
 
 namespace waterflow {
 namespace {
@@ -135,7 +135,9 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
 
 void Program::run(Frame& frame, int32_t begin, int32_t end) const {
   BelowAutograd below;
+  Placer* const placer = placer_here();
   for (int32_t i = begin; i < end; ++i) {
+    if (placer != nullptr) placer->instruction(i);
     try {
       execute(instructions_[i], frame);
     } catch (const c10::Error& error) {
@@ -148,13 +150,15 @@ void Program::run(Frame& frame, int32_t begin, int32_t end) const {
   }
 }
 
-void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, std::vector<InstructionProfile>& profile) const {
+void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile& profile) const {
   using clock = std::chrono::steady_clock;
   BelowAutograd below;
-  MeterGuard meter;
+  RequestLog& log = profile.log;
+  MeterGuard meter(&log);
   for (int32_t i = begin; i < end; ++i) {
     const int64_t before = meter.current();
     meter.restart_peak();
+    log.first.push_back(static_cast<int32_t>(log.requests.size()));
     const auto start = clock::now();
     try {
       execute(instructions_[i], frame);
@@ -165,7 +169,8 @@ void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, std::vector
       frame.stack.clear();
       throw NodeError(i, error.what());
     }
-    auto& entry = profile[i];
+    log.ends.push_back(log.ticks++);
+    auto& entry = profile.instructions[i];
     entry.nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(clock::now() - start).count();
     entry.peak = meter.peak() - before;
     entry.net = meter.current() - before;

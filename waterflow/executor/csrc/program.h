@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../allocator/csrc/meter.h"
 #include "random_state.h"
 
 namespace waterflow {
@@ -60,6 +61,11 @@ struct InstructionProfile {
   int64_t requests = 0;
 };
 
+struct StepProfile {
+  std::vector<InstructionProfile> instructions;
+  RequestLog log;
+};
+
 struct NodeError : std::runtime_error {
   NodeError(int32_t node, const std::string& what) : std::runtime_error(what), node(node) {}
   int32_t node;
@@ -98,8 +104,8 @@ class Program {
   // Runs instructions [begin, end) on the calling thread, without the interpreter lock.
   // Throws NodeError; the frame is then to be cleared by the caller.
   void run(Frame& frame, int32_t begin, int32_t end) const;
-  // The same, recording requests and times of each instruction into `profile` (one entry an instruction).
-  void run_profiled(Frame& frame, int32_t begin, int32_t end, std::vector<InstructionProfile>& profile) const;
+  // The same, recording what each instruction does into `profile`, which has seen all those before.
+  void run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile& profile) const;
 
  private:
   void execute(const Instruction& instruction, Frame& frame) const;

@@ -7,6 +7,8 @@
 #include <string>
 #include <thread>
 
+#include "../../allocator/csrc/lane_allocator.h"
+
 namespace waterflow {
 
 void StepRun::let_go() {
@@ -18,7 +20,7 @@ void StepRun::let_go() {
 
 void StepRun::fill() {
   for (const auto& [slot, value] : inputs) frame->slots[slot] = value;
-  if (profile) profiled.assign(frame->program->size(), {});
+  if (profile) profiled = {std::vector<InstructionProfile>(frame->program->size()), {}};
 }
 
 void StepRun::run_group(int32_t group) {
@@ -26,6 +28,7 @@ void StepRun::run_group(int32_t group) {
     opaque();
     return;
   }
+  PlacerScope scope(placer);
   const int32_t begin = group == 0 ? 0 : plan->ends[group - 1];
   const int32_t end = plan->ends[group];
   if (profile) {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../allocator/csrc/placer.h"
 #include "admission.h"
 #include "program.h"
 
@@ -20,7 +21,8 @@ struct GroupPlan {
   GroupPlan(std::vector<int32_t> ends, Heights heights);
   std::vector<int32_t> ends;
   Heights heights;
-  int64_t expected_ns = 0;  // of one step alone; 0 where it was not measured
+  int64_t expected_ns = 0;                      // of one step alone; 0 where it was not measured
+  std::shared_ptr<const RequestPlan> requests;  // where its memory lies; null where that is not planned
 };
 
 struct Cancelled : std::runtime_error {
@@ -36,13 +38,16 @@ struct StepRun {
   std::shared_ptr<Frame> frame;
   std::vector<std::pair<int32_t, c10::IValue>> inputs;  // slots to fill when it starts
   bool profile = false;
-  std::vector<InstructionProfile> profiled;
+  StepProfile profiled;
   // ... or anything else that is one group.
   std::function<void()> opaque;
 
   void fill();                    // puts the inputs into their slots
   void run_group(int32_t group);  // on the calling thread
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
+
+  Placer* placer = nullptr;  // of the lane's end, where its memory is planned
+  PlacedCounts placed;
 
   std::vector<at::Tensor> outputs;
   std::exception_ptr error;

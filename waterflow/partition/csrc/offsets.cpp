@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -19,7 +20,9 @@ struct Placed {
 constexpr double kAreaWeight = 0.1;
 // Close enough to the floor: looking for less costs more area than it wins height.
 constexpr double kCloseEnough = 1.002;
-constexpr int32_t kMostPromoted = 48;
+constexpr int32_t kMostPromoted = 128;
+constexpr int32_t kMostMoves = 400;
+constexpr size_t kHighest = 20;  // of which one is moved
 
 void check(const std::vector<Lifetime>& lives, int32_t operations) {
   for (const auto& life : lives) {
@@ -128,9 +131,9 @@ Placement place(const std::vector<Lifetime>& lives, int32_t operations, int64_t 
   const auto cost = [&](const Placement& p) { return p.height / peak + kAreaWeight * p.area / area; };
 
   const int64_t one = static_cast<int64_t>(lives.size()) * static_cast<int64_t>(lives.size()) / 2 + 1;
-  const int64_t tries = std::clamp<int64_t>(work / one / 3, 0, kMostPromoted);
+  const int64_t tries = std::clamp<int64_t>(work / one / 4, 0, kMostPromoted);
   Placement best;
-  bool any = false;
+  std::vector<int32_t> best_order;
   for (auto base : {PlacementOrder::death, PlacementOrder::life, PlacementOrder::birth}) {
     std::vector<int32_t> order = placement_order(lives, base);
     std::vector<bool> promoted(lives.size(), false);
@@ -142,14 +145,35 @@ Placement place(const std::vector<Lifetime>& lives, int32_t operations, int64_t 
         if (promoted[i] || end_of(i) <= peak * kCloseEnough) continue;
         if (highest < 0 || end_of(i) > end_of(highest)) highest = static_cast<int32_t>(i);
       }
-      const bool better = !any || cost(made) < cost(best);
-      if (better) best = std::move(made);
-      any = true;
+      if (best.offsets.empty() || cost(made) < cost(best)) {
+        best = std::move(made);
+        best_order = order;
+      }
       if (highest < 0 || tried >= tries) break;
       promoted[highest] = true;
       order.erase(std::find(order.begin(), order.end(), highest));
       order.insert(order.begin(), highest);
     }
+  }
+
+  std::mt19937 random(0);  // the same numbers everywhere, so that equal steps have equal plans
+  const int64_t moves = std::clamp<int64_t>(work / one / 4, 0, kMostMoves);
+  std::vector<int32_t> highest(lives.size());
+  for (int64_t move = 0; move < moves && best.height > peak * kCloseEnough; ++move) {
+    std::iota(highest.begin(), highest.end(), 0);
+    const size_t count = std::min(kHighest, highest.size());
+    std::partial_sort(highest.begin(), highest.begin() + count, highest.end(), [&](int32_t a, int32_t b) {
+      const int64_t end_a = best.offsets[a] + lives[a].size, end_b = best.offsets[b] + lives[b].size;
+      return std::pair(-end_a, a) < std::pair(-end_b, b);
+    });
+    auto order = best_order;
+    const auto from = std::find(order.begin(), order.end(), highest[random() % count]);
+    const auto to = order.begin() + random() % (from - order.begin() + 1);
+    std::rotate(to, from, from + 1);
+    Placement made = place_in_order(lives, order, operations);
+    if (cost(made) > cost(best)) continue;
+    best = std::move(made);
+    best_order = std::move(order);
   }
   return best;
 }

@@ -1,0 +1,93 @@
+#include "ground.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "step_run.h"
+
+namespace waterflow {
+namespace {
+
+int64_t whole_pages(int64_t bytes) { return (bytes + CpuArena::page() - 1) / CpuArena::page() * CpuArena::page(); }
+
+}  // namespace
+
+Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages) : admission(capacity), lanes_(lanes) {
+  if (!pages) return;
+  pages_ = std::make_unique<CpuArena>(most);
+  pages_->resize(most);  // no page is there before it is touched
+}
+
+void Ground::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plannable) {
+  ArenaEnd& mine = ends_[index];
+  mine.job = job;
+  mine.largest = plan.heights.largest();
+  mine.planned = false;
+  if (pages_ && plannable) {
+    fit_pages(index, mine.largest);
+    const ArenaEnd& facing = ends_[1 - index];
+    const int64_t beside = facing.job >= 0 && facing.planned ? facing.largest : 0;
+    // Admission lets both in group by group; they share no byte as long as the arena has what they are admitted to.
+    mine.planned = mine.largest + beside <= pages_->size() || admission.capacity() <= pages_->size();
+  }
+  grow(index);
+}
+
+// While an end is idle that can move, the arena is made as large as what steps may hold: then the ends take pages from
+// each other, and none has to be given back in between. Larger is as good where both fit without.
+void Ground::fit_pages(int32_t index, int64_t height) {
+  if (index != 1 && ends_[1].job >= 0) return;
+  const int64_t both = height + ends_[1 - index].largest;
+  const int64_t capacity = admission.capacity();
+  const int64_t wanted = both > capacity ? whole_pages(capacity) : std::max(pages_->size(), whole_pages(both));
+  if (wanted == pages_->size() || wanted > pages_->most()) return;
+  if (admission.pending_capacity() || whole_pages(ends_[0].job >= 0 ? ends_[0].largest : 0) > wanted) return;
+  // The pages of the end that moves would lie in the middle, and nobody would know of them.
+  pages_->discard(1, 0,
+                  std::min(ends_[1].touched, pages_->size() - whole_pages(ends_[0].planned ? held(ends_[0]) : 0)));
+  pages_->resize(wanted);
+  ends_[0].touched = std::min(ends_[0].touched, wanted);
+  ends_[1].touched = 0;
+}
+
+void Ground::grow(int32_t index) {
+  ArenaEnd& mine = ends_[index];
+  if (mine.planned) mine.touched = std::max(mine.touched, whole_pages(held(mine)));
+}
+
+void Ground::finish(int32_t index) {
+  ends_[index].job = -1;
+  ends_[index].planned = false;
+}
+
+int64_t Ground::pages_in_use() const {
+  if (!pages_) return 0;
+  return std::min(pages_->size(), ends_[0].touched + ends_[1].touched);
+}
+
+int64_t Ground::held_elsewhere() const {
+  int64_t bytes = 0;
+  for (const auto& end : ends_) {
+    if (end.job >= 0 && !end.planned) bytes += held(end);
+  }
+  return bytes;
+}
+
+bool Ground::discard() {
+  if (!pages_) return false;
+  int64_t keep[2];
+  for (int32_t i = 0; i < 2; ++i) keep[i] = ends_[i].planned ? whole_pages(held(ends_[i])) : 0;
+  bool any = false;
+  for (int32_t i = 0; i < 2; ++i) {
+    // The other end may stand on pages that this one touched before it.
+    const int64_t until = std::min(ends_[i].touched, pages_->size() - keep[1 - i]);
+    if (until > keep[i]) {
+      pages_->discard(i, keep[i], until);
+      any = true;
+    }
+  }
+  for (int32_t i = 0; i < 2; ++i) ends_[i].touched = std::min(ends_[i].touched, keep[i]);
+  return any;
+}
+
+}  // namespace waterflow

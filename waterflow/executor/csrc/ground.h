@@ -1,0 +1,57 @@
+// Arenas under lanes: which steps may stand beside each other, and where their memory lies.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../../allocator/csrc/cpu_arena.h"
+#include "admission.h"
+
+namespace waterflow {
+
+struct GroupPlan;
+
+// One end of an arena, for the steps of one lane. Guarded by the engine's lock.
+struct ArenaEnd {
+  int64_t job = -1;      // whose step stands there; -1: idle
+  bool planned = false;  // that step's memory lies at its planned addresses
+  int64_t largest = 0;   // what the step reaches, or reached
+  int64_t touched = 0;   // bytes from the end that may have pages behind them
+};
+
+// An arena with its one or two ends, and the admission to it. Without pages it is a book only.
+class Ground {
+ public:
+  // `lanes`: 1 or 2. Planned memory where `pages`, up to `most` bytes.
+  Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages);
+
+  Admission admission;
+  int32_t lanes() const { return lanes_; }
+  ArenaEnd& end(int32_t index) { return ends_[index]; }
+  Placer& placer(int32_t end) { return pages_->placer(end); }
+
+  // A step has been let in at an idle end. Decides whether its memory is planned: it is where the step has a plan for
+  // it that fits beside the other end's.
+  void begin(int32_t end, int64_t job, const GroupPlan& plan, bool plannable);
+  // It has been let into its next group.
+  void grow(int32_t end);
+  void finish(int32_t end);
+  // What it left behind keeps its addresses.
+  void strand(int32_t end) { pages_->strand(end); }
+
+  int64_t pages_in_use() const;    // bytes of the arena that may have pages
+  int64_t held_elsewhere() const;  // by steps here whose memory is not planned
+  // Gives back all pages that nobody's live bytes lie on; returns whether there were any.
+  bool discard();
+
+ private:
+  int64_t held(const ArenaEnd& end) const { return end.job >= 0 ? admission.held_by(end.job) : 0; }
+  void fit_pages(int32_t end, int64_t height);
+
+  int32_t lanes_;
+  ArenaEnd ends_[2];
+  std::unique_ptr<CpuArena> pages_;
+};
+
+}  // namespace waterflow
