@@ -102,7 +102,8 @@ class Engine:
     """Runs the steps of many jobs on one device under one memory limit.
 
     Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
-    themselves (thread pools, workspaces inside oneDNN) is outside it.
+    themselves (thread pools, workspaces inside oneDNN) is outside it. Without ``arenas`` steps ask torch's own
+    allocator for memory, for comparisons.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Engine:
         lanes: int | None = None,
         intra_op: int = 1,
         reserve: int | None = None,
+        arenas: bool = True,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cpu":
@@ -128,7 +130,7 @@ class Engine:
         self.reserve = reserve
         self.intra_op = intra_op
         self.lanes = lanes if lanes is not None else max(1, (os.cpu_count() or 1) // intra_op)
-        self.native = _native(self.lanes, intra_op, self.limit - self.reserve)
+        self.native = _native(self.lanes, intra_op, self.limit - self.reserve, arenas)
         self._claims: dict[int, Claim] = {}
         # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
         # is Python code, and would leave the lock behind.
@@ -338,9 +340,9 @@ class Engine:
         self.close()
 
 
-def _native(lanes: int, intra_op: int, capacity: int) -> _C.Engine:
+def _native(lanes: int, intra_op: int, capacity: int, arenas: bool) -> _C.Engine:
     try:
-        return _C.Engine(lanes=lanes, intra_op=intra_op, capacity=capacity, arenas=True)
+        return _C.Engine(lanes=lanes, intra_op=intra_op, capacity=capacity, arenas=arenas)
     except RuntimeError as error:
         logger.warning("memory of steps is not planned, but left to torch's own allocator: %s", error)
         return _C.Engine(lanes=lanes, intra_op=intra_op, capacity=capacity, arenas=False)
