@@ -228,9 +228,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Calls `work()`; returns its result and the most bytes that this thread's requests held meanwhile.");
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas) {
+      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas,
+                       std::optional<uint64_t> behind, OrderFault fault) {
+             std::optional<Behind> how;
+             if (behind) how = Behind{{*behind, 0.2, 2000}, fault};
              // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
-             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas), [](Engine* engine) {
+             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas, how), [](Engine* engine) {
                if (engine->on_a_lane()) {
                  std::thread([engine] { delete engine; }).detach();
                } else if (PyGILState_Check()) {
@@ -243,7 +246,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              open_engines().add(made);
              return made;
            }),
-           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true)
+           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true, py::arg("behind") = std::nullopt,
+           py::arg("fault") = OrderFault::none)
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,

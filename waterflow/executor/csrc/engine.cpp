@@ -9,19 +9,26 @@ int64_t Engine::now_ns() {
       .count();
 }
 
-Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas) : capacity_(capacity) {
+Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind)
+    : capacity_(capacity) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
   for (int32_t i = 0; i < lanes; i += 2) {
-    grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, arenas));
+    grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, arenas,
+                                                behind ? behind->fault : OrderFault::none));
   }
   share_out();
+  if (behind) device_ = std::make_unique<CpuDevice>(0, behind->stalls);
   if (arenas) installed_ = std::make_unique<LaneAllocatorInstalled>();
   for (int32_t i = 0; i < lanes; ++i) {
     auto lane = std::make_unique<Lane>();
     lane->index = i;
     lane->ground = grounds_[i / 2].get();
     lane->end = i % 2;
+    if (device_) {
+      lane->stream = device_->add_stream();
+      device_->enqueue(lane->stream, [intra_op] { set_threads_here(intra_op); });
+    }
     lanes_.push_back(std::move(lane));
   }
   std::mutex started_lock;

@@ -8,11 +8,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "../../allocator/csrc/cpu_device.h"
 #include "../../allocator/csrc/lane_allocator.h"
 #include "barrier.h"
 #include "ground.h"
@@ -30,7 +32,8 @@ struct EngineJob;
 struct Lane {
   int32_t index;
   Ground* ground = nullptr;
-  int32_t end = 0;  // of the ground's arena
+  int32_t end = 0;       // of the ground's arena
+  StreamId stream = -1;  // of the device, where that runs behind the host
   EngineJob* job = nullptr;
   bool taken = false;  // a caller runs the step, or is about to
   std::condition_variable wake;
@@ -52,17 +55,25 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
   std::string cancelled;  // the reason; empty when not
 };
 
+// How a CPU runs behind its host, for tests: random stalls, and mistakes that they must find.
+struct Behind {
+  Stalls stalls;
+  OrderFault fault = OrderFault::none;
+};
+
 class Engine {
   static constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
   static constexpr int32_t kLaterGroupParties = 2;  // the group before, room
+  static constexpr size_t kGroupsAhead = 2;         // of the device, on each lane
   static constexpr const char* kEarlierFailed = "an earlier step of this job failed";
 
  public:
   using Id = int64_t;
 
   // `intra_op`: threads of each lane inside one operation, fixed for the engine's life (another number changes bits).
-  // With `arenas` the memory of steps lies at planned addresses; two lanes share an arena.
-  Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas);
+  // With `arenas` the memory of steps lies at planned addresses; two lanes share an arena. With `behind` groups of
+  // captured steps are only booked when they are issued, and run later, as on a device that has its own order.
+  Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind = {});
   ~Engine();
 
   // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
@@ -138,6 +149,8 @@ class Engine {
   int64_t held_by_all() const;
   void leave_ground(Job& job);
   void keep_pages_within();
+  void issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group);
+  void drain(Lane& lane, StepRun& run, std::exception_ptr& error);
   Job& find(Id job);
   const Job& find(Id job) const;
 
@@ -146,6 +159,7 @@ class Engine {
   int64_t capacity_;  // of all grounds together, once each has come down to its share
   std::vector<std::unique_ptr<Ground>> grounds_;
   std::unique_ptr<LaneAllocatorInstalled> installed_;
+  std::unique_ptr<CpuDevice> device_;  // where groups run behind the host
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::unordered_map<Id, std::shared_ptr<Job>> jobs_;
   std::deque<Job*> ready_;  // a step is there and only room and a lane are missing, first come first

@@ -18,15 +18,66 @@ void Engine::lane_main(Lane& lane) {
   }
 }
 
+// One group of a captured step on a device that runs behind the host: it is told what to run, and what to wait for
+// before. At most a few groups of a lane are ahead of what the device has done.
+void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group) {
+  Ground& ground = *lane.ground;
+  const int64_t peak = run->plan->heights.peak[group];
+  const bool planned = run->placer != nullptr;
+  if (run->issued.size() >= kGroupsAhead) device_->synchronize(run->issued[run->issued.size() - kGroupsAhead]);
+  if (planned) {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (const auto event = ground.order.before(lane.end, peak, ground.size())) device_->wait(lane.stream, *event);
+  }
+  device_->enqueue(lane.stream, [run, group] {
+    if (run->failure) return;
+    const int64_t start = now_ns();
+    try {
+      run->run_group(group);
+    } catch (const NodeError& failure) {
+      run->failed_node = failure.node;
+      run->failure = std::current_exception();
+    } catch (...) {
+      run->failure = std::current_exception();
+    }
+    run->busy_ns += now_ns() - start;
+  });
+  const EventId event = device_->record(lane.stream);
+  run->issued.push_back(event);
+  if (planned) {
+    std::lock_guard<std::mutex> guard(lock_);
+    ground.order.after(lane.end, peak, event, run->plan->heights.after[group]);
+  }
+}
+
+// Waits until all that was issued of a step is done.
+void Engine::drain(Lane& lane, StepRun& run, std::exception_ptr& error) {
+  if (!run.issued.empty()) {
+    device_->synchronize(run.issued.back());
+    std::lock_guard<std::mutex> guard(lock_);
+    lane.ground->order.reached(lane.end, run.issued.back());
+  }
+  for (EventId event : run.issued) device_->forget(event);
+  if (!error) error = run.failure;
+  if (error) return;
+  try {
+    run.outputs = run.frame->finish();
+  } catch (...) {
+    error = std::current_exception();
+  }
+}
+
 void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
   Job& job = *lane.job;
-  dropped.runs.push_back(job.queue.front());
-  StepRun& run = *job.queue.front();
+  const std::shared_ptr<StepRun> held_run = job.queue.front();
+  dropped.runs.push_back(held_run);
+  StepRun& run = *held_run;
   Admission& admission = lane.ground->admission;
   ArenaEnd& end = lane.ground->end(lane.end);
   const int32_t groups = run.plan->heights.groups();
   while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
   std::exception_ptr error;
+  const bool behind = device_ != nullptr && run.frame != nullptr;
   bool filled = false;
   for (int32_t group = 0; group < groups; ++group) {
     CounterBarrier& barrier = job.barriers[group];
@@ -50,20 +101,24 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
         run.placer->begin(run.plan->requests);
       }
       filled = true;
-      run.run_group(group);
-      if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
+      if (behind) {
+        issue(lane, held_run, group);
+      } else {
+        run.run_group(group);
+        if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
+      }
     } catch (const NodeError& failure) {
       run.failed_node = failure.node;
       error = std::current_exception();
     } catch (...) {
       error = std::current_exception();
     }
-    if (run.frame && (error || group + 1 == groups)) run.let_go();
+    if (run.frame && !behind && (error || group + 1 == groups)) run.let_go();
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
     const int64_t ended = now_ns();
     lock.lock();
     ++groups_done_;
-    run.busy_ns += ended - start;
+    if (!behind) run.busy_ns += ended - start;
     lane.busy_ns += ended - start;
     if (recording_ && spans_.size() < most_spans_) {
       spans_.push_back({job.id, job.steps, group, lane.index, start, ended, held, own});
@@ -80,9 +135,10 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     }
     scheduling_ns_ += now_ns() - ended;
   }
-  if (error || run.placer != nullptr) {
+  if (error || behind || run.placer != nullptr) {
     lock.unlock();
-    if (error && run.frame && filled) run.let_go();
+    if (behind) drain(lane, run, error);
+    if ((error || behind) && run.frame && filled) run.let_go();
     const bool stranded = run.placer != nullptr && !run.placer->finish();
     lock.lock();
     run.error = error;

@@ -12,7 +12,8 @@ int64_t whole_pages(int64_t bytes) { return (bytes + CpuArena::page() - 1) / Cpu
 
 }  // namespace
 
-Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages) : admission(capacity), lanes_(lanes) {
+Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages, OrderFault fault)
+    : admission(capacity), order(fault), lanes_(lanes) {
   if (!pages) return;
   pages_ = std::make_unique<CpuArena>(most);
   pages_->resize(most);  // no page is there before it is touched
@@ -73,21 +74,19 @@ int64_t Ground::held_elsewhere() const {
   return bytes;
 }
 
-bool Ground::discard() {
-  if (!pages_) return false;
+void Ground::discard(bool behind) {
+  if (!pages_) return;
   int64_t keep[2];
-  for (int32_t i = 0; i < 2; ++i) keep[i] = ends_[i].planned ? whole_pages(held(ends_[i])) : 0;
-  bool any = false;
+  for (int32_t i = 0; i < 2; ++i) {
+    // A device that runs behind still uses what the host has given back.
+    keep[i] = !ends_[i].planned ? 0 : behind ? ends_[i].touched : whole_pages(held(ends_[i]));
+  }
   for (int32_t i = 0; i < 2; ++i) {
     // The other end may stand on pages that this one touched before it.
     const int64_t until = std::min(ends_[i].touched, pages_->size() - keep[1 - i]);
-    if (until > keep[i]) {
-      pages_->discard(i, keep[i], until);
-      any = true;
-    }
+    pages_->discard(i, keep[i], until);
   }
   for (int32_t i = 0; i < 2; ++i) ends_[i].touched = std::min(ends_[i].touched, keep[i]);
-  return any;
 }
 
 }  // namespace waterflow

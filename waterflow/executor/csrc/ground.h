@@ -7,6 +7,7 @@
 
 #include "../../allocator/csrc/cpu_arena.h"
 #include "admission.h"
+#include "device_order.h"
 
 namespace waterflow {
 
@@ -24,9 +25,10 @@ struct ArenaEnd {
 class Ground {
  public:
   // `lanes`: 1 or 2. Planned memory where `pages`, up to `most` bytes.
-  Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages);
+  Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages, OrderFault fault = OrderFault::none);
 
   Admission admission;
+  DeviceOrder order;  // between its two ends, on a device that runs behind the host
   int32_t lanes() const { return lanes_; }
   ArenaEnd& end(int32_t index) { return ends_[index]; }
   Placer& placer(int32_t end) { return pages_->placer(end); }
@@ -38,12 +40,14 @@ class Ground {
   void grow(int32_t end);
   void finish(int32_t end);
   // What it left behind keeps its addresses.
+  int64_t size() const { return pages_ ? pages_->size() : 0; }
   void strand(int32_t end) { pages_->strand(end); }
 
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
-  // Gives back all pages that nobody's live bytes lie on; returns whether there were any.
-  bool discard();
+  // Gives back all pages that nobody's live bytes lie on; on a device that runs `behind` the host, all of idle ends.
+  void discard(bool behind);
+  int64_t size() const { return pages_->size(); }
 
  private:
   int64_t held(const ArenaEnd& end) const { return end.job >= 0 ? admission.held_by(end.job) : 0; }
