@@ -16,8 +16,9 @@ namespace py = pybind11;
 
 namespace waterflow {
 
-void bind_offsets(py::module_& m);   // partition/csrc/offsets_bindings.cpp
-void bind_programs(py::module_& m);  // program_bindings.cpp
+void bind_offsets(py::module_& m);    // partition/csrc/offsets_bindings.cpp
+void bind_allocator(py::module_& m);  // allocator/csrc/allocator_bindings.cpp
+void bind_programs(py::module_& m);   // program_bindings.cpp
 
 namespace {
 
@@ -147,6 +148,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace waterflow;
   m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
   bind_offsets(m);
+  bind_allocator(m);
   bind_programs(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
