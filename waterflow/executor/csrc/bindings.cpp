@@ -16,9 +16,10 @@ namespace py = pybind11;
 
 namespace waterflow {
 
-void bind_offsets(py::module_& m);    // partition/csrc/offsets_bindings.cpp
-void bind_allocator(py::module_& m);  // allocator/csrc/allocator_bindings.cpp
-void bind_programs(py::module_& m);   // program_bindings.cpp
+void bind_offsets(py::module_& m);     // partition/csrc/offsets_bindings.cpp
+void bind_allocator(py::module_& m);   // allocator/csrc/allocator_bindings.cpp
+void bind_programs(py::module_& m);    // program_bindings.cpp
+void bind_simulation(py::module_& m);  // simulation_bindings.cpp
 
 namespace {
 
@@ -150,6 +151,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_offsets(m);
   bind_allocator(m);
   bind_programs(m);
+  bind_simulation(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
 
