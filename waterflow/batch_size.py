@@ -114,6 +114,15 @@ class LargestBatch:
         held = self.step.persistent + self.step.batch
         return (self.memory - copies * held) / (self.memory - held)
 
+    def lossless_for(self, copies: int) -> float:
+        """The share of this batch that each of ``copies`` could train if no byte were lost between their pieces.
+
+        Takes memory, but for the persistent state, as proportional to the batch.
+        """
+        step = self.step
+        room, alone = self.memory - copies * step.persistent, self.memory - step.persistent
+        return room / alone * (step.batch + step.resident) / (copies * step.batch + step.resident)
+
 
 def largest_batch(
     sizes: StepSizes, *, memory: int | float | str, copies: int = 1, steps: int = _SIMULATED_STEPS

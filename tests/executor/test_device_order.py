@@ -75,6 +75,18 @@ def test_little_is_kept() -> None:
     assert order.before(1, 2 * many - 1, 3 * many) == many - 1
 
 
+def test_what_the_host_knows_to_be_done_needs_no_wait() -> None:
+    order = DeviceOrder()
+    for event, peak in enumerate([100, 90, 80], 1):
+        order.after(0, peak, event)
+    order.reached(0, 2)
+    assert order.kept(0) == 1
+    assert order.before(1, 55, SIZE) is None
+    assert order.before(1, 140, SIZE) == 3
+    order.reached(0, 3)
+    order.reached(1, 3)
+
+
 def test_what_is_no_end_and_no_peak() -> None:
     order = DeviceOrder()
     with pytest.raises(ValueError, match="ends 0 and 1, not 2"):
@@ -85,15 +97,19 @@ def test_what_is_no_end_and_no_peak() -> None:
         order.after(0, -1, 1)
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.integers(0, 20)), max_size=60))
-def test_as_a_slow_oracle_says(calls: list[tuple[int, bool, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from("aabbr"), st.integers(0, 20)), max_size=60))
+def test_as_a_slow_oracle_says(calls: list[tuple[int, str, int]]) -> None:
     order = DeviceOrder()
     issued: list[tuple[int, int, int]] = []  # end, peak, event
     waited = [0, 0]
-    for event, (end, asks, peak) in enumerate(calls, 1):
-        if not asks:
+    for event, (end, call, peak) in enumerate(calls, 1):
+        if call == "a":
             order.after(end, peak, event)
             issued.append((end, peak, event))
+        elif call == "r":
+            done = event - peak
+            order.reached(end, done)
+            waited[1 - end] = max(waited[1 - end], done)
         else:
             crossing = [e for side, p, e in issued if side != end and p and p + peak > 20 and e > waited[end]]
             assert order.before(end, peak, 20) == (max(crossing) if crossing else None)

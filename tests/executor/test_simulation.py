@@ -137,14 +137,16 @@ def must_be_right(result: Any, mixed: list[SimulatedJob], arena: int, run_ahead:
         assert all(e.end <= span.start for e in facing)
 
 
-@given(jobs(), st.floats(0, 1), st.integers(1, 2), st.integers(1, 3), st.integers(0, 9), st.booleans())
+@given(
+    jobs(), st.floats(0, 1), st.integers(1, 2), st.integers(1, 3), st.integers(0, 9), st.booleans(), st.booleans()
+)  # fmt: skip
 def test_random_jobs(
-    mixed: list[SimulatedJob], share: float, arenas: int, run_ahead: int, seed: int, stalls: bool
+    mixed: list[SimulatedJob], share: float, arenas: int, run_ahead: int, seed: int, stalls: bool, learns: bool
 ) -> None:
     clock = Clock(1, 1, stalled=300 if stalls else 0, stall_ns=200)
     memory = room_for(mixed, share, arenas)
     native, arena = prepare(mixed, memory, arenas, clock)
-    result = run(native, arena, arenas=arenas, seed=seed, clock=clock, run_ahead=run_ahead)
+    result = run(native, arena, arenas=arenas, seed=seed, clock=clock, run_ahead=run_ahead, host_learns=learns)
     assert not result.races, result.told
     must_be_right(result, mixed, arena, run_ahead)
     edges = sorted({at for span in result.spans for at in (span.start, span.end)})
@@ -161,7 +163,7 @@ def test_random_jobs(
 # -- planted mistakes
 
 
-def found(count: int, fault: OrderFault) -> float:
+def found(count: int, fault: OrderFault, learns: bool = False) -> float:
     """The share of random mixes in which an access without an order is seen."""
     seen = 0
     for seed in range(count):
@@ -169,22 +171,28 @@ def found(count: int, fault: OrderFault) -> float:
         clock = Clock(1, 1, stalled=300, stall_ns=200)
         mixed = [dataclasses.replace(random_job(f"job-{i}", draw), steps=4) for i in range(3)]
         native, arena = prepare(mixed, room_for(mixed, 0.3), 1, clock)
-        result = run(native, arena, seed=seed, clock=clock, fault=fault)
+        result = run(native, arena, seed=seed, clock=clock, fault=fault, host_learns=learns)
         seen += result.races > 0
         assert (result.races > 0) == bool(result.told)
     return seen / count
 
 
-def test_planted_heights_compared_at_events_instead_of_peaks(full: bool) -> None:
-    assert found(1000 if full else 100, OrderFault.heights_at_events) > 0.2
+LEARNS = pytest.mark.parametrize("learns", [False, True], ids=["by waits alone", "host learns"])
 
 
-def test_planted_dropped_waits(full: bool) -> None:
-    assert found(1000 if full else 100, OrderFault.dropped_waits) > 0.5
+@LEARNS
+def test_planted_heights_compared_at_events_instead_of_peaks(learns: bool, full: bool) -> None:
+    assert found(1000 if full else 100, OrderFault.heights_at_events, learns) > 0.5
 
 
-def test_without_mistakes_nothing_is_found(full: bool) -> None:
-    assert found(1000 if full else 100, OrderFault.none) == 0
+@LEARNS
+def test_planted_dropped_waits(learns: bool, full: bool) -> None:
+    assert found(1000 if full else 100, OrderFault.dropped_waits, learns) > 0.5
+
+
+@LEARNS
+def test_without_mistakes_nothing_is_found(learns: bool, full: bool) -> None:
+    assert found(1000 if full else 100, OrderFault.none, learns) == 0
 
 
 def moved(offsets: Offsets, piece: int, by: int) -> Offsets:

@@ -159,12 +159,13 @@ def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.Si
 
 def run(
     steps: Sequence[tuple[_C.SimulatedStep, int]], arena: int, *, arenas: int = 1, seed: int = 0, clock: Clock,
-    run_ahead: int = 2, fault: _C.OrderFault = _C.OrderFault.none, early_issue: bool = False,
+    run_ahead: int = 2, host_learns: bool = False, fault: _C.OrderFault = _C.OrderFault.none, early_issue: bool = False,
 ) -> _C.SimulationResult:  # fmt: skip
     """One run as the simulation tells it, races included. ``fault`` and ``early_issue`` are mistakes for tests to plant.
 
+    With ``host_learns`` the end of a group on the device orders what is issued afterwards, too, and nobody waits for it.
     Raises RuntimeError where a group is issued before its barrier, or where groups can no longer go on.
     """
     return _C.simulate(
-        list(steps), arena, arenas, run_ahead, seed, clock.stalled, clock.stall_ns, fault, early_issue
-    )  # fmt: skip
+        list(steps), arena, arenas, run_ahead, seed, clock.stalled, clock.stall_ns, host_learns, fault, early_issue
+    )

@@ -41,6 +41,11 @@ void DeviceOrder::after(int end, int64_t peak, EventId event, int64_t held_after
   }
 }
 
+void DeviceOrder::reached(int end, EventId event) {
+  auto& own = groups_[side(end)];
+  while (!own.empty() && own.front().event <= event) own.pop_front();
+}
+
 void DeviceOrder::check() const {
   for (const auto& groups : groups_) {
     if (groups.size() > kMost) throw std::logic_error("more events are kept than may be");

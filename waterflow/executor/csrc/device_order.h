@@ -38,6 +38,10 @@ class DeviceOrder {
   std::optional<EventId> before(int end, int64_t peak, int64_t size);
   // The group was issued, `event` recorded behind it. `held_after`, what the lane holds then, counts for a fault only.
   void after(int end, int64_t peak, EventId event, int64_t held_after = 0);
+  // The host has learned that the device is past this event of that end: whatever is issued from now on runs after it,
+  // so nobody has to wait for it, or for what lies before it. Not needed for the order, but it spares waits, and an
+  // event that was given here is never named again.
+  void reached(int end, EventId event);
 
   size_t kept(int end) const { return groups_[side(end)].size(); }
   void check() const;  // walks everything; throws std::logic_error

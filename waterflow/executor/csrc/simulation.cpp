@@ -112,7 +112,13 @@ SimulationResult Simulation::run() {
 
 void Simulation::handle(const Entry& entry) {
   if (entry.due == Due::group_done) {
-    --lanes_[entry.number]->in_flight;
+    Lane& lane = *lanes_[entry.number];
+    const EventId event = lane.in_flight.front();
+    lane.in_flight.pop_front();
+    if (!settings_.host_learns) return;
+    device_->advance(event);
+    if (!device_->complete(event)) throw std::logic_error("a group is done and its event is not");
+    arenas_[lane.arena]->order.reached(lane.end, event);
     return;
   }
   Job& job = *jobs_[entry.number];
@@ -141,7 +147,7 @@ bool Simulation::issue_one() {
 
 bool Simulation::go_on(Lane& lane) {
   Job& job = *lane.job;
-  if (lane.in_flight >= settings_.run_ahead) return false;
+  if (has_enough(lane)) return false;
   Admission& admission = arenas_[lane.arena]->admission;
   if (!admission.try_issue(job.number, &job.step->heights)) {
     admission.wait(job.number);
@@ -154,7 +160,7 @@ bool Simulation::go_on(Lane& lane) {
 
 bool Simulation::start(Job& job) {
   for (auto& lane : lanes_) {
-    if (lane->job != nullptr || lane->in_flight >= settings_.run_ahead) continue;
+    if (lane->job != nullptr || has_enough(*lane)) continue;
     Admission& admission = arenas_[lane->arena]->admission;
     if (!admission.try_issue(job.number, &job.step->heights)) {
       admission.wait(job.number);
@@ -205,7 +211,7 @@ void Simulation::issue(Job& job) {
   const EventId event = record(lane.stream, lane.free_at);
   arena.order.after(lane.end, peak, event, after);
   due_.push({lane.free_at, Due::group_done, lane.index});
-  ++lane.in_flight;
+  lane.in_flight.push_back(event);
   result_.spans.push_back({job.number, job.done, group, lane.index, now_, begin, lane.free_at, peak, after});
 
   if (!arena.admission.complete(job.number)) {

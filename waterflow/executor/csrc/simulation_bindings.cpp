@@ -16,6 +16,7 @@ void bind_simulation(py::module_& m) {
       .def(py::init<OrderFault>(), py::arg("fault") = OrderFault::none)
       .def("before", &DeviceOrder::before, py::arg("end"), py::arg("peak"), py::arg("size"))
       .def("after", &DeviceOrder::after, py::arg("end"), py::arg("peak"), py::arg("event"), py::arg("held_after") = 0)
+      .def("reached", &DeviceOrder::reached, py::arg("end"), py::arg("event"))
       .def("kept", &DeviceOrder::kept)
       .def("check", &DeviceOrder::check)
       .def_readonly_static("most", &DeviceOrder::kMost);
@@ -59,15 +60,16 @@ void bind_simulation(py::module_& m) {
   m.def(
       "simulate",
       [](const std::vector<std::pair<std::shared_ptr<SimulatedStep>, int32_t>>& jobs, int64_t arena, int32_t arenas,
-         int32_t run_ahead, uint64_t seed, int32_t stalled, int64_t stall_ns, OrderFault fault, bool early_issue) {
+         int32_t run_ahead, uint64_t seed, int32_t stalled, int64_t stall_ns, bool host_learns, OrderFault fault,
+         bool early_issue) {
         py::gil_scoped_release release;
-        Simulation simulation({arena, arenas, run_ahead, seed, stalled, stall_ns, fault, early_issue});
+        Simulation simulation({arena, arenas, run_ahead, seed, stalled, stall_ns, host_learns, fault, early_issue});
         for (const auto& [step, steps] : jobs) simulation.add_job(step, steps);
         return simulation.run();
       },
       py::arg("jobs"), py::arg("arena"), py::arg("arenas") = 1, py::arg("run_ahead") = 2, py::arg("seed") = 0,
-      py::arg("stalled") = 0, py::arg("stall_ns") = 0, py::arg("fault") = OrderFault::none,
-      py::arg("early_issue") = false,
+      py::arg("stalled") = 0, py::arg("stall_ns") = 0, py::arg("host_learns") = false,
+      py::arg("fault") = OrderFault::none, py::arg("early_issue") = false,
       "Jobs (step, number of steps) on the lanes of arenas of so many bytes; see csrc/simulation.h.");
 }
 
