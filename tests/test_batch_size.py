@@ -62,6 +62,17 @@ def test_a_smaller_batch_runs_more_side_by_side() -> None:
     assert tight.overlap < easy.overlap
 
 
+def test_another_job_stands_beside() -> None:
+    sizes, other = sizes_of(), sizes_of().at(500).job("other", steps=2)
+    alone = largest_batch(sizes, memory="1MiB")
+    found = largest_batch(sizes, memory="1MiB", beside=[other])
+    assert found.run is not None and found.run.steps == (3, 2) and found.size < alone.size
+    # Where the other one is the higher of the two, it alone decides how large the arena has to be.
+    held = found.step.persistent + found.step.batch + other.persistent + other.batch
+    needed = -(-held // 64) * 64 + max(found.step.offsets.height, other.offsets.height)
+    assert 2**20 - 2 * (found.step.alone - found.step.persistent) / found.size < needed <= 2**20
+
+
 def test_normalization_over_the_batch() -> None:
     sizes = sizes_of(norm=True)
     assert sizes.smallest().size == 2

@@ -5,7 +5,7 @@ Steps are captured at the sizes that are asked for, never run; then all copies a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +125,14 @@ class LargestBatch:
 
 
 def largest_batch(
-    sizes: StepSizes, *, memory: int | float | str, copies: int = 1, steps: int = _SIMULATED_STEPS
-) -> LargestBatch:
+    sizes: StepSizes, *, memory: int | float | str, copies: int = 1, beside: Sequence[SimulatedJob] = (),
+    steps: int = _SIMULATED_STEPS,
+) -> LargestBatch:  # fmt: skip
     """The largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
 
     Two lanes share one arena; each copy holds its persistent state and one batch on the device, the next batch waits in
-    host memory, and operations are issued one by one. A single job is counted by the bytes that are live at once.
+    host memory, and operations are issued one by one. Jobs ``beside`` them keep the batches that they have. A single job
+    with none beside it is counted by the bytes that are live at once.
 
     The search assumes that a larger batch needs no less, within the rounding of placement: the size that it returns fits,
     and the next one does not. With that size ``steps`` steps of all copies are then simulated.
@@ -142,7 +144,7 @@ def largest_batch(
         raise InvalidJobError(f"at least one copy of a job has to be there; got copies={copies}")
 
     def needed(size: int) -> int:
-        return _needed(sizes.at(size), copies)
+        return _needed(sizes.at(size), copies, beside)
 
     smallest = sizes.smallest()
     if needed(smallest.size) > limit:
@@ -153,24 +155,29 @@ def largest_batch(
             needed=needed(smallest.size), limit=limit,
         )  # fmt: skip
     found = sizes.at(_search(needed, smallest.size, max(sizes.given, smallest.size + 1), limit))
-    run = run_copies(sizes, found.size, memory=limit, copies=copies, steps=steps) if copies > 1 else None
+    if copies == 1 and not beside:
+        return LargestBatch(copies, limit, found, None)
+    run = run_copies(sizes, found.size, memory=limit, copies=copies, beside=beside, steps=steps)
     return LargestBatch(copies, limit, found, run)
 
 
 def run_copies(
-    sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, steps: int = _SIMULATED_STEPS,
-    seed: int = 0, clock: Clock | None = None,
+    sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
+    steps: int = _SIMULATED_STEPS, seed: int = 0, clock: Clock | None = None,
 ) -> Simulated:  # fmt: skip
-    """Simulate ``steps`` steps of ``copies`` jobs with batches of this size. Raises as ``simulate`` does."""
-    jobs = [sizes.at(size).job(f"{sizes.step.name}-{i}", steps) for i in range(copies)]
+    """Simulate ``steps`` steps of ``copies`` jobs with batches of this size, and the jobs ``beside`` them.
+
+    Raises as ``simulate`` does.
+    """
+    jobs = [*(sizes.at(size).job(f"{sizes.step.name}-{i}", steps) for i in range(copies)), *beside]
     return simulate(jobs, memory=parse_memory(memory), seed=seed, clock=clock)
 
 
-def _needed(step: SizedStep, copies: int) -> int:
-    if copies == 1:
+def _needed(step: SizedStep, copies: int, beside: Sequence[SimulatedJob]) -> int:
+    if copies == 1 and not beside:
         return step.alone
-    held = -arena_of([step.job("", 1)] * copies, 0)
-    return held + step.offsets.height
+    jobs = [step.job("", 1)] * copies + list(beside)
+    return max(job.offsets.height for job in jobs) - arena_of(jobs, 0)
 
 
 def _search(needed: Callable[[int], int], low: int, high: int, limit: int) -> int:
