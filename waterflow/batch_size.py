@@ -25,22 +25,26 @@ _MOST_BATCH = 1 << 24
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step with batches of one size, in bytes. ``resident`` is the most that is live at once, ``offsets`` where."""
+    """A step with batches of one size, in bytes. ``resident`` is the most that is live at once, ``offsets`` where.
+
+    ``groups`` are the ends of its plan's node groups.
+    """
 
     size: int
     persistent: int
     batch: int
     resident: int
     offsets: Offsets
+    groups: tuple[int, ...]
 
     @property
     def alone(self) -> int:
         """All that the job holds at its highest, where nothing is lost between its pieces."""
         return self.persistent + self.batch + self.resident
 
-    def job(self, name: str, steps: int) -> SimulatedJob:
-        """The job that trains such steps, each operation a group."""
-        return SimulatedJob(name, self.offsets, self.persistent, self.batch, steps)
+    def job(self, name: str, steps: int, grouped: bool = False) -> SimulatedJob:
+        """The job that trains such steps, each operation a group, or ``grouped`` as planned."""
+        return SimulatedJob(name, self.offsets, self.persistent, self.batch, steps, self.groups if grouped else None)
 
 
 class StepSizes:
@@ -70,7 +74,9 @@ class StepSizes:
             batch = pytree.tree_unflatten([self._resized(leaf, size) for leaf in self._leaves], self._form)
             plan, offsets = self.step.plan_for(batch), self.step.offsets_for(batch)
             resident = max(offsets.resident, default=0)
-            self._known[size] = SizedStep(size, plan.persistent, plan.batch, resident, offsets)
+            self._known[size] = SizedStep(
+                size, plan.persistent, plan.batch, resident, offsets, tuple(g.end for g in plan.groups)
+            )
         return self._known[size]
 
     def smallest(self) -> SizedStep:
@@ -163,13 +169,13 @@ def largest_batch(
 
 def run_copies(
     sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
-    steps: int = _SIMULATED_STEPS, seed: int = 0, clock: Clock | None = None,
+    steps: int = _SIMULATED_STEPS, grouped: bool = False, seed: int = 0, clock: Clock | None = None,
 ) -> Simulated:  # fmt: skip
     """Simulate ``steps`` steps of ``copies`` jobs with batches of this size, and the jobs ``beside`` them.
 
-    Raises as ``simulate`` does.
+    Each operation is a group, or, ``grouped``, the copies' plans are followed. Raises as ``simulate`` does.
     """
-    jobs = [*(sizes.at(size).job(f"{sizes.step.name}-{i}", steps) for i in range(copies)), *beside]
+    jobs = [*(sizes.at(size).job(f"{sizes.step.name}-{i}", steps, grouped) for i in range(copies)), *beside]
     return simulate(jobs, memory=parse_memory(memory), seed=seed, clock=clock)
 
 

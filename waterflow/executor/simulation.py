@@ -83,15 +83,17 @@ def arena_of(jobs: Sequence[SimulatedJob], memory: int, arenas: int = 1) -> int:
 
 
 def simulate(
-    jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, seed: int = 0, clock: Clock | None = None
-) -> Simulated:
+    jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, run_ahead: int = 2, seed: int = 0,
+    clock: Clock | None = None,
+) -> Simulated:  # fmt: skip
     """Run all steps of all jobs in ``memory`` bytes, two lanes an arena; equal arguments give equal runs.
 
+    The host issues up to ``run_ahead`` groups per lane beyond what the device has finished.
     Raises ValueError for a plan that is wrong, MemoryLimitError for a job that does not fit into an arena, and RaceError
     where two accesses have no order, which no job can bring about.
     """
     native, arena = prepare(jobs, memory, arenas, clock or Clock())
-    result = run(native, arena, arenas=arenas, seed=seed, clock=clock or Clock())
+    result = run(native, arena, arenas=arenas, run_ahead=run_ahead, seed=seed, clock=clock or Clock())
     if result.races:
         raise RaceError(
             f"accesses to one byte must be ordered; {result.races} are not, the first: {result.told[0]}. "
