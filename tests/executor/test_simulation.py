@@ -201,8 +201,8 @@ def moved(offsets: Offsets, piece: int, by: int) -> Offsets:
     return dataclasses.replace(offsets, offsets=tuple(made))
 
 
-@pytest.mark.parametrize("by", [1, 64])
-def test_planted_plan_with_overlapping_bytes(by: int) -> None:
+@pytest.mark.parametrize("by", [1, 64], ids=["one byte", "one alignment"])
+def test_planted_plan_with_one_overlapping_byte(by: int) -> None:
     offsets = plan((0, 3, 256), (1, 2, 128), traffic=(1, 1, 1, 1))
     below = min(range(2), key=lambda i: offsets.offsets[i])
     wrong = moved(offsets, below, by)
