@@ -21,6 +21,7 @@ from waterflow.step import Step
 
 _SIMULATED_STEPS = 3
 _MOST_BATCH = 1 << 24
+_FURTHEST = 64  # times the largest known size: how far a line is trusted
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,18 @@ def _needed(step: SizedStep, copies: int, beside: Sequence[SimulatedJob]) -> int
 
 
 def _search(needed: Callable[[int], int], low: int, high: int, limit: int) -> int:
-    """The largest size that fits, between one that does and one that may not; guided by a line through both."""
+    """The largest size that fits; ``low`` does, ``high`` may not. Each size costs a capture: guided by lines."""
+
+    def line(otherwise: int) -> int:
+        """Where a line through both ends reaches the limit."""
+        climb = needed(high) - needed(low)
+        return low + (limit - needed(low)) * (high - low) // climb if climb > 0 else otherwise
+
+    rounds = 0
     while needed(high) <= limit:
-        low, high = high, 2 * high
+        rounds += 1
+        further = max(line(2 * high), high if rounds < 3 else 2 * high) + 1
+        low, high = high, min(further, _FURTHEST * high)
         if high > _MOST_BATCH:
             raise InvalidJobError(
                 f"batches of {low} still fit into {format_bytes(limit)}: this step's memory does not grow"
@@ -197,9 +207,8 @@ def _search(needed: Callable[[int], int], low: int, high: int, limit: int) -> in
     rounds = 0
     while high - low > 1:
         rounds += 1
-        guess = (low + high) // 2
-        if rounds % 3 and needed(high) > needed(low):  # now and then halved, for what is no line
-            guess = low + (limit - needed(low)) * (high - low) // (needed(high) - needed(low))
+        middle = (low + high) // 2
+        guess = line(middle) if rounds % 3 else middle  # now and then halved, for what is no line
         guess = min(max(guess, low + 1), high - 1)
         for size in (guess, guess + 1):  # a line that ends at the true place is confirmed by the size behind it
             if size < high and needed(size) <= limit:
