@@ -20,7 +20,7 @@ import yaml
 from torch import nn
 
 from waterflow.errors import InvalidJobError
-from waterflow.executor.engine import parse_memory
+from waterflow.executor.memory_limit import parse_memory
 from waterflow.job import Job
 from waterflow.references import ConfigError, call, check_arguments, find_function, make, meant
 

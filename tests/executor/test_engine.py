@@ -23,7 +23,8 @@ from torch.optim import AdamW
 import waterflow as wf
 from tests.support import MiB, Net, Trained, assert_same, images, run_steps, same_bits, train_eager
 from waterflow import _C
-from waterflow.executor.engine import Engine, current_engine, free_memory, parse_memory, within
+from waterflow.executor.engine import Engine, current_engine, within
+from waterflow.executor.memory_limit import free_memory, parse_memory
 from waterflow.partition.plan import opaque_plan
 
 Work = Callable[[], Any]

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.zoo import SMALL
 from tests.partition.graphs import capture_of, instructions_of, interpret, tensors_in
-from waterflow.partition.liveness import operation_memory, storage_id
+from waterflow.partition.liveness import lifetimes, operation_memory, storage_id
 
 # Their operators hide memory, which is asked of the kernels: see the probe.
 HIDING = {"lstm"}
@@ -100,6 +100,37 @@ def test_inputs_and_what_is_never_used_are_not_held() -> None:
 def test_traffic_counts_what_is_read_and_written() -> None:
     graph = traced(lambda x, y: [(x @ y).sum()], torch.ones(10, 20), torch.ones(20, 5))
     assert [m.traffic for m in operation_memory(graph, instructions_of(graph))] == [4 * (200 + 100 + 50), 4 * 51]
+
+
+def test_views_move_nothing() -> None:
+    graph = traced(lambda x: [x.view(4, 5).t().sum()], torch.ones(20))
+    assert [m.traffic for m in operation_memory(graph, instructions_of(graph))] == [0, 0, 84]
+
+
+def test_each_piece_knows_who_touches_it() -> None:
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        a = x + 1  # 0
+        b = a.view(10, 10)  # 1, passes it on
+        b.mul_(2)  # 2
+        c = a.sum() + b.mean()  # 3, 4, 5
+        x.copy_(a)  # 6
+        return [c]
+
+    graph = traced(step, torch.ones(100))
+    instructions = instructions_of(graph)
+    assert [str(node.target).split(".")[1] for node in instructions] == [
+        "add",
+        "view",
+        "mul_",
+        "sum",
+        "mean",
+        "add",
+        "copy_",
+    ]
+    touched = [(life.birth, life.death, life.reads, life.writes) for life in lifetimes(graph, instructions)]
+    assert touched == [
+        (0, 6, (3, 4, 6), (0, 2)), (3, 5, (5,), (3,)), (4, 5, (5,), (4,)), (5, 6, (), (5,)),
+    ]  # fmt: skip
 
 
 def test_storage_identity() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ def test_no_two_that_live_at_once_share_a_byte(given_lives: list[Lifetime], work
         assert made.heights[at] == max(ends, default=0)
         assert made.resident[at] == sum(life.size for life in made.lives if life.birth <= at <= life.death)
         assert made.heights[at] >= made.resident[at]
+        later = [o + life.size for life, o in zip(made.lives, made.offsets) if life.birth <= at < life.death]
+        assert made.after()[at] == max(later, default=0)
     assert place(given_lives, OPERATIONS, work=work) == made  # the same plan every time
 
 
@@ -92,6 +95,30 @@ def test_small_models(name: str) -> None:
     assert resident(found, len(instructions)) == [m.peak for m in exact]
     assert made.excess <= 1.1  # of pieces of a few hundred bytes; usual sizes: benchmarks/offsets.py
     assert sum(life.size for life in planned(found)) == sum(life.size for life in made.lives)
+
+
+@given(lives(), st.data())
+def test_a_moved_piece_is_seen(given_lives: list[Lifetime], data: Any) -> None:
+    made = place(given_lives, OPERATIONS)
+    if not made.lives:
+        return
+    moved = list(made.offsets)
+    piece = data.draw(st.integers(0, len(moved) - 1))
+    moved[piece] = max(0, moved[piece] + data.draw(st.sampled_from([-64, -1, 1, 64, 640])))
+    wrong = replace(made, offsets=tuple(moved))
+    pieces = list(zip(made.lives, moved))
+    heights = tuple(
+        max((o + life.size for life, o in pieces if life.birth <= at <= life.death), default=0)
+        for at in range(OPERATIONS)
+    )  # fmt: skip
+    if overlapping(wrong):
+        with pytest.raises(ValueError, match="may not share a byte while both live"):
+            wrong.check()
+    elif heights != made.heights:
+        with pytest.raises(ValueError, match="heights must tell how far a step reaches"):
+            wrong.check()
+    else:
+        wrong.check()
 
 
 def test_a_wrong_plan_is_seen() -> None:

@@ -1,1 +1,1 @@
-"""Memory: what torch's allocators are asked for."""
+"""Memory: devices, and what torch's allocators are asked for."""

@@ -122,7 +122,8 @@ class CapturedStep:
     def offsets(self) -> Offsets:
         """Where the step's memory would lie, from one end of an arena, as far as the graph knows it."""
         instructions = self.lowered.instructions
-        return place(lifetimes(self.capture.graph, instructions), len(instructions))
+        traffic = tuple(memory.traffic for memory in self.memory)
+        return place(lifetimes(self.capture.graph, instructions), len(instructions), traffic=traffic)
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
@@ -17,60 +16,15 @@ import torch
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
+from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
 
 logger = logging.getLogger("waterflow")
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
-          "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
-DEFAULT_MEMORY = 0.8
 # Held back for eager work beside the steps (evaluation, the first look at what is not captured).
 RESERVE_SHARE = 0.05
 LEAST_RESERVE = 64 << 20
-
-
-def parse_memory(memory: int | float | str | None, available: int | None = None) -> int:
-    """Bytes of a memory limit: an integer, a share of what is free (a float up to 1.0), or text like ``4GiB``."""
-    if memory is None:
-        memory = DEFAULT_MEMORY
-    if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
-        raise InvalidJobError(f"memory must be bytes, a share, or text like '4GiB'; got {memory!r}")
-    if isinstance(memory, str):
-        text = memory.strip().lower()
-        number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-        unit = text[len(number) :].strip()
-        try:
-            count = float(number) * _UNITS[unit]
-        except (ValueError, KeyError):
-            raise InvalidJobError(f"cannot read {memory!r} as memory; write '4GiB', '800MB', or a number") from None
-        if "." in number and unit == "" and float(number) <= 1:
-            return parse_memory(float(number), available)
-        bytes_ = int(count)
-    elif isinstance(memory, float) and not math.isfinite(memory):
-        raise InvalidJobError(f"a memory limit must be a finite number; got {memory}")
-    elif isinstance(memory, float) and memory <= 1.0:
-        if memory <= 0:
-            raise InvalidJobError(f"a share of the memory must lie in (0, 1]; got {memory}")
-        bytes_ = int((available if available is not None else free_memory()) * memory)
-    else:
-        bytes_ = int(memory)
-    if bytes_ <= 0:
-        raise InvalidJobError(f"a memory limit must be positive; got {memory!r}")
-    return bytes_
-
-
-def free_memory() -> int:
-    """Bytes that this machine could still give out, the control group's limit included."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # noqa: SIM117
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            available = min(available, int(limit.read()) - int(used.read()))
-    return available
 
 
 @dataclass(frozen=True)
@@ -102,8 +56,11 @@ class Engine:
     """Runs the steps of many jobs on one device under one memory limit.
 
     Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
-    themselves (thread pools, workspaces inside oneDNN) is outside it. Without ``arenas`` steps ask torch's own
-    allocator for memory, for comparisons.
+    themselves (thread pools, workspaces inside oneDNN) is outside it.
+
+    For comparisons and tests: without ``arenas`` steps ask torch's own allocator for memory; with ``asynchronous``, the
+    seed of random stalls, the CPU runs behind its host, as a GPU would: node groups are booked when they are issued, and
+    run later. ``WATERFLOW_ASYNCHRONOUS`` in the environment sets it.
     """
 
     def __init__(
@@ -114,6 +71,7 @@ class Engine:
         intra_op: int = 1,
         reserve: int | None = None,
         arenas: bool = True,
+        asynchronous: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cpu":
@@ -130,7 +88,10 @@ class Engine:
         self.reserve = reserve
         self.intra_op = intra_op
         self.lanes = lanes if lanes is not None else max(1, (os.cpu_count() or 1) // intra_op)
-        self.native = _native(self.lanes, intra_op, self.limit - self.reserve, arenas)
+        if asynchronous is None and "WATERFLOW_ASYNCHRONOUS" in os.environ:
+            asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
+        settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": self.room, "behind": asynchronous}
+        self.native = _native(settings, arenas)
         self._claims: dict[int, Claim] = {}
         # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
         # is Python code, and would leave the lock behind.
@@ -340,12 +301,12 @@ class Engine:
         self.close()
 
 
-def _native(lanes: int, intra_op: int, capacity: int, arenas: bool) -> _C.Engine:
+def _native(settings: dict[str, Any], arenas: bool) -> _C.Engine:
     try:
-        return _C.Engine(lanes=lanes, intra_op=intra_op, capacity=capacity, arenas=arenas)
+        return _C.Engine(**settings, arenas=arenas)
     except RuntimeError as error:
         logger.warning("memory of steps is not planned, but left to torch's own allocator: %s", error)
-        return _C.Engine(lanes=lanes, intra_op=intra_op, capacity=capacity, arenas=False)
+        return _C.Engine(**settings, arenas=False)
 
 
 _open_engines = 0

@@ -7,12 +7,13 @@ first and dies behind the last operation that uses any of its views. Inputs outl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from waterflow.partition.operators import is_view, written_by
 from waterflow.partition.probe import hidden_memory
 
 
@@ -29,13 +30,16 @@ class OperationMemory:
 class Lifetime:
     """Memory that a step makes: the operations that it is born with and dies behind, and its size in bytes.
 
-    What a caller keeps (``kept``: outputs of the step) outlives it.
+    What a caller keeps (``kept``: outputs of the step) outlives it. ``reads`` and ``writes`` are the operations that
+    touch it, in order; views only pass it on.
     """
 
     birth: int
     death: int
     size: int
     kept: bool = False
+    reads: tuple[int, ...] = field(default=(), compare=False)
+    writes: tuple[int, ...] = field(default=(), compare=False)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -67,6 +71,8 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
+    reads: dict[int, list[int]] = {}
+    writes: dict[int, list[int]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -78,23 +84,33 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
             if at is not None and storage not in birth:
                 birth[storage] = death[storage] = at
                 size[storage] = tensor.untyped_storage().nbytes()
+                reads[storage], writes[storage] = [], [at]
         if at is not None and node in hidden:
             for tensor, actual in zip(_tensors(node.meta["val"]), hidden[node].results):
                 size[storage_id(tensor)] = actual
         used_at = position.get(node)
         if used_at is None:
             continue
+        passes_on, written = is_view(node.target), written_by(node)
         for source in node.all_input_nodes:
             for tensor in _tensors(source.meta.get("val")):
                 storage = storage_id(tensor)
-                if storage in death:
-                    death[storage] = max(death[storage], used_at)
+                if storage not in death:
+                    continue
+                death[storage] = max(death[storage], used_at)
+                touched = writes[storage] if source in written else reads[storage]
+                if not passes_on and used_at not in touched[-1:]:
+                    touched.append(used_at)
     output = next(node for node in graph.nodes if node.op == "output")
     kept = {storage_id(t) for source in output.all_input_nodes for t in _tensors(source.meta.get("val"))}
     for storage in kept & death.keys():
         death[storage] = len(instructions) - 1
-    lives = [Lifetime(birth[s], death[s], size[s], s in kept) for s in birth]
-    return lives + [Lifetime(position[n], position[n], h.temporary, False) for n, h in hidden.items() if h.temporary]
+    lives = [Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth]
+    for node, beside in hidden.items():
+        if beside.temporary:
+            at = position[node]
+            lives.append(Lifetime(at, at, beside.temporary, writes=(at,)))
+    return lives
 
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
@@ -114,7 +130,9 @@ def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[O
 
 
 def _traffic(node: fx.Node) -> int:
-    """Bytes that an operation reads and writes, each tensor once."""
+    """Bytes that an operation reads and writes, each tensor once; none for a view."""
+    if is_view(node.target):
+        return 0
     total = sum(t.numel() * t.element_size() for t in _tensors(node.meta.get("val")))
     for source in node.all_input_nodes:
         total += sum(t.numel() * t.element_size() for t in _tensors(source.meta.get("val")))

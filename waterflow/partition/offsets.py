@@ -7,7 +7,7 @@ matter of the order in which its pieces are placed (``csrc/offsets.cpp``; ``docs
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from waterflow import _C
@@ -25,13 +25,15 @@ Order = Literal["death", "life", "birth", "size", "area"]
 class Offsets:
     """Where a step's memory lies. ``heights`` has the furthest live byte of each operation, ``resident`` the live bytes.
 
-    What outlives the step has no offset, and neither has what has no bytes.
+    What outlives the step has no offset, and neither has what has no bytes. ``traffic`` counts the bytes that each
+    operation moves, where that is known.
     """
 
     lives: tuple[Lifetime, ...]
     offsets: tuple[int, ...]
     heights: tuple[int, ...]
     resident: tuple[int, ...]
+    traffic: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def height(self) -> int:
@@ -51,33 +53,59 @@ class Offsets:
     def by(self, order: Order | None) -> Offsets:
         """The same memory, placed in one order without a search; None searches anew. For comparisons."""
         if order is None:
-            return _place(self.lives, len(self.heights), MOST_WORK)
+            return _place(self.lives, len(self.heights), MOST_WORK, self.traffic)
         given = _plain(self.lives)
         ordered = _C.placement_order(given, getattr(_C.PlacementOrder, order))
         made = _C.place_in_order(given, ordered, len(self.heights))
-        return Offsets(self.lives, tuple(made.offsets), tuple(made.heights), self.resident)
+        return Offsets(self.lives, tuple(made.offsets), tuple(made.heights), self.resident, self.traffic)
+
+    def after(self) -> tuple[int, ...]:
+        """The furthest byte that is still live behind each operation. Walks the plan and raises as ``check`` does."""
+        walk = _C.walk_offsets(_plain(self.lives), list(self.offsets), len(self.heights))
+        if walk.overlap is not None:
+            one, other, at, size = walk.overlap
+            raise ValueError(
+                f"two pieces of a step may not share a byte while both live: {one} ({self._piece(one)}) and {other} "
+                f"({self._piece(other)}) share {size} from {at}; place the step again"
+            )
+        if tuple(walk.during) != self.heights:
+            at = next(i for i, pair in enumerate(zip(walk.during, self.heights)) if pair[0] != pair[1])
+            raise ValueError(
+                f"heights must tell how far a step reaches: operation {at} reaches {walk.during[at]} bytes, the plan says "
+                f"{self.heights[at]}; place the step again"
+            )
+        return tuple(walk.after)
+
+    def check(self) -> None:
+        """Walk the plan: raises ValueError where two pieces share a byte while both live, or a height is wrong."""
+        self.after()
+
+    def _piece(self, number: int) -> str:
+        life, at = self.lives[number], self.offsets[number]
+        return f"bytes {at} to {at + life.size}, operations {life.birth} to {life.death}"
 
 
 def planned(lives: Iterable[Lifetime], alignment: int = ALIGNMENT) -> tuple[Lifetime, ...]:
     """What can be planned: all that dies with the step, its size rounded up to whole alignments."""
     return tuple(
-        Lifetime(life.birth, life.death, -(-life.size // alignment) * alignment)
-        for life in lives
-        if life.size > 0 and not life.kept
+        replace(life, size=-(-life.size // alignment) * alignment) for life in lives if life.size > 0 and not life.kept
     )
 
 
-def place(lives: Iterable[Lifetime], operations: int, alignment: int = ALIGNMENT, work: int = MOST_WORK) -> Offsets:
+def place(
+    lives: Iterable[Lifetime], operations: int, alignment: int = ALIGNMENT, work: int = MOST_WORK,
+    traffic: tuple[int, ...] = (),
+) -> Offsets:  # fmt: skip
     """Place a step's memory so that its height, and its area, come near what is live.
 
     Raises ValueError for a life that does not lie within the step's ``operations``.
     """
-    return _place(planned(lives, alignment), operations, work)
+    return _place(planned(lives, alignment), operations, work, traffic)
 
 
-def _place(lives: tuple[Lifetime, ...], operations: int, work: int) -> Offsets:
+def _place(lives: tuple[Lifetime, ...], operations: int, work: int, traffic: tuple[int, ...]) -> Offsets:
     made = _C.place(_plain(lives), operations, work)
-    return Offsets(lives, tuple(made.offsets), tuple(made.heights), tuple(resident(lives, operations)))
+    return Offsets(lives, tuple(made.offsets), tuple(made.heights), tuple(resident(lives, operations)), traffic)
 
 
 def _plain(lives: Iterable[Lifetime]) -> list[tuple[int, int, int]]:

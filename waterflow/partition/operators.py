@@ -53,6 +53,18 @@ def has_effect(node: fx.Node) -> bool:
     return target._schema.is_mutable or is_random(target) or target in _HIDDEN_WRITES
 
 
+def written_by(node: fx.Node) -> set[fx.Node]:
+    """The arguments of an operation that it changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return set()
+    found: set[fx.Node] = set()
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)}
+    return found
+
+
 @functools.lru_cache(maxsize=1024)
 def taking_generator(target: Any) -> Any:
     """The overload of a random operator that takes a generator; None where there is none."""

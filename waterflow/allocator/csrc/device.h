@@ -24,12 +24,15 @@ class Device {
 
   // -- order. None but `synchronize` blocks the host.
   virtual StreamId add_stream() = 0;
+  // What was issued still runs, and the stream's events stay valid.
   virtual void remove_stream(StreamId stream) = 0;
   virtual EventId record(StreamId stream) = 0;
   // What is issued on `stream` from now on runs after `event`.
   virtual void wait(StreamId stream, EventId event) = 0;
   virtual bool complete(EventId event) = 0;
   virtual void synchronize(EventId event) = 0;
+  // Nobody will name the event again; waits that were issued for it stand.
+  virtual void forget(EventId event) = 0;
 };
 
 }  // namespace waterflow

@@ -16,9 +16,12 @@ namespace py = pybind11;
 
 namespace waterflow {
 
-void bind_offsets(py::module_& m);   // partition/csrc/offsets_bindings.cpp
-void bind_programs(py::module_& m);  // program_bindings.cpp
-void bind_memory(py::module_& m);    // allocator/csrc/memory_bindings.cpp
+void bind_offsets(py::module_& m);     // partition/csrc/offsets_bindings.cpp
+void bind_programs(py::module_& m);    // program_bindings.cpp
+void bind_memory(py::module_& m);      // allocator/csrc/memory_bindings.cpp
+void bind_allocator(py::module_& m);   // allocator/csrc/allocator_bindings.cpp
+void bind_programs(py::module_& m);    // program_bindings.cpp
+void bind_simulation(py::module_& m);  // simulation_bindings.cpp
 
 namespace {
 
@@ -165,8 +168,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace waterflow;
   m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
   bind_offsets(m);
+  bind_allocator(m);
   bind_programs(m);
   bind_memory(m);
+  bind_simulation(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
 
@@ -228,8 +233,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Calls `work()`; returns its result and the most bytes that this thread's requests held meanwhile.");
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas,
-                       std::optional<uint64_t> behind, OrderFault fault) {
+      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<uint64_t> behind,
+                       OrderFault fault) {
              std::optional<Behind> how;
              if (behind) how = Behind{{*behind, 0.2, 2000}, fault};
              // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
@@ -246,8 +251,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              open_engines().add(made);
              return made;
            }),
-           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true, py::arg("behind") = std::nullopt,
-           py::arg("fault") = OrderFault::none)
+           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true,
+           py::arg("behind") = std::nullopt, py::arg("fault") = OrderFault::none)
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,

@@ -40,14 +40,13 @@ class Ground {
   void grow(int32_t end);
   void finish(int32_t end);
   // What it left behind keeps its addresses.
-  int64_t size() const { return pages_ ? pages_->size() : 0; }
   void strand(int32_t end) { pages_->strand(end); }
 
+  int64_t size() const { return pages_ ? pages_->size() : 0; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
   // Gives back all pages that nobody's live bytes lie on; on a device that runs `behind` the host, all of idle ends.
   void discard(bool behind);
-  int64_t size() const { return pages_->size(); }
 
  private:
   int64_t held(const ArenaEnd& end) const { return end.job >= 0 ? admission.held_by(end.job) : 0; }

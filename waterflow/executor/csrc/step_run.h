@@ -47,9 +47,9 @@ struct StepRun {
   void run_group(int32_t group);  // on the calling thread
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
 
-  Placer* placer = nullptr;      // of the lane's end, where its memory is planned
-  std::vector<EventId> issued;   // on a device that runs behind the host: an event behind each group
-  std::exception_ptr failure;    // of a group there
+  Placer* placer = nullptr;     // of the lane's end, where its memory is planned
+  std::vector<EventId> issued;  // on a device that runs behind the host: an event behind each group
+  std::exception_ptr failure;   // of a group there
   PlacedCounts placed;
 
   std::vector<at::Tensor> outputs;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -176,6 +177,44 @@ Placement place(const std::vector<Lifetime>& lives, int32_t operations, int64_t 
     best_order = std::move(order);
   }
   return best;
+}
+
+Walk walk(const std::vector<Lifetime>& lives, const std::vector<int64_t>& offsets, int32_t operations) {
+  check(lives, operations);
+  if (offsets.size() != lives.size()) throw std::invalid_argument("each piece needs an offset");
+  std::vector<std::vector<int32_t>> born(operations), dies(operations);
+  for (size_t i = 0; i < lives.size(); ++i) {
+    if (offsets[i] < 0) throw std::invalid_argument("an offset cannot be negative: " + std::to_string(offsets[i]));
+    if (lives[i].size == 0) continue;
+    born[lives[i].birth].push_back(static_cast<int32_t>(i));
+    dies[lives[i].death].push_back(static_cast<int32_t>(i));
+  }
+  Walk walk;
+  std::map<int64_t, int32_t> live;  // by offset; none overlap, so the last one ends furthest
+  const auto end_of = [&](int32_t i) { return offsets[i] + lives[i].size; };
+  const auto furthest = [&] { return live.empty() ? 0 : end_of(live.rbegin()->second); };
+  const auto meets = [&](int32_t i, int32_t neighbour) {
+    const int64_t from = std::max(offsets[i], offsets[neighbour]);
+    const int64_t to = std::min(end_of(i), end_of(neighbour));
+    if (from >= to) return false;
+    walk.one = std::min(i, neighbour);
+    walk.other = std::max(i, neighbour);
+    walk.shared_at = from;
+    walk.shared = to - from;
+    return true;
+  };
+  for (int32_t at = 0; at < operations; ++at) {
+    for (int32_t i : born[at]) {
+      const auto behind = live.lower_bound(offsets[i]);
+      if (behind != live.end() && meets(i, behind->second)) return walk;
+      if (behind != live.begin() && meets(i, std::prev(behind)->second)) return walk;
+      live.emplace(offsets[i], i);
+    }
+    walk.during.push_back(furthest());
+    for (int32_t i : dies[at]) live.erase(offsets[i]);
+    walk.after.push_back(furthest());
+  }
+  return walk;
 }
 
 }  // namespace waterflow

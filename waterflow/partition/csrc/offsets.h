@@ -33,4 +33,15 @@ std::vector<int32_t> placement_order(const std::vector<Lifetime>& lives, Placeme
 // the search, in comparisons; the first placement of each order is always tried.
 Placement place(const std::vector<Lifetime>& lives, int32_t operations, int64_t work);
 
+// A plan of offsets, walked operation by operation.
+struct Walk {
+  std::vector<int64_t> during;        // by operation: where the furthest live byte ends
+  std::vector<int64_t> after;         // the same once what dies behind the operation is gone
+  int32_t one = -1, other = -1;       // the first two pieces found that share a byte while both live; -1 where none do
+  int64_t shared_at = 0, shared = 0;  // where, and how many bytes
+};
+
+// Near n log n. A walk ends at the first overlap.
+Walk walk(const std::vector<Lifetime>& lives, const std::vector<int64_t>& offsets, int32_t operations);
+
 }  // namespace waterflow

@@ -52,6 +52,22 @@ void bind_offsets(py::module_& m) {
         return place(given, operations, work);
       },
       py::arg("lives"), py::arg("operations"), py::arg("work"));
+  py::class_<Walk>(m, "Walk")
+      .def_readonly("during", &Walk::during)
+      .def_readonly("after", &Walk::after)
+      .def_property_readonly("overlap", [](const Walk& self) -> py::object {
+        if (self.one < 0) return py::none();
+        return py::make_tuple(self.one, self.other, self.shared_at, self.shared);
+      });
+  m.def(
+      "walk_offsets",
+      [](const std::vector<std::tuple<int32_t, int32_t, int64_t>>& lives, const std::vector<int64_t>& offsets,
+         int32_t operations) {
+        const auto given = lifetimes(lives);
+        py::gil_scoped_release release;
+        return walk(given, offsets, operations);
+      },
+      py::arg("lives"), py::arg("offsets"), py::arg("operations"));
 }
 
 }  // namespace waterflow

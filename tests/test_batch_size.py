@@ -1,0 +1,106 @@
+"""The largest batch: what a slow search finds, for one job alone and for several that share an arena."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import waterflow as wf
+from waterflow.batch_size import StepSizes, _search, largest_batch, run_copies
+from waterflow.executor.simulation import Clock
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def sizes_of(norm: bool = False) -> StepSizes:
+    layers: list[nn.Module] = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)]
+    if norm:
+        layers.insert(1, nn.BatchNorm1d(64))
+    model = nn.Sequential(*layers)
+    step = wf.Step(model, loss=loss, optimizer=torch.optim.AdamW(model.parameters()))
+    return StepSizes(step, (torch.zeros(4, 32), torch.zeros(4, 8)))
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_the_next_one_does_not_fit(copies: int) -> None:
+    sizes = sizes_of()
+    memory = 300_000
+    found = largest_batch(sizes, memory=memory, copies=copies)
+
+    def needed(size: int) -> int:
+        at = sizes.at(size)
+        if copies == 1:
+            return at.persistent + at.batch + max(at.offsets.resident)
+        return -(-copies * (at.persistent + at.batch) // 64) * 64 + at.offsets.height
+
+    assert needed(found.size) <= memory < needed(found.size + 1)
+    assert sizes.captures < 20
+    assert (found.run is None) == (copies == 1)
+    if found.run is not None:
+        assert found.run.peak <= memory and found.run.steps == (3,) * copies
+
+
+def test_copies_take_from_each_other_only_what_they_hold_all_the_time() -> None:
+    sizes = sizes_of()
+    alone = largest_batch(sizes, memory="1MiB")
+    each = [largest_batch(sizes, memory="1MiB", copies=n).size for n in (2, 3, 4)]
+    assert sorted(each, reverse=True) == each
+    for copies, size in zip((2, 3, 4), each):
+        assert 0.98 * alone.lossless_for(copies) < size / alone.size < 1.02 * alone.lossless_for(copies)
+        assert alone.limit_for(copies) <= alone.lossless_for(copies)
+
+
+def test_a_smaller_batch_runs_more_side_by_side() -> None:
+    sizes = sizes_of()
+    size = largest_batch(sizes, memory="1MiB", copies=2).size
+    clock = Clock(bus_rate=10**6)  # batches of so small a network would take longer to come than to train on
+    tight = run_copies(sizes, size, memory="1MiB", copies=2, steps=8, clock=clock)
+    easy = run_copies(sizes, size // 2, memory="1MiB", copies=2, steps=8, clock=clock)
+    assert tight.overlap < easy.overlap
+
+
+def test_another_job_stands_beside() -> None:
+    sizes, other = sizes_of(), sizes_of().at(500).job("other", steps=2)
+    alone = largest_batch(sizes, memory="1MiB")
+    found = largest_batch(sizes, memory="1MiB", beside=[other])
+    assert found.run is not None and found.run.steps == (3, 2) and found.size < alone.size
+    # Where the other one is the higher of the two, it alone decides how large the arena has to be.
+    held = found.step.persistent + found.step.batch + other.persistent + other.batch
+    needed = -(-held // 64) * 64 + max(found.step.offsets.height, other.offsets.height)
+    assert 2**20 - 2 * (found.step.alone - found.step.persistent) / found.size < needed <= 2**20
+
+
+def test_normalization_over_the_batch() -> None:
+    sizes = sizes_of(norm=True)
+    assert sizes.smallest().size == 2
+    assert largest_batch(sizes, memory="200kB", copies=2).size > 2
+
+
+def test_not_even_the_smallest_batch() -> None:
+    with pytest.raises(wf.MemoryLimitError, match=r"2 job\(s\) of step 'Sequential' with a batch of 1 need .* limit"):
+        largest_batch(sizes_of(), memory=40_000, copies=2)
+
+
+def test_what_cannot_vary() -> None:
+    sizes = sizes_of()
+    with pytest.raises(wf.InvalidJobError, match="copies=0"):
+        largest_batch(sizes, memory=10**6, copies=0)
+    with pytest.raises(wf.InvalidJobError, match="dimension that can vary"):
+        StepSizes(sizes.step, (torch.tensor(1.0),))
+
+
+@pytest.mark.parametrize("limit", [5, 6, 99, 100, 101, 4000, 4242])
+@pytest.mark.parametrize("power", [0.5, 1, 2])
+def test_the_search_needs_no_line(limit: int, power: float) -> None:
+    asked = []
+
+    def needed(size: int) -> int:
+        asked.append(size)
+        return int(5 * size**power)
+
+    found = _search(needed, 1, 8, limit)
+    assert needed(found) <= limit < needed(found + 1)
+    assert len(set(asked)) < (8 if power == 1 else 70)

@@ -1,0 +1,324 @@
+#include "simulation.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace waterflow {
+namespace {
+
+constexpr int64_t kGranularity = 64;
+constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
+constexpr int32_t kLaterGroupParties = 2;  // the group before, room
+constexpr size_t kMostTold = 16;
+
+int64_t rounded_up(int64_t bytes) { return (bytes + kGranularity - 1) / kGranularity * kGranularity; }
+
+// splitmix64: the same numbers with every compiler, which the standard library's distributions do not promise.
+uint64_t next_random(uint64_t& state) {
+  uint64_t z = (state += 0x9e3779b97f4a7c15);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+}  // namespace
+
+SimulatedStep::SimulatedStep(Heights heights_, std::vector<int64_t> nanoseconds_, std::vector<int64_t> first_,
+                             std::vector<Touch> touches_, int64_t copy_ns)
+    : heights(std::move(heights_)),
+      nanoseconds(std::move(nanoseconds_)),
+      first(std::move(first_)),
+      touches(std::move(touches_)),
+      copy_ns(copy_ns) {
+  const auto groups = static_cast<size_t>(heights.groups());
+  if (nanoseconds.size() != groups || first.size() != groups + 1 || first.front() != 0 ||
+      first.back() != static_cast<int64_t>(touches.size()) || !std::is_sorted(first.begin(), first.end())) {
+    throw std::invalid_argument("a step of " + std::to_string(groups) +
+                                " groups needs a time for each, and where its touches begin and end");
+  }
+}
+
+Simulation::Simulation(const SimulationSettings& settings) : settings_(settings), random_(settings.seed) {
+  if (settings.arena <= 0 || settings.arenas <= 0 || settings.run_ahead <= 0) {
+    throw std::invalid_argument("a simulation needs an arena with bytes, and lanes that may hold a group or more");
+  }
+  const int64_t arena = rounded_up(settings.arena);
+  device_ = std::make_unique<SimulatedDevice>(int64_t{1} << 62, kGranularity);
+  for (int32_t i = 0; i < settings.arenas; ++i) {
+    auto made = std::make_unique<Arena>(
+        Arena{Admission(settings.arena), DeviceOrder(settings.fault), device_->reserve(arena), {}});
+    if (made->base == 0 || !device_->grow(made->base, arena)) throw std::invalid_argument("no addresses are left");
+    for (int32_t end = 0; end < 2; ++end) {
+      lanes_.push_back(std::make_unique<Lane>(Lane{2 * i + end, i, end, device_->add_stream()}));
+      made->lanes[end] = lanes_.back().get();
+    }
+    arenas_.push_back(std::move(made));
+  }
+  copies_ = device_->add_stream();
+}
+
+Simulation::~Simulation() = default;
+
+void Simulation::add_job(std::shared_ptr<const SimulatedStep> step, int32_t steps) {
+  if (step->heights.largest() > settings_.arena) {
+    throw std::invalid_argument("a step that reaches " + std::to_string(step->heights.largest()) +
+                                " bytes does not fit into an arena of " + std::to_string(settings_.arena));
+  }
+  auto job = std::make_unique<Job>();
+  job->number = static_cast<int32_t>(jobs_.size());
+  job->step = std::move(step);
+  job->steps = steps;
+  // What persists and the batch lie outside of the arenas; a few bytes stand for them.
+  job->state = device_->reserve(2 * kGranularity);
+  job->batch = job->state + kGranularity;
+  if (job->state == 0 || !device_->grow(job->state, 2 * kGranularity)) {
+    throw std::invalid_argument("no addresses are left");
+  }
+  for (int32_t g = 0; g < job->step->heights.groups(); ++g) {
+    job->barriers.emplace_back(g == 0 ? kFirstGroupParties : kLaterGroupParties);
+  }
+  job->barriers[0].arrive();  // there is no step before the first
+  result_.steps.push_back(0);
+  jobs_.push_back(std::move(job));
+}
+
+SimulationResult Simulation::run() {
+  for (auto& job : jobs_) {
+    if (job->steps > 0) copy_batch(*job);
+  }
+  while (true) {
+    while (issue_one()) {
+    }
+    if (due_.empty()) break;
+    const Entry next = due_.top();
+    due_.pop();
+    now_ = next.at;
+    handle(next);
+  }
+  for (const auto& job : jobs_) {
+    if (job->done != job->steps) {
+      throw std::logic_error("job " + std::to_string(job->number) + " is stuck in step " + std::to_string(job->done) +
+                             " before group " + std::to_string(job->group));
+    }
+  }
+  for (const auto& arena : arenas_) {
+    arena->admission.check();
+    arena->order.check();
+  }
+  measure();
+  return std::move(result_);
+}
+
+void Simulation::handle(const Entry& entry) {
+  if (entry.due == Due::group_done) {
+    Lane& lane = *lanes_[entry.number];
+    const EventId event = lane.in_flight.front();
+    lane.in_flight.pop_front();
+    if (!settings_.host_learns) return;
+    device_->advance(event);
+    if (!device_->complete(event)) throw std::logic_error("a group is done and its event is not");
+    arenas_[lane.arena]->order.reached(lane.end, event);
+    return;
+  }
+  Job& job = *jobs_[entry.number];
+  job.barriers[0].arrive();
+  ready_.push_back(&job);
+}
+
+// -- the host
+
+// Issues the first group that may be issued; false where all have to wait for the device.
+bool Simulation::issue_one() {
+  for (auto& arena : arenas_) {
+    for (auto id : arena->admission.waiting()) {
+      Job& job = *jobs_[id];
+      if (job.lane >= 0 ? go_on(*lanes_[job.lane]) : start(job)) return true;
+    }
+  }
+  for (auto& lane : lanes_) {
+    if (lane->job != nullptr && go_on(*lane)) return true;
+  }
+  for (Job* job : ready_) {
+    if (start(*job)) return true;
+  }
+  return false;
+}
+
+bool Simulation::go_on(Lane& lane) {
+  Job& job = *lane.job;
+  if (has_enough(lane)) return false;
+  Admission& admission = arenas_[lane.arena]->admission;
+  if (!admission.try_issue(job.number, &job.step->heights)) {
+    admission.wait(job.number);
+    return false;
+  }
+  if (!settings_.early_issue) job.barriers[job.group].arrive();  // room
+  issue(job);
+  return true;
+}
+
+bool Simulation::start(Job& job) {
+  for (auto& lane : lanes_) {
+    if (lane->job != nullptr || has_enough(*lane)) continue;
+    Admission& admission = arenas_[lane->arena]->admission;
+    if (!admission.try_issue(job.number, &job.step->heights)) {
+      admission.wait(job.number);
+      continue;
+    }
+    for (auto& arena : arenas_) {
+      if (&arena->admission != &admission) arena->admission.release(job.number);
+    }
+    ready_.erase(std::find(ready_.begin(), ready_.end(), &job));
+    job.lane = lane->index;
+    lane->job = &job;
+    if (!settings_.early_issue) job.barriers[0].arrive();  // room
+    issue(job);
+    return true;
+  }
+  return false;
+}
+
+// The next group of a job that admission has let through. It is issued at once, so it holds its peak for no time at
+// all; what it gives back is there for others, who wait for it on the device.
+void Simulation::issue(Job& job) {
+  Lane& lane = *lanes_[job.lane];
+  Arena& arena = *arenas_[lane.arena];
+  const SimulatedStep& step = *job.step;
+  const int32_t group = job.group;
+  const int64_t peak = step.heights.peak[group], after = step.heights.after[group];
+  job.barriers[group].pass();
+
+  int64_t begin = std::max(now_, lane.free_at);
+  if (group == 0) {
+    begin = wait(lane.stream, job.last, begin);
+    begin = wait(lane.stream, job.copied, begin);
+  }
+  const auto facing = arena.order.before(lane.end, peak, settings_.arena);
+  begin = wait(lane.stream, facing, begin);
+  result_.waits += facing.has_value();
+  lane.held = peak;
+  if (arena.held() > settings_.arena) {
+    throw std::logic_error("an arena of " + std::to_string(settings_.arena) + " bytes holds " +
+                           std::to_string(arena.held()));
+  }
+  touch(job, lane);
+  lane.held = after;
+
+  const int64_t taken = step.nanoseconds[group] + stall();
+  lane.free_at = begin + taken;
+  lane.busy += taken;
+  const EventId event = record(lane.stream, lane.free_at);
+  arena.order.after(lane.end, peak, event, after);
+  due_.push({lane.free_at, Due::group_done, lane.index});
+  lane.in_flight.push_back(event);
+  result_.spans.push_back({job.number, job.done, group, lane.index, now_, begin, lane.free_at, peak, after});
+
+  if (!arena.admission.complete(job.number)) {
+    job.barriers[++job.group].arrive();  // the group before
+    return;
+  }
+  lane.held = 0;
+  lane.job = nullptr;
+  job.lane = -1;
+  job.group = 0;
+  job.last = event;
+  job.barriers[0].arrive();  // the step before
+  result_.steps[job.number] = ++job.done;
+  if (job.done < job.steps) copy_batch(job);
+}
+
+// -- the device
+
+void Simulation::touch(const Job& job, const Lane& lane) {
+  const SimulatedStep& step = *job.step;
+  const uintptr_t base = arenas_[lane.arena]->base;
+  for (int64_t i = step.first[job.group]; i < step.first[job.group + 1]; ++i) {
+    const Touch& touch = step.touches[i];
+    const int64_t from = lane.end == 0 ? touch.offset : settings_.arena - touch.offset - touch.bytes;
+    access(job, lane.stream, base + from, touch.bytes, touch.write);
+  }
+  access(job, lane.stream, job.batch, kGranularity, false);
+  access(job, lane.stream, job.state, kGranularity, true);
+}
+
+void Simulation::access(const Job& job, StreamId stream, uintptr_t at, int64_t bytes, bool write) {
+  try {
+    device_->access(stream, at, bytes, write);
+  } catch (const Race& race) {
+    ++result_.races;
+    if (result_.told.size() == kMostTold) return;
+    result_.told.push_back("group " + std::to_string(job.group) + " of step " + std::to_string(job.done) + " of job " +
+                           std::to_string(job.number) + ": " + race.what());
+  }
+}
+
+// One batch on the device: the next one is copied once the step that read the last one is done.
+void Simulation::copy_batch(Job& job) {
+  const int64_t begin = wait(copies_, job.last, std::max(now_, copies_free_at_));
+  access(job, copies_, job.batch, kGranularity, true);
+  copies_free_at_ = begin + job.step->copy_ns;
+  job.copied = record(copies_, copies_free_at_);
+  due_.push({copies_free_at_, Due::batch_copied, job.number});
+}
+
+int64_t Simulation::wait(StreamId stream, std::optional<EventId> event, int64_t time) {
+  if (!event) return time;
+  device_->wait(stream, *event);
+  return std::max(time, reached_.at(*event));
+}
+
+EventId Simulation::record(StreamId stream, int64_t time) {
+  const EventId event = device_->record(stream);
+  reached_.emplace(event, time);
+  return event;
+}
+
+int64_t Simulation::stall() {
+  if (settings_.stalled == 0 || settings_.stall_ns == 0) return 0;
+  if (static_cast<int32_t>(next_random(random_) % 1000) >= settings_.stalled) return 0;
+  return static_cast<int64_t>(next_random(random_) % static_cast<uint64_t>(settings_.stall_ns + 1));
+}
+
+// -- afterwards
+
+void Simulation::measure() {
+  // What ends at some time makes room before anything begins; a group that takes no time only leaves what it leaves.
+  struct Edge {
+    int64_t at;
+    bool starts;
+    size_t span;
+  };
+  std::vector<Edge> edges;
+  for (size_t i = 0; i < result_.spans.size(); ++i) {
+    const auto& span = result_.spans[i];
+    if (span.start < span.end) edges.push_back({span.start, true, i});
+    edges.push_back({span.end, false, i});
+    result_.makespan = std::max(result_.makespan, span.end);
+  }
+  std::sort(edges.begin(), edges.end(), [](const Edge& a, const Edge& b) {
+    return std::tie(a.at, a.starts, a.span) < std::tie(b.at, b.starts, b.span);
+  });
+  for (const auto& lane : lanes_) {
+    result_.busy.push_back(lane->busy);
+    lane->held = 0;
+  }
+  result_.peaks.assign(arenas_.size(), 0);
+  int32_t busy = 0;
+  int64_t since = 0, held = 0;
+  for (const auto& [at, starts, index] : edges) {
+    const auto& span = result_.spans[index];
+    Lane& lane = *lanes_[span.lane];
+    if (busy >= 2) result_.overlapped += at - since;
+    since = at;
+    if (span.start < span.end) busy += starts ? 1 : -1;
+    held -= lane.held;
+    lane.held = starts ? span.peak : span.after;
+    held += lane.held;
+    int64_t& peak = result_.peaks[lane.arena];
+    peak = std::max(peak, arenas_[lane.arena]->held());
+    result_.peak = std::max(result_.peak, held);
+  }
+}
+
+}  // namespace waterflow

@@ -1,0 +1,56 @@
+"""How much memory an engine may use: what users write, and what the machine has."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+
+from waterflow.errors import InvalidJobError
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
+          "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+DEFAULT_MEMORY = 0.8
+
+
+def parse_memory(memory: int | float | str | None, available: int | None = None) -> int:
+    """Bytes of a memory limit: an integer, a share of what is free (a float up to 1.0), or text like ``4GiB``."""
+    if memory is None:
+        memory = DEFAULT_MEMORY
+    if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
+        raise InvalidJobError(f"memory must be bytes, a share, or text like '4GiB'; got {memory!r}")
+    if isinstance(memory, str):
+        text = memory.strip().lower()
+        number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+        unit = text[len(number) :].strip()
+        try:
+            count = float(number) * _UNITS[unit]
+        except (ValueError, KeyError):
+            raise InvalidJobError(f"cannot read {memory!r} as memory; write '4GiB', '800MB', or a number") from None
+        if "." in number and unit == "" and float(number) <= 1:
+            return parse_memory(float(number), available)
+        bytes_ = int(count)
+    elif isinstance(memory, float) and not math.isfinite(memory):
+        raise InvalidJobError(f"a memory limit must be a finite number; got {memory}")
+    elif isinstance(memory, float) and memory <= 1.0:
+        if memory <= 0:
+            raise InvalidJobError(f"a share of the memory must lie in (0, 1]; got {memory}")
+        bytes_ = int((available if available is not None else free_memory()) * memory)
+    else:
+        bytes_ = int(memory)
+    if bytes_ <= 0:
+        raise InvalidJobError(f"a memory limit must be positive; got {memory!r}")
+    return bytes_
+
+
+def free_memory() -> int:
+    """Bytes that this machine could still give out, the control group's limit included."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # noqa: SIM117
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            available = min(available, int(limit.read()) - int(used.read()))
+    return available
