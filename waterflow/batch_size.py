@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
-from waterflow.executor.engine import parse_memory
+from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, arena_of, simulate
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import format_bytes
