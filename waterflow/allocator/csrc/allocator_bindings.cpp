@@ -47,6 +47,11 @@ void bind_devices(py::module_& m) {
       .def("check", &SimulatedDevice::check);
 }
 
-void bind_allocator(py::module_& m) { bind_devices(m); }
+void bind_cuda(py::module_& m);
+
+void bind_allocator(py::module_& m) {
+  bind_devices(m);
+  bind_cuda(m);
+}
 
 }  // namespace waterflow

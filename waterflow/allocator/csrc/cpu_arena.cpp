@@ -5,13 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "planned_ranges.h"
 
 namespace waterflow {
 namespace {
@@ -22,73 +22,11 @@ namespace {
 
 int64_t whole_pages(int64_t bytes) { return (bytes + CpuArena::page() - 1) / CpuArena::page() * CpuArena::page(); }
 
-// Every range of planned addresses in the process, for releases that know nothing but an address.
-struct Ranges {
-  static constexpr int32_t kMost = 256;
-  std::mutex lock;
-  std::atomic<Placer*> entries[kMost] = {};
-  std::atomic<int32_t> used{0};  // entries behind are empty
-  std::vector<std::unique_ptr<Placer>> stranded;
-
-  void add(Placer* placer) {
-    std::lock_guard<std::mutex> guard(lock);
-    for (int32_t i = 0; i < kMost; ++i) {
-      if (entries[i].load() != nullptr) continue;
-      entries[i].store(placer);
-      used.store(std::max(used.load(), i + 1));
-      return;
-    }
-    throw std::runtime_error("there are " + std::to_string(kMost) + " ends of arenas in this process already");
-  }
-  void remove_locked(const Placer* placer) {
-    for (auto& entry : entries) {
-      if (entry.load() == placer) entry.store(nullptr);
-    }
-  }
-  void remove(const Placer* placer) {
-    std::lock_guard<std::mutex> guard(lock);
-    remove_locked(placer);
-  }
-  void sweep_locked() {
-    std::erase_if(stranded, [this](const std::unique_ptr<Placer>& placer) {
-      if (placer->any_live()) return false;
-      remove_locked(placer.get());
-      munmap(placer->base(), placer->bytes());
-      return true;
-    });
-  }
-};
-
-Ranges& ranges() {
-  static auto* made = new Ranges;  // what is held may outlive every engine
-  return *made;
-}
-
 }  // namespace
 
 int64_t CpuArena::page() {
   static const int64_t bytes = sysconf(_SC_PAGESIZE);
   return bytes;
-}
-
-bool release_planned(void* address) {
-  auto& all = ranges();
-  for (int32_t i = 0, used = all.used.load(std::memory_order_acquire); i < used; ++i) {
-    Placer* const placer = all.entries[i].load(std::memory_order_acquire);
-    if (placer != nullptr && placer->contains(address)) return placer->release(address);
-  }
-  return false;
-}
-
-int64_t stranded_bytes() {
-  auto& all = ranges();
-  std::lock_guard<std::mutex> guard(all.lock);
-  all.sweep_locked();
-  int64_t total = 0;
-  for (const auto& placer : all.stranded) {
-    placer->each_live([&](char*, int64_t bytes) { total += bytes; });
-  }
-  return total;
 }
 
 CpuArena::CpuArena(int64_t most) : most_(std::max(page(), whole_pages(most))) {
@@ -107,7 +45,7 @@ CpuArena::~CpuArena() { let_go(); }
 void CpuArena::let_go() {
   for (auto& placer : placers_) {
     if (!placer) continue;
-    ranges().remove(placer.get());
+    PlannedRanges::remove(placer.get());
     munmap(placer->base(), most_);
   }
   close(file_);
@@ -118,7 +56,7 @@ std::unique_ptr<Placer> CpuArena::reserve(int32_t end) const {
   if (base == MAP_FAILED) fail("reserve addresses for an arena", most_);
   auto made = std::make_unique<Placer>(static_cast<char*>(base), most_, end == 1);
   try {
-    ranges().add(made.get());
+    PlannedRanges::add(made.get());
   } catch (...) {
     munmap(base, most_);
     throw;
@@ -172,12 +110,7 @@ void CpuArena::strand(int32_t end) {
   placers_[end]->each_live([&](char* at, int64_t bytes) { std::memcpy(copy + (at - old), at, bytes); });
   // The copy takes the old addresses in one move: whoever reads there sees the same bytes before and after.
   if (mremap(copy, most_, most_, MREMAP_MAYMOVE | MREMAP_FIXED, old) == MAP_FAILED) fail("move a range", most_);
-  {
-    auto& all = ranges();
-    std::lock_guard<std::mutex> guard(all.lock);
-    all.stranded.push_back(std::exchange(placers_[end], std::move(fresh)));
-    all.sweep_locked();
-  }
+  PlannedRanges::keep(std::exchange(placers_[end], std::move(fresh)), [old, most = most_] { munmap(old, most); });
   map(end);
 }
 

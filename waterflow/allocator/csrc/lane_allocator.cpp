@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "allocator_chain.h"
-#include "cpu_arena.h"
+#include "planned_ranges.h"
 
 namespace waterflow {
 namespace {

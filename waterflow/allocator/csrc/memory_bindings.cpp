@@ -1,8 +1,8 @@
 // What Python sees of planned memory and of the counting allocator.
 #include <torch/extension.h>
 
-#include "cpu_arena.h"
 #include "meter.h"
+#include "planned_ranges.h"
 #include "request_plan.h"
 
 namespace py = pybind11;

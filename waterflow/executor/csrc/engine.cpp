@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "../../allocator/csrc/cpu_arena.h"
+
 namespace waterflow {
 int64_t Engine::now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -13,8 +15,10 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
     : capacity_(capacity) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
+  Ground::MakeArena make_arena;
+  if (arenas) make_arena = [](int64_t most) { return std::make_unique<CpuArena>(most); };
   for (int32_t i = 0; i < lanes; i += 2) {
-    grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, arenas,
+    grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, make_arena,
                                                 behind ? behind->fault : OrderFault::none));
   }
   share_out();

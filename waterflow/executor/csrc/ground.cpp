@@ -6,16 +6,11 @@
 #include "step_run.h"
 
 namespace waterflow {
-namespace {
 
-int64_t whole_pages(int64_t bytes) { return (bytes + CpuArena::page() - 1) / CpuArena::page() * CpuArena::page(); }
-
-}  // namespace
-
-Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages, OrderFault fault)
+Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, OrderFault fault)
     : admission(capacity), order(fault), lanes_(lanes) {
-  if (!pages) return;
-  pages_ = std::make_unique<CpuArena>(most);
+  if (!make_arena) return;
+  pages_ = make_arena(most);
   pages_->resize(most);  // no page is there before it is touched
 }
 
@@ -30,6 +25,11 @@ void Ground::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plann
     const int64_t beside = facing.job >= 0 && facing.planned ? facing.largest : 0;
     // Admission lets both in group by group; they share no byte as long as the arena has what they are admitted to.
     mine.planned = mine.largest + beside <= pages_->size() || admission.capacity() <= pages_->size();
+    if (mine.planned && pages_->backs()) {
+      mine.planned = pages_->back(index, std::min(mine.largest, pages_->size()));
+      // What is behind its addresses stays there until it is discarded.
+      mine.touched = std::max(mine.touched, std::min(whole_pages(mine.largest), pages_->size()));
+    }
   }
   grow(index);
 }

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
-#include "../../allocator/csrc/cpu_arena.h"
+#include "../../allocator/csrc/arena.h"
 #include "admission.h"
 #include "device_order.h"
 
@@ -24,8 +25,12 @@ struct ArenaEnd {
 // An arena with its one or two ends, and the admission to it. Without pages it is a book only.
 class Ground {
  public:
-  // `lanes`: 1 or 2. Planned memory where `pages`, up to `most` bytes.
-  Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages, OrderFault fault = OrderFault::none);
+  // Arenas with addresses for so many bytes.
+  using MakeArena = std::function<std::unique_ptr<Arena>(int64_t most)>;
+
+  // `lanes`: 1 or 2. Memory is planned where arenas can be made, up to `most` bytes.
+  Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena,
+         OrderFault fault = OrderFault::none);
 
   Admission admission;
   DeviceOrder order;  // between its two ends, on a device that runs behind the host
@@ -51,10 +56,11 @@ class Ground {
  private:
   int64_t held(const ArenaEnd& end) const { return end.job >= 0 ? admission.held_by(end.job) : 0; }
   void fit_pages(int32_t end, int64_t height);
+  int64_t whole_pages(int64_t bytes) const { return (bytes + pages_->unit() - 1) / pages_->unit() * pages_->unit(); }
 
   int32_t lanes_;
   ArenaEnd ends_[2];
-  std::unique_ptr<CpuArena> pages_;
+  std::unique_ptr<Arena> pages_;
 };
 
 }  // namespace waterflow

@@ -1,0 +1,318 @@
+#include "cuda_device.h"
+
+#include <cstdio>
+#include <iterator>
+#include <string>
+#include <utility>
+
+namespace waterflow {
+namespace {
+
+using Guard = std::lock_guard<std::mutex>;
+
+std::string hex(uintptr_t address) {
+  char text[32];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(address));
+  return text;
+}
+
+std::string range(int64_t bytes, uintptr_t at) { return std::to_string(bytes) + " bytes at " + hex(at); }
+
+}  // namespace
+
+CudaDevice::CudaDevice(const CudaDriver& driver, int index, int64_t capacity)
+    : driver_(driver), index_(index), capacity_(capacity) {
+  if (capacity < 0)
+    throw std::invalid_argument("a device has a capacity of at least 0; got " + std::to_string(capacity));
+  int count = 0, supported = 0;
+  const std::string which = "device " + std::to_string(index);
+  if (const auto result = driver_.device_count(&count)) driver_.fail(result, "cuDeviceGetCount()");
+  if (index < 0 || index >= count) {
+    throw std::invalid_argument("there is no CUDA " + which + "; the driver sees " + std::to_string(count) +
+                                " (see CUDA_VISIBLE_DEVICES)");
+  }
+  if (const auto result = driver_.device(&ordinal_, index)) driver_.fail(result, "cuDeviceGet(" + which + ")");
+  if (const auto result = driver_.device_attribute(&supported, cu::HAS_VIRTUAL_MEMORY, ordinal_)) {
+    driver_.fail(result, "cuDeviceGetAttribute(virtual memory, " + which + ")");
+  }
+  if (!supported) {
+    throw CudaError(which +
+                        " cannot put memory behind addresses of our choice (CUDA virtual memory management). "
+                        "Planned memory needs that; train on torch's own allocator with arenas=False.",
+                    cu::NO_DEVICE);
+  }
+  const auto properties = prop();
+  size_t unit = 0, total = 0;
+  if (const auto result = driver_.granularity(&unit, &properties, cu::GRANULARITY_MINIMUM)) {
+    driver_.fail(result, "cuMemGetAllocationGranularity(" + which + ")");
+  }
+  granularity_ = static_cast<int64_t>(unit);
+  if (const auto result = driver_.device_memory(&total, ordinal_))
+    driver_.fail(result, "cuDeviceTotalMem(" + which + ")");
+  if (capacity_ == 0) capacity_ = static_cast<int64_t>(total);
+  if (const auto result = driver_.retain_context(&context_, ordinal_)) {
+    driver_.fail(result, "cuDevicePrimaryCtxRetain(" + which + ")");
+  }
+}
+
+CudaDevice::~CudaDevice() {
+  try {
+    Current current(*this);
+    driver_.synchronize_context();
+    for (const auto& [id, event] : events_) driver_.destroy_event(event);
+    for (const auto event : spare_) driver_.destroy_event(event);
+    for (const auto& [id, stream] : streams_) {
+      if (stream.own) driver_.destroy_stream(stream.handle);
+    }
+    for (const auto& [at, piece] : pieces_) {
+      driver_.unmap(at, static_cast<size_t>(piece.first));
+      driver_.release(piece.second);
+    }
+    for (const auto& [at, end] : reserved_) driver_.unreserve(at, end - at);
+    for (const auto& [at, bytes] : pinned_) driver_.free_host(reinterpret_cast<void*>(at));
+    for (const auto& [at, bytes] : plain_) driver_.free(at);
+  } catch (const CudaError&) {
+    // The driver has gone already, and everything with it.
+  }
+  driver_.release_context(ordinal_);
+}
+
+cu::AllocationProp CudaDevice::prop() const {
+  cu::AllocationProp made;
+  made.location.id = ordinal_;
+  return made;
+}
+
+// -- memory
+
+void CudaDevice::aligned(uintptr_t at, int64_t bytes) const {
+  if (bytes > 0 && at % static_cast<uintptr_t>(granularity_) == 0 && bytes % granularity_ == 0) return;
+  throw std::invalid_argument(range(bytes, at) + " are no whole multiples of the granularity, " +
+                              std::to_string(granularity_));
+}
+
+void CudaDevice::within_reserved(uintptr_t at, int64_t bytes) const {
+  aligned(at, bytes);
+  auto found = reserved_.upper_bound(at);
+  if (found != reserved_.begin() && at + static_cast<uintptr_t>(bytes) <= (--found)->second) return;
+  throw std::invalid_argument(range(bytes, at) + " do not lie within a reserved range");
+}
+
+uintptr_t CudaDevice::reserve(int64_t bytes) {
+  aligned(0, bytes);
+  cu::Address base = 0;
+  Current current(*this);
+  const auto result = driver_.reserve(&base, static_cast<size_t>(bytes), 0, 0, 0);
+  if (result == cu::OUT_OF_MEMORY) return 0;
+  if (result) driver_.fail(result, "cuMemAddressReserve(" + std::to_string(bytes) + " bytes)");
+  Guard guard(lock_);
+  reserved_.emplace(base, base + static_cast<uintptr_t>(bytes));
+  return base;
+}
+
+void CudaDevice::unreserve(uintptr_t base, int64_t bytes) {
+  Guard guard(lock_);
+  auto found = reserved_.find(base);
+  if (found == reserved_.end() || found->second != base + static_cast<uintptr_t>(bytes)) {
+    throw std::invalid_argument(range(bytes, base) + " are no reserved range");
+  }
+  const auto piece = pieces_.lower_bound(base);
+  if (piece != pieces_.end() && piece->first < found->second) {
+    throw std::invalid_argument(range(bytes, base) + " still have memory behind them, at " + hex(piece->first));
+  }
+  Current current(*this);
+  if (const auto result = driver_.unreserve(base, static_cast<size_t>(bytes))) {
+    driver_.fail(result, "cuMemAddressFree(" + range(bytes, base) + ")");
+  }
+  reserved_.erase(found);
+}
+
+bool CudaDevice::create(int64_t bytes, cu::Handle* page) {
+  const auto properties = prop();
+  const auto result = driver_.create(page, static_cast<size_t>(bytes), &properties, 0);
+  if (result == cu::OUT_OF_MEMORY) return false;
+  if (result) {
+    driver_.fail(result, "cuMemCreate(" + std::to_string(bytes) + " bytes on device " + std::to_string(index_) + ")");
+  }
+  return true;
+}
+
+// Takes back what `grow` has put there.
+void CudaDevice::undo(uintptr_t from, uintptr_t to) {
+  for (auto piece = pieces_.lower_bound(from); piece != pieces_.end() && piece->first < to;) {
+    const auto [bytes, handle] = piece->second;
+    if (const auto result = driver_.unmap(piece->first, static_cast<size_t>(bytes))) {
+      driver_.fail(result, "cuMemUnmap(" + range(bytes, piece->first) + ")");
+    }
+    if (const auto result = driver_.release(handle))
+      driver_.fail(result, "cuMemRelease(" + std::to_string(bytes) + ")");
+    grown_ -= bytes;
+    piece = pieces_.erase(piece);
+  }
+}
+
+bool CudaDevice::grow(uintptr_t at, int64_t bytes) {
+  Guard guard(lock_);
+  within_reserved(at, bytes);
+  const uintptr_t end = at + static_cast<uintptr_t>(bytes);
+  auto next = pieces_.lower_bound(at);
+  const bool before = next != pieces_.begin() && std::prev(next)->first + std::prev(next)->second.first > at;
+  if (before || (next != pieces_.end() && next->first < end)) {
+    throw std::invalid_argument(range(bytes, at) + " have memory behind them already, or a part of them has");
+  }
+  if (bytes > capacity_ - grown_) return false;
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  uintptr_t done = at;
+  try {
+    while (done < end) {
+      const auto left = static_cast<int64_t>(end - done);
+      const int64_t piece = left >= PIECE && PIECE % granularity_ == 0 ? PIECE : granularity_;
+      cu::Handle handle = 0;
+      if (!create(piece, &handle)) {
+        undo(at, done);
+        return false;
+      }
+      if (const auto result = driver_.map(done, static_cast<size_t>(piece), 0, handle, 0)) {
+        driver_.release(handle);
+        driver_.fail(result, "cuMemMap(" + range(piece, done) + ")");
+      }
+      pieces_.emplace(done, std::pair{piece, handle});
+      grown_ += piece;
+      done += static_cast<uintptr_t>(piece);
+    }
+    allow(at, bytes);
+  } catch (...) {
+    undo(at, done);
+    throw;
+  }
+  return true;
+}
+
+void CudaDevice::shrink(uintptr_t at, int64_t bytes) {
+  Guard guard(lock_);
+  within_reserved(at, bytes);
+  const uintptr_t end = at + static_cast<uintptr_t>(bytes);
+  uintptr_t covered = at;
+  for (auto piece = pieces_.find(at); piece != pieces_.end() && piece->first == covered && covered < end; ++piece) {
+    covered += static_cast<uintptr_t>(piece->second.first);
+  }
+  if (covered != end) {
+    throw std::invalid_argument(range(bytes, at) +
+                                " are not what was grown there, piece by piece; the pieces meet at " + hex(covered));
+  }
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  undo(at, end);
+}
+
+bool CudaDevice::make_page(int64_t bytes, cu::Handle* page) {
+  Guard guard(lock_);
+  aligned(0, bytes);
+  if (bytes > capacity_ - grown_) return false;
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  if (!create(bytes, page)) return false;
+  grown_ += bytes;
+  return true;
+}
+
+void CudaDevice::drop_page(cu::Handle page, int64_t bytes) {
+  Guard guard(lock_);
+  Current current(*this);
+  if (const auto result = driver_.release(page)) driver_.fail(result, "cuMemRelease(" + std::to_string(bytes) + ")");
+  grown_ -= bytes;
+}
+
+void CudaDevice::map_page(uintptr_t at, int64_t bytes, cu::Handle page) {
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  if (const auto result = driver_.map(at, static_cast<size_t>(bytes), 0, page, 0)) {
+    driver_.fail(result, "cuMemMap(" + range(bytes, at) + ")");
+  }
+}
+
+void CudaDevice::allow(uintptr_t at, int64_t bytes) {
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  cu::Access access;
+  access.location.id = ordinal_;
+  if (const auto result = driver_.set_access(at, static_cast<size_t>(bytes), &access, 1)) {
+    driver_.fail(result, "cuMemSetAccess(" + range(bytes, at) + ")");
+  }
+}
+
+void CudaDevice::unmap(uintptr_t at, int64_t bytes) {
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  if (const auto result = driver_.unmap(at, static_cast<size_t>(bytes))) {
+    driver_.fail(result, "cuMemUnmap(" + range(bytes, at) + ")");
+  }
+}
+
+uintptr_t CudaDevice::allocate_pinned(int64_t bytes) {
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  void* at = nullptr;
+  const auto result = driver_.allocate_host(&at, static_cast<size_t>(bytes), cu::HOST_PORTABLE | cu::HOST_MAPPED);
+  if (result == cu::OUT_OF_MEMORY) return 0;
+  if (result) driver_.fail(result, "cuMemHostAlloc(" + std::to_string(bytes) + " bytes)");
+  Guard guard(lock_);
+  pinned_.emplace(reinterpret_cast<uintptr_t>(at), bytes);
+  pinned_total_ += bytes;
+  return reinterpret_cast<uintptr_t>(at);
+}
+
+void CudaDevice::free_pinned(uintptr_t at) {
+  Current current(*this);
+  {
+    Guard guard(lock_);
+    auto found = pinned_.find(at);
+    if (found == pinned_.end()) throw std::invalid_argument("no pinned memory of ours begins at " + hex(at));
+    pinned_total_ -= found->second;
+    pinned_.erase(found);
+  }
+  if (const auto result = driver_.free_host(reinterpret_cast<void*>(at))) {
+    driver_.fail(result, "cuMemFreeHost(" + hex(at) + ")");
+  }
+}
+
+uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  cu::Address at = 0;
+  const auto result = driver_.allocate(&at, static_cast<size_t>(bytes));
+  if (result == cu::OUT_OF_MEMORY) return 0;
+  if (result) driver_.fail(result, "cuMemAlloc(" + std::to_string(bytes) + " bytes)");
+  Guard guard(lock_);
+  plain_.emplace(at, bytes);
+  return at;
+}
+
+void CudaDevice::free_plain(uintptr_t at) {
+  Current current(*this);
+  {
+    Guard guard(lock_);
+    if (plain_.erase(at) == 0) throw std::invalid_argument("no memory of ours begins at " + hex(at));
+  }
+  if (const auto result = driver_.free(at)) driver_.fail(result, "cuMemFree(" + hex(at) + ")");
+}
+
+int64_t CudaDevice::grown() const {
+  Guard guard(lock_);
+  return grown_;
+}
+
+int64_t CudaDevice::pinned() const {
+  Guard guard(lock_);
+  return pinned_total_;
+}
+
+int64_t CudaDevice::free_memory() const {
+  Current current(*this);
+  size_t free = 0, total = 0;
+  if (const auto result = driver_.memory_info(&free, &total)) driver_.fail(result, "cuMemGetInfo()");
+  return static_cast<int64_t>(free);
+}
+
+}  // namespace waterflow

@@ -1,0 +1,28 @@
+// Every range of planned addresses in the process, for releases that know nothing but an address.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "placer.h"
+
+namespace waterflow {
+
+// Thread-safe; releases take no lock.
+class PlannedRanges {
+ public:
+  // Throws std::runtime_error where there are too many.
+  static void add(Placer* placer);
+  static void remove(const Placer* placer);
+  // A range outlives its arena until nothing in it is held; then `give_back` is called.
+  static void keep(std::unique_ptr<Placer> placer, std::function<void()> give_back);
+};
+
+// Gives back a planned request by its address alone, on any thread. False where no arena has that address.
+bool release_planned(void* address);
+
+// Bytes that steps left behind and somebody still holds.
+int64_t stranded_bytes();
+
+}  // namespace waterflow
