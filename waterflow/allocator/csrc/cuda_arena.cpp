@@ -25,8 +25,8 @@ CudaArena::Page::~Page() {
   }
 }
 
-CudaArena::CudaArena(std::shared_ptr<CudaDevice> device, int64_t most, int64_t page)
-    : device_(std::move(device)), page_(page) {
+CudaArena::CudaArena(std::shared_ptr<CudaDevice> device, int64_t most, int64_t page, PlacedIn memory)
+    : device_(std::move(device)), memory_(memory), page_(page) {
   const int64_t granule = device_->granularity();
   if (page < 0 || page % granule != 0 || most < 0) {
     throw std::invalid_argument("an arena's pages are multiples of " + std::to_string(granule) +
@@ -61,7 +61,7 @@ CudaArena::~CudaArena() {
 void CudaArena::reserve(int32_t end) {
   const uintptr_t base = device_->reserve(most_);
   if (base == 0) throw std::runtime_error("the device has no range of " + std::to_string(most_) + " addresses left");
-  auto made = std::make_unique<Placer>(reinterpret_cast<char*>(base), most_, end == 1);
+  auto made = std::make_unique<Placer>(reinterpret_cast<char*>(base), most_, end == 1, memory_);
   try {
     PlannedRanges::add(made.get());
   } catch (...) {

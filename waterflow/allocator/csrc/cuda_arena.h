@@ -17,7 +17,8 @@ class CudaArena : public Arena {
  public:
   // Reserves addresses for at most `most` bytes, twice. `page`: bytes, a multiple of the device's granularity; 0:
   // chosen by the size, for many small pages are slow to map and few large ones hold more than is needed.
-  CudaArena(std::shared_ptr<CudaDevice> device, int64_t most, int64_t page = 0);
+  // `memory`: whose requests its placers serve; other than the device's in tests alone.
+  CudaArena(std::shared_ptr<CudaDevice> device, int64_t most, int64_t page = 0, PlacedIn memory = PlacedIn::device);
   ~CudaArena() override;
   CudaArena(const CudaArena&) = delete;
   CudaArena& operator=(const CudaArena&) = delete;
@@ -59,6 +60,7 @@ class CudaArena : public Arena {
   void allow(int32_t end, int64_t from, int64_t to);
 
   const std::shared_ptr<CudaDevice> device_;
+  const PlacedIn memory_;
   int64_t page_, most_, size_ = 0;
   End ends_[2];
 };

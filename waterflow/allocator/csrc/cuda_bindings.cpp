@@ -1,13 +1,77 @@
 // What Python sees of GPUs: for tests, and for what is set up before training.
 #include <torch/extension.h>
 
+#include "cuda_abi.h"
 #include "cuda_arena.h"
 #include "cuda_device.h"
+#include "lane_allocator.h"
 #include "planned_ranges.h"
 
 namespace py = pybind11;
 
 namespace waterflow {
+namespace {
+
+CUstream_st* stream_at(uintptr_t handle) { return reinterpret_cast<CUstream_st*>(handle); }
+
+template <class Function>
+uintptr_t address_of(Function* function) {
+  return reinterpret_cast<uintptr_t>(function);
+}
+
+void bind_cuda_memory(py::module_& m) {
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+  m.def("cuda_hooks", [] {
+    py::dict hooks;
+    hooks["waterflow_malloc"] = address_of(&waterflow_malloc);
+    hooks["waterflow_free"] = address_of(&waterflow_free);
+    hooks["set_record_stream_fn"] = address_of(&waterflow_record_stream);
+    hooks["set_reset_fn"] = address_of(&waterflow_empty_cache);
+    hooks["set_memory_fraction_fn"] = address_of(&waterflow_memory_fraction);
+    hooks["set_begin_allocate_to_pool"] = address_of(&waterflow_begin_pool);
+    hooks["set_end_allocate_to_pool_fn"] = address_of(&waterflow_end_pool);
+    hooks["set_release_pool"] = address_of(&waterflow_release_pool);
+    return hooks;
+  });
+  m.def(
+      "cuda_pool", [](int device, int64_t limit, bool spill) { CudaMemory::of(device).pool(limit, spill); },
+      py::arg("device"), py::arg("limit"), py::arg("spill"), unlocked());
+  m.def("cuda_figures", [](int device) {
+    const auto now = CudaMemory::of(device).figures();
+    py::dict made;
+    made["allocated"] = now.allocated;
+    made["peak_allocated"] = now.peak_allocated;
+    made["reserved"] = now.reserved;
+    made["peak_reserved"] = now.peak_reserved;
+    made["pinned"] = now.pinned;
+    made["planned"] = now.planned;
+    made["pooled"] = now.pooled;
+    made["others"] = now.others;
+    return made;
+  });
+  m.def("cuda_reset_peaks", [](int device) { CudaMemory::of(device).reset_peaks(); });
+  m.def("cuda_trim", [](int device) { return CudaMemory::of(device).trim(); }, unlocked());
+  m.def("cuda_map", [](int device) { return CudaMemory::of(device).map(); });
+  m.def("cuda_device", [](int device) { return CudaMemory::of(device).device(); });
+
+  // What torch does with the functions above, for tests: a caller in C++.
+  m.def("cuda_malloc", [](size_t bytes, int device, uintptr_t stream) {
+    return reinterpret_cast<uintptr_t>(waterflow_malloc(bytes, device, stream_at(stream)));
+  });
+  m.def("cuda_free", [](uintptr_t at, size_t bytes, int device, uintptr_t stream) {
+    waterflow_free(reinterpret_cast<void*>(at), bytes, device, stream_at(stream));
+  });
+  m.def("cuda_begin_pool", [](int device, GraphPoolId pool, std::vector<uintptr_t> streams) {
+    waterflow_begin_pool(device, pool, [streams = std::move(streams)](CUstream_st* stream) {
+      return std::find(streams.begin(), streams.end(), reinterpret_cast<uintptr_t>(stream)) != streams.end();
+    });
+  });
+  m.def("cuda_end_pool", &waterflow_end_pool);
+  m.def("cuda_release_pool", &waterflow_release_pool);
+  m.def("cuda_memory_fraction", &waterflow_memory_fraction);
+}
+
+}  // namespace
 
 void bind_cuda(py::module_& m) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
@@ -47,6 +111,12 @@ void bind_cuda(py::module_& m) {
              arena.placer(end).instruction(instruction);
              return reinterpret_cast<uintptr_t>(arena.placer(end).request(bytes));
            })
+      .def("malloc_within",
+           [](CudaArena& arena, int end, int instruction, size_t bytes, int device, uintptr_t stream) {
+             PlacerScope scope(&arena.placer(end));
+             arena.placer(end).instruction(instruction);
+             return reinterpret_cast<uintptr_t>(waterflow_malloc(bytes, device, stream_at(stream)));
+           })
       .def("finish", [](CudaArena& arena, int end) { return arena.placer(end).finish(); })
       .def("base", [](CudaArena& arena, int end) { return reinterpret_cast<uintptr_t>(arena.placer(end).base()); })
       .def("check", &CudaArena::check)
@@ -54,6 +124,7 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("size", &CudaArena::size)
       .def_property_readonly("unit", &CudaArena::unit)
       .def_property_readonly("pages", &CudaArena::pages);
+  bind_cuda_memory(m);
   m.def("release_planned", [](uintptr_t at) { return release_planned(reinterpret_cast<void*>(at)); });
 }
 

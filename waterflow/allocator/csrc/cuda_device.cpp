@@ -286,16 +286,21 @@ uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
   if (result) driver_.fail(result, "cuMemAlloc(" + std::to_string(bytes) + " bytes)");
   Guard guard(lock_);
   plain_.emplace(at, bytes);
+  plain_total_ += bytes;
   return at;
 }
 
-void CudaDevice::free_plain(uintptr_t at) {
+bool CudaDevice::free_plain(uintptr_t at) {
   Current current(*this);
   {
     Guard guard(lock_);
-    if (plain_.erase(at) == 0) throw std::invalid_argument("no memory of ours begins at " + hex(at));
+    auto found = plain_.find(at);
+    if (found == plain_.end()) return false;
+    plain_total_ -= found->second;
+    plain_.erase(found);
   }
   if (const auto result = driver_.free(at)) driver_.fail(result, "cuMemFree(" + hex(at) + ")");
+  return true;
 }
 
 int64_t CudaDevice::grown() const {
@@ -306,6 +311,11 @@ int64_t CudaDevice::grown() const {
 int64_t CudaDevice::pinned() const {
   Guard guard(lock_);
   return pinned_total_;
+}
+
+int64_t CudaDevice::plain() const {
+  Guard guard(lock_);
+  return plain_total_;
 }
 
 int64_t CudaDevice::free_memory() const {

@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <mutex>
-#include <utility>
 
 #include "allocator_chain.h"
 #include "planned_ranges.h"
@@ -11,7 +10,14 @@
 namespace waterflow {
 namespace {
 
-thread_local Placer* t_placer = nullptr;
+thread_local Placer* t_placer = nullptr;  // of the host's memory
+thread_local Placer* t_device_placer = nullptr;
+
+void set_placer(Placer* placer) {
+  const bool on_device = placer != nullptr && placer->memory() == PlacedIn::device;
+  t_placer = on_device ? nullptr : placer;
+  t_device_placer = on_device ? placer : nullptr;
+}
 
 void release(void* address);
 
@@ -48,7 +54,7 @@ int installed = 0;
 
 LaneAllocatorInstalled::LaneAllocatorInstalled() {
   std::lock_guard<std::mutex> guard(installed_lock);
-  static const int once = pthread_atfork(nullptr, nullptr, [] { t_placer = nullptr; });
+  static const int once = pthread_atfork(nullptr, nullptr, [] { set_placer(nullptr); });
   (void)once;
   if (installed++ == 0) AllocatorChain::put_in(AllocatorChain::kLanes, &allocator());
 }
@@ -59,8 +65,9 @@ LaneAllocatorInstalled::~LaneAllocatorInstalled() {
   if (--installed == 0 && stranded_bytes() == 0) AllocatorChain::take_out(AllocatorChain::kLanes);
 }
 
-PlacerScope::PlacerScope(Placer* placer) : before_(std::exchange(t_placer, placer)) {}
-PlacerScope::~PlacerScope() { t_placer = before_; }
-Placer* placer_here() { return t_placer; }
+PlacerScope::PlacerScope(Placer* placer) : before_(placer_here()) { set_placer(placer); }
+PlacerScope::~PlacerScope() { set_placer(before_); }
+Placer* placer_here() { return t_placer != nullptr ? t_placer : t_device_placer; }
+Placer* device_placer_here() { return t_device_placer; }
 
 }  // namespace waterflow

@@ -29,5 +29,7 @@ class PlacerScope {
 
 // The calling thread's placer; null where it has none.
 Placer* placer_here();
+// The same where it serves memory of a device.
+Placer* device_placer_here();
 
 }  // namespace waterflow

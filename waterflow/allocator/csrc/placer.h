@@ -23,6 +23,9 @@ struct PlacedCounts {
   }
 };
 
+// Whose requests it serves: torch's for memory of the host, or for that of a device. A step on a device makes both.
+enum class PlacedIn : uint8_t { host, device };
+
 // One range of addresses that begins at an arena's end, and the step whose memory lies there. The thread that runs the
 // step asks; releases come from anywhere. A request is served at its place only when all that had that ground before it
 // in this step have given it back: a step that does otherwise than its profile loses speed, and never a byte.
@@ -30,12 +33,14 @@ class Placer {
  public:
   // The range [base, base + bytes); its origin is the first byte where it grows up, one behind its last where it grows
   // `down`.
-  Placer(char* base, int64_t bytes, bool down) : base_(base), bytes_(bytes), down_(down) {}
+  Placer(char* base, int64_t bytes, bool down, PlacedIn memory = PlacedIn::host)
+      : base_(base), bytes_(bytes), down_(down), memory_(memory) {}
   Placer(const Placer&) = delete;
   Placer& operator=(const Placer&) = delete;
 
   char* base() const { return base_; }
   int64_t bytes() const { return bytes_; }
+  PlacedIn memory() const { return memory_; }
   bool contains(const void* address) const {
     return static_cast<uint64_t>(static_cast<const char*>(address) - base_) < static_cast<uint64_t>(bytes_);
   }
@@ -75,6 +80,7 @@ class Placer {
   char* const base_;
   const int64_t bytes_;
   const bool down_;
+  const PlacedIn memory_;
   std::shared_ptr<const RequestPlan> plan_;
   int32_t next_ = 0;
   int32_t end_ = 0;
