@@ -1,0 +1,182 @@
+"""Waterflow's memory under torch on a GPU: putting it in, and what torch's own questions about memory answer then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from waterflow import _C
+from waterflow.errors import InvalidJobError
+
+logger = logging.getLogger("waterflow")
+
+TOO_LATE = (
+    "CUDA was already running in this process when waterflow came to it, so training uses torch's own allocator: memory "
+    "of steps is not planned, and fewer jobs fit side by side. To do better call waterflow.allocator.cuda.install() "
+    "before the first use of CUDA: before any .cuda(), .to('cuda') or torch.cuda call that asks the device."
+)
+BENCHMARK = (
+    "torch.backends.cudnn.benchmark needs torch's own allocator: it asks that for the largest free block, which "
+    "waterflow's memory does not have. Set torch.backends.cudnn.benchmark = False (steps are captured with one choice of "
+    "kernels, so there is nothing to gain)."
+)
+
+_installed: set[int] = set()
+_before: list[tuple[Any, str, Any]] = []
+
+
+def install(device: int | torch.device | None = None, limit: int = 0, spill: bool = False) -> bool:
+    """Let waterflow serve torch's requests for memory of a GPU; before CUDA starts, and for the rest of the process.
+
+    ``limit`` bounds in bytes what is not planned (0: all that the device has); with ``spill`` pinned memory of the host
+    serves what does not fit into it. A second call changes only the limit. Returns False, with a warning that says how
+    to do better, where CUDA runs already: torch's own allocator stays. Raises InvalidJobError where there is no CUDA.
+    """
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        built = "was built without CUDA" if torch.version.cuda is None else "finds no GPU (see nvidia-smi)"
+        raise InvalidJobError(f"device 'cuda' cannot be used: this torch ({torch.__version__}) {built}; use 'cpu'")
+    index = _index(device)
+    if not _installed:
+        if torch.cuda.is_initialized():
+            logger.warning(TOO_LATE)
+            return False
+        if torch.backends.cudnn.benchmark:
+            torch.backends.cudnn.benchmark = False
+            logger.warning("cudnn.benchmark is switched off: %s", BENCHMARK)
+        _C.cuda_device(index)  # a driver that does not do is found before anything has changed
+        _put_in()
+    _C.cuda_pool(index, limit, spill)
+    _installed.add(index)
+    return True
+
+
+def installed() -> bool:
+    """Whether torch's memory on GPUs is waterflow's."""
+    return bool(_installed)
+
+
+def check_settings() -> None:
+    """Raise InvalidJobError for what cannot work with waterflow's memory."""
+    if _installed and torch.backends.cudnn.benchmark:
+        raise InvalidJobError(BENCHMARK)
+
+
+def _put_in() -> None:
+    memory = torch.cuda.memory
+    hooks = dict(_C.cuda_hooks())
+    allocator = memory.CUDAPluggableAllocator(_C.__file__, "waterflow_malloc", "waterflow_free")
+    for name in ("waterflow_malloc", "waterflow_free"):
+        hooks.pop(name)
+    for name, address in hooks.items():
+        # Without these record_stream and captured graphs would silently do nothing.
+        getattr(allocator.allocator(), name)(address)
+    memory.change_current_allocator(allocator)
+    replaced = {function.__name__: function for function in REPLACED} | {name: _refuses(name) for name in REFUSED}
+    for module in (torch.cuda, memory):
+        for name, function in replaced.items():
+            if hasattr(module, name):
+                _before.append((module, name, getattr(module, name)))
+                setattr(module, name, function)
+
+
+def _put_back() -> None:
+    """For tests: torch's own functions again. The allocator itself stays for the life of the process."""
+    while _before:
+        setattr(*_before.pop())
+    _installed.clear()
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    if device is not None:
+        found = torch.device(device).index
+        if found is not None:
+            return int(found)
+    return int(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0
+
+
+# -- what stands in for functions of torch.cuda that ask torch's own allocator
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes that tensors on the device take now, planned memory included."""
+    return int(_C.cuda_figures(_index(device))["allocated"])
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """The most bytes that tensors have taken, since the start or the last reset_peak_memory_stats()."""
+    return int(_C.cuda_figures(_index(device))["peak_allocated"])
+
+
+def memory_reserved(device: Any = None) -> int:
+    """Bytes of the device that are held: arenas, graphs, and all that is not planned."""
+    return int(_C.cuda_figures(_index(device))["reserved"])
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    """The most bytes of the device that have been held."""
+    return int(_C.cuda_figures(_index(device))["peak_reserved"])
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Begin anew with both peaks."""
+    _C.cuda_reset_peaks(_index(device))
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """The figures under the names that torch gives them, and waterflow's own; others are not there."""
+    now = _C.cuda_figures(_index(device))
+    stats = {
+        "allocated_bytes.all.current": now["allocated"],
+        "allocated_bytes.all.peak": now["peak_allocated"],
+        "reserved_bytes.all.current": now["reserved"],
+        "reserved_bytes.all.peak": now["peak_reserved"],
+        "waterflow.pinned_bytes": now["pinned"],
+        "waterflow.requests.planned": now["planned"],
+        "waterflow.requests.graphs": now["pooled"],
+        "waterflow.requests.others": now["others"],
+    }
+    return {name: int(value) for name, value in stats.items()}
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """The figures as text, and a map of what is not planned."""
+    lines = [f"{name:34} {value:>16,}" for name, value in memory_stats(device).items()]
+    return "\n".join(lines if abbreviated else [*lines, str(_C.cuda_map(_index(device)))])
+
+
+def empty_cache() -> None:
+    """Give the device back what is free."""
+    for index in _installed:
+        _C.cuda_trim(index)
+
+
+REPLACED: tuple[Callable[..., Any], ...] = (
+    memory_allocated,
+    max_memory_allocated,
+    memory_reserved,
+    max_memory_reserved,
+    reset_peak_memory_stats,
+    memory_stats,
+    memory_summary,
+    empty_cache,
+)
+REFUSED = {
+    "memory_snapshot": "waterflow.allocator.cuda.memory_summary() shows what is held",
+    "memory_stats_as_nested_dict": "waterflow.allocator.cuda.memory_stats() has the figures",
+    "reset_accumulated_memory_stats": "only peaks can be reset, by reset_peak_memory_stats()",
+    "get_per_process_memory_fraction": "the limit is the engine's: memory= says it",
+    "_record_memory_history": "StreamAllocator.record_log() records requests",
+}
+
+
+def _refuses(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"torch.cuda.{name}() asks torch's own allocator, which waterflow's replaces; {REFUSED[name]}.")
+
+    refuse.__name__ = name
+    return refuse
