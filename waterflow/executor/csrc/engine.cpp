@@ -15,7 +15,7 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
   if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
   for (int32_t i = 0; i < lanes; i += 2) {
     grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, arenas,
-                                                behind ? behind->fault : OrderFault::none));
+                                                behind.has_value(), behind ? behind->fault : OrderFault::none));
   }
   share_out();
   if (behind) device_ = std::make_unique<CpuDevice>(0, behind->stalls);

@@ -69,7 +69,7 @@ void Engine::keep_pages_within() {
     limit += ground->admission.capacity();
   }
   if (bytes <= limit) return;
-  for (auto& ground : grounds_) ground->discard(device_ != nullptr);
+  for (auto& ground : grounds_) ground->discard();
 }
 
 }  // namespace waterflow

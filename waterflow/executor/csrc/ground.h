@@ -24,8 +24,8 @@ struct ArenaEnd {
 // An arena with its one or two ends, and the admission to it. Without pages it is a book only.
 class Ground {
  public:
-  // `lanes`: 1 or 2. Planned memory where `pages`, up to `most` bytes.
-  Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages, OrderFault fault = OrderFault::none);
+  // `lanes`: 1 or 2. Planned memory where `pages`, up to `most` bytes; on a device that runs `behind` the host, or not.
+  Ground(int32_t lanes, int64_t capacity, int64_t most, bool pages, bool behind, OrderFault fault);
 
   Admission admission;
   DeviceOrder order;  // between its two ends, on a device that runs behind the host
@@ -45,14 +45,16 @@ class Ground {
   int64_t size() const { return pages_ ? pages_->size() : 0; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
-  // Gives back all pages that nobody's live bytes lie on; on a device that runs `behind` the host, all of idle ends.
-  void discard(bool behind);
+  // Gives back all pages that nobody's live bytes lie on.
+  void discard();
 
  private:
   int64_t held(const ArenaEnd& end) const { return end.job >= 0 ? admission.held_by(end.job) : 0; }
+  int64_t in_use(const ArenaEnd& end) const;
   void fit_pages(int32_t end, int64_t height);
 
   int32_t lanes_;
+  bool behind_;
   ArenaEnd ends_[2];
   std::unique_ptr<CpuArena> pages_;
 };
