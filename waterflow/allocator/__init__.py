@@ -1,1 +1,22 @@
-"""Memory: devices, and what torch's allocators are asked for."""
+"""Memory: devices, the multi-stream allocator, and what torch's allocators are asked for."""
+
+from waterflow.allocator.devices import CpuDevice, Device, Race, SimulatedDevice
+from waterflow.allocator.fuzzing import FuzzResult, FuzzSetup, fuzz_table, run_fuzz
+from waterflow.allocator.request_log import RequestLog, record_requests
+from waterflow.allocator.stream_allocator import AllocatorReport, JobMemory, StreamAllocator
+
+__all__ = [
+    "AllocatorReport",
+    "CpuDevice",
+    "Device",
+    "FuzzResult",
+    "FuzzSetup",
+    "JobMemory",
+    "Race",
+    "RequestLog",
+    "SimulatedDevice",
+    "StreamAllocator",
+    "fuzz_table",
+    "record_requests",
+    "run_fuzz",
+]

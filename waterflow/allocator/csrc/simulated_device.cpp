@@ -82,6 +82,7 @@ void SimulatedDevice::unreserve(uintptr_t base, int64_t bytes) {
     throw std::invalid_argument(range_text(base, end) + " still has memory behind it; shrink it first");
   }
   reserved_.erase(found);
+  if (end + static_cast<uintptr_t>(granularity_) == next_address_) next_address_ = base;
 }
 
 bool SimulatedDevice::grow(uintptr_t at, int64_t bytes) {

@@ -1,0 +1,131 @@
+// Pieces of device memory, and who used them last.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <vector>
+
+namespace waterflow {
+
+// A stream's place in the allocator's clocks. A slot passes on to a new stream when all work of the old one is
+// complete; its ticks go on counting, so what was noted of the old stream stays true.
+using Slot = int32_t;
+
+// Work of a stream between two of its events: tick k runs before the stream's event k.
+struct Use {
+  Slot slot = -1;
+  int64_t tick = 0;
+  bool operator==(const Use& other) const { return slot == other.slot && tick == other.tick; }
+};
+
+// A use that goes on: its tick is found when the chunk is released.
+constexpr int64_t OPEN = std::numeric_limits<int64_t>::max();
+
+// Nearly always one or two, so those need no memory of their own.
+class Uses {
+ public:
+  Uses() = default;
+  explicit Uses(Use use) { push(use); }
+  int32_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  Use& operator[](int32_t i) { return i < INLINE ? near_[i] : far_[static_cast<size_t>(i - INLINE)]; }
+  const Use& operator[](int32_t i) const { return i < INLINE ? near_[i] : far_[static_cast<size_t>(i - INLINE)]; }
+  void push(Use use) {
+    if (size_ < INLINE) {
+      near_[size_] = use;
+    } else {
+      far_.push_back(use);
+    }
+    ++size_;
+  }
+  void erase(int32_t i) {
+    (*this)[i] = (*this)[size_ - 1];
+    if (size_ > INLINE) far_.pop_back();
+    --size_;
+  }
+  void set(Use use) {  // this one alone
+    far_.clear();
+    near_[0] = use;
+    size_ = 1;
+  }
+  template <class Holds>
+  bool all(Holds&& holds) const {
+    for (int32_t i = 0; i < size_; ++i) {
+      if (!holds((*this)[i])) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int32_t INLINE = 2;
+  Use near_[INLINE];
+  int32_t size_ = 0;
+  std::vector<Use> far_;
+};
+
+// Where a chunk is: in the set of a stream's slot (0 and above), or in one of these.
+using SetId = int32_t;
+constexpr SetId SYNCHRONIZED = -1;  // every live stream runs after its uses
+constexpr SetId APART = -2;         // no one stream runs after all of them
+constexpr SetId LIVE = -3;          // handed out
+
+struct Account {
+  int64_t id = 0;
+  int64_t held = 0, peak = 0;
+  int64_t limit = std::numeric_limits<int64_t>::max();
+  int64_t spilled = 0;
+  int32_t waiting = 0;  // requests that have opened the allocator's lock
+  bool may_spill = false;
+};
+
+struct Chunk;
+
+struct Segment {
+  uintptr_t base = 0;
+  int64_t bytes = 0;
+  Chunk* first = nullptr;
+  int32_t live = 0;   // chunks handed out
+  bool host = false;  // overflow that a spill hook gave: outside of the limit, one chunk
+};
+
+struct Chunk {
+  uintptr_t address = 0;
+  int64_t size = 0;  // multiple of the alignment
+  Chunk *bin_before = nullptr, *bin_after = nullptr;
+  SetId set = LIVE;
+  int32_t bin = -1;
+  Chunk *before = nullptr, *after = nullptr;  // neighbours in the segment
+  Chunk *older = nullptr, *newer = nullptr;   // in the order in which they came into the set
+  Segment* segment = nullptr;
+  Account* job = nullptr;
+  Slot stream = -1;  // that asked for it
+  int64_t id = 0;    // of the request
+  Uses uses;         // free: the last of each stream, none of which happens before another
+};
+
+// Chunk descriptors never move and are used again.
+class ChunkPool {
+ public:
+  Chunk* take() {
+    if (free_.empty()) {
+      all_.emplace_back();
+      return &all_.back();
+    }
+    Chunk* chunk = free_.back();
+    free_.pop_back();
+    return chunk;
+  }
+  void give(Chunk* chunk) {
+    chunk->uses = Uses();
+    chunk->set = LIVE;
+    free_.push_back(chunk);
+  }
+
+ private:
+  std::deque<Chunk> all_;
+  std::vector<Chunk*> free_;
+};
+
+}  // namespace waterflow

@@ -1,0 +1,182 @@
+// Memory for many streams: what is not planned. Requests are served when the host makes them, long before the device
+// comes to them, so a piece goes to another stream only behind the last uses that it had.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "address_table.h"
+#include "allocator_errors.h"
+#include "chunk.h"
+#include "device.h"
+#include "free_sets.h"
+#include "spin_lock.h"
+#include "stream_clocks.h"
+
+namespace waterflow {
+
+using JobId = int64_t;
+constexpr int64_t NO_LIMIT = std::numeric_limits<int64_t>::max();
+
+// Where a request found its memory, in the order of the search.
+enum class Tier : int32_t { own, synchronized, others, grow, coalesce, spill, fail };
+constexpr int32_t TIERS = 7;
+const char* tier_name(Tier tier);
+
+struct AllocatorOptions {
+  int64_t alignment = 64;                      // bytes: 64 on a CPU, 512 on CUDA
+  int64_t limit = NO_LIMIT;                    // bytes taken from the device
+  int64_t small_segment = int64_t{2} << 20;    // taken at once for a request of up to half of it
+  int64_t medium_segment = int64_t{20} << 20;  // the same; larger requests get a segment each
+  int32_t looks = 8;                           // chunks of one bin that are compared
+  Fault fault = Fault::none;
+};
+
+// What a spill hook did: memory of the host (address and bytes), or it released something and a retry may succeed.
+struct Spilled {
+  uintptr_t address = 0;
+  int64_t bytes = 0;
+  bool retry = false;
+};
+
+struct JobMemory {
+  int64_t held = 0, peak = 0, limit = NO_LIMIT, spilled = 0;
+};
+
+struct AllocatorReport {
+  int64_t held = 0, peak = 0;         // bytes handed out, alignment included
+  int64_t grown = 0, peak_grown = 0;  // bytes taken from the device
+  int64_t spilled = 0;                // bytes of host memory handed out
+  int64_t synchronized = 0, apart = 0;
+  std::vector<std::pair<StreamId, int64_t>> unsynchronized;  // free bytes by stream
+  int64_t largest_free = 0;
+  int64_t waits = 0, events = 0;
+  int64_t segments = 0, requests = 0;
+  std::array<int64_t, TIERS> tiers{};
+  int64_t free() const { return grown - held; }
+  // 0: all that is free is one piece; near 1: it is dust.
+  double fragmentation() const { return free() > 0 ? 1.0 - static_cast<double>(largest_free) / free() : 0.0; }
+};
+
+// Thread-safe. Every call names streams and addresses; what is wrong is refused with UsageError and changes nothing.
+class StreamAllocator {
+ public:
+  using Spill = std::function<Spilled(int64_t bytes, StreamId stream, JobId job)>;
+  using GiveBack = std::function<void(uintptr_t address, int64_t bytes)>;
+
+  explicit StreamAllocator(std::shared_ptr<Device> device, AllocatorOptions options = {});
+  // Waits for the device, and gives everything back, what is still held included.
+  ~StreamAllocator();
+  StreamAllocator(const StreamAllocator&) = delete;
+
+  // The device's streams belong to the caller. A removed stream's work may still run: its memory stays in order.
+  void add_stream(StreamId stream);
+  void remove_stream(StreamId stream);
+
+  // Memory for work issued on `stream` from now on; throws OutOfMemory with a map where there is none.
+  uintptr_t allocate(int64_t bytes, StreamId stream, JobId job = 0);
+  // Behind all that its streams were issued until now.
+  void release(uintptr_t address);
+  // `stream` uses it, too: until it is released, or until `end_use`, which knows of no later work.
+  void use(uintptr_t address, StreamId stream);
+  void end_use(uintptr_t address, StreamId stream);
+
+  // An event behind what was issued on `stream`; group ends make one.
+  Mark mark(StreamId stream);
+  // `stream` waits for it on the device; `waited` where the caller has issued that wait.
+  void wait(StreamId stream, Mark mark);
+  void waited(StreamId stream, Mark mark);
+
+  // Gives segments that are free and complete back to the device; returns bytes.
+  int64_t trim();
+  void set_limit(int64_t bytes);
+  void set_job_limit(JobId job, int64_t bytes);
+  void allow_spill(JobId job, bool allowed);
+  // `spill` is called without the lock and may release memory; `give_back` gets its memory again.
+  void set_spill(Spill spill, GiveBack give_back);
+  // Forgets a job that holds nothing.
+  void remove_job(JobId job);
+
+  AllocatorReport report() const;
+  JobMemory job(JobId job) const;
+  int64_t held_by_stream(StreamId stream) const;
+  int64_t limit() const;
+  // A line per segment: # held, . free for all, a digit free for that stream, ? free and apart.
+  std::string map(int32_t width = 64) const;
+  // Walks everything; throws std::logic_error at what cannot be.
+  void check() const;
+
+  // Requests from now on as rows of (kind, id, stream, job, bytes); see request_log.h.
+  void record_log(bool on);
+  std::vector<int64_t> take_log();
+
+ private:
+  using Lock = std::unique_lock<SpinLock>;
+  struct Request {
+    int64_t bytes, size;  // asked for; rounded up
+    Slot stream;
+    Account* job;
+  };
+
+  // The tiers, in order; each returns a chunk of the request's size that is in no set, or null.
+  Chunk* from_own(const Request& request);
+  Chunk* from_synchronized(const Request& request);
+  Chunk* from_others(const Request& request);
+  Chunk* grow(const Request& request);
+  Chunk* sync_and_coalesce(const Request& request, Lock& lock);
+  Chunk* spill(const Request& request, Lock& lock);
+  [[noreturn]] void fail(const Request& request);
+
+  // Does something that may take long with the lock open; the job stays meanwhile, the stream may not.
+  template <class Work>
+  void unlocked(const Request& request, Lock& lock, Work&& work);
+  void must_still_be(const Request& request, StreamId stream) const;
+  Chunk* search(const Request& request, Lock& lock);
+  Chunk* device_tiers(const Request& request, Lock& lock);
+  Chunk* counted(Tier tier, Chunk* chunk);
+  Chunk* cut(Chunk* chunk, const Request& request, SetId rest);
+  Chunk* new_segment(int64_t bytes);
+  void wait_for_uses(const Request& request, const Uses& uses);
+  Chunk* coalesce(const Request& request);
+  bool reclaim(const Request& request, Lock& lock);
+  Chunk* free_host_memory(const Request& request);
+  uintptr_t hand_out(Chunk* chunk, const Request& request);
+  void find_owner(Chunk* chunk);
+
+  Account* account(JobId job);
+  Chunk* live_chunk(uintptr_t address) const;
+  int64_t rounded(int64_t bytes) const;
+  bool whole_free(const Segment& segment, bool complete) const;
+  void drop_segment(size_t index);
+  int64_t trim_locked();
+  int64_t trimmable() const;
+  void note(int64_t kind, int64_t id, StreamId stream, int64_t job, int64_t bytes);
+  void check_segment(const Segment& segment) const;
+  std::string map_locked(int32_t width) const;
+
+  mutable SpinLock lock_;
+  const std::shared_ptr<Device> device_;
+  const AllocatorOptions options_;
+  const int64_t granularity_;
+  StreamClocks clocks_;
+  ChunkPool pool_;
+  mutable FreeSets sets_;  // questions may merge what releases have put off: that changes no answer but sizes of pieces
+  AddressTable live_;
+  std::vector<std::unique_ptr<Segment>> segments_;
+  std::unordered_map<JobId, std::unique_ptr<Account>> jobs_;
+  Account* last_job_ = nullptr;
+  int64_t limit_;
+  int64_t held_ = 0, peak_ = 0, grown_ = 0, peak_grown_ = 0, spilled_ = 0, requests_ = 0;
+  std::array<int64_t, TIERS> tiers_{};
+  Spill spill_;
+  GiveBack give_back_;
+  bool logging_ = false;
+  std::vector<int64_t> log_;
+};
+
+}  // namespace waterflow
