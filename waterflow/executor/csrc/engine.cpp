@@ -75,9 +75,12 @@ void Engine::close() {
   for (auto& lane : lanes_) {
     if (lane->thread.joinable()) lane->thread.join();
   }
+  device_.reset();
   std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
   for (auto& [id, job] : jobs_) fail_queue(*job, error, dropped);
+  for (auto& ground : grounds_) ground->give_back();
+  installed_.reset();
 }
 
 bool Engine::on_a_lane() const {

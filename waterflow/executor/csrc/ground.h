@@ -42,6 +42,7 @@ class Ground {
   // What it left behind keeps its addresses.
   void strand(int32_t end) { pages_->strand(end); }
 
+  void give_back() { pages_.reset(); }  // all ends are idle, and stay so
   int64_t size() const { return pages_ ? pages_->size() : 0; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
