@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -382,7 +383,7 @@ def test_waits_that_others_made_are_told(allocator: StreamAllocator, device: Sim
 def test_neighbours_become_one_again(allocator: StreamAllocator) -> None:
     a = allocator.add_stream()
     blocks = [allocator.allocate(size, a) for size in (1, 64, 65, 1000, 0)]
-    assert [later - earlier for earlier, later in zip(blocks, blocks[1:])] == [64, 64, 128, 1024]
+    assert [later - earlier for earlier, later in pairwise(blocks)] == [64, 64, 128, 1024]
     assert allocator.report().held == 64 + 64 + 128 + 1024 + 64
     for block in (blocks[1], blocks[3], blocks[0], blocks[4], blocks[2]):
         allocator.release(block)

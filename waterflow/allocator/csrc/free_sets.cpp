@@ -11,9 +11,10 @@ constexpr int32_t PATIENCE = 8;
 
 }  // namespace
 
-FreeSets::FreeSets(StreamClocks& clocks, ChunkPool& pool, int64_t alignment, Fault fault)
+FreeSets::FreeSets(StreamClocks& clocks, ChunkPool& pool, AddressTable& addresses, int64_t alignment, Fault fault)
     : clocks_(clocks),
       pool_(pool),
+      addresses_(addresses),
       alignment_(alignment),
       fault_(fault),
       aside_allowed_(fault != Fault::merge_across_sets && fault != Fault::no_rerecord) {
@@ -32,6 +33,7 @@ void FreeSets::settle_all() {
       while (place.chunk != nullptr) {
         Chunk* chunk = take_aside(set, place.size);
         chunk->set = LIVE;
+        addresses_.erase(chunk->address);
         insert(chunk, set);
       }
     }
@@ -117,6 +119,33 @@ void FreeSets::split(Chunk* chunk, int64_t size, SetId rest) {
   chunk->after = made;
   chunk->size = size;
   insert(made, rest);
+}
+
+// The rest keeps its place in the set, and mostly in its bin: that makes this the cheap way.
+Chunk* FreeSets::take_front(Chunk* chunk, int64_t size) {
+  auto& from = with(chunk->set);
+  if (chunk->size - size < alignment_ || fault_ != Fault::none) {
+    const SetId set = chunk->set;
+    remove(chunk);
+    split(chunk, size, set);
+    return chunk;
+  }
+  Chunk* made = pool_.take();
+  made->address = chunk->address;
+  made->size = size;
+  made->segment = chunk->segment;
+  made->before = chunk->before;
+  made->after = chunk;
+  (made->before != nullptr ? made->before->after : made->segment->first) = made;
+  chunk->before = made;
+  chunk->address += static_cast<uintptr_t>(size);
+  chunk->size -= size;
+  from.bytes -= size;
+  if (from.bins.bin_of(chunk->size) != chunk->bin) {
+    from.bins.erase(chunk);
+    from.bins.insert(chunk);
+  }
+  return made;
 }
 
 Chunk* FreeSets::best(SetId set, int64_t size, int32_t looks) {

@@ -33,7 +33,7 @@ StreamAllocator::StreamAllocator(std::shared_ptr<Device> device, AllocatorOption
       options_(checked(options)),
       granularity_(device_->granularity()),
       clocks_(*device_, options.fault),
-      sets_(clocks_, pool_, options.alignment, options.fault),
+      sets_(clocks_, pool_, live_, options.alignment, options.fault),
       limit_(options.limit) {
   if (granularity_ % options.alignment != 0) {
     throw UsageError("the device gives memory by " + std::to_string(granularity_) + " bytes; an alignment of " +
@@ -103,16 +103,17 @@ uintptr_t StreamAllocator::allocate(int64_t bytes, StreamId stream, JobId job) {
   const Request request{bytes, rounded(bytes), slot, account(job)};
   const bool within_limit = request.size <= request.job->limit - request.job->held;
   Chunk* chunk = within_limit ? sets_.take_aside(slot, request.size) : nullptr;
+  const bool put_aside = chunk != nullptr;
   if (chunk == nullptr && within_limit) chunk = from_own(request);
   if (chunk != nullptr) {
     ++tiers_[static_cast<size_t>(Tier::own)];
   } else {
     chunk = search(request, lock);
   }
-  return hand_out(chunk, request);
+  return hand_out(chunk, request, put_aside);
 }
 
-uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request) {
+uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request, bool put_aside) {
   chunk->set = LIVE;
   chunk->job = request.job;
   chunk->stream = request.stream;
@@ -121,7 +122,7 @@ uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request) {
   const bool stale = options_.fault == Fault::no_rerecord && !chunk->uses.empty();
   if (!stale) chunk->uses.set({request.stream, OPEN});
   ++chunk->segment->live;
-  live_.insert(chunk);
+  if (!put_aside) live_.insert(chunk);
   if (chunk->segment->host) {
     spilled_ += chunk->size;
     request.job->spilled += chunk->size;
@@ -139,7 +140,7 @@ uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request) {
 }
 
 Chunk* StreamAllocator::live_chunk(uintptr_t address) const {
-  if (Chunk* chunk = live_.find(address)) return chunk;
+  if (Chunk* chunk = live_.find(address); chunk != nullptr && chunk->set == LIVE) return chunk;
   for (const auto& segment : segments_) {
     if (address < segment->base || address >= segment->base + static_cast<uintptr_t>(segment->bytes)) continue;
     const Chunk* chunk = segment->first;
@@ -165,9 +166,11 @@ void StreamAllocator::find_owner(Chunk* chunk) {
       uses[0].tick = clocks_.now(slot);
       if (sets_.put_aside(chunk, slot)) return;
     }
+    live_.erase(chunk->address);
     sets_.insert(chunk, sets_.home(uses, -1));
     return;
   }
+  live_.erase(chunk->address);
   Uses last;
   for (int32_t i = 0; i < uses.size(); ++i) {
     Use use = uses[i];
@@ -182,9 +185,9 @@ void StreamAllocator::release(uintptr_t address) {
   Guard guard(lock_);
   Chunk* chunk = live_chunk(address);
   if (logging_) note(ROW_RELEASE, chunk->id, -1, 0, 0);
-  live_.erase(address);
   --chunk->segment->live;
   if (chunk->segment->host) {
+    live_.erase(address);
     spilled_ -= chunk->size;
     chunk->job->spilled -= chunk->size;
     for (int32_t i = 0; i < chunk->uses.size(); ++i) {

@@ -147,7 +147,7 @@ class StreamAllocator {
   Chunk* coalesce(const Request& request);
   bool reclaim(const Request& request, Lock& lock);
   Chunk* free_host_memory(const Request& request);
-  uintptr_t hand_out(Chunk* chunk, const Request& request);
+  uintptr_t hand_out(Chunk* chunk, const Request& request, bool put_aside);
   void find_owner(Chunk* chunk);
 
   Account* account(JobId job);
@@ -167,8 +167,8 @@ class StreamAllocator {
   const int64_t granularity_;
   StreamClocks clocks_;
   ChunkPool pool_;
+  AddressTable live_;      // also of what is put aside
   mutable FreeSets sets_;  // questions may merge what releases have put off: that changes no answer but sizes of pieces
-  AddressTable live_;
   std::vector<std::unique_ptr<Segment>> segments_;
   std::unordered_map<JobId, std::unique_ptr<Account>> jobs_;
   Account* last_job_ = nullptr;

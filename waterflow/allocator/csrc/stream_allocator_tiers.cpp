@@ -75,14 +75,11 @@ Chunk* StreamAllocator::cut(Chunk* chunk, const Request& request, SetId rest) {
 Chunk* StreamAllocator::from_own(const Request& request) {
   Chunk* chunk = sets_.best(request.stream, request.size, options_.looks);
   if (chunk == nullptr) return nullptr;
-  sets_.remove(chunk);
-  if (options_.fault == Fault::no_rerecord) {
-    bool own = chunk->uses.all([&](Use use) { return use.slot == request.stream; });
-    cut(chunk, request, request.stream);
-    if (own) chunk->uses = Uses();
-    return chunk;
-  }
-  return cut(chunk, request, request.stream);
+  if (options_.fault != Fault::no_rerecord) return sets_.take_front(chunk, request.size);
+  const bool own = chunk->uses.all([&](Use use) { return use.slot == request.stream; });
+  chunk = sets_.take_front(chunk, request.size);
+  if (own) chunk->uses = Uses();
+  return chunk;
 }
 
 Chunk* StreamAllocator::from_synchronized(const Request& request) {
