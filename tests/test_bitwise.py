@@ -85,6 +85,12 @@ def assert_all_as_alone(names: Sequence[str], trained: Sequence[Trained]) -> Non
         result.step.close()
 
 
+@pytest.fixture(params=[None, 7], ids=["plain", "asynchronous"])
+def asynchronous(request: pytest.FixtureRequest) -> int | None:
+    """In its plain mode a CPU does everything when it is issued; a missing wait shows in the other one only."""
+    return request.param
+
+
 def mix_of(seed: int, count: int = 4) -> list[str]:
     names = list(SMALL)
     return random.Random(seed).choices(names, [WEIGHTS.get(name, 1.0) for name in names], k=count)
@@ -98,18 +104,20 @@ def test_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_four_jobs_on_two_lanes(seed: int) -> None:
+def test_four_jobs_on_two_lanes(seed: int, asynchronous: int | None) -> None:
     names = mix_of(seed)
-    with Engine(memory="4GiB", lanes=2) as engine:
+    with Engine(memory="4GiB", lanes=2, asynchronous=asynchronous) as engine:
         assert_all_as_alone(names, together(names, engine))
+        planned, missed, _ = engine.native.placed
+        assert planned > 0 and missed == 0
         assert engine.native.peak_held <= engine.native.capacity
         engine.native.check()
 
 
 @pytest.mark.parametrize("lanes", [3, 4])
-def test_more_lanes(lanes: int) -> None:
+def test_more_lanes(lanes: int, asynchronous: int | None) -> None:
     names = mix_of(lanes, count=5)
-    with Engine(memory="4GiB", lanes=lanes) as engine:
+    with Engine(memory="4GiB", lanes=lanes, asynchronous=asynchronous) as engine:
         assert_all_as_alone(names, together(names, engine))
         engine.native.check()
 
@@ -142,12 +150,13 @@ def tight_limit(names: Sequence[str], slack: float) -> int:
 
 @pytest.mark.parametrize("seed", range(10, 14))
 @pytest.mark.parametrize("slack", [0.0, 0.3])
-def test_tight_memory(seed: int, slack: float) -> None:
+def test_tight_memory(seed: int, slack: float, asynchronous: int | None) -> None:
     names = mix_of(seed)
     limit = tight_limit(names, slack)
-    with Engine(memory=limit, lanes=3, reserve=0) as engine:
+    with Engine(memory=limit, lanes=3, reserve=0, asynchronous=asynchronous) as engine:
         assert_all_as_alone(names, together(names, engine))
         assert 0 < engine.native.peak_held <= engine.limit
+        assert engine.native.placed[0] > 0
         engine.native.check()
 
 
@@ -157,6 +166,7 @@ def test_random_mixes(seed: int) -> None:
     draw = random.Random(seed)
     names = mix_of(seed, count=draw.randint(2, 6))
     limit = tight_limit(names, draw.random()) if draw.random() < 0.5 else 4096 * MiB
-    with Engine(memory=limit, lanes=draw.randint(1, 4), reserve=0) as engine:
+    asynchronous = draw.choice([None, seed])
+    with Engine(memory=limit, lanes=draw.randint(1, 4), reserve=0, asynchronous=asynchronous) as engine:
         assert_all_as_alone(names, together(names, engine))
         engine.native.check()

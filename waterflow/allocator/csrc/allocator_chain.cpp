@@ -70,4 +70,10 @@ void AllocatorChain::take_out(Link link) {
   set(top);
 }
 
+bool AllocatorChain::in_place(Link link) {
+  auto& self = chain();
+  std::lock_guard<std::mutex> guard(self.lock);
+  return self.links[link] != nullptr && c10::GetCPUAllocator() == self.top;
+}
+
 }  // namespace waterflow

@@ -27,6 +27,7 @@ class AllocatorChain {
   enum Link { kLanes, kCounting, kLinks };
   static void put_in(Link link, ChainedAllocator* allocator);
   static void take_out(Link link);
+  static bool in_place(Link link);  // whether torch's requests come by it
 };
 
 }  // namespace waterflow

@@ -113,7 +113,7 @@ void bind_cuda(py::module_& m) {
            })
       .def("malloc_within",
            [](CudaArena& arena, int end, int instruction, size_t bytes, int device, uintptr_t stream) {
-             PlacerScope scope(&arena.placer(end));
+             LaneScope scope(&arena.placer(end));
              arena.placer(end).instruction(instruction);
              return reinterpret_cast<uintptr_t>(waterflow_malloc(bytes, device, stream_at(stream)));
            })

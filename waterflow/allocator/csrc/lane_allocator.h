@@ -5,7 +5,7 @@
 
 namespace waterflow {
 
-// While any of these lives, torch's CPU allocator is ours. Threads without a PlacerScope go straight on to the one that
+// While any of these lives, torch's CPU allocator is ours. Threads without a LaneScope go straight on to the one that
 // was there before, without a lock; that one is put back when the last goes, and in every forked child.
 class LaneAllocatorInstalled {
  public:
@@ -15,16 +15,18 @@ class LaneAllocatorInstalled {
   LaneAllocatorInstalled& operator=(const LaneAllocatorInstalled&) = delete;
 };
 
-// While it lives, the calling thread's requests are the placer's.
-class PlacerScope {
+// While it lives, the calling thread runs a lane's step: its requests are served where the placer says, if there is
+// one, and from the pool otherwise. Without an engine that has arenas it changes nothing.
+class LaneScope {
  public:
-  explicit PlacerScope(Placer* placer);
-  ~PlacerScope();
-  PlacerScope(const PlacerScope&) = delete;
-  PlacerScope& operator=(const PlacerScope&) = delete;
+  explicit LaneScope(Placer* placer);
+  ~LaneScope();
+  LaneScope(const LaneScope&) = delete;
+  LaneScope& operator=(const LaneScope&) = delete;
 
  private:
-  Placer* before_;
+  Placer* placer_before_;
+  bool lane_before_;
 };
 
 // The calling thread's placer; null where it has none.

@@ -1,6 +1,8 @@
 // What Python sees of planned memory and of the counting allocator.
 #include <torch/extension.h>
 
+#include "allocator_chain.h"
+#include "cpu_pool.h"
 #include "meter.h"
 #include "planned_ranges.h"
 #include "request_plan.h"
@@ -24,6 +26,10 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("planned", &RequestPlan::planned)
       .def("__len__", &RequestPlan::size);
   m.def("stranded_bytes", &stranded_bytes, "Addresses kept for what steps left behind and somebody still holds.");
+
+  m.def(
+      "lanes_are_installed", [] { return AllocatorChain::in_place(AllocatorChain::kLanes); },
+      "Whether torch's CPU allocator is the lanes' one now.");
 
   py::class_<CountingAllocator>(m, "CountingAllocator")
       .def_static("start", &CountingAllocator::start)

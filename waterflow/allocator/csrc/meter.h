@@ -13,7 +13,7 @@ namespace waterflow {
 
 // The requests of a step in their order. Ticks count them, and the ends of instructions; a request dies with the last
 // tick before it is given back, -1 where that does not happen within the step.
-struct RequestLog {
+struct StepRequests {
   struct Request {
     int64_t bytes;
     int32_t birth, death;
@@ -50,14 +50,14 @@ class Meter : public torch::profiler::impl::ProfilerStateBase {
   int64_t current = 0;
   int64_t peak = 0;
   int64_t requests = 0;
-  RequestLog* log = nullptr;
+  StepRequests* log = nullptr;
 };
 
 // While it lives, requests and releases of the calling thread are counted. Blocks that were there before
 // are not known to it, so their release does not show.
 class MeterGuard {
  public:
-  explicit MeterGuard(RequestLog* log = nullptr)
+  explicit MeterGuard(StepRequests* log = nullptr)
       : meter_(std::make_shared<Meter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, meter_) {
     meter_->log = log;
   }

@@ -105,6 +105,8 @@ class StreamAllocator {
   AllocatorReport report() const;
   JobMemory job(JobId job) const;
   int64_t held_by_stream(StreamId stream) const;
+  int64_t held() const;
+  int64_t idle() const;  // taken from the device and not handed out
   int64_t limit() const;
   // A line per segment: # held, . free for all, a digit free for that stream, ? free and apart.
   std::string map(int32_t width = 64) const;

@@ -117,6 +117,16 @@ int64_t StreamAllocator::held_by_stream(StreamId stream) const {
   return clocks_.held(clocks_.slot_of(stream));
 }
 
+int64_t StreamAllocator::held() const {
+  std::lock_guard<SpinLock> guard(lock_);
+  return held_;
+}
+
+int64_t StreamAllocator::idle() const {
+  std::lock_guard<SpinLock> guard(lock_);
+  return grown_ - held_;
+}
+
 int64_t StreamAllocator::limit() const {
   Guard guard(lock_);
   return limit_;

@@ -19,7 +19,7 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
   if (arenas) make_arena = [](int64_t most) { return std::make_unique<CpuArena>(most); };
   for (int32_t i = 0; i < lanes; i += 2) {
     grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, make_arena,
-                                                behind ? behind->fault : OrderFault::none));
+                                                behind.has_value(), behind ? behind->fault : OrderFault::none));
   }
   share_out();
   if (behind) device_ = std::make_unique<CpuDevice>(0, behind->stalls);
@@ -79,9 +79,12 @@ void Engine::close() {
   for (auto& lane : lanes_) {
     if (lane->thread.joinable()) lane->thread.join();
   }
+  device_.reset();
   std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
   for (auto& [id, job] : jobs_) fail_queue(*job, error, dropped);
+  for (auto& ground : grounds_) ground->give_back();
+  installed_.reset();
 }
 
 bool Engine::on_a_lane() const {

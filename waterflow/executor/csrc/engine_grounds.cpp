@@ -1,6 +1,7 @@
 // How the engine's memory is shared out among its arenas.
 #include <algorithm>
 
+#include "../../allocator/csrc/cpu_pool.h"
 #include "engine.h"
 
 namespace waterflow {
@@ -68,8 +69,11 @@ void Engine::keep_pages_within() {
     bytes += ground->pages_in_use() + ground->held_elsewhere();
     limit += ground->admission.capacity();
   }
-  if (bytes <= limit) return;
-  for (auto& ground : grounds_) ground->discard(device_ != nullptr);
+  // The pool serves what is held elsewhere; what it keeps beside that is on top.
+  if (bytes + CpuPool::idle() <= limit) return;
+  CpuPool::trim();
+  if (bytes + CpuPool::idle() <= limit) return;
+  for (auto& ground : grounds_) ground->discard();
 }
 
 }  // namespace waterflow

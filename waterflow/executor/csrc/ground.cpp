@@ -6,9 +6,9 @@
 #include "step_run.h"
 
 namespace waterflow {
-
-Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, OrderFault fault)
-    : admission(capacity), order(fault), lanes_(lanes) {
+Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, bool behind,
+               OrderFault fault)
+    : admission(capacity), order(fault), lanes_(lanes), behind_(behind) {
   if (!make_arena) return;
   pages_ = make_arena(most);
   pages_->resize(most);  // no page is there before it is touched
@@ -26,9 +26,9 @@ void Ground::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plann
     // Admission lets both in group by group; they share no byte as long as the arena has what they are admitted to.
     mine.planned = mine.largest + beside <= pages_->size() || admission.capacity() <= pages_->size();
     if (mine.planned && pages_->backs()) {
-      mine.planned = pages_->back(index, std::min(mine.largest, pages_->size()));
-      // What is behind its addresses stays there until it is discarded.
-      mine.touched = std::max(mine.touched, std::min(whole_pages(mine.largest), pages_->size()));
+      const int64_t height = std::min(mine.largest, pages_->size());
+      mine.planned = pages_->back(index, height);
+      mine.touched = std::max(mine.touched, whole_pages(height));  // also what was backed before there was no more
     }
   }
   grow(index);
@@ -44,8 +44,7 @@ void Ground::fit_pages(int32_t index, int64_t height) {
   if (wanted == pages_->size() || wanted > pages_->most()) return;
   if (admission.pending_capacity() || whole_pages(ends_[0].job >= 0 ? ends_[0].largest : 0) > wanted) return;
   // The pages of the end that moves would lie in the middle, and nobody would know of them.
-  pages_->discard(1, 0,
-                  std::min(ends_[1].touched, pages_->size() - whole_pages(ends_[0].planned ? held(ends_[0]) : 0)));
+  pages_->discard(1, 0, std::min(ends_[1].touched, pages_->size() - in_use(ends_[0])));
   pages_->resize(wanted);
   ends_[0].touched = std::min(ends_[0].touched, wanted);
   ends_[1].touched = 0;
@@ -74,13 +73,14 @@ int64_t Ground::held_elsewhere() const {
   return bytes;
 }
 
-void Ground::discard(bool behind) {
+// What may be live on an end: a device that runs behind still uses what the host has given back.
+int64_t Ground::in_use(const ArenaEnd& end) const {
+  return !end.planned ? 0 : behind_ ? end.touched : whole_pages(held(end));
+}
+
+void Ground::discard() {
   if (!pages_) return;
-  int64_t keep[2];
-  for (int32_t i = 0; i < 2; ++i) {
-    // A device that runs behind still uses what the host has given back.
-    keep[i] = !ends_[i].planned ? 0 : behind ? ends_[i].touched : whole_pages(held(ends_[i]));
-  }
+  const int64_t keep[2] = {in_use(ends_[0]), in_use(ends_[1])};
   for (int32_t i = 0; i < 2; ++i) {
     // The other end may stand on pages that this one touched before it.
     const int64_t until = std::min(ends_[i].touched, pages_->size() - keep[1 - i]);

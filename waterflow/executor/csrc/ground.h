@@ -25,12 +25,12 @@ struct ArenaEnd {
 // An arena with its one or two ends, and the admission to it. Without pages it is a book only.
 class Ground {
  public:
-  // Arenas with addresses for so many bytes.
+  // Makes an arena with addresses for so many bytes.
   using MakeArena = std::function<std::unique_ptr<Arena>(int64_t most)>;
 
-  // `lanes`: 1 or 2. Memory is planned where arenas can be made, up to `most` bytes.
-  Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena,
-         OrderFault fault = OrderFault::none);
+  // `lanes`: 1 or 2. Planned memory where arenas can be made, up to `most` bytes; on a device that runs `behind` the
+  // host, or not.
+  Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, bool behind, OrderFault fault);
 
   Admission admission;
   DeviceOrder order;  // between its two ends, on a device that runs behind the host
@@ -47,18 +47,21 @@ class Ground {
   // What it left behind keeps its addresses.
   void strand(int32_t end) { pages_->strand(end); }
 
+  void give_back() { pages_.reset(); }  // all ends are idle, and stay so
   int64_t size() const { return pages_ ? pages_->size() : 0; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
-  // Gives back all pages that nobody's live bytes lie on; on a device that runs `behind` the host, all of idle ends.
-  void discard(bool behind);
+  // Gives back all pages that nobody's live bytes lie on.
+  void discard();
 
  private:
   int64_t held(const ArenaEnd& end) const { return end.job >= 0 ? admission.held_by(end.job) : 0; }
+  int64_t in_use(const ArenaEnd& end) const;
   void fit_pages(int32_t end, int64_t height);
   int64_t whole_pages(int64_t bytes) const { return (bytes + pages_->unit() - 1) / pages_->unit() * pages_->unit(); }
 
   int32_t lanes_;
+  bool behind_;
   ArenaEnd ends_[2];
   std::unique_ptr<Arena> pages_;
 };

@@ -153,7 +153,7 @@ void Program::run(Frame& frame, int32_t begin, int32_t end) const {
 void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile& profile) const {
   using clock = std::chrono::steady_clock;
   BelowAutograd below;
-  RequestLog& log = profile.log;
+  StepRequests& log = profile.log;
   MeterGuard meter(&log);
   for (int32_t i = begin; i < end; ++i) {
     const int64_t before = meter.current();

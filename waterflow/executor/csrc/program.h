@@ -63,7 +63,7 @@ struct InstructionProfile {
 
 struct StepProfile {
   std::vector<InstructionProfile> instructions;
-  RequestLog log;
+  StepRequests log;
 };
 
 struct NodeError : std::runtime_error {

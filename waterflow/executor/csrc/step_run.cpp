@@ -24,11 +24,11 @@ void StepRun::fill() {
 }
 
 void StepRun::run_group(int32_t group) {
+  LaneScope scope(placer);
   if (opaque) {
     opaque();
     return;
   }
-  PlacerScope scope(placer);
   const int32_t begin = group == 0 ? 0 : plan->ends[group - 1];
   const int32_t end = plan->ends[group];
   if (profile) {

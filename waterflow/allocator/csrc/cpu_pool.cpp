@@ -1,0 +1,124 @@
+#include "cpu_pool.h"
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "cpu_arena.h"
+#include "stream_allocator.h"
+
+namespace waterflow {
+namespace {
+
+// Memory of the machine as a device on which everything is done as soon as it is issued. All its addresses lie in one
+// range, so that a glance at an address tells whose it is.
+class HostMemory final : public Device {
+ public:
+  HostMemory() {
+    for (range_ = int64_t{1} << 44; range_ >= int64_t{1} << 34; range_ /= 2) {
+      void* made = mmap(nullptr, range_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (made == MAP_FAILED) continue;
+      base_ = reinterpret_cast<uintptr_t>(made);
+      free_[base_] = range_;
+      return;
+    }
+    range_ = 0;  // no addresses: it serves nothing
+  }
+
+  bool owns(const void* address) const {
+    return reinterpret_cast<uintptr_t>(address) - base_ < static_cast<uintptr_t>(range_);
+  }
+  int64_t granularity() const override { return CpuArena::page(); }
+
+  uintptr_t reserve(int64_t bytes) override {
+    std::lock_guard<std::mutex> guard(lock_);
+    for (auto at = free_.begin(); at != free_.end(); ++at) {
+      if (at->second < bytes) continue;
+      const auto [base, size] = *at;
+      free_.erase(at);
+      if (size > bytes) free_[base + bytes] = size - bytes;
+      return base;
+    }
+    return 0;
+  }
+  void unreserve(uintptr_t base, int64_t bytes) override {
+    std::lock_guard<std::mutex> guard(lock_);
+    auto at = free_.emplace(base, bytes).first;
+    if (const auto next = std::next(at); next != free_.end() && base + bytes == next->first) {
+      at->second += next->second;
+      free_.erase(next);
+    }
+    if (at == free_.begin()) return;
+    const auto before = std::prev(at);
+    if (before->first + before->second != base) return;
+    before->second += at->second;
+    free_.erase(at);
+  }
+  bool grow(uintptr_t at, int64_t bytes) override {
+    return mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE) == 0;
+  }
+  void shrink(uintptr_t at, int64_t bytes) override {
+    // Mapped anew, as advice alone would leave the range counted as committed.
+    mmap(reinterpret_cast<void*>(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  }
+
+  StreamId add_stream() override { return 0; }
+  void remove_stream(StreamId) override {}
+  EventId record(StreamId) override { return ++events_; }
+  void wait(StreamId, EventId) override {}
+  bool complete(EventId) override { return true; }
+  void synchronize(EventId) override {}
+  void forget(EventId) override {}
+
+ private:
+  std::mutex lock_;
+  uintptr_t base_ = 0;
+  int64_t range_ = 0;
+  std::map<uintptr_t, int64_t> free_;
+  std::atomic<EventId> events_{0};
+};
+
+struct Pool {
+  std::shared_ptr<HostMemory> memory = std::make_shared<HostMemory>();
+  StreamAllocator allocator{memory};
+  StreamId stream = memory->add_stream();
+  std::atomic<int> users{0};
+  Pool() { allocator.add_stream(stream); }
+};
+
+Pool& pool() {
+  static auto* made = new Pool;
+  return *made;
+}
+
+}  // namespace
+
+void* CpuPool::request(size_t bytes) {
+  auto& self = pool();
+  try {
+    return reinterpret_cast<void*>(self.allocator.allocate(static_cast<int64_t>(bytes), self.stream));
+  } catch (const OutOfMemory&) {
+    return nullptr;
+  }
+}
+
+bool CpuPool::owns(const void* address) { return pool().memory->owns(address); }
+
+void CpuPool::release(void* address) {
+  auto& self = pool();
+  self.allocator.release(reinterpret_cast<uintptr_t>(address));
+  if (self.users.load(std::memory_order_relaxed) == 0) self.allocator.trim();
+}
+
+int64_t CpuPool::idle() { return pool().allocator.idle(); }
+int64_t CpuPool::held() { return pool().allocator.held(); }
+void CpuPool::trim() { pool().allocator.trim(); }
+void CpuPool::open() { ++pool().users; }
+void CpuPool::close() {
+  if (--pool().users == 0) trim();
+}
+
+}  // namespace waterflow
