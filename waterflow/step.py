@@ -139,8 +139,9 @@ class Step:
                 f"move the model with model.to({str(self.engine.device)!r}) before making the step"
             )
         if generator is None and self.engine is not None:
-            generator = torch.Generator()
-            generator.set_state(torch.get_rng_state())
+            device = self.engine.device
+            generator = torch.Generator(device)
+            generator.set_state(torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device))
         self.generator = generator
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
@@ -307,7 +308,7 @@ class Step:
         if pending.variant is None:
             return pending.returned[0]
         if pending.profiled:
-            pending.variant.planned.add_profile(StepProfile.of(run))
+            pending.variant.planned.add_profile(StepProfile.of(run, self._spec.device))
         elif run.planned or run.missed:
             self.planned_requests += run.planned
             self.missed_requests += run.missed

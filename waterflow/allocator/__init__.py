@@ -1,5 +1,6 @@
 """Memory: devices, the multi-stream allocator, and what torch's allocators are asked for."""
 
+from waterflow.allocator import cuda
 from waterflow.allocator.devices import CpuDevice, Device, Race, SimulatedDevice
 from waterflow.allocator.fuzzing import FuzzResult, FuzzSetup, fuzz_table, run_fuzz
 from waterflow.allocator.request_log import RequestLog, record_requests
@@ -16,6 +17,7 @@ __all__ = [
     "RequestLog",
     "SimulatedDevice",
     "StreamAllocator",
+    "cuda",
     "fuzz_table",
     "record_requests",
     "run_fuzz",

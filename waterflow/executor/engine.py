@@ -16,6 +16,7 @@ import torch
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
+from waterflow.executor import cuda_lanes
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
@@ -74,23 +75,28 @@ class Engine:
         asynchronous: int | None = None,
     ) -> None:
         self.device = torch.device(device)
-        if self.device.type != "cpu":
+        if self.device.type not in ("cpu", "cuda"):
             raise InvalidJobError(
-                f"device {str(self.device)!r} is not supported by this version, which trains on 'cpu'; "
-                "pass device='cpu'"
+                f"device {str(self.device)!r} is not supported; waterflow trains on 'cpu' and 'cuda': pass device='cpu'"
             )
         for name, count in (("lanes", lanes), ("intra_op", intra_op)):
             if count is not None and (not isinstance(count, Integral) or count < 1):
                 raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
-        self.limit = parse_memory(memory)
+        gpu = cuda_lanes.prepare(self.device) if self.device.type == "cuda" else None
+        self.device = gpu.device if gpu is not None else self.device
+        self.limit = parse_memory(memory, gpu.free if gpu is not None else None)
         if reserve is None:
             reserve = min(max(int(self.limit * RESERVE_SHARE), LEAST_RESERVE), self.limit // 4)
         self.reserve = reserve
         self.intra_op = intra_op
-        self.lanes = lanes if lanes is not None else max(1, (os.cpu_count() or 1) // intra_op)
+        default_lanes = cuda_lanes.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // intra_op)
+        self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and "WATERFLOW_ASYNCHRONOUS" in os.environ:
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
         settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": self.room, "behind": asynchronous}
+        if gpu is not None:
+            settings |= {"behind": None, **cuda_lanes.native_settings(gpu, self.lanes, self.limit)}
+            arenas = arenas and gpu.planned
         self.native = _native(settings, arenas)
         self._claims: dict[int, Claim] = {}
         # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
@@ -269,7 +275,7 @@ class Engine:
         box: list[Any] = []
 
         def task() -> None:
-            box.append(_C.metered(work))
+            box.append(_C.metered(work, self.device.type == "cuda"))
 
         with contextlib.nullcontext() if plan is not None else self._eager:
             run = _C.opaque_run(plan or _C.GroupPlan(ends=[1], peak=[0], after=[0]), task)

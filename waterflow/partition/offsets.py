@@ -14,6 +14,7 @@ from waterflow import _C
 from waterflow.partition.liveness import Lifetime
 
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
+CUDA_ALIGNMENT = 512  # what torch's allocator on GPUs gives: matrix kernels are chosen by it
 # Comparisons that the search for a better placement may make: about a third of a second. A step with more memory than
 # that allows for is placed once by each order.
 MOST_WORK = 300_000_000

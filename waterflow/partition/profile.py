@@ -9,7 +9,7 @@ import torch
 
 from waterflow import _C
 from waterflow.partition.liveness import OperationMemory
-from waterflow.partition.offsets import ALIGNMENT, MOST_WORK
+from waterflow.partition.offsets import ALIGNMENT, CUDA_ALIGNMENT, MOST_WORK
 
 UNPLANNED = -1
 
@@ -27,11 +27,12 @@ class PlannedRequests:
     births: tuple[int, ...]
     deaths: tuple[int, ...]
     first: tuple[int, ...]
+    alignment: int = ALIGNMENT
 
     def native(self) -> _C.RequestPlan:
         """What lanes replay. Raises ValueError where two requests that live at once share a byte."""
         rows = list(zip(self.sizes, self.offsets, self.births, self.deaths))
-        return _C.RequestPlan(rows, list(self.first), ALIGNMENT)
+        return _C.RequestPlan(rows, list(self.first), self.alignment)
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,13 @@ class StepProfile:
     requests: torch.Tensor
     first: Sequence[int]
     ends: Sequence[int]
+    alignment: int = ALIGNMENT  # of planned addresses
 
     @classmethod
-    def of(cls, run: _C.StepRun) -> StepProfile:
-        """From a step that was run with its profile."""
-        return cls(run.profile(), *run.requests())
+    def of(cls, run: _C.StepRun, device: torch.device | None = None) -> StepProfile:
+        """From a step that was run with its profile, on ``device``."""
+        on_gpu = device is not None and device.type == "cuda"
+        return cls(run.profile(), *run.requests(), CUDA_ALIGNMENT if on_gpu else ALIGNMENT)
 
     def same_requests(self, other: StepProfile) -> bool:
         """Whether both steps asked for the same memory in the same order, and gave it back when the other did."""
@@ -76,7 +79,8 @@ class StepProfile:
         sizes, births, deaths = (column.tolist() for column in self.requests.T)
         planned = [i for i, death in enumerate(deaths) if death >= 0]
         ticks = self.ends[-1] + 1
-        lives = [(births[i], deaths[i], -(-sizes[i] // ALIGNMENT) * ALIGNMENT) for i in planned]
+        unit = self.alignment
+        lives = [(births[i], deaths[i], -(-sizes[i] // unit) * unit) for i in planned]
         placement = _C.place(lives, ticks, MOST_WORK)
         heights = placement.heights
         for i, death in enumerate(deaths):
@@ -91,4 +95,4 @@ class StepProfile:
             memory.append(OperationMemory(max(before, *heights[begin : end + 1]), after, of_graph.traffic))
             begin, before = end + 1, after
         births_, deaths_ = tuple(births), tuple(max(b, d) for b, d in zip(births, deaths))
-        return memory, PlannedRequests(tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first))
+        return memory, PlannedRequests(tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first), unit)

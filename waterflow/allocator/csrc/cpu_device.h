@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "device.h"
+#include "lane_device.h"
 
 namespace waterflow {
 
@@ -25,7 +25,7 @@ struct Stalls {
 };
 
 // Thread-safe. Work runs in the order of its stream and after what the stream was told to wait for; in no other order.
-class CpuDevice : public Device {
+class CpuDevice : public LaneDevice {
  public:
   explicit CpuDevice(int64_t capacity, Stalls stalls = {});
   // Waits for all work.
@@ -46,7 +46,7 @@ class CpuDevice : public Device {
   void forget(EventId event) override;
 
   // Work for a stream, done later. Blocks while more than a few thousand pieces wait before it.
-  void enqueue(StreamId stream, std::function<void()> work);
+  void enqueue(StreamId stream, std::function<void()> work) override;
   // The stream stands still for so long when it comes to this.
   void stall(StreamId stream, int64_t microseconds);
   void finish(StreamId stream);  // blocks the host until its work is done

@@ -32,7 +32,8 @@ class Meter : public torch::profiler::impl::ProfilerStateBase {
   torch::profiler::impl::ActiveProfilerType profilerType() override {
     return torch::profiler::impl::ActiveProfilerType::NONE;
   }
-  void reportMemoryUsage(void* address, int64_t bytes, size_t, size_t, c10::Device) override {
+  void reportMemoryUsage(void* address, int64_t bytes, size_t, size_t, c10::Device device) override {
+    if (device.type() != counted) return;
     current += bytes;
     if (current > peak) peak = current;
     if (bytes > 0) ++requests;
@@ -51,15 +52,17 @@ class Meter : public torch::profiler::impl::ProfilerStateBase {
   int64_t peak = 0;
   int64_t requests = 0;
   StepRequests* log = nullptr;
+  c10::DeviceType counted = c10::DeviceType::CPU;
 };
 
 // While it lives, requests and releases of the calling thread are counted. Blocks that were there before
 // are not known to it, so their release does not show.
 class MeterGuard {
  public:
-  explicit MeterGuard(StepRequests* log = nullptr)
+  explicit MeterGuard(StepRequests* log = nullptr, c10::DeviceType counted = c10::DeviceType::CPU)
       : meter_(std::make_shared<Meter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, meter_) {
     meter_->log = log;
+    meter_->counted = counted;
   }
 
   int64_t current() const { return meter_->current; }

@@ -225,34 +225,51 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Intra-op threads of the calling thread alone; what other threads use stays as it is.");
   m.def(
       "metered",
-      [](const py::object& work) {
-        MeterGuard meter;
+      [](const py::object& work, bool cuda) {
+        MeterGuard meter(nullptr, cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU);
         py::object result = work();
         return py::make_tuple(std::move(result), meter.peak());
       },
+      py::arg("work"), py::arg("cuda") = false,
       "Calls `work()`; returns its result and the most bytes that this thread's requests held meanwhile.");
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<uint64_t> behind,
-                       OrderFault fault) {
+                       OrderFault fault, std::shared_ptr<CudaDevice> cuda, std::vector<uintptr_t> handles,
+                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& streams) {
              std::optional<Behind> how;
              if (behind) how = Behind{{*behind, 0.2, 2000}, fault};
-             // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
-             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas, how), [](Engine* engine) {
-               if (engine->on_a_lane()) {
-                 std::thread([engine] { delete engine; }).detach();
-               } else if (PyGILState_Check()) {
-                 py::gil_scoped_release release;
-                 delete engine;
-               } else {
-                 delete engine;
+             std::optional<OnCuda> on_cuda;
+             if (cuda) {
+               on_cuda = OnCuda{std::move(cuda), {}, {}};
+               for (const uintptr_t handle : handles) on_cuda->handles.push_back(reinterpret_cast<cu::Stream>(handle));
+               for (const auto& [id, index, type] : streams) {
+                 on_cuda->streams.push_back(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(index),
+                                                                 static_cast<c10::DeviceType>(type)));
                }
-             });
+             }
+             // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
+             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas, how, on_cuda),
+                                          [](Engine* engine) {
+                                            if (engine->on_a_lane()) {
+                                              std::thread([engine] { delete engine; }).detach();
+                                            } else if (PyGILState_Check()) {
+                                              py::gil_scoped_release release;
+                                              delete engine;
+                                            } else {
+                                              delete engine;
+                                            }
+                                          });
              open_engines().add(made);
              return made;
            }),
            py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true,
-           py::arg("behind") = std::nullopt, py::arg("fault") = OrderFault::none)
+           py::arg("behind") = std::nullopt, py::arg("fault") = OrderFault::none, py::arg("cuda") = nullptr,
+           py::arg("handles") = std::vector<uintptr_t>{},
+           py::arg("streams") = std::vector<std::tuple<int64_t, int64_t, int64_t>>{},
+           "With `cuda`, a CudaDevice: lanes on the driver's streams `handles`, which are torch's `streams` (id, "
+           "device index "
+           "and type); without those, for tests, the host's memory is planned in the device's arenas.")
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "../../allocator/csrc/cpu_arena.h"
+#include "../../allocator/csrc/cuda_arena.h"
 
 namespace waterflow {
 int64_t Engine::now_ns() {
@@ -11,25 +12,40 @@ int64_t Engine::now_ns() {
       .count();
 }
 
-Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind)
-    : capacity_(capacity) {
+Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind,
+               std::optional<OnCuda> cuda)
+    : capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
   Ground::MakeArena make_arena;
-  if (arenas) make_arena = [](int64_t most) { return std::make_unique<CpuArena>(most); };
+  if (arenas && cuda) {
+    const auto memory = cuda->for_torch() ? PlacedIn::device : PlacedIn::host;
+    make_arena = [device = cuda->device, memory](int64_t most) {
+      return std::make_unique<CudaArena>(device, most, 0, memory);
+    };
+  } else if (arenas) {
+    make_arena = [](int64_t most) { return std::make_unique<CpuArena>(most); };
+  }
+  if (cuda && cuda->handles.size() != static_cast<size_t>(lanes)) {
+    throw std::invalid_argument("an engine of " + std::to_string(lanes) + " lanes needs as many streams");
+  }
   for (int32_t i = 0; i < lanes; i += 2) {
     grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, make_arena,
-                                                behind.has_value(), behind ? behind->fault : OrderFault::none));
+                                                behind || cuda, behind ? behind->fault : OrderFault::none));
   }
   share_out();
   if (behind) device_ = std::make_unique<CpuDevice>(0, behind->stalls);
-  if (arenas) installed_ = std::make_unique<LaneAllocatorInstalled>();
+  if (cuda) device_ = cuda->device;
+  if (arenas && !(cuda && cuda->for_torch())) installed_ = std::make_unique<LaneAllocatorInstalled>();
   for (int32_t i = 0; i < lanes; ++i) {
     auto lane = std::make_unique<Lane>();
     lane->index = i;
     lane->ground = grounds_[i / 2].get();
     lane->end = i % 2;
-    if (device_) {
+    if (cuda) {
+      lane->stream = cuda->device->adopt_stream(cuda->handles[i]);
+      if (cuda->for_torch()) lane->current = cuda->streams[i];
+    } else if (device_) {
       lane->stream = device_->add_stream();
       device_->enqueue(lane->stream, [intra_op] { set_threads_here(intra_op); });
     }
@@ -130,6 +146,7 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
   }
   leave_to_lanes(job, job.queue.size());  // their callers are not waiting for them
   run->job = id;
+  if (lanes_[0]->current) run->behind_caller(lanes_[0]->current->device());
   job.queue.push_back(std::move(run));
   if (after && after->done && after->error) {
     fail_queue(job, std::make_exception_ptr(Cancelled(kEarlierFailed)), dropped, job.queue.size() - 1);
@@ -207,7 +224,7 @@ bool Engine::grant(Job& job, Lane* here) {
     lane->ground->grow(lane->end);
   }
   peak_held_ = std::max(peak_held_, held_by_all());
-  if (installed_) keep_pages_within();
+  if (arenas_) keep_pages_within();
   job.barriers[group].arrive();
   run.waited_ns += now_ns() - job.waiting_since;
   if (starts && run.by_caller) {

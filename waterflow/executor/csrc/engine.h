@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../../allocator/csrc/cpu_device.h"
+#include "../../allocator/csrc/cuda_device.h"
 #include "../../allocator/csrc/lane_allocator.h"
 #include "barrier.h"
 #include "ground.h"
@@ -32,8 +33,9 @@ struct EngineJob;
 struct Lane {
   int32_t index;
   Ground* ground = nullptr;
-  int32_t end = 0;       // of the ground's arena
-  StreamId stream = -1;  // of the device, where that runs behind the host
+  int32_t end = 0;                     // of the ground's arena
+  StreamId stream = -1;                // of the device, where that runs behind the host
+  std::optional<c10::Stream> current;  // the same as torch knows it, on a GPU
   EngineJob* job = nullptr;
   bool taken = false;  // a caller runs the step, or is about to
   std::condition_variable wake;
@@ -61,6 +63,14 @@ struct Behind {
   OrderFault fault = OrderFault::none;
 };
 
+// Lanes on a GPU: a stream of torch's for each. In tests, without torch's streams, host memory is planned there.
+struct OnCuda {
+  std::shared_ptr<CudaDevice> device;
+  std::vector<cu::Stream> handles;
+  std::vector<c10::Stream> streams;
+  bool for_torch() const { return !streams.empty(); }
+};
+
 class Engine {
   static constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
   static constexpr int32_t kLaterGroupParties = 2;  // the group before, room
@@ -72,8 +82,10 @@ class Engine {
 
   // `intra_op`: threads of each lane inside one operation, fixed for the engine's life (another number changes bits).
   // With `arenas` the memory of steps lies at planned addresses; two lanes share an arena. With `behind` groups of
-  // captured steps are only booked when they are issued, and run later, as on a device that has its own order.
-  Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind = {});
+  // captured steps are only booked when they are issued, and run later, as on a device that has its own order; `cuda`
+  // is such a device.
+  Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind = {},
+         std::optional<OnCuda> cuda = {});
   ~Engine();
 
   // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
@@ -96,7 +108,7 @@ class Engine {
   bool set_capacity(int64_t bytes);
   int64_t capacity() const;
   int64_t held() const;
-  bool has_arenas() const { return installed_ != nullptr; }
+  bool has_arenas() const { return arenas_; }
   int64_t pages_in_use() const;  // bytes of arenas that may have pages
   int64_t peak_held() const { return locked(peak_held_); }
   size_t queued(Id job) const;
@@ -150,6 +162,7 @@ class Engine {
   void leave_ground(Job& job);
   void keep_pages_within();
   void issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group);
+  void finish_stream(Lane& lane);
   void drain(Lane& lane, StepRun& run, std::exception_ptr& error);
   Job& find(Id job);
   const Job& find(Id job) const;
@@ -159,7 +172,9 @@ class Engine {
   int64_t capacity_;  // of all grounds together, once each has come down to its share
   std::vector<std::unique_ptr<Ground>> grounds_;
   std::unique_ptr<LaneAllocatorInstalled> installed_;
-  std::unique_ptr<CpuDevice> device_;  // where groups run behind the host
+  std::shared_ptr<LaneDevice> device_;  // where groups run behind the host
+  bool arenas_;
+  bool on_cuda_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::unordered_map<Id, std::shared_ptr<Job>> jobs_;
   std::deque<Job*> ready_;  // a step is there and only room and a lane are missing, first come first

@@ -67,7 +67,7 @@ void Engine::keep_pages_within() {
   int64_t bytes = 0, limit = 0;
   for (const auto& ground : grounds_) {
     bytes += ground->pages_in_use() + ground->held_elsewhere();
-    limit += ground->admission.capacity();
+    limit += ground->admission.capacity() + ground->rounding();
   }
   // The pool serves what is held elsewhere; what it keeps beside that is on top.
   if (bytes + CpuPool::idle() <= limit) return;

@@ -50,14 +50,25 @@ void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t grou
   }
 }
 
+// What is not captured has issued work on its lane's stream and is done when the device is.
+void Engine::finish_stream(Lane& lane) {
+  const EventId event = device_->record(lane.stream);
+  device_->synchronize(event);
+  device_->forget(event);
+}
+
 // Waits until all that was issued of a step is done.
 void Engine::drain(Lane& lane, StepRun& run, std::exception_ptr& error) {
-  if (!run.issued.empty()) {
-    device_->synchronize(run.issued.back());
-    std::lock_guard<std::mutex> guard(lock_);
-    lane.ground->order.reached(lane.end, run.issued.back());
+  try {
+    if (!run.issued.empty()) {
+      device_->synchronize(run.issued.back());
+      std::lock_guard<std::mutex> guard(lock_);
+      lane.ground->order.reached(lane.end, run.issued.back());
+    }
+    for (EventId event : run.issued) device_->forget(event);
+  } catch (...) {
+    if (!error) error = std::current_exception();  // a device that is lost
   }
-  for (EventId event : run.issued) device_->forget(event);
   if (!error) error = run.failure;
   if (error) return;
   try {
@@ -95,6 +106,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     const int64_t held = held_by_all(), own = admission.held_by(job.id);
     lock.unlock();
     try {
+      if (!filled) run.on_stream(lane.current);
       if (!filled && run.frame) run.fill();
       if (!filled && end.planned) {
         run.placer = &lane.ground->placer(lane.end);
@@ -105,6 +117,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
         issue(lane, held_run, group);
       } else {
         run.run_group(group);
+        if (on_cuda_) finish_stream(lane);
         if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
       }
     } catch (const NodeError& failure) {

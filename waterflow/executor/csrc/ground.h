@@ -49,6 +49,8 @@ class Ground {
 
   void give_back() { pages_.reset(); }  // all ends are idle, and stay so
   int64_t size() const { return pages_ ? pages_->size() : 0; }
+  // What whole units may take beyond the bytes that steps were let in with.
+  int64_t rounding() const { return pages_ && pages_->backs() ? pages_->unit() - 1 : 0; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
   // Gives back all pages that nobody's live bytes lie on.

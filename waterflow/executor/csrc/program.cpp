@@ -154,7 +154,8 @@ void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile
   using clock = std::chrono::steady_clock;
   BelowAutograd below;
   StepRequests& log = profile.log;
-  MeterGuard meter(&log);
+  const auto& stream = profile.stream;
+  MeterGuard meter(&log, stream ? stream->device_type() : c10::DeviceType::CPU);
   for (int32_t i = begin; i < end; ++i) {
     const int64_t before = meter.current();
     meter.restart_peak();
@@ -162,6 +163,7 @@ void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile
     const auto start = clock::now();
     try {
       execute(instructions_[i], frame);
+      if (stream) stream->synchronize();
     } catch (const c10::Error& error) {
       frame.stack.clear();
       throw NodeError(i, error.what_without_backtrace());

@@ -64,6 +64,7 @@ struct InstructionProfile {
 struct StepProfile {
   std::vector<InstructionProfile> instructions;
   StepRequests log;
+  std::optional<c10::Stream> stream;  // of a GPU: an instruction ends when that has done it
 };
 
 struct NodeError : std::runtime_error {

@@ -1,5 +1,6 @@
 #include "random_state.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 
 namespace waterflow {
@@ -10,36 +11,58 @@ std::mutex& swap_lock() {
   return *lock;
 }
 
-at::CPUGeneratorImpl& cpu(const at::Generator& generator) {
-  TORCH_CHECK(generator.defined() && generator.device().is_cpu(),
-              "a job on the CPU draws from a CPU generator; got one on ",
+const at::Generator& known(const at::Generator& generator) {
+  TORCH_CHECK(generator.defined() && (generator.device().is_cpu() || generator.device().is_cuda()),
+              "a job draws from a generator on the CPU or on a GPU; got one on ",
               generator.defined() ? generator.device().str() : std::string("no device"));
-  return *generator.get<at::CPUGeneratorImpl>();
+  return generator;
 }
 
-at::CPUGeneratorImpl& shared() { return cpu(at::detail::getDefaultCPUGenerator()); }
+const at::Generator& shared_like(const at::Generator& own) {
+  if (own.device().is_cpu()) return at::detail::getDefaultCPUGenerator();
+  return at::globalContext().defaultGenerator(own.device());
+}
 
 }  // namespace
 
-GeneratorSwap::State GeneratorSwap::read(at::CPUGeneratorImpl& generator) {
-  std::lock_guard<std::mutex> guard(generator.mutex_);
-  return {generator.engine(), generator.next_float_normal_sample(), generator.next_double_normal_sample()};
+GeneratorSwap::State GeneratorSwap::read(const at::Generator& given) {
+  at::Generator generator = given;  // another name for the same
+  std::lock_guard<std::mutex> guard(generator.mutex());
+  State state;
+  if (generator.device().is_cpu()) {
+    auto& from = *generator.get<at::CPUGeneratorImpl>();
+    state.engine = from.engine();
+    state.next_float = from.next_float_normal_sample();
+    state.next_double = from.next_double_normal_sample();
+  } else {
+    state.seed = generator.current_seed();
+    state.offset = generator.get_offset();
+  }
+  return state;
 }
 
-void GeneratorSwap::write(at::CPUGeneratorImpl& generator, const State& state) {
-  std::lock_guard<std::mutex> guard(generator.mutex_);
-  generator.set_engine(state.engine);
-  generator.set_next_float_normal_sample(state.next_float);
-  generator.set_next_double_normal_sample(state.next_double);
+void GeneratorSwap::write(const at::Generator& given, const State& state) {
+  at::Generator generator = given;
+  std::lock_guard<std::mutex> guard(generator.mutex());
+  if (generator.device().is_cpu()) {
+    auto& to = *generator.get<at::CPUGeneratorImpl>();
+    to.set_engine(state.engine);
+    to.set_next_float_normal_sample(state.next_float);
+    to.set_next_double_normal_sample(state.next_double);
+  } else {
+    generator.set_current_seed(state.seed);  // begins at offset 0
+    generator.set_offset(state.offset);
+  }
 }
 
-GeneratorSwap::GeneratorSwap(const at::Generator& own) : lock_(swap_lock()), own_(cpu(own)), outer_(read(shared())) {
-  write(shared(), read(own_));
+GeneratorSwap::GeneratorSwap(const at::Generator& own)
+    : lock_(swap_lock()), own_(known(own)), shared_(shared_like(own_)), outer_(read(shared_)) {
+  write(shared_, read(own_));
 }
 
 GeneratorSwap::~GeneratorSwap() {
-  write(own_, read(shared()));
-  write(shared(), outer_);
+  write(own_, read(shared_));
+  write(shared_, outer_);
 }
 
 }  // namespace waterflow

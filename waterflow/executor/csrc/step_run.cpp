@@ -1,6 +1,8 @@
 #include "step_run.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <mutex>
@@ -18,13 +20,25 @@ void StepRun::let_go() {
   frame->clear_intermediates();
 }
 
+void StepRun::behind_caller(c10::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  caller.emplace(device.type());
+  caller->record(guard.getStream(device));
+}
+
+void StepRun::on_stream(std::optional<c10::Stream> given) {
+  stream = given;
+  if (caller && stream) caller->block(*stream);
+}
+
 void StepRun::fill() {
   for (const auto& [slot, value] : inputs) frame->slots[slot] = value;
-  if (profile) profiled = {std::vector<InstructionProfile>(frame->program->size()), {}};
+  if (profile) profiled = {std::vector<InstructionProfile>(frame->program->size()), {}, stream};
 }
 
 void StepRun::run_group(int32_t group) {
   LaneScope scope(placer);
+  c10::OptionalStreamGuard current(stream);
   if (opaque) {
     opaque();
     return;

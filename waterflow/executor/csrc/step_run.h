@@ -1,11 +1,15 @@
 // One step of one job: what the engine runs, group by group.
 #pragma once
 
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -43,10 +47,16 @@ struct StepRun {
   // ... or anything else that is one group.
   std::function<void()> opaque;
 
+  // On a GPU: it runs behind all that the calling thread has issued on its current stream of the device ...
+  void behind_caller(c10::Device device);
+  // ... on this stream, from now on; none elsewhere.
+  void on_stream(std::optional<c10::Stream> stream);
   void fill();                    // puts the inputs into their slots
   void run_group(int32_t group);  // on the calling thread
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
 
+  std::optional<c10::Event> caller;
+  std::optional<c10::Stream> stream;
   Placer* placer = nullptr;     // of the lane's end, where its memory is planned
   std::vector<EventId> issued;  // on a device that runs behind the host: an event behind each group
   std::exception_ptr failure;   // of a group there
