@@ -70,7 +70,7 @@ def test_without_a_pool_the_driver_serves(tmp_path: Path) -> None:
         _C.cuda_pool(0, 0, False)
         before = malloc(10, 0, None)
         assert fake.count("cuMemAlloc") == 2 and before % 512 == 0
-        with pytest.raises(RuntimeError, match="there is no CUDA device 9"):
+        with pytest.raises(ValueError, match="there is no CUDA device 9"):
             _C.cuda_malloc(10, 9, 0)
     """)  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_a_handle_that_comes_back_is_another_stream(tmp_path: Path) -> None:
 def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
     run(tmp_path, """
         fake.memory(8 * PAGE)
-        with pytest.raises(RuntimeError, match="device 0 has no 18.0 MiB left beside the 0 B"):
+        with pytest.raises(RuntimeError, match="device 0 has no 18.0 MiB left beside the 0 bytes"):
             _C.cuda_malloc(9 * PAGE, 0, 0)
         _C.cuda_pool(0, 4 * PAGE, False)
         held = _C.cuda_malloc(3 * PAGE, 0, 0)
@@ -274,7 +274,7 @@ def test_putting_it_into_torch(tmp_path: Path) -> None:
         torch.cuda.is_available = lambda: True
         torch.cuda.is_initialized = lambda: True
         own = torch.cuda.memory_allocated
-        assert not cuda.install() and "To do better call waterflow.allocator.cuda.install()" in said[-1]
+        assert not cuda.install(0) and "To do better call waterflow.allocator.cuda.install()" in said[-1]
         assert torch.cuda.memory_allocated is own and not cuda.installed()
 
         told = {}

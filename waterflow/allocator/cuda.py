@@ -181,7 +181,9 @@ REFUSED = {
 
 def _refuses(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"torch.cuda.{name}() asks torch's own allocator, which waterflow's replaces; {REFUSED[name]}.")
+        raise RuntimeError(
+            f"torch.cuda.{name}() asks torch's own allocator, which waterflow's replaces; {REFUSED[name]}."
+        )
 
     refuse.__name__ = name
     return refuse

@@ -48,6 +48,7 @@ void CudaMemory::pool(int64_t limit, bool spill) {
   if (limit < 0) throw std::invalid_argument("a limit is at least 0 bytes; got " + std::to_string(limit));
   if (limit == 0) limit = device_->capacity();
   if (StreamAllocator* heap = heap_.load()) {
+    trim();  // a limit may not lie below what is in use
     heap->set_limit(limit);
     return;
   }
@@ -136,7 +137,10 @@ void CudaMemory::record_stream(void* address, cu::Stream stream) {
 
 int64_t CudaMemory::trim() {
   StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
-  return heap != nullptr ? heap->trim() : 0;
+  if (heap == nullptr) return 0;
+  const int64_t bytes = heap->trim();
+  device_->synchronize_all();  // what was in use still is free now
+  return bytes + heap->trim();
 }
 
 CudaFigures CudaMemory::figures() {
