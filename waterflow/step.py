@@ -22,7 +22,7 @@ from waterflow.executor.captured import build, input_bytes_of
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
 from waterflow.executor.sharing import Hold, holders
-from waterflow.executor.step_checks import check_arguments, device_of
+from waterflow.executor.step_checks import check_arguments, default_random_state, device_of
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan, opaque_plan
@@ -139,9 +139,8 @@ class Step:
                 f"move the model with model.to({str(self.engine.device)!r}) before making the step"
             )
         if generator is None and self.engine is not None:
-            device = self.engine.device
-            generator = torch.Generator(device)
-            generator.set_state(torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device))
+            generator = torch.Generator(self.engine.device)
+            generator.set_state(default_random_state(self.engine.device))
         self.generator = generator
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.

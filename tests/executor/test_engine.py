@@ -852,8 +852,8 @@ def test_free_memory_is_plausible() -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(wf.InvalidJobError, match="'cuda' is not supported"):
-        Engine("cuda")
+    with pytest.raises(wf.InvalidJobError, match="'mps' is not supported"):
+        Engine("mps")
 
 
 # -- the default generator

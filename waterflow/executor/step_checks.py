@@ -13,6 +13,11 @@ from waterflow.errors import InvalidJobError
 from waterflow.executor.eager import wants_model
 
 
+def default_random_state(device: torch.device) -> torch.Tensor:
+    """Where the process's default generator of the device stands."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where the model lies. Raises InvalidJobError for several devices, or none."""
     devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
