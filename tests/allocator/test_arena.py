@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from waterflow import _C
 
 import waterflow as wf
 from tests.support import Net, Trained, assert_same, images, run_steps, train_eager
+from waterflow import _C
 from waterflow.executor.engine import Engine
 
 STEPS = 14

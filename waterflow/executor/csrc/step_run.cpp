@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -24,7 +25,8 @@ void StepRun::fill() {
 }
 
 void StepRun::run_group(int32_t group) {
-  LaneScope scope(placer);
+  std::optional<LaneScope> scope;
+  if (in_arenas) scope.emplace(placer);
   if (opaque) {
     opaque();
     return;

@@ -47,6 +47,7 @@ struct StepRun {
   void run_group(int32_t group);  // on the calling thread
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
 
+  bool in_arenas = false;       // the engine has arenas: what is asked outside of plans comes from the pool
   Placer* placer = nullptr;     // of the lane's end, where its memory is planned
   std::vector<EventId> issued;  // on a device that runs behind the host: an event behind each group
   std::exception_ptr failure;   // of a group there
