@@ -3,6 +3,7 @@
 from waterflow.allocator import cuda
 from waterflow.allocator.devices import CpuDevice, Device, Race, SimulatedDevice
 from waterflow.allocator.fuzzing import FuzzResult, FuzzSetup, fuzz_table, run_fuzz
+from waterflow.allocator.planned import time_planned_requests
 from waterflow.allocator.request_log import RequestLog, record_requests
 from waterflow.allocator.stream_allocator import AllocatorReport, JobMemory, StreamAllocator
 
@@ -21,4 +22,5 @@ __all__ = [
     "fuzz_table",
     "record_requests",
     "run_fuzz",
+    "time_planned_requests",
 ]

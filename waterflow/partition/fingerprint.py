@@ -35,7 +35,7 @@ _ATOMS = (
 )  # fmt: skip
 _BY_IDENTITY = (types.BuiltinFunctionType, types.ModuleType, torch.Generator, logging.Logger, io.IOBase)
 # Objects of these modules are no part of what a step computes, and hold half of the process.
-_MACHINERY = ("optuna.", "threading", "queue", "logging", "torch.optim", "torch.utils.data", "torch._ops",
+_MACHINERY = ("optuna.", "threading", "queue", "logging", "torch.optim", "torch.utils.data", "torch._ops", "torch._library",
               "waterflow.step", "waterflow.runner", "waterflow.executor.engine")  # fmt: skip
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)

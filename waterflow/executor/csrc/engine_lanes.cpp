@@ -88,6 +88,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   const int32_t groups = run.plan->heights.groups();
   while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
   std::exception_ptr error;
+  run.in_arenas = has_arenas();
   const bool behind = device_ != nullptr && run.frame != nullptr;
   bool filled = false;
   for (int32_t group = 0; group < groups; ++group) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -37,7 +38,8 @@ void StepRun::fill() {
 }
 
 void StepRun::run_group(int32_t group) {
-  LaneScope scope(placer);
+  std::optional<LaneScope> scope;
+  if (in_arenas) scope.emplace(placer);
   c10::OptionalStreamGuard current(stream);
   if (opaque) {
     opaque();
