@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "allocator_chain.h"
+#include "cpu_arena.h"
 #include "cpu_pool.h"
 #include "lane_allocator.h"
 #include "meter.h"
