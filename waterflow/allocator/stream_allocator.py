@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from waterflow import _C
-from waterflow.allocator.devices import Device
 from waterflow.errors import MemoryLimitError
 
 NO_LIMIT = 2**63 - 1
@@ -69,7 +68,7 @@ class StreamAllocator:
 
     def __init__(
         self,
-        device: Device,
+        device: _C.Device,
         *,
         limit: int | None = None,
         alignment: int = 64,

@@ -54,7 +54,8 @@ class StepProfile:
     def of(cls, run: _C.StepRun, device: torch.device | None = None) -> StepProfile:
         """From a step that was run with its profile, on ``device``."""
         on_gpu = device is not None and device.type == "cuda"
-        return cls(run.profile(), *run.requests(), alignment=CUDA_ALIGNMENT if on_gpu else ALIGNMENT)
+        requests, first, ends = run.requests()
+        return cls(run.profile(), requests, first, ends, CUDA_ALIGNMENT if on_gpu else ALIGNMENT)
 
     def same_requests(self, other: StepProfile) -> bool:
         """Whether both steps asked for the same memory in the same order, and gave it back when the other did."""
