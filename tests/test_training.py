@@ -341,7 +341,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "on_error": (lambda: wf.train([make()], on_error="ignore"), "'raise' or 'continue'; got 'ignore'"),
     "max_concurrent": (lambda: wf.train([make()], max_concurrent="auto"), "positive integer.*got 'auto'"),
     "one callback": (lambda: wf.train([make()], callbacks=print), "callbacks takes a list"),
-    "device": (lambda: wf.train([make()], device="cuda"), "trains on 'cpu'"),
+    "device": (lambda: wf.train([make()], device="mps"), "is not supported"),
     "memory": (lambda: wf.train([make()], memory="4 gigs"), "cannot read '4 gigs' as memory; write '4GiB'"),
 }  # fmt: skip
 

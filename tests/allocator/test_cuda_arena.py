@@ -18,7 +18,7 @@ ALIGNMENT = 512
 def plan(*requests: tuple[int, int]) -> _C.RequestPlan:
     """(bytes, offset) of requests that all live until the end; one instruction each."""
     rows = [(count, offset, tick, 2 * len(requests)) for tick, (count, offset) in enumerate(requests)]
-    return _C.RequestPlan(rows, list(range(len(requests) + 1)), ALIGNMENT)
+    return _C.RequestPlan(rows, list(range(len(requests) + 1)), [2 * len(requests) + 1] * len(requests), ALIGNMENT)
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path)
         arena = _C.CudaArena(device, 4 * PAGE)
         arena.resize(4 * PAGE)
         arena.back(0, PAGE)
-        plan = _C.RequestPlan([(1000, 512, 0, 4), (2000, 2048, 1, 4)], [0, 1, 2], 512)
+        plan = _C.RequestPlan([(1000, 512, 0, 4), (2000, 2048, 1, 4)], [0, 1, 2], [3, 5], 512)
         arena.begin(0, plan)
         at = arena.malloc_within(0, 0, 1000, 0, 0)
         assert at == arena.base(0) + 512

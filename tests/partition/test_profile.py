@@ -136,6 +136,7 @@ def test_a_plan_with_one_overlapping_byte_is_refused() -> None:
 @pytest.mark.parametrize("change", [
     {"offsets": (0, 256, -1, 65)}, {"offsets": (-2, 128, -1, 512)}, {"sizes": (100, 0, 64, 6)},
     {"deaths": (5, 0, 3, 4)}, {"births": (0, 0, 3, 4)}, {"first": (0, 2, 3)}, {"first": (0, 3, 2, 4)}, {"first": ()},
+    {"ends": (2,)}, {"ends": (5, 2)},
 ])  # fmt: skip
 def test_requests_that_cannot_be_are_refused(change: dict[str, tuple[int, ...]]) -> None:
     _, planned = profile(*TWO).place([OperationMemory(0, 0, 0)] * 2)

@@ -38,6 +38,8 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
         bytes_ = int((available if available is not None else free_memory()) * memory)
     else:
         bytes_ = int(memory)
+    if bytes_ >= 1 << 62:
+        raise InvalidJobError(f"a memory limit must lie below 4 EiB; got {memory!r}")
     if bytes_ <= 0:
         raise InvalidJobError(f"a memory limit must be positive; got {memory!r}")
     return bytes_

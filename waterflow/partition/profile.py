@@ -19,7 +19,7 @@ class PlannedRequests:
     """Every request of a step, in order, with its place: bytes from the lane's end, -1 for what outlives the step.
 
     Births and deaths are ticks, which count the requests of a step and the ends of its operations. ``first`` has each
-    operation's first request, and behind the last one their number.
+    operation's first request, and behind the last one their number; ``ends`` the tick of each operation's end.
     """
 
     sizes: tuple[int, ...]
@@ -27,12 +27,13 @@ class PlannedRequests:
     births: tuple[int, ...]
     deaths: tuple[int, ...]
     first: tuple[int, ...]
+    ends: tuple[int, ...]
     alignment: int = ALIGNMENT
 
     def native(self) -> _C.RequestPlan:
         """What lanes replay. Raises ValueError where two requests that live at once share a byte."""
         rows = list(zip(self.sizes, self.offsets, self.births, self.deaths))
-        return _C.RequestPlan(rows, list(self.first), self.alignment)
+        return _C.RequestPlan(rows, list(self.first), list(self.ends), self.alignment)
 
 
 @dataclass(frozen=True)
@@ -96,4 +97,5 @@ class StepProfile:
             memory.append(OperationMemory(max(before, *heights[begin : end + 1]), after, of_graph.traffic))
             begin, before = end + 1, after
         births_, deaths_ = tuple(births), tuple(max(b, d) for b, d in zip(births, deaths))
-        return memory, PlannedRequests(tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first), unit)
+        places = tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first), tuple(self.ends)
+        return memory, PlannedRequests(*places, unit)

@@ -25,7 +25,11 @@ Chain& chain() {
 void set(c10::Allocator* allocator) { c10::SetCPUAllocator(allocator, std::numeric_limits<uint8_t>::max()); }
 
 void in_child() {
-  if (auto* original = chain().original.load()) set(original);
+  auto& self = chain();
+  if (auto* original = self.original.load()) set(original);
+  new (&self.lock) std::mutex;  // it may have been held by a thread that is not here
+  self.top = nullptr;
+  for (auto*& link : self.links) link = nullptr;
 }
 
 }  // namespace

@@ -1,8 +1,11 @@
 #include "cpu_pool.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,7 +21,12 @@ namespace {
 class HostMemory final : public Device {
  public:
   HostMemory() {
-    for (range_ = int64_t{1} << 44; range_ >= int64_t{1} << 34; range_ /= 2) {
+    range_ = int64_t{1} << 44;
+    rlimit limit{};
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+      range_ = std::min<int64_t>(range_, std::bit_floor(limit.rlim_cur / 8));
+    }
+    for (; range_ >= int64_t{1} << 30; range_ /= 2) {
       void* made = mmap(nullptr, range_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (made == MAP_FAILED) continue;
       base_ = reinterpret_cast<uintptr_t>(made);
@@ -58,7 +66,9 @@ class HostMemory final : public Device {
     free_.erase(at);
   }
   bool grow(uintptr_t at, int64_t bytes) override {
-    return mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE) == 0;
+    // Mapped anew and counted, so that a request for more than there is fails here and not where it is touched.
+    return mmap(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+                0) != MAP_FAILED;
   }
   void shrink(uintptr_t at, int64_t bytes) override {
     // Mapped anew, as advice alone would leave the range counted as committed.
@@ -89,9 +99,15 @@ struct Pool {
   Pool() { allocator.add_stream(stream); }
 };
 
+std::atomic<Pool*> now{nullptr};
+std::atomic<Pool*> of_parent{nullptr};
+std::mutex making;
+
 Pool& pool() {
-  static auto* made = new Pool;
-  return *made;
+  if (Pool* made = now.load(std::memory_order_acquire)) return *made;
+  std::lock_guard<std::mutex> guard(making);
+  if (now.load() == nullptr) now = new Pool;  // never destroyed: blocks outlive everything
+  return *now.load();
 }
 
 }  // namespace
@@ -111,6 +127,15 @@ void CpuPool::release(void* address) {
   auto& self = pool();
   self.allocator.release(reinterpret_cast<uintptr_t>(address));
   if (self.users.load(std::memory_order_relaxed) == 0) self.allocator.trim();
+}
+
+void CpuPool::begin_anew() {
+  if (Pool* const made = now.exchange(nullptr)) of_parent = made;
+}
+
+bool CpuPool::of_parents(const void* address) {
+  const Pool* const parent = of_parent.load(std::memory_order_relaxed);
+  return parent != nullptr && parent->memory->owns(address);
 }
 
 int64_t CpuPool::idle() { return pool().allocator.idle(); }

@@ -20,6 +20,10 @@ class CpuPool {
   static int64_t held();
   static void trim();
 
+  // In a forked child: what is there is the parent's, and nobody may give it back.
+  static void begin_anew();
+  static bool of_parents(const void* address);
+
   // While nobody uses it nothing idle stays.
   static void open();
   static void close();

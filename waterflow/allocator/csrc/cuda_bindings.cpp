@@ -62,13 +62,14 @@ void bind_cuda_memory(py::module_& m) {
       [](std::shared_ptr<CudaDevice> device, int64_t batches, int64_t count) {
         using clock = std::chrono::steady_clock;
         std::vector<PlannedRequest> requests;
-        std::vector<int32_t> first;
+        std::vector<int32_t> first, ends;
         for (int32_t i = 0; i < count; ++i) {
           requests.push_back({512, 512 * int64_t{i}, i, static_cast<int32_t>(2 * count)});
           first.push_back(i);
+          ends.push_back(static_cast<int32_t>(2 * count));
         }
         first.push_back(static_cast<int32_t>(count));
-        const auto plan = std::make_shared<RequestPlan>(std::move(requests), std::move(first), 512);
+        const auto plan = std::make_shared<RequestPlan>(std::move(requests), std::move(first), std::move(ends), 512);
         CudaArena arena(device, plan->height());
         arena.resize(plan->height());
         if (!arena.back(0, plan->height())) throw CudaError("no memory for the arena", cu::OUT_OF_MEMORY);

@@ -62,9 +62,8 @@ void take_out_when_unused() {
 
 void release(void* address) {
   if (address == nullptr) return;
-  if (forked.load(std::memory_order_relaxed)) {
-    // Memory of the parent's lanes stays as it is; a lock of its allocator may be held by a thread that is not here.
-    if (!CpuPool::owns(address) && !release_planned(address)) allocator().inner()->raw_deleter()(address);
+  // Memory of a parent's lanes stays as it is; a lock of its allocator may be held by a thread that is not here.
+  if (forked.load(std::memory_order_relaxed) && (CpuPool::of_parents(address) || PlannedRanges::of_parents(address))) {
     return;
   }
   if (t_placer != nullptr && t_placer->contains(address)) {
@@ -73,7 +72,9 @@ void release(void* address) {
     c10::profiledCPUMemoryReporter().Delete(address);
     CpuPool::release(address);
     if (installed.load(std::memory_order_relaxed) == 0) take_out_when_unused();
-  } else if (!release_planned(address)) {
+  } else if (release_planned(address)) {
+    if (installed.load(std::memory_order_relaxed) == 0) take_out_when_unused();
+  } else {
     allocator().inner()->raw_deleter()(address);
   }
 }
@@ -86,6 +87,10 @@ LaneAllocatorInstalled::LaneAllocatorInstalled() {
     set_placer(nullptr);
     t_lane = false;
     forked = true;
+    new (&installed_lock) std::mutex;
+    installed = 0;
+    CpuPool::begin_anew();
+    PlannedRanges::begin_anew();
   });
   (void)once;
   CpuPool::open();
@@ -99,7 +104,8 @@ LaneAllocatorInstalled::~LaneAllocatorInstalled() {
   take_out_when_unused_locked();
 }
 
-LaneScope::LaneScope(Placer* placer) : placer_before_(placer_here()), lane_before_(std::exchange(t_lane, true)) {
+LaneScope::LaneScope(Placer* placer, bool lane)
+    : placer_before_(placer_here()), lane_before_(std::exchange(t_lane, lane)) {
   set_placer(placer);
 }
 

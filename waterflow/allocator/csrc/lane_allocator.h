@@ -16,10 +16,11 @@ class LaneAllocatorInstalled {
 };
 
 // While it lives, the calling thread runs a lane's step: its requests are served where the placer says, if there is
-// one, and from the pool otherwise. Without an engine that has arenas it changes nothing.
+// one, and from the pool otherwise. Not a `lane`: the thread's requests go to torch's own
+// allocator, whatever step they are nested in.
 class LaneScope {
  public:
-  explicit LaneScope(Placer* placer);
+  explicit LaneScope(Placer* placer, bool lane = true);
   ~LaneScope();
   LaneScope(const LaneScope&) = delete;
   LaneScope& operator=(const LaneScope&) = delete;

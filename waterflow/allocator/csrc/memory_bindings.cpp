@@ -65,14 +65,14 @@ std::vector<double> time_planned_requests(const std::shared_ptr<RequestPlan>& pl
 void bind_memory(py::module_& m) {
   py::class_<RequestPlan, std::shared_ptr<RequestPlan>>(m, "RequestPlan")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, int32_t, int32_t>>& rows,
-                       std::vector<int32_t> first, int64_t alignment) {
+                       std::vector<int32_t> first, std::vector<int32_t> ends, int64_t alignment) {
              std::vector<PlannedRequest> requests;
              requests.reserve(rows.size());
              for (const auto& [bytes, offset, birth, death] : rows) requests.push_back({bytes, offset, birth, death});
-             return std::make_shared<RequestPlan>(std::move(requests), std::move(first), alignment);
+             return std::make_shared<RequestPlan>(std::move(requests), std::move(first), std::move(ends), alignment);
            }),
-           py::arg("requests"), py::arg("first"), py::arg("alignment"),
-           "From (bytes, offset, birth, death) of each request, and the first request of each instruction.")
+           py::arg("requests"), py::arg("first"), py::arg("ends"), py::arg("alignment"),
+           "From (bytes, offset, birth, death) of each request, and each instruction's first request and end.")
       .def_property_readonly("height", &RequestPlan::height)
       .def_property_readonly("planned", &RequestPlan::planned)
       .def("__len__", &RequestPlan::size);

@@ -14,7 +14,9 @@ void Placer::begin(std::shared_ptr<const RequestPlan> plan) {
   for (int32_t i = 0; i < plan_->size(); ++i) states_[i].store(kNever, std::memory_order_relaxed);
   begins_.assign(plan_->starts(down_).slots(), -1);
   next_ = end_ = 0;
+  looked_ = 0;
   counts_ = {};
+  active_ = true;
 }
 
 void* Placer::request(size_t bytes) {
@@ -25,7 +27,7 @@ void* Placer::request(size_t bytes) {
     next_ = index + 1;
     if (plan_->request(index).offset == kUnplanned) return nullptr;
   }
-  if (index == end_ || !ground_is_free(index)) {
+  if (index == end_ || states_[index].load(std::memory_order_relaxed) != kNever || !ground_is_free(index)) {
     ++counts_.missed;
     counts_.outside += wanted;
     return nullptr;
@@ -34,6 +36,15 @@ void* Placer::request(size_t bytes) {
   begins_[plan_->start_slot(index, down_)] = index;
   states_[index].store(kLive, std::memory_order_relaxed);
   return address_of(index);
+}
+
+bool Placer::overdue(int32_t instruction) {
+  const int32_t end = plan_->end(instruction);
+  const auto& order = plan_->by_death();
+  for (; looked_ < order.size() && plan_->request(order[looked_]).death < end; ++looked_) {
+    if (states_[order[looked_]].load(std::memory_order_acquire) == kLive) return true;
+  }
+  return false;
 }
 
 bool Placer::release(void* address) {

@@ -46,6 +46,9 @@ class Placer {
   }
 
   void begin(std::shared_ptr<const RequestPlan> plan);
+  // Whether something is still held that was planned to be given back before the end of this instruction. To be asked
+  // for later instructions each time, by the thread that runs the step.
+  bool overdue(int32_t instruction);
   void instruction(int32_t index) {
     next_ = plan_->first(index);
     end_ = plan_->first(index + 1);
@@ -55,7 +58,12 @@ class Placer {
   // Any thread. False where no live request of the step begins at this address.
   bool release(void* address);
   // The step is over. False when something that it made is still held.
-  bool finish() { return !any_live(); }
+  bool finish() {
+    active_ = false;
+    return !any_live();
+  }
+  // Nobody holds anything of it, and no step goes on in it.
+  bool unused() const { return !active_ && !any_live(); }
   bool any_live() const;
 
   // Calls `visit(address, bytes)` for each request that is still held.
@@ -82,8 +90,10 @@ class Placer {
   const bool down_;
   const PlacedIn memory_;
   std::shared_ptr<const RequestPlan> plan_;
+  std::atomic<bool> active_{false};  // between `begin` and `finish`
   int32_t next_ = 0;
   int32_t end_ = 0;
+  size_t looked_ = 0;                               // how many of the plan's requests by death have been looked at
   std::unique_ptr<std::atomic<uint8_t>[]> states_;  // of each request
   int32_t states_size_ = 0;
   std::vector<int32_t> begins_;  // by slot of the plan's starts: the request that last began there

@@ -18,29 +18,53 @@ struct Stranded {
 
 struct Ranges {
   static constexpr int32_t kMost = 256;
+  // An end of an arena. Its placer is looked at only where one of its live blocks is given back: then it is there.
+  struct Entry {
+    std::atomic<uintptr_t> base{0};
+    std::atomic<int64_t> bytes{0};
+    std::atomic<Placer*> placer{nullptr};
+  };
   std::mutex lock;
-  std::atomic<Placer*> entries[kMost] = {};
+  Entry entries[kMost];
   std::atomic<int32_t> used{0};  // entries behind are empty
   std::vector<Stranded> stranded;
+  std::atomic<int32_t> stranded_count{0};
 
   void remove_locked(const Placer* placer) {
     for (auto& entry : entries) {
-      if (entry.load() == placer) entry.store(nullptr);
+      if (entry.placer.load() != placer) continue;
+      entry.bytes.store(0);
+      entry.placer.store(nullptr);
     }
   }
   void sweep_locked() {
-    std::erase_if(stranded, [this](const Stranded& one) {
-      if (one.placer->any_live()) return false;
-      remove_locked(one.placer.get());
+    std::erase_if(stranded, [](const Stranded& one) {
+      if (!one.placer->unused()) return false;
       one.give_back();
       return true;
     });
+    stranded_count = static_cast<int32_t>(stranded.size());
   }
 };
 
+// What is held may outlive every engine. A forked child begins anew; what it has of its parent's is never given back.
+Ranges* now = nullptr;
+Ranges* of_parent = nullptr;
+
 Ranges& ranges() {
-  static auto* made = new Ranges;  // what is held may outlive every engine
-  return *made;
+  static const bool made = (now = new Ranges, true);
+  (void)made;
+  return *now;
+}
+
+bool has(const Ranges& all, const void* address) {
+  for (int32_t i = 0, used = all.used.load(std::memory_order_acquire); i < used; ++i) {
+    const auto& entry = all.entries[i];
+    if (reinterpret_cast<uintptr_t>(address) - entry.base.load() < static_cast<uint64_t>(entry.bytes.load()))
+      return true;
+  }
+  return std::any_of(all.stranded.begin(), all.stranded.end(),
+                     [&](const Stranded& one) { return one.placer->contains(address); });
 }
 
 }  // namespace
@@ -49,8 +73,11 @@ void PlannedRanges::add(Placer* placer) {
   auto& all = ranges();
   std::lock_guard<std::mutex> guard(all.lock);
   for (int32_t i = 0; i < Ranges::kMost; ++i) {
-    if (all.entries[i].load() != nullptr) continue;
-    all.entries[i].store(placer);
+    auto& entry = all.entries[i];
+    if (entry.placer.load() != nullptr) continue;
+    entry.placer.store(placer);
+    entry.base.store(reinterpret_cast<uintptr_t>(placer->base()));
+    entry.bytes.store(placer->bytes(), std::memory_order_release);
     all.used.store(std::max(all.used.load(), i + 1));
     return;
   }
@@ -66,15 +93,35 @@ void PlannedRanges::remove(const Placer* placer) {
 void PlannedRanges::keep(std::unique_ptr<Placer> placer, std::function<void()> give_back) {
   auto& all = ranges();
   std::lock_guard<std::mutex> guard(all.lock);
+  const Placer* const mine = placer.get();
   all.stranded.push_back({std::move(placer), std::move(give_back)});
+  ++all.stranded_count;
+  all.remove_locked(mine);  // it can be found in one place or the other at any time
   all.sweep_locked();
 }
+
+void PlannedRanges::begin_anew() {
+  of_parent = now;
+  if (now != nullptr) now = new Ranges;
+}
+
+bool PlannedRanges::of_parents(const void* address) { return of_parent != nullptr && has(*of_parent, address); }
 
 bool release_planned(void* address) {
   auto& all = ranges();
   for (int32_t i = 0, used = all.used.load(std::memory_order_acquire); i < used; ++i) {
-    Placer* const placer = all.entries[i].load(std::memory_order_acquire);
-    if (placer != nullptr && placer->contains(address)) return placer->release(address);
+    auto& entry = all.entries[i];
+    const auto bytes = static_cast<uint64_t>(entry.bytes.load(std::memory_order_acquire));
+    if (reinterpret_cast<uintptr_t>(address) - entry.base.load() >= bytes) continue;
+    Placer* const placer = entry.placer.load();
+    if (placer != nullptr && placer->release(address)) return true;
+  }
+  if (all.stranded_count.load() == 0) return false;
+  std::lock_guard<std::mutex> guard(all.lock);
+  for (const auto& one : all.stranded) {
+    if (!one.placer->contains(address) || !one.placer->release(address)) continue;
+    all.sweep_locked();
+    return true;
   }
   return false;
 }

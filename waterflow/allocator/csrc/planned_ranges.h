@@ -9,7 +9,7 @@
 
 namespace waterflow {
 
-// Thread-safe; releases take no lock.
+// Thread-safe; releases take a lock only for what was left behind.
 class PlannedRanges {
  public:
   // Throws std::runtime_error where there are too many.
@@ -17,6 +17,10 @@ class PlannedRanges {
   static void remove(const Placer* placer);
   // A range outlives its arena until nothing in it is held; then `give_back` is called.
   static void keep(std::unique_ptr<Placer> placer, std::function<void()> give_back);
+
+  // In a forked child: what is there is the parent's, and nobody may give it back.
+  static void begin_anew();
+  static bool of_parents(const void* address);
 };
 
 // Gives back a planned request by its address alone, on any thread. False where no arena has that address.

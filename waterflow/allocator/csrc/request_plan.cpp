@@ -21,8 +21,9 @@ StartTable::StartTable(const std::vector<int64_t>& distances, int64_t alignment)
   }
 }
 
-RequestPlan::RequestPlan(std::vector<PlannedRequest> requests, std::vector<int32_t> first, int64_t alignment)
-    : requests_(std::move(requests)), first_(std::move(first)), alignment_(alignment) {
+RequestPlan::RequestPlan(std::vector<PlannedRequest> requests, std::vector<int32_t> first, std::vector<int32_t> ends,
+                         int64_t alignment)
+    : requests_(std::move(requests)), first_(std::move(first)), ends_(std::move(ends)), alignment_(alignment) {
   if (alignment_ < 1) throw std::invalid_argument("an alignment of " + std::to_string(alignment_) + " bytes");
   if (first_.empty() || first_.front() != 0 || first_.back() != size() ||
       !std::is_sorted(first_.begin(), first_.end())) {
@@ -39,8 +40,17 @@ RequestPlan::RequestPlan(std::vector<PlannedRequest> requests, std::vector<int32
                                   ", is no request that comes after the others");
     }
   }
+  if (static_cast<int32_t>(ends_.size()) != instructions() || !std::is_sorted(ends_.begin(), ends_.end())) {
+    throw std::invalid_argument("a request plan of " + std::to_string(instructions()) +
+                                " instructions needs the tick of the end of each, in order");
+  }
   find_predecessors();
   find_starts();
+  for (int32_t i = 0; i < size(); ++i) {
+    if (requests_[i].offset != kUnplanned) by_death_.push_back(i);
+  }
+  std::stable_sort(by_death_.begin(), by_death_.end(),
+                   [&](int32_t a, int32_t b) { return requests_[a].death < requests_[b].death; });
 }
 
 void RequestPlan::find_starts() {

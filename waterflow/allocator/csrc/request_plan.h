@@ -45,7 +45,9 @@ class RequestPlan {
  public:
   // `requests` in the order in which they are made; `first[i]` is the first one of instruction i, and one more entry
   // ends the last. Throws std::invalid_argument where two that live at once share a byte.
-  RequestPlan(std::vector<PlannedRequest> requests, std::vector<int32_t> first, int64_t alignment);
+  // `ends[i]` is the tick of the end of instruction i.
+  RequestPlan(std::vector<PlannedRequest> requests, std::vector<int32_t> first, std::vector<int32_t> ends,
+              int64_t alignment);
 
   int32_t size() const { return static_cast<int32_t>(requests_.size()); }
   int32_t instructions() const { return static_cast<int32_t>(first_.size()) - 1; }
@@ -53,6 +55,9 @@ class RequestPlan {
   int32_t first(int32_t instruction) const { return first_[instruction]; }
   // What a request takes of its lane's end: its bytes, rounded up to the alignment.
   int64_t rounded(int64_t bytes) const { return (bytes + alignment_ - 1) / alignment_ * alignment_; }
+  int32_t end(int32_t instruction) const { return ends_[instruction]; }
+  // Planned requests in the order in which they are given back.
+  const std::vector<int32_t>& by_death() const { return by_death_; }
   int64_t height() const { return height_; }
   int32_t planned() const { return planned_; }
 
@@ -74,6 +79,8 @@ class RequestPlan {
 
   std::vector<PlannedRequest> requests_;
   std::vector<int32_t> first_;
+  std::vector<int32_t> ends_;
+  std::vector<int32_t> by_death_;
   std::vector<int32_t> before_;
   std::vector<int32_t> before_first_;
   int64_t alignment_;

@@ -251,6 +251,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
              std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas, how, on_cuda),
                                           [](Engine* engine) {
+                                            if (engine->inherited())
+                                              return;  // its locks may be held by threads that are not here
                                             if (engine->on_a_lane()) {
                                               std::thread([engine] { delete engine; }).detach();
                                             } else if (PyGILState_Check()) {

@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 
@@ -14,7 +16,7 @@ int64_t Engine::now_ns() {
 
 Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind,
                std::optional<OnCuda> cuda)
-    : capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
+    : process_(getpid()), capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
   Ground::MakeArena make_arena;
@@ -80,6 +82,7 @@ void Engine::Dropped::let_go() {
 }
 
 void Engine::close() {
+  if (inherited()) return;
   if (on_a_lane()) throw std::logic_error("an engine cannot be closed by a step that it runs");
   Dropped dropped;
   std::lock_guard<std::mutex> one_at_a_time(closing_);
@@ -300,6 +303,10 @@ void Engine::remove_job(Id id) {
   job.leaving = true;
   stop_job(lock, job, "its job was removed", dropped);
   jobs_.erase(id);
+  if (grounds_.size() > 1) {
+    share_out();
+    offer_room(nullptr);
+  }
 }
 
 bool Engine::set_capacity(int64_t bytes) {
@@ -326,6 +333,7 @@ bool Engine::set_capacity(int64_t bytes) {
       }
     }
   }
+  if (arenas_) keep_pages_within();
   offer_room(nullptr);
   return std::none_of(grounds_.begin(), grounds_.end(), [](auto& g) { return g->admission.pending_capacity(); });
 }
@@ -354,7 +362,7 @@ std::vector<Span> Engine::take_spans() {
 
 void Engine::check() const {
   std::lock_guard<std::mutex> guard(lock_);
-  for (const auto& ground : grounds_) ground->admission.check();
+  for (const auto& ground : grounds_) ground->check();
 }
 
 }  // namespace waterflow

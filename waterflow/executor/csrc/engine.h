@@ -1,6 +1,8 @@
 // Lanes that run the steps of many jobs, group by group, as admission and barriers allow.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -90,6 +92,7 @@ class Engine {
 
   // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
   void close();
+  bool inherited() const { return getpid() != process_; }  // by a forked child, in which its threads are not
   bool on_a_lane() const;  // whether the calling thread is one of its lanes, which cannot end itself
 
   Id add_job();
@@ -162,6 +165,7 @@ class Engine {
   void leave_ground(Job& job);
   void keep_pages_within();
   void issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group);
+  void strand(Lane& lane, StepRun& run);
   void finish_stream(Lane& lane);
   void drain(Lane& lane, StepRun& run, std::exception_ptr& error);
   Job& find(Id job);
@@ -169,6 +173,7 @@ class Engine {
 
   mutable std::mutex lock_;
   std::mutex closing_;
+  const pid_t process_;
   int64_t capacity_;  // of all grounds together, once each has come down to its share
   std::vector<std::unique_ptr<Ground>> grounds_;
   std::unique_ptr<LaneAllocatorInstalled> installed_;

@@ -16,12 +16,11 @@ void Engine::share_out() {
   const auto share = [&](size_t i) { return i == 0 || count == 1 ? first : (capacity_ - first) / (count - 1); };
   for (const bool shrinking : {true, false}) {
     for (size_t i = 0; i < grounds_.size(); ++i) {
-      auto& admission = grounds_[i]->admission;
-      const int64_t now = admission.capacity();
+      const int64_t now = grounds_[i]->admission.capacity();
       if (shrinking != (share(i) < now)) continue;
       int64_t others = 0;
       for (const auto& ground : grounds_) others += ground == grounds_[i] ? 0 : ground->admission.capacity();
-      admission.set_capacity(shrinking ? share(i) : std::max(now, std::min(share(i), capacity_ - others)));
+      grounds_[i]->set_capacity(shrinking ? share(i) : std::max(now, std::min(share(i), capacity_ - others)));
     }
   }
 }

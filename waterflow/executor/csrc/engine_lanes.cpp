@@ -78,6 +78,12 @@ void Engine::drain(Lane& lane, StepRun& run, std::exception_ptr& error) {
   }
 }
 
+void Engine::strand(Lane& lane, StepRun& run) {
+  ++stranded_;
+  run.stranded = true;
+  lane.ground->strand(lane.end);
+}
+
 void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
   Job& job = *lane.job;
   const std::shared_ptr<StepRun> held_run = job.queue.front();
@@ -127,10 +133,18 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     } catch (...) {
       error = std::current_exception();
     }
-    if (run.frame && !behind && (error || group + 1 == groups)) run.let_go();
+    const bool last = error || group + 1 == groups;
+    if (run.frame && !behind && last) run.let_go();
+    // Before the ground is given back: does anybody hold what was planned to be gone? Behind the host that is not
+    // known.
+    bool kept = false;
+    if (run.placer != nullptr && !behind && !run.stranded) {
+      kept = last ? !run.placer->finish() : run.placer->overdue(run.plan->ends[group] - 1);
+    }
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
     const int64_t ended = now_ns();
     lock.lock();
+    if (kept) strand(lane, run);
     ++groups_done_;
     if (!behind) run.busy_ns += ended - start;
     lane.busy_ns += ended - start;
@@ -153,7 +167,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     lock.unlock();
     if (behind) drain(lane, run, error);
     if ((error || behind) && run.frame && filled) run.let_go();
-    const bool stranded = run.placer != nullptr && !run.placer->finish();
+    const bool kept = run.placer != nullptr && !run.placer->finish() && !run.stranded;
     lock.lock();
     run.error = error;
     if (run.placer != nullptr) {
@@ -161,10 +175,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       placed_.add(run.placed);
       run.placer = nullptr;
     }
-    if (stranded) {
-      ++stranded_;
-      lane.ground->strand(lane.end);
-    }
+    if (kept) strand(lane, run);
   }
   lane.job = nullptr;
   lane.taken = false;
@@ -177,10 +188,14 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
 void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   leave_ground(job);
   ++steps_done_;
+  if (arenas_) keep_pages_within();
   progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
   ++job.steps;
   const bool failed = run.error != nullptr;
   job.queue.pop_front();
+  // The first look at an opaque step was given all there is.
+  job.largest = run.plan->heights.largest() < capacity_ ? run.plan->heights.largest() : 0;
+  for (const auto& waiting : job.queue) job.largest = std::max(job.largest, waiting->plan->heights.largest());
   job.running = false;
   job.lane = -1;
   run.done = true;

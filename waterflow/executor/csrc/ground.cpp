@@ -1,6 +1,8 @@
 #include "ground.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "step_run.h"
@@ -8,7 +10,7 @@
 namespace waterflow {
 Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, bool behind,
                OrderFault fault)
-    : admission(capacity), order(fault), lanes_(lanes), behind_(behind) {
+    : admission(capacity), order(fault), lanes_(lanes), behind_(behind), wanted_(capacity) {
   if (!make_arena) return;
   pages_ = make_arena(most);
   pages_->resize(most);  // no page is there before it is touched
@@ -19,8 +21,14 @@ void Ground::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plann
   mine.job = job;
   mine.largest = plan.heights.largest();
   mine.planned = false;
-  if (pages_ && plannable) {
-    fit_pages(index, mine.largest);
+  if (pages_ && plannable && !retired_) {
+    try {
+      fit_pages(index, mine.largest);
+    } catch (const std::exception&) {
+      retired_ = true;  // the system has no addresses or memory left: steps go on without plans
+      grow(index);
+      return;
+    }
     const ArenaEnd& facing = ends_[1 - index];
     const int64_t beside = facing.job >= 0 && facing.planned ? facing.largest : 0;
     // Admission lets both in group by group; they share no byte as long as the arena has what they are admitted to.
@@ -58,6 +66,33 @@ void Ground::grow(int32_t index) {
 void Ground::finish(int32_t index) {
   ends_[index].job = -1;
   ends_[index].planned = false;
+  if (wanted_ > admission.capacity()) set_capacity(wanted_);
+}
+
+void Ground::set_capacity(int64_t bytes) {
+  wanted_ = bytes;
+  if (pages_ && ends_[0].planned && ends_[1].planned && ends_[0].largest + ends_[1].largest > pages_->size()) {
+    bytes = std::min(bytes, pages_->size());
+  }
+  admission.set_capacity(bytes);
+}
+
+void Ground::strand(int32_t index) noexcept {
+  ends_[index].planned = false;
+  try {
+    pages_->strand(index);
+  } catch (const std::exception&) {
+    retired_ = true;
+  }
+}
+
+void Ground::check() const {
+  admission.check();
+  if (!pages_ || !ends_[0].planned || !ends_[1].planned) return;
+  if (held(ends_[0]) + held(ends_[1]) > pages_->size()) {
+    throw std::logic_error("two steps hold " + std::to_string(held(ends_[0])) + " and " +
+                           std::to_string(held(ends_[1])) + " bytes of " + std::to_string(pages_->size()));
+  }
 }
 
 int64_t Ground::pages_in_use() const {
@@ -79,7 +114,7 @@ int64_t Ground::in_use(const ArenaEnd& end) const {
 }
 
 void Ground::discard() {
-  if (!pages_) return;
+  if (!pages_ || retired_) return;
   const int64_t keep[2] = {in_use(ends_[0]), in_use(ends_[1])};
   for (int32_t i = 0; i < 2; ++i) {
     // The other end may stand on pages that this one touched before it.

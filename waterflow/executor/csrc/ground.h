@@ -41,12 +41,15 @@ class Ground {
   // A step has been let in at an idle end. Decides whether its memory is planned: it is where the step has a plan for
   // it that fits beside the other end's.
   void begin(int32_t end, int64_t job, const GroupPlan& plan, bool plannable);
+  // A larger capacity than the pages have room for comes when one of two steps that face each other there is over.
+  void set_capacity(int64_t bytes);
   // It has been let into its next group.
   void grow(int32_t end);
   void finish(int32_t end);
-  // What it left behind keeps its addresses.
-  void strand(int32_t end) { pages_->strand(end); }
+  // What its step holds against its plan keeps its addresses, in memory of its own, as does what is left of the step.
+  void strand(int32_t end) noexcept;
 
+  void check() const;
   void give_back() { pages_.reset(); }  // all ends are idle, and stay so
   int64_t size() const { return pages_ ? pages_->size() : 0; }
   // What whole units may take beyond the bytes that steps were let in with.
@@ -64,6 +67,8 @@ class Ground {
 
   int32_t lanes_;
   bool behind_;
+  bool retired_ = false;  // somebody holds what could not be moved: nothing is planned here any more
+  int64_t wanted_;
   ArenaEnd ends_[2];
   std::unique_ptr<Arena> pages_;
 };

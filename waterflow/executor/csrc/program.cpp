@@ -133,9 +133,8 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
   for (auto slot : instruction.drops) slots[slot] = c10::IValue();
 }
 
-void Program::run(Frame& frame, int32_t begin, int32_t end) const {
+void Program::run(Frame& frame, int32_t begin, int32_t end, Placer* placer) const {
   BelowAutograd below;
-  Placer* const placer = placer_here();
   for (int32_t i = begin; i < end; ++i) {
     if (placer != nullptr) placer->instruction(i);
     try {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../../allocator/csrc/meter.h"
+#include "../../allocator/csrc/placer.h"
 #include "random_state.h"
 
 namespace waterflow {
@@ -104,7 +105,8 @@ class Program {
   void make_views(Frame& frame) const;
   // Runs instructions [begin, end) on the calling thread, without the interpreter lock.
   // Throws NodeError; the frame is then to be cleared by the caller.
-  void run(Frame& frame, int32_t begin, int32_t end) const;
+  // `placer` serves its requests, if there is one.
+  void run(Frame& frame, int32_t begin, int32_t end, Placer* placer) const;
   // The same, recording what each instruction does into `profile`, which has seen all those before.
   void run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile& profile) const;
 

@@ -38,8 +38,7 @@ void StepRun::fill() {
 }
 
 void StepRun::run_group(int32_t group) {
-  std::optional<LaneScope> scope;
-  if (in_arenas) scope.emplace(placer);
+  LaneScope scope(in_arenas ? placer : nullptr, in_arenas);
   c10::OptionalStreamGuard current(stream);
   if (opaque) {
     opaque();
@@ -50,7 +49,7 @@ void StepRun::run_group(int32_t group) {
   if (profile) {
     frame->program->run_profiled(*frame, begin, end, profiled);
   } else {
-    frame->program->run(*frame, begin, end);
+    frame->program->run(*frame, begin, end, placer);
   }
 }
 

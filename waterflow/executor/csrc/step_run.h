@@ -57,6 +57,7 @@ struct StepRun {
 
   std::optional<c10::Event> caller;
   std::optional<c10::Stream> stream;
+  bool stranded = false;        // its memory has left the arena: somebody held what was planned to be gone
   bool in_arenas = false;       // the engine has arenas: what is asked outside of plans comes from the pool
   Placer* placer = nullptr;     // of the lane's end, where its memory is planned
   std::vector<EventId> issued;  // on a device that runs behind the host: an event behind each group
