@@ -57,10 +57,12 @@ class Placer {
   void* request(size_t bytes);
   // Any thread. False where no live request of the step begins at this address.
   bool release(void* address);
-  // The step is over. False when something that it made is still held.
+  // The step is over. False when something that it made is still held. A placer that was left behind may be gone after
+  // it.
   bool finish() {
+    const bool clean = !any_live();
     active_ = false;
-    return !any_live();
+    return clean;
   }
   // Nobody holds anything of it, and no step goes on in it.
   bool unused() const { return !active_ && !any_live(); }

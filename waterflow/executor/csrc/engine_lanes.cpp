@@ -139,7 +139,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     // known.
     bool kept = false;
     if (run.placer != nullptr && !behind && !run.stranded) {
-      kept = last ? !run.placer->finish() : run.placer->overdue(run.plan->ends[group] - 1);
+      kept = last ? run.placer->any_live() : run.placer->overdue(run.plan->ends[group] - 1);
     }
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
     const int64_t ended = now_ns();
@@ -167,15 +167,17 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     lock.unlock();
     if (behind) drain(lane, run, error);
     if ((error || behind) && run.frame && filled) run.let_go();
-    const bool kept = run.placer != nullptr && !run.placer->finish() && !run.stranded;
+    const bool kept = run.placer != nullptr && !run.stranded && run.placer->any_live();
     lock.lock();
     run.error = error;
     if (run.placer != nullptr) {
       run.placed = run.placer->counts();
       placed_.add(run.placed);
+      if (kept) strand(lane, run);
+      // One that was left behind may be gone from here on.
+      run.placer->finish();
       run.placer = nullptr;
     }
-    if (kept) strand(lane, run);
   }
   lane.job = nullptr;
   lane.taken = false;
