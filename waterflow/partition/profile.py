@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,10 +85,11 @@ class StepProfile:
         unit = self.alignment
         lives = [(births[i], deaths[i], -(-sizes[i] // unit) * unit) for i in planned]
         placement = _C.place(lives, ticks, MOST_WORK)
-        heights = placement.heights
-        for i, death in enumerate(deaths):
+        kept = [0] * ticks
+        for birth, death, size in zip(births, deaths, sizes):
             if death < 0:
-                heights[births[i] :] = [height + sizes[i] for height in heights[births[i] :]]
+                kept[birth] += size
+        heights = [height + held for height, held in zip(placement.heights, itertools.accumulate(kept))]
         offsets = [UNPLANNED] * len(sizes)
         for i, offset in zip(planned, placement.offsets):
             offsets[i] = offset

@@ -22,6 +22,33 @@ namespace {
 
 int64_t whole_pages(int64_t bytes) { return (bytes + CpuArena::page() - 1) / CpuArena::page() * CpuArena::page(); }
 
+// Addresses of private memory, given back unless they are taken.
+class Addresses {
+ public:
+  Addresses(int64_t bytes, int protection, const char* what) : bytes_(bytes) {
+    base_ = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base_ == MAP_FAILED) fail(what, bytes);
+  }
+  ~Addresses() {
+    if (base_ != MAP_FAILED) munmap(base_, bytes_);
+  }
+  Addresses(const Addresses&) = delete;
+  Addresses& operator=(const Addresses&) = delete;
+  char* base() const { return static_cast<char*>(base_); }
+  void taken() { base_ = MAP_FAILED; }
+
+ private:
+  void* base_;
+  int64_t bytes_;
+};
+
+void discard_pages(char* from, char* to) {
+  const auto page = static_cast<uintptr_t>(CpuArena::page());
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(from) + page - 1) / page * page;
+  const uintptr_t last = reinterpret_cast<uintptr_t>(to) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
 }  // namespace
 
 int64_t CpuArena::page() {
@@ -45,22 +72,22 @@ CpuArena::~CpuArena() { let_go(); }
 void CpuArena::let_go() {
   for (auto& placer : placers_) {
     if (!placer) continue;
+    char* const base = placer->base();
+    if (placer->any_live()) {  // it could not be left behind before; its mapping keeps the file
+      PlannedRanges::keep(std::move(placer), [base, most = most_] { munmap(base, most); });
+      continue;
+    }
     PlannedRanges::remove(placer.get());
-    munmap(placer->base(), most_);
+    munmap(base, most_);
   }
   close(file_);
 }
 
 std::unique_ptr<Placer> CpuArena::reserve(int32_t end) const {
-  void* base = mmap(nullptr, most_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) fail("reserve addresses for an arena", most_);
-  auto made = std::make_unique<Placer>(static_cast<char*>(base), most_, end == 1);
-  try {
-    PlannedRanges::add(made.get());
-  } catch (...) {
-    munmap(base, most_);
-    throw;
-  }
+  Addresses range(most_, PROT_NONE, "reserve addresses for an arena");
+  auto made = std::make_unique<Placer>(range.base(), most_, end == 1);
+  PlannedRanges::add(made.get());
+  range.taken();
   return made;
 }
 
@@ -102,15 +129,17 @@ void CpuArena::discard(int32_t end, int64_t from, int64_t to) {
 }
 
 void CpuArena::strand(int32_t end) {
-  auto fresh = reserve(end);
+  Addresses range(most_, PROT_NONE, "reserve addresses for an arena");
+  Addresses copy(most_, PROT_READ | PROT_WRITE, "copy what a step left behind, within a range");
+  auto fresh = std::make_unique<Placer>(range.base(), most_, end == 1);
   char* const old = placers_[end]->base();
-  void* made = mmap(nullptr, most_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (made == MAP_FAILED) fail("copy what a step left behind, within a range", most_);
-  auto* const copy = static_cast<char*>(made);
-  placers_[end]->each_live([&](char* at, int64_t bytes) { std::memcpy(copy + (at - old), at, bytes); });
+  placers_[end]->each_live([&](char* at, int64_t bytes) { std::memcpy(copy.base() + (at - old), at, bytes); });
   // The copy takes the old addresses in one move: whoever reads there sees the same bytes before and after.
-  if (mremap(copy, most_, most_, MREMAP_MAYMOVE | MREMAP_FIXED, old) == MAP_FAILED) fail("move a range", most_);
-  PlannedRanges::keep(std::exchange(placers_[end], std::move(fresh)), [old, most = most_] { munmap(old, most); });
+  if (mremap(copy.base(), most_, most_, MREMAP_MAYMOVE | MREMAP_FIXED, old) == MAP_FAILED) fail("move a range", most_);
+  copy.taken();
+  range.taken();
+  auto left = std::exchange(placers_[end], std::move(fresh));
+  PlannedRanges::keep(std::move(left), [old, most = most_] { munmap(old, most); }, discard_pages, placers_[end].get());
   map(end);
 }
 

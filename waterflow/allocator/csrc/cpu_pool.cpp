@@ -96,17 +96,18 @@ struct Pool {
   StreamAllocator allocator{memory};
   StreamId stream = memory->add_stream();
   std::atomic<int> users{0};
-  Pool() { allocator.add_stream(stream); }
+  const Pool* const parent;  // that of the process that this one was forked from
+  explicit Pool(const Pool* parent) : parent(parent) { allocator.add_stream(stream); }
 };
 
 std::atomic<Pool*> now{nullptr};
-std::atomic<Pool*> of_parent{nullptr};
+const Pool* of_parent = nullptr;
 std::mutex making;
 
 Pool& pool() {
   if (Pool* made = now.load(std::memory_order_acquire)) return *made;
   std::lock_guard<std::mutex> guard(making);
-  if (now.load() == nullptr) now = new Pool;  // never destroyed: blocks outlive everything
+  if (now.load() == nullptr) now = new Pool(of_parent);  // never destroyed: blocks outlive everything
   return *now.load();
 }
 
@@ -130,12 +131,15 @@ void CpuPool::release(void* address) {
 }
 
 void CpuPool::begin_anew() {
-  if (Pool* const made = now.exchange(nullptr)) of_parent = made;
+  if (const Pool* const made = now.exchange(nullptr)) of_parent = made;
+  new (&making) std::mutex;  // a thread that is not here may hold it
 }
 
 bool CpuPool::of_parents(const void* address) {
-  const Pool* const parent = of_parent.load(std::memory_order_relaxed);
-  return parent != nullptr && parent->memory->owns(address);
+  for (const Pool* pool = of_parent; pool != nullptr; pool = pool->parent) {
+    if (pool->memory->owns(address)) return true;
+  }
+  return false;
 }
 
 int64_t CpuPool::idle() { return pool().allocator.idle(); }

@@ -16,6 +16,7 @@ void Placer::begin(std::shared_ptr<const RequestPlan> plan) {
   next_ = end_ = 0;
   looked_ = 0;
   counts_ = {};
+  closed_ = false;
   active_ = true;
 }
 
@@ -27,7 +28,8 @@ void* Placer::request(size_t bytes) {
     next_ = index + 1;
     if (plan_->request(index).offset == kUnplanned) return nullptr;
   }
-  if (index == end_ || states_[index].load(std::memory_order_relaxed) != kNever || !ground_is_free(index)) {
+  if (index == end_ || closed_.load(std::memory_order_relaxed) ||
+      states_[index].load(std::memory_order_relaxed) != kNever || !ground_is_free(index)) {
     ++counts_.missed;
     counts_.outside += wanted;
     return nullptr;

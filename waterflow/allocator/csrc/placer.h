@@ -57,15 +57,11 @@ class Placer {
   void* request(size_t bytes);
   // Any thread. False where no live request of the step begins at this address.
   bool release(void* address);
-  // The step is over. False when something that it made is still held. A placer that was left behind may be gone after
-  // it.
-  bool finish() {
-    const bool clean = !any_live();
-    active_ = false;
-    return clean;
-  }
-  // Nobody holds anything of it, and no step goes on in it.
-  bool unused() const { return !active_ && !any_live(); }
+  // The step is over. A placer that was left behind may be gone after it.
+  void finish() { active_ = false; }
+  // Any thread: no request is served from now on, until the next `begin`.
+  void close() { closed_ = true; }
+  bool active() const { return active_; }
   bool any_live() const;
 
   // Calls `visit(address, bytes)` for each request that is still held.
@@ -93,6 +89,7 @@ class Placer {
   const PlacedIn memory_;
   std::shared_ptr<const RequestPlan> plan_;
   std::atomic<bool> active_{false};  // between `begin` and `finish`
+  std::atomic<bool> closed_{false};
   int32_t next_ = 0;
   int32_t end_ = 0;
   size_t looked_ = 0;                               // how many of the plan's requests by death have been looked at

@@ -14,6 +14,19 @@ namespace {
 struct Stranded {
   std::unique_ptr<Placer> placer;
   std::function<void()> give_back;
+  std::function<void(char*, char*)> discard;  // null once it is done
+
+  void discard_between() const {
+    std::vector<std::pair<char*, int64_t>> live;
+    placer->each_live([&](char* at, int64_t bytes) { live.emplace_back(at, bytes); });
+    std::sort(live.begin(), live.end());
+    char* from = placer->base();
+    for (const auto& [at, bytes] : live) {
+      if (from < at) discard(from, at);
+      from = std::max(from, at + bytes);
+    }
+    if (char* const end = placer->base() + placer->bytes(); from < end) discard(from, end);
+  }
 };
 
 struct Ranges {
@@ -29,17 +42,25 @@ struct Ranges {
   std::atomic<int32_t> used{0};  // entries behind are empty
   std::vector<Stranded> stranded;
   std::atomic<int32_t> stranded_count{0};
+  Ranges* parent = nullptr;  // those of the process that this one was forked from
 
-  void remove_locked(const Placer* placer) {
+  void replace_locked(const Placer* placer, Placer* instead) {
     for (auto& entry : entries) {
       if (entry.placer.load() != placer) continue;
       entry.bytes.store(0);
-      entry.placer.store(nullptr);
+      if (instead != nullptr) entry.base.store(reinterpret_cast<uintptr_t>(instead->base()));
+      entry.placer.store(instead);
+      if (instead != nullptr) entry.bytes.store(instead->bytes(), std::memory_order_release);
     }
   }
   void sweep_locked() {
-    std::erase_if(stranded, [](const Stranded& one) {
-      if (!one.placer->unused()) return false;
+    std::erase_if(stranded, [](Stranded& one) {
+      if (one.placer->active()) return false;
+      if (one.placer->any_live()) {
+        if (one.discard) one.discard_between();
+        one.discard = nullptr;
+        return false;
+      }
       one.give_back();
       return true;
     });
@@ -49,7 +70,6 @@ struct Ranges {
 
 // What is held may outlive every engine. A forked child begins anew; what it has of its parent's is never given back.
 Ranges* now = nullptr;
-Ranges* of_parent = nullptr;
 
 Ranges& ranges() {
   static const bool made = (now = new Ranges, true);
@@ -87,25 +107,39 @@ void PlannedRanges::add(Placer* placer) {
 void PlannedRanges::remove(const Placer* placer) {
   auto& all = ranges();
   std::lock_guard<std::mutex> guard(all.lock);
-  all.remove_locked(placer);
+  all.replace_locked(placer, nullptr);
 }
 
-void PlannedRanges::keep(std::unique_ptr<Placer> placer, std::function<void()> give_back) {
+void PlannedRanges::keep(std::unique_ptr<Placer> placer, std::function<void()> give_back,
+                         std::function<void(char*, char*)> discard, Placer* instead) {
   auto& all = ranges();
   std::lock_guard<std::mutex> guard(all.lock);
   const Placer* const mine = placer.get();
-  all.stranded.push_back({std::move(placer), std::move(give_back)});
+  all.stranded.push_back({std::move(placer), std::move(give_back), std::move(discard)});
   ++all.stranded_count;
-  all.remove_locked(mine);  // it can be found in one place or the other at any time
+  all.replace_locked(mine, instead);  // it can be found in one place or the other at any time
+  all.sweep_locked();
+}
+
+void PlannedRanges::sweep() {
+  auto& all = ranges();
+  std::lock_guard<std::mutex> guard(all.lock);
   all.sweep_locked();
 }
 
 void PlannedRanges::begin_anew() {
-  of_parent = now;
-  if (now != nullptr) now = new Ranges;
+  if (now == nullptr) return;
+  auto* const fresh = new Ranges;
+  fresh->parent = now;
+  now = fresh;
 }
 
-bool PlannedRanges::of_parents(const void* address) { return of_parent != nullptr && has(*of_parent, address); }
+bool PlannedRanges::of_parents(const void* address) {
+  for (const Ranges* all = now == nullptr ? nullptr : now->parent; all != nullptr; all = all->parent) {
+    if (has(*all, address)) return true;
+  }
+  return false;
+}
 
 bool release_planned(void* address) {
   auto& all = ranges();
@@ -114,7 +148,7 @@ bool release_planned(void* address) {
     const auto bytes = static_cast<uint64_t>(entry.bytes.load(std::memory_order_acquire));
     if (reinterpret_cast<uintptr_t>(address) - entry.base.load() >= bytes) continue;
     Placer* const placer = entry.placer.load();
-    if (placer != nullptr && placer->release(address)) return true;
+    if (placer != nullptr && placer->contains(address) && placer->release(address)) return true;
   }
   if (all.stranded_count.load() == 0) return false;
   std::lock_guard<std::mutex> guard(all.lock);

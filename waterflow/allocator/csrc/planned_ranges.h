@@ -15,8 +15,12 @@ class PlannedRanges {
   // Throws std::runtime_error where there are too many.
   static void add(Placer* placer);
   static void remove(const Placer* placer);
-  // A range outlives its arena until nothing in it is held; then `give_back` is called.
-  static void keep(std::unique_ptr<Placer> placer, std::function<void()> give_back);
+  // A range is kept until nothing in it is held; then `give_back` is called. Once its step is over, `discard` is called
+  // for what lies between its live requests. `instead`, where there is one, takes its place among the ranges of arenas.
+  static void keep(std::unique_ptr<Placer> placer, std::function<void()> give_back,
+                   std::function<void(char* from, char* to)> discard = nullptr, Placer* instead = nullptr);
+  // Looks at all that is kept: to be called when a step is over whose range is.
+  static void sweep();
 
   // In a forked child: what is there is the parent's, and nobody may give it back.
   static void begin_anew();

@@ -17,7 +17,6 @@ namespace py = pybind11;
 namespace waterflow {
 
 void bind_offsets(py::module_& m);     // partition/csrc/offsets_bindings.cpp
-void bind_programs(py::module_& m);    // program_bindings.cpp
 void bind_memory(py::module_& m);      // allocator/csrc/memory_bindings.cpp
 void bind_allocator(py::module_& m);   // allocator/csrc/allocator_bindings.cpp
 void bind_programs(py::module_& m);    // program_bindings.cpp

@@ -1,6 +1,7 @@
 // How steps run: on the threads of lanes, or on that of a caller who has nothing else to do.
 #include <algorithm>
 
+#include "../../allocator/csrc/planned_ranges.h"
 #include "engine.h"
 
 namespace waterflow {
@@ -174,9 +175,9 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       run.placed = run.placer->counts();
       placed_.add(run.placed);
       if (kept) strand(lane, run);
-      // One that was left behind may be gone from here on.
-      run.placer->finish();
+      run.placer->finish();  // one that was left behind may be gone from here on
       run.placer = nullptr;
+      if (run.stranded) PlannedRanges::sweep();
     }
   }
   lane.job = nullptr;

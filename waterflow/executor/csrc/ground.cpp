@@ -82,7 +82,9 @@ void Ground::strand(int32_t index) noexcept {
   try {
     pages_->strand(index);
   } catch (const std::exception&) {
+    // What is held stays in the pages that both ends have: nobody takes a place there any more.
     retired_ = true;
+    pages_->placer(1 - index).close();
   }
 }
 
