@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fitting import largest_batch
 from waterflow.executor.sharing import Hold, holders
 from waterflow.executor.step_checks import check_arguments, default_random_state, device_of
+from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan, opaque_plan
@@ -159,13 +159,22 @@ class Step:
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
-            _steps_of_thread().add(self)
+            made_here.steps.add(self)
 
     # -- what a caller sees
 
     def __call__(self, batch: Batch) -> Any:
         """Train on one batch; see the class."""
-        return self._submit(batch, by_caller=torch.get_num_threads() == self._threads).result()
+        ahead = len(self._under_way)
+        try:
+            return self._submit(batch, by_caller=torch.get_num_threads() == self._threads).result()
+        except BaseException:
+            # Ctrl-C may strike after the step was handed in and before it is waited for: its lane waits no longer.
+            if len(self._under_way) > ahead:
+                self._fall(self._under_way[ahead])
+            if self.engine is not None and self.job is not None:
+                self.engine.native.leave(self.job)
+            raise
 
     @property
     def plan(self) -> Plan:
@@ -186,7 +195,10 @@ class Step:
         return self._variants.captured(*flatten(batch)).offsets()
 
     def close(self) -> None:
-        """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error."""
+        """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error.
+
+        Inside of a step that the engine runs, this one included, it does not wait for what runs to end.
+        """
         self._closed = True
         if self.engine is not None:
             self._finalizer()
@@ -208,6 +220,8 @@ class Step:
     def _submit(self, batch: Batch, by_caller: bool) -> Pending:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
+        if self.engine is not None:
+            self.engine.refuse_inside(f"step {self.name!r}")
         update = (self._micro + 1) % self.accumulate == 0
         if self._worker is not None and self.engine is not None and self.engine.clock is not None:
             self.engine.clock.advance(self._worker)
@@ -374,27 +388,6 @@ class Step:
             if not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)
         return pending
-
-
-class _StepSet(threading.local):
-    """The steps that a thread has made and that are still alive."""
-
-    def __init__(self) -> None:
-        self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
-
-
-_made = _StepSet()
-
-
-def _steps_of_thread() -> weakref.WeakSet[Step]:
-    return _made.steps
-
-
-def close_steps_of_thread() -> None:
-    """Close every step that the calling thread made inside an engine: a trial's end gives all its memory back."""
-    for step in list(_made.steps):
-        step.close()
-    _made.steps.clear()
 
 
 __all__ = ["MemoryLimitError", "Pending", "Step"]

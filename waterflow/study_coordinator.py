@@ -21,6 +21,7 @@ from waterflow.errors import JobCancelled, StudyError
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, within
+from waterflow.executor.steps_of_thread import close_steps_of_thread
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.optuna_private import (
@@ -42,7 +43,6 @@ from waterflow.runner import (
     join_all,
     stop_all,
 )
-from waterflow.step import close_steps_of_thread
 from waterflow.user_code import UserCode, remembered_interrupts
 
 Objective = Callable[[Trial], Any]

@@ -127,7 +127,10 @@ class Engine:
         return job
 
     def remove_job(self, job: int) -> None:
-        """Cancel what the job has queued and give back all that it claimed."""
+        """Cancel what the job has queued and give back all that it claimed.
+
+        Inside of a step that this engine runs it does not wait for the job's own step to reach its next group boundary.
+        """
         with contextlib.suppress(ValueError):
             self.native.remove_job(job)
         self.release(job)
@@ -186,7 +189,8 @@ class Engine:
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         """Under a virtual clock memory changes hands in its order."""
         worker = current_worker()
-        if self.clock is None or worker is None:
+        # Inside of a step a job may be collected; those whose turn it is may wait for this lane.
+        if self.clock is None or worker is None or self.native.on_a_lane:
             return contextlib.nullcontext()
         return self.clock.turn(worker)
 
@@ -267,11 +271,20 @@ class Engine:
 
     # -- work that is not captured
 
+    def refuse_inside(self, what: str) -> None:
+        """Raise InvalidJobError where the calling thread runs a step of this engine; ``what`` would be another."""
+        if self.native.on_a_lane:
+            raise InvalidJobError(
+                f"{what} cannot run inside of a step of its own engine: it would wait for the lane and the memory that "
+                "this one holds; call it before or after that step, or make it outside of the engine"
+            )
+
     def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None) -> tuple[Any, int]:
         """Run ``work`` on a lane as one group; returns its result and its measured height in bytes.
 
         Without a plan the height is not known yet: it then runs in the reserve, one at a time.
         """
+        self.refuse_inside(f"eager work of job {self.names[job]!r}")
         box: list[Any] = []
 
         def task() -> None:
@@ -290,7 +303,15 @@ class Engine:
         return self._closed
 
     def close(self) -> None:
-        """End the lanes. Steps that are queued fail; nothing waits for ever."""
+        """End the lanes. Steps that are queued fail; nothing waits for ever.
+
+        Raises RuntimeError inside of a step that this engine runs.
+        """
+        if self.native.on_a_lane:
+            raise RuntimeError(
+                "an engine cannot be closed inside of a step that it runs, because it would wait for the end of "
+                "that step; close it after the step"
+            )
         with self._guard:
             if self._closed:
                 return

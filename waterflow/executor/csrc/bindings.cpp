@@ -84,7 +84,7 @@ void wait_done(Engine& engine, const std::shared_ptr<StepRun>& run) {
       py::error_already_set interrupted;
       {
         py::gil_scoped_release release;
-        engine.leave(run);
+        engine.leave(run->job);
       }
       throw interrupted;
     }
@@ -275,6 +275,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,
            py::call_guard<py::gil_scoped_release>())
+      .def("leave", &Engine::leave, py::arg("job"), py::call_guard<py::gil_scoped_release>())
       .def("cancel", &Engine::cancel, py::call_guard<py::gil_scoped_release>())
       .def("wait", &wait_done)
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
@@ -282,6 +283,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("capacity", unlocked(&Engine::capacity))
       .def_property_readonly("held", unlocked(&Engine::held))
       .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
+      .def_property_readonly("on_a_lane", &Engine::on_a_lane)
       .def_property_readonly("lanes", &Engine::lanes)
       .def_property_readonly("has_arenas", &Engine::has_arenas)
       .def_property_readonly("pages_in_use", unlocked(&Engine::pages_in_use))

@@ -106,7 +106,12 @@ void Engine::close() {
   installed_.reset();
 }
 
+thread_local const Engine::Inside* Engine::Inside::innermost = nullptr;
+
 bool Engine::on_a_lane() const {
+  for (const Inside* step = Inside::innermost; step != nullptr; step = step->outer) {
+    if (step->engine == this) return true;
+  }
   return std::any_of(lanes_.begin(), lanes_.end(),
                      [](const auto& lane) { return lane->thread.get_id() == std::this_thread::get_id(); });
 }
@@ -274,18 +279,24 @@ void Engine::settle(Job& job) {
   job.batch_arrived = false;
 }
 
-void Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped) {
+// Returns whether that is done already.
+bool Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped) {
   job.cancelled = reason;
   leave_to_lanes(job, job.queue.size());
   if (job.running) {
     lanes_[job.lane]->wake.notify_all();
+    if (on_a_lane()) {
+      job.stopped_inside = true;
+      return false;
+    }
     idle_.wait(lock, [&] { return !job.running || job.cancelled.empty(); });
-    if (job.cancelled.empty()) return;  // another thread stopped it, too, and was first
+    if (job.cancelled.empty()) return true;  // another thread stopped it, too, and was first
   }
   fail_queue(job, std::make_exception_ptr(Cancelled(reason)), dropped);
   settle(job);
   job.cancelled.clear();
   offer_room(nullptr);
+  return true;
 }
 
 void Engine::cancel(Id id, const std::string& reason) {
@@ -298,15 +309,17 @@ void Engine::cancel(Id id, const std::string& reason) {
 void Engine::remove_job(Id id) {
   Dropped dropped;
   std::unique_lock<std::mutex> lock(lock_);
-  Job& job = find(id);
-  if (job.leaving) throw std::invalid_argument("job " + std::to_string(id) + " is leaving this engine already");
-  job.leaving = true;
-  stop_job(lock, job, "its job was removed", dropped);
+  const auto job = find(id).shared_from_this();  // the end of its step may forget it while this waits
+  if (job->leaving) throw std::invalid_argument("job " + std::to_string(id) + " is leaving this engine already");
+  job->leaving = true;
+  if (!stop_job(lock, *job, "its job was removed", dropped)) return;
+  forget(id);
+  offer_room(nullptr);
+}
+
+void Engine::forget(Id id) {
   jobs_.erase(id);
-  if (grounds_.size() > 1) {
-    share_out();
-    offer_room(nullptr);
-  }
+  if (grounds_.size() > 1) share_out();
 }
 
 bool Engine::set_capacity(int64_t bytes) {

@@ -56,7 +56,8 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
   bool batch_arrived = false;
   bool running = false;
   bool leaving = false;
-  std::string cancelled;  // the reason; empty when not
+  bool stopped_inside = false;  // by a thread that cannot wait for it: the end of its step does the rest
+  std::string cancelled;        // the reason; empty when not
 };
 
 // How a CPU runs behind its host, for tests: random stalls, and mistakes that they must find.
@@ -93,19 +94,23 @@ class Engine {
   // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
   void close();
   bool inherited() const { return getpid() != process_; }  // by a forked child, in which its threads are not
-  bool on_a_lane() const;  // whether the calling thread is one of its lanes, which cannot end itself
+  // Whether the calling thread is one of its lanes, or runs one of its steps: it cannot wait for lanes and memory.
+  bool on_a_lane() const;
 
   Id add_job();
-  // Cancels what is queued, waits for a group in flight to end, and forgets the job.
+  // Cancels what is queued, waits for a group in flight to end, and forgets the job. On a lane, where a garbage
+  // collection may remove any job, it does not wait: the job is forgotten when its step ends.
   void remove_job(Id job);
   // Steps of a job run in order. Where the one it was made `after` has failed, this one fails, too.
   void submit(Id job, std::shared_ptr<StepRun> run, const std::shared_ptr<StepRun>& after = nullptr);
   // Waits at most `milliseconds`; returns whether the step is done. Does not rethrow. A step that is `by_caller` runs
-  // on the calling thread, as soon as it may: that saves handing it to another and being woken by that.
+  // on the calling thread, as soon as it may: that saves handing it to another and being woken by that. On a lane only
+  // a step that is done may be waited for.
   bool wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds);
-  // Its caller waits no longer: the step is for a lane's own thread.
-  void leave(const std::shared_ptr<StepRun>& run);
-  // Cancels queued steps, and the one that runs at its next group boundary. `reason` is in their error.
+  // Its callers wait no longer: the job's steps are for the lanes' own threads.
+  void leave(Id job);
+  // Cancels queued steps, and the one that runs at its next group boundary. `reason` is in their error. Waits for that
+  // as `remove_job` does.
   void cancel(Id job, const std::string& reason);
 
   bool set_capacity(int64_t bytes);
@@ -143,6 +148,17 @@ class Engine {
     std::vector<std::shared_ptr<StepRun>> runs;
   };
 
+  // The engines whose steps the calling thread runs, innermost first: a step may call one of another engine.
+  struct Inside {
+    explicit Inside(const Engine* engine) : engine(engine), outer(innermost) { innermost = this; }
+    ~Inside() { innermost = outer; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+    const Engine* engine;
+    const Inside* outer;
+    static thread_local const Inside* innermost;
+  };
+
   int64_t locked(const int64_t& number) const {
     std::lock_guard<std::mutex> guard(lock_);
     return number;
@@ -154,7 +170,8 @@ class Engine {
   void fail_queue(Job& job, const std::exception_ptr& error, Dropped& dropped, size_t first = 0);
   void settle(Job& job);
   void leave_to_lanes(Job& job, size_t count);
-  void stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped);
+  bool stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped);
+  void forget(Id job);
   void batch_arrives(Job& job);
   void offer_room(Lane* here);
   bool grant(Job& job, Lane* here);

@@ -30,7 +30,8 @@ void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t grou
     std::lock_guard<std::mutex> guard(lock_);
     if (const auto event = ground.order.before(lane.end, peak, ground.size())) device_->wait(lane.stream, *event);
   }
-  device_->enqueue(lane.stream, [run, group] {
+  device_->enqueue(lane.stream, [this, run, group] {
+    const Inside inside(this);
     if (run->failure) return;
     const int64_t start = now_ns();
     try {
@@ -86,6 +87,7 @@ void Engine::strand(Lane& lane, StepRun& run) {
 }
 
 void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
+  const Inside inside(this);
   Job& job = *lane.job;
   const std::shared_ptr<StepRun> held_run = job.queue.front();
   dropped.runs.push_back(held_run);
@@ -194,7 +196,7 @@ void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   if (arenas_) keep_pages_within();
   progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
   ++job.steps;
-  const bool failed = run.error != nullptr;
+  const bool stopped = run.error != nullptr || !job.cancelled.empty();
   job.queue.pop_front();
   // The first look at an opaque step was given all there is.
   job.largest = run.plan->heights.largest() < capacity_ ? run.plan->heights.largest() : 0;
@@ -203,7 +205,7 @@ void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   job.lane = -1;
   run.done = true;
   run.finished.notify_all();
-  if (failed) {
+  if (stopped) {
     const auto why = job.cancelled.empty() ? kEarlierFailed : job.cancelled;
     fail_queue(job, std::make_exception_ptr(Cancelled(why)), dropped);
     for (auto& barrier : job.barriers) barrier.rearm();
@@ -216,11 +218,20 @@ void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
     ready_.push_back(&job);
   }
   idle_.notify_all();
+  if (!job.stopped_inside) return;
+  job.stopped_inside = false;
+  job.cancelled.clear();
+  if (job.leaving) forget(job.id);
 }
 
 bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
   Dropped dropped;
   std::unique_lock<std::mutex> lock(lock_);
+  if (!run->done && on_a_lane()) {
+    throw std::logic_error("a step of job " + std::to_string(run->job) +
+                           " is waited for inside of a step that the same engine runs, which may hold the lane and the "
+                           "memory that it needs: wait for it before or after that step");
+  }
   auto found = jobs_.find(run->job);
   if (!run->done && found != jobs_.end()) {
     const auto& queue = found->second->queue;
@@ -236,9 +247,9 @@ bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
   return run->done;
 }
 
-void Engine::leave(const std::shared_ptr<StepRun>& run) {
+void Engine::leave(Id job) {
   std::lock_guard<std::mutex> guard(lock_);
-  auto found = jobs_.find(run->job);
+  auto found = jobs_.find(job);
   if (found != jobs_.end()) leave_to_lanes(*found->second, found->second->queue.size());
 }
 
