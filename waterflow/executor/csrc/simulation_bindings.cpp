@@ -1,6 +1,7 @@
 // What Python sees of the order on the device, and of simulated runs.
 #include <torch/extension.h>
 
+#include "device_clock.h"
 #include "simulation.h"
 
 namespace py = pybind11;
@@ -20,6 +21,26 @@ void bind_simulation(py::module_& m) {
       .def("kept", &DeviceOrder::kept)
       .def("check", &DeviceOrder::check)
       .def_readonly_static("most", &DeviceOrder::kMost);
+
+  py::class_<DeviceClock>(m, "DeviceClock", "Lanes that share a device's rates; see csrc/device_clock.h.")
+      .def(py::init<int32_t>(), py::arg("lanes"))
+      .def(
+          "add",
+          [](DeviceClock& clock, int32_t lane, int64_t nanoseconds, int64_t memory, int64_t compute,
+             const std::vector<ItemId>& after) { return clock.add(lane, {nanoseconds, memory, compute}, after); },
+          py::arg("lane"), py::arg("nanoseconds"), py::arg("memory") = 0, py::arg("compute") = 0,
+          py::arg("after") = std::vector<ItemId>{})
+      .def("next",
+           [](DeviceClock& clock) -> std::optional<std::tuple<ItemId, int32_t, int64_t>> {
+             const auto done = clock.next();
+             if (!done) return std::nullopt;
+             return std::tuple(done->item, done->lane, done->at);
+           })
+      .def_property_readonly("now", &DeviceClock::now)
+      .def("start_of", &DeviceClock::start_of, py::arg("item"))
+      .def("end_of", &DeviceClock::end_of, py::arg("item"))
+      .def("check", &DeviceClock::check)
+      .def_readonly_static("whole", &Work::kWhole);
 
   py::class_<SimulatedStep, std::shared_ptr<SimulatedStep>>(m, "SimulatedStep")
       .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after, std::vector<int64_t> nanoseconds,
