@@ -43,16 +43,19 @@ void bind_simulation(py::module_& m) {
       .def_readonly_static("whole", &Work::kWhole);
 
   py::class_<SimulatedStep, std::shared_ptr<SimulatedStep>>(m, "SimulatedStep")
-      .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after, std::vector<int64_t> nanoseconds,
-                       std::vector<int64_t> first, const std::vector<std::tuple<int64_t, int64_t, bool>>& touches,
-                       int64_t copy_ns) {
+      .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after,
+                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& work, std::vector<int64_t> first,
+                       const std::vector<std::tuple<int64_t, int64_t, bool>>& touches, int64_t copy_ns) {
              std::vector<Touch> made;
              made.reserve(touches.size());
              for (const auto& [offset, bytes, write] : touches) made.push_back({offset, bytes, write});
-             return std::make_shared<SimulatedStep>(Heights(std::move(peak), std::move(after)), std::move(nanoseconds),
+             std::vector<Work> times;
+             times.reserve(work.size());
+             for (const auto& [nanoseconds, memory, compute] : work) times.push_back({nanoseconds, memory, compute});
+             return std::make_shared<SimulatedStep>(Heights(std::move(peak), std::move(after)), std::move(times),
                                                     std::move(first), std::move(made), copy_ns);
            }),
-           py::arg("peak"), py::arg("after"), py::arg("nanoseconds"), py::arg("first"), py::arg("touches"),
+           py::arg("peak"), py::arg("after"), py::arg("work"), py::arg("first"), py::arg("touches"),
            py::arg("copy_ns") = 0);
 
   py::class_<SimulatedSpan>(m, "SimulatedSpan")
@@ -68,6 +71,7 @@ void bind_simulation(py::module_& m) {
 
   py::class_<SimulationResult>(m, "SimulationResult")
       .def_readonly("makespan", &SimulationResult::makespan)
+      .def_readonly("alone", &SimulationResult::alone)
       .def_readonly("busy", &SimulationResult::busy)
       .def_readonly("overlapped", &SimulationResult::overlapped)
       .def_readonly("peak", &SimulationResult::peak)
