@@ -21,7 +21,6 @@ from waterflow.partition.costs import Cost
 from waterflow.partition.offsets import ALIGNMENT, Offsets
 from waterflow.partition.plan import format_bytes
 
-
 _DEFAULT_GPU = gpu("v100-32g")
 
 
