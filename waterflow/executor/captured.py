@@ -17,6 +17,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.lowering import Lowered, lower
 from waterflow.partition.capture import Capture, capture_step
+from waterflow.partition.costs import operation_cost
 from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.liveness import OperationMemory, lifetimes, operation_memory
@@ -122,8 +123,8 @@ class CapturedStep:
     def offsets(self) -> Offsets:
         """Where the step's memory would lie, from one end of an arena, as far as the graph knows it."""
         instructions = self.lowered.instructions
-        traffic = tuple(memory.traffic for memory in self.memory)
-        return place(lifetimes(self.capture.graph, instructions), len(instructions), traffic=traffic)
+        costs = tuple(map(operation_cost, instructions))
+        return place(lifetimes(self.capture.graph, instructions), len(instructions), costs=costs)
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""
