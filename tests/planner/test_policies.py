@@ -144,9 +144,13 @@ def test_groups_change_by_the_split_size(offsets: Offsets, split_size: int) -> N
     summit = groups.ends[groups.allocating - 1]
     assert offsets.resident[summit - 1] == max(offsets.resident)
     for begin, end in zip((0, *groups.ends), groups.ends):
-        held = [behind[i] - (behind[begin - 1] if begin else 0) for i in range(begin, end)]
-        assert all(abs(change) < split_size for change in held[:-1])
-        assert abs(held[-1]) >= split_size or end in (summit, len(behind))
+        change = [behind[i] - (behind[begin - 1] if begin else 0) for i in range(begin, end)]
+        if end <= summit:  # at most the split size, and the next operation would not have fitted
+            assert max(change[1:], default=0) <= split_size
+            assert end == summit or behind[end] - (behind[begin - 1] if begin else 0) > split_size
+        else:  # no longer than needed, and at least the split size but for the last
+            assert min(change[:-1], default=0) > -split_size
+            assert change[-1] <= -split_size or end == len(behind)
 
 
 # -- replays

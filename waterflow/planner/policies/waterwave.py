@@ -3,9 +3,10 @@
 What it does, by sections of the paper, and how its text is read where it leaves things open:
 
 - **Groups** (4.3, 4.4). Operations are taken in the order of the step (the paper: by depth, then by number) and cut behind
-  the operation at which most bytes are live: allocation groups before, deallocation groups after. A group is closed as
-  soon as it has changed the live bytes by ``split_size``; the rest of each side is a group, too. For a number of groups
-  (5.4, Tacotron2) the split size is that of equal halves.
+  the operation at which most bytes are live: allocation groups before, deallocation groups after. Since groups that release
+  should be no smaller than those that allocate (4.4), the former are closed as soon as live bytes have changed by
+  ``split_size``, the latter before they would change by more; the rest of each side is a group, too. For a number of
+  groups (5.4, Tacotron2) the split size is that of equal halves.
 - **Pairs** (algorithm 1). Two vectors stand for two streams, groups at the same index are a pair. See ``pair_groups``.
 - **Between pairs** (4.3) all streams are synchronized, which is an order on the device and does not block the host, and
   free memory becomes everybody's.
@@ -46,17 +47,21 @@ class NodeGroups:
 
 
 def cut(offsets: Offsets, split_size: int) -> NodeGroups:
-    """Groups that change live bytes by ``split_size`` each, with a cut behind the peak."""
+    """Groups that add at most ``split_size`` live bytes (or are one operation), then groups that let go of at least that."""
     after = live_after(offsets)
     summit = offsets.resident.index(max(offsets.resident)) + 1
     ends: list[int] = []
-    before = allocating = 0
-    for i, held in enumerate(after):
-        if abs(held - before) >= split_size or i + 1 in (summit, len(after)):
+    begin = before = 0
+    for i in range(summit):
+        if i > begin and after[i] - before > split_size:
+            ends.append(i)
+            begin, before = i, after[i - 1]
+    ends.append(summit)
+    allocating, before = len(ends), after[summit - 1]
+    for i in range(summit, len(after)):
+        if before - after[i] >= split_size or i + 1 == len(after):
             ends.append(i + 1)
-            before = held
-        if i + 1 == summit:
-            allocating = len(ends)
+            before = after[i]
     return NodeGroups(tuple(ends), allocating, split_size)
 
 
