@@ -4,9 +4,9 @@ All policies see the same captured steps. Persistent state and one batch of each
 `banker` places every piece in advance; `dynamic` lets our order of operations ask one best-fit pool; `waterwave` and
 `waterwave-s` are the published system on two streams (`waterflow/planner/policies/waterwave.py` says how its text is
 read), whose pool is our own allocator with all of that memory as one segment. "alone" counts live bytes. A batch fits if
-every request of three steps of both copies is served; the sizes looked at, and the next four above, are those of the
-search, for under fragmentation a batch may fit though a smaller one does not. The published ratio of waterwave stands in
-the row of its best split size.
+every request of three steps of both copies is served. Under fragmentation one may fit though a smaller one does not:
+"batch" is the best of the sizes looked at, 32 of them spread up to the largest batch alone, and the next four do not fit.
+The published ratio of waterwave stands in the row of its best split size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(name: str, memory: int) -> list[dict[str, Any]]:
     def row(policy: planner.Policy) -> dict[str, Any]:
         try:
             found = planner.largest_batch_under(
-                policy, sizes, memory=memory, copies=COPIES, guess=round(0.9 * alone), forward=forward
+                policy, sizes, memory=memory, copies=COPIES, most=alone, forward=forward
             )
         except wf.MemoryLimitError:
             return {"model": name, "policy": policy.name, "batch": 0, "ratio": 0.0}

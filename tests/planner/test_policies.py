@@ -285,6 +285,8 @@ def test_the_search_ends_where_the_next_sizes_do_not_fit(pattern: list[bool], gu
 
     found = _search(fits, 1, guess, 4)
     assert fits(found) and not any(fits(found + i) for i in range(1, 5))
+    spread = _search(fits, 1, guess, 4, most=64)
+    assert fits(spread) and spread >= max((size for size in range(64, 0, -2) if fits(size)), default=1)
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
@@ -310,7 +312,7 @@ def test_the_largest_batch_of_each_policy() -> None:
     memory = 2_000_000
     alone = largest_batch(sizes, memory=memory).size
     found = {
-        policy.name: largest_batch_under(policy, sizes, memory=memory, copies=2, guess=alone, forward=forward)
+        policy.name: largest_batch_under(policy, sizes, memory=memory, copies=2, most=alone, forward=forward)
         for policy in (Banker(), Dynamic(), Waterwave(100_000), WaterwaveS())
     }
     ours = largest_batch(sizes, memory=memory, copies=2)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from waterflow.batch_size import StepSizes
 
 _CONFIRMED = 4
+_GRID = 32
 _STEPS = 3
 _MOST_BATCH = 1 << 24
 
@@ -36,15 +37,17 @@ class LargestUnder:
 
 
 def largest_batch_under(
-    policy: Policy, sizes: StepSizes, *, memory: int | float | str, copies: int, guess: int | None = None,
+    policy: Policy, sizes: StepSizes, *, memory: int | float | str, copies: int, most: int | None = None,
     forward: int | None = None, confirmed: int = _CONFIRMED, steps: int = _STEPS,
 ) -> LargestUnder:  # fmt: skip
     """The largest batch with which ``copies`` jobs of this step train side by side under ``policy``.
 
-    Where memory is fragmented a batch may fit though a smaller one does not. The search goes from ``guess`` (default: the
-    batch that ``sizes`` was made with) in growing strides to a size that fits and a larger one that does not, halves
-    between them, and goes on until ``confirmed`` sizes in a row above the best do not fit. ``forward`` is how many
-    operations belong to the forward pass, for policies that cut there.
+    Where memory is fragmented, or groups are cut anew for each size, a batch may fit though a smaller one does not. The
+    search goes in growing strides from a guess to a size that fits and a larger one that does not, and halves between
+    them. With ``most``, above which nothing can fit (the largest batch alone), it also looks at 32 sizes evenly up to
+    there. It ends where ``confirmed`` sizes in a row above the best do not fit: the best of what was looked at.
+
+    ``forward`` is how many operations belong to the forward pass, for policies that cut there.
 
     Raises MemoryLimitError where not even the smallest batch fits, CaptureError for a step that cannot be captured.
     """
@@ -72,11 +75,11 @@ def largest_batch_under(
             f"{format_bytes(limit)} under {policy.name}: {refused}; train fewer at a time or raise memory=",
             needed=step.alone + (copies - 1) * (step.persistent + step.batch), limit=limit,
         )  # fmt: skip
-    best = _search(fits, smallest, max(guess or sizes.given, smallest), confirmed)
+    best = _search(fits, smallest, max(most * 9 // 10 if most else sizes.given, smallest), confirmed, most or 0)
     return LargestUnder(policy.name, copies, limit, best, policy.run(jobs(best), limit), tuple(sorted(looked.items())))
 
 
-def _search(fits: Callable[[int], bool], smallest: int, guess: int, confirmed: int) -> int:
+def _search(fits: Callable[[int], bool], smallest: int, guess: int, confirmed: int, most: int = 0) -> int:
     """A size that fits while the ``confirmed`` next ones do not; ``smallest`` fits."""
     stride = max(1, guess // 16)
     low = high = guess
@@ -91,6 +94,7 @@ def _search(fits: Callable[[int], bool], smallest: int, guess: int, confirmed: i
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    low = next((size for size in range(most, low, -max(1, most // _GRID)) if fits(size)), low)
     above = low + 1
     while above <= low + confirmed:
         if fits(above):
