@@ -75,7 +75,7 @@ class PlannedStep:
             predicted = self._captured.predicted
             self.plan = make_plan(
                 predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds,
-                requests=requests,
+                requests=requests, forward=predicted.forward,
             )  # fmt: skip
             self.native = _native(self.plan)
             self.measured_height = self.plan.height
@@ -145,7 +145,9 @@ def build(
     if not memory:
         raise CaptureError("the step computes nothing")
     persistent, batch = input_bytes(capture)
-    predicted = make_plan(name, memory, persistent=persistent, batch=batch)
+    phases = [node.meta.get("phase") for node in lowered.instructions]
+    forward = next((i for i, phase in enumerate(phases) if phase != "forward"), len(phases))
+    predicted = make_plan(name, memory, persistent=persistent, batch=batch, forward=forward)
     return CapturedStep(capture, lowered, memory, predicted, looked.keep if looked is not None else [])
 
 

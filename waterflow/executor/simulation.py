@@ -65,7 +65,8 @@ class Clock:
 class SimulatedJob:
     """What is to be known of a job: where its step's memory lies, what it holds beside that, in bytes, and its steps.
 
-    ``ends`` are the ends of its groups; None: every operation is a group.
+    ``ends`` are the ends of its groups; None: every operation is a group. ``forward`` is how many of its operations belong
+    to the forward pass, where somebody asks for it.
     """
 
     name: str
@@ -74,6 +75,7 @@ class SimulatedJob:
     batch: int = 0
     steps: int = 1
     ends: tuple[int, ...] | None = None
+    forward: int | None = None
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ class Plan:
 
     ``persistent`` counts parameters, buffers and optimizer state; ``batch`` one batch on the device. ``measured``
     tells whether heights come from a profiled step, kernels' temporaries included, or from the graph alone. A step that
-    asks for the same memory every time has ``requests``: the place of each one in an arena.
+    asks for the same memory every time has ``requests``: the place of each one in an arena. ``forward`` counts the
+    operations before the backward pass; 0 where that is not known.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Plan:
     batch: int
     measured: bool
     requests: PlannedRequests | None = field(default=None, repr=False)
+    forward: int = 0
 
     @property
     def height(self) -> int:
@@ -101,6 +103,7 @@ def make_plan(
     seconds: Sequence[float] | None = None,
     groups: int = DEFAULT_GROUPS,
     requests: PlannedRequests | None = None,
+    forward: int = 0,
 ) -> Plan:
     """Cut operations into groups. ``seconds`` per operation, where a profile measured them."""
     peaks = [m.peak for m in memory]
@@ -128,7 +131,7 @@ def make_plan(
             )
         )
         begin, before = end, after
-    return Plan(name, tuple(made), len(memory), persistent, batch, seconds is not None, requests)
+    return Plan(name, tuple(made), len(memory), persistent, batch, seconds is not None, requests, forward)
 
 
 def opaque_plan(name: str, height: int, *, persistent: int, batch: int, seconds: float = 0.0) -> Plan:

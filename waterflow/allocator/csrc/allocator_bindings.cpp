@@ -152,7 +152,12 @@ void bind_allocator(py::module_& m) {
   py::class_<StreamAllocator, std::shared_ptr<StreamAllocator>>(m, "StreamAllocator")
       .def(py::init([](std::shared_ptr<Device> device, int64_t limit, int64_t alignment, int64_t small_segment,
                        int64_t medium_segment, int32_t looks, Fault fault) {
-             AllocatorOptions options{alignment, limit, small_segment, medium_segment, looks, fault};
+             AllocatorOptions options{.alignment = alignment,
+                                      .limit = limit,
+                                      .small_segment = small_segment,
+                                      .medium_segment = medium_segment,
+                                      .looks = looks,
+                                      .fault = fault};
              // Its end waits for the device, whose work may want the interpreter lock.
              return std::shared_ptr<StreamAllocator>(new StreamAllocator(std::move(device), options),
                                                      [](StreamAllocator* allocator) {

@@ -11,13 +11,14 @@ constexpr int32_t PATIENCE = 8;
 
 }  // namespace
 
-FreeSets::FreeSets(StreamClocks& clocks, ChunkPool& pool, AddressTable& addresses, int64_t alignment, Fault fault)
+FreeSets::FreeSets(StreamClocks& clocks, ChunkPool& pool, AddressTable& addresses, int64_t alignment, Fault fault,
+                   bool merge_at_once)
     : clocks_(clocks),
       pool_(pool),
       addresses_(addresses),
       alignment_(alignment),
       fault_(fault),
-      aside_allowed_(fault != Fault::merge_across_sets && fault != Fault::no_rerecord) {
+      aside_allowed_(!merge_at_once && fault != Fault::merge_across_sets && fault != Fault::no_rerecord) {
   for (SetId set = APART; set < 0; ++set) sets_.push_back(std::make_unique<Set>(alignment));
 }
 

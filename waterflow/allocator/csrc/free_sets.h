@@ -19,7 +19,8 @@ namespace waterflow {
 //   APART          several uses, and no stream known to run after all of them
 class FreeSets {
  public:
-  FreeSets(StreamClocks& clocks, ChunkPool& pool, AddressTable& addresses, int64_t alignment, Fault fault);
+  FreeSets(StreamClocks& clocks, ChunkPool& pool, AddressTable& addresses, int64_t alignment, Fault fault,
+           bool merge_at_once);
 
   // A chunk that its stream released just now, where the same size is asked for next; merging is put off until
   // `settle`, and so is forgetting its address. False, and nothing done, where there is no place for it.

@@ -33,7 +33,7 @@ StreamAllocator::StreamAllocator(std::shared_ptr<Device> device, AllocatorOption
       options_(checked(options)),
       granularity_(device_->granularity()),
       clocks_(*device_, options.fault),
-      sets_(clocks_, pool_, live_, options.alignment, options.fault),
+      sets_(clocks_, pool_, live_, options.alignment, options.fault, options.merge_at_once),
       limit_(options.limit) {
   if (granularity_ % options.alignment != 0) {
     throw UsageError("the device gives memory by " + std::to_string(granularity_) + " bytes; an alignment of " +

@@ -35,6 +35,7 @@ struct AllocatorOptions {
   int64_t medium_segment = int64_t{20} << 20;  // the same; larger requests get a segment each
   int32_t looks = 8;                           // chunks of one bin that are compared
   Fault fault = Fault::none;
+  bool merge_at_once = false;  // what is released is never put aside for the next request of its size
 };
 
 // What a spill hook did: memory of the host (address and bytes), or it released something and a retry may succeed.

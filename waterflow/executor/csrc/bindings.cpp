@@ -16,11 +16,12 @@ namespace py = pybind11;
 
 namespace waterflow {
 
-void bind_offsets(py::module_& m);     // partition/csrc/offsets_bindings.cpp
-void bind_memory(py::module_& m);      // allocator/csrc/memory_bindings.cpp
-void bind_allocator(py::module_& m);   // allocator/csrc/allocator_bindings.cpp
-void bind_programs(py::module_& m);    // program_bindings.cpp
-void bind_simulation(py::module_& m);  // simulation_bindings.cpp
+void bind_offsets(py::module_& m);      // partition/csrc/offsets_bindings.cpp
+void bind_memory(py::module_& m);       // allocator/csrc/memory_bindings.cpp
+void bind_allocator(py::module_& m);    // allocator/csrc/allocator_bindings.cpp
+void bind_programs(py::module_& m);     // program_bindings.cpp
+void bind_simulation(py::module_& m);   // simulation_bindings.cpp
+void bind_pool_replay(py::module_& m);  // pool_replay_bindings.cpp
 
 namespace {
 
@@ -171,6 +172,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_programs(m);
   bind_memory(m);
   bind_simulation(m);
+  bind_pool_replay(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
 

@@ -1,0 +1,58 @@
+"""Steps of jobs whose every request goes to one pool: dynamic placement, on a device without memory.
+
+The pool is the engine's own allocator (``csrc/pool_replay.h``): best fit, neighbours merged at once, all of its memory one
+segment from the beginning. Pieces are the ones that plans place, in multiples of 256 bytes, as allocators on GPUs give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from waterflow import _C
+from waterflow.executor.simulation import Clock, SimulatedJob
+from waterflow.partition.costs import Cost
+from waterflow.partition.offsets import Offsets
+
+Group = tuple[int, int, int]  # job, first operation, one past the last
+Pair = tuple[Group | None, Group | None]
+
+
+def pool_steps(jobs: Sequence[SimulatedJob], clock: Clock) -> list[_C.PoolStep]:
+    """What each job's step asks of a pool, and how long it takes; copies share theirs."""
+    made: dict[tuple[int, int], _C.PoolStep] = {}
+    for job in jobs:
+        key = (id(job.offsets), job.batch)
+        if key not in made:
+            lives = job.offsets.lives
+            births, deaths = [life.birth for life in lives], [life.death for life in lives]
+            made[key] = _C.PoolStep(_work(job, clock), births, deaths, [life.size for life in lives], _copy(job, clock))
+    return [made[id(job.offsets), job.batch] for job in jobs]
+
+
+def live_after(offsets: Offsets) -> list[int]:
+    """Bytes that are live behind each operation, without what died with it."""
+    after = list(offsets.resident)
+    for life in offsets.lives:
+        after[life.death] -= life.size
+    return after
+
+
+def unplaced_steps(jobs: Sequence[SimulatedJob], clock: Clock) -> list[tuple[_C.SimulatedStep, int]]:
+    """Jobs for the simulation whose heights are their live bytes, as if no byte were lost; they touch nothing."""
+    made: dict[tuple[int, int], _C.SimulatedStep] = {}
+    for job in jobs:
+        key = (id(job.offsets), job.batch)
+        if key not in made:
+            resident, after = list(job.offsets.resident), live_after(job.offsets)
+            first = [0] * (len(resident) + 1)
+            made[key] = _C.SimulatedStep(resident, after, _work(job, clock), first, [], _copy(job, clock))
+    return [(made[id(job.offsets), job.batch], job.steps) for job in jobs]
+
+
+def _work(job: SimulatedJob, clock: Clock) -> list[tuple[int, int, int]]:
+    costs = job.offsets.costs or (Cost(),) * len(job.offsets.heights)
+    return [clock.work([cost]) for cost in costs]
+
+
+def _copy(job: SimulatedJob, clock: Clock) -> int:
+    return -(-job.batch // clock.gpu.bus_rate)

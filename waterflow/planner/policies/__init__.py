@@ -1,0 +1,1 @@
+"""Policies: who may run when, and where memory comes from."""
