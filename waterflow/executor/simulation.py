@@ -37,7 +37,8 @@ class Clock:
 class SimulatedJob:
     """What is to be known of a job: where its step's memory lies, what it holds beside that, in bytes, and its steps.
 
-    ``ends`` are the ends of its groups; None: every operation is a group.
+    ``ends`` are the ends of its groups; None: every operation is a group. ``batch`` comes in the background, while the
+    step before runs; ``copied`` bytes come at the beginning of each step, whose first group takes longer by that.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SimulatedJob:
     batch: int = 0
     steps: int = 1
     ends: tuple[int, ...] | None = None
+    copied: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def prepare(
                 f"{format_bytes(arena)}; lower its batch size or raise memory=",
                 needed=held + job.offsets.height * arenas, limit=memory,
             )  # fmt: skip
-        key = (id(job.offsets), job.batch, job.ends)
+        key = (id(job.offsets), job.batch, job.ends, job.copied)
         if key not in steps:
             steps[key] = simulated_step(job, clock)
         native.append((steps[key], job.steps))
@@ -147,6 +149,8 @@ def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.Si
             touches[operation].append((at, life.size, True))
     traffic = offsets.traffic or (0,) * operations
     times = [-(-moved // clock.memory_rate) for moved in traffic]
+    if job.copied:
+        times[0] += -(-job.copied // clock.bus_rate)
     peaks, afters, nanoseconds, first, flat = [], [], [], [0], []
     begin = 0
     for end in ends:
