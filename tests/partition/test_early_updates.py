@@ -58,6 +58,8 @@ def random_step(draw: random.Random, tensors: dict[str, list[torch.Tensor]], mar
     if draw.random() < 0.2:
         norm = torch.stack([gradient.norm() for gradient in draw.sample(gradients, 2)]).norm()
         gradients[0].mul_(norm)
+    if draw.random() < 0.3:
+        batch[0].mul_(draw.choice(parameters).norm())  # as it was before the update
     cut = draw.randint(1, len(parameters))
     for part in (slice(0, cut), slice(cut, None)):
         if parameters[part]:
