@@ -184,10 +184,12 @@ def test_a_batch_that_is_memory_of_the_model() -> None:
     assert_same(*trained)
 
 
-def test_a_network_for_images_stays_as_it_is() -> None:
-    zoo = SMALL["cnn_bn"]
+@pytest.mark.parametrize("name", ["cnn_bn", "resnet50"])
+def test_a_network_for_images_stays_as_it_is(name: str) -> None:
+    """Activations are higher than gradients, or convolutions take memory that no prediction knows."""
+    zoo = SMALL[name]
     model = zoo.build()
     step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()))
     batch = zoo.batch(4, torch.Generator().manual_seed(0))
     plain = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()), early_updates=False)
-    assert step.plan_for(batch).groups == plain.plan_for(batch).groups
+    assert step.offsets_for(batch) == plain.offsets_for(batch)

@@ -93,7 +93,7 @@ def test_small_models(name: str) -> None:
     made = place(found, len(instructions))
     exact = operation_memory(capture.graph, instructions)
     assert resident(found, len(instructions)) == [m.peak for m in exact]
-    assert made.excess <= 1.12  # of pieces of a few hundred bytes; usual sizes: benchmarks/offsets.py
+    assert made.excess <= 1.1  # of pieces of a few hundred bytes; usual sizes: benchmarks/offsets.py
     assert sum(life.size for life in planned(found)) == sum(life.size for life in made.lives)
 
 

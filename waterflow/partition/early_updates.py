@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import fx
 
 from waterflow.partition.fake_rules import is_update
@@ -62,6 +63,8 @@ def update_early(graph: fx.Graph, groups: dict[str, int]) -> int:
     height = max(held, default=0)
     if _height(held, ((x.birth, x.death, x.size) for x in waiting.values())) > (1 - LEAST_GAIN) * height:
         return 0  # not even if each gradient went at once: most CNNs end here
+    if _hidden_by_gradients(calls) > LEAST_GAIN * height:
+        return 0
     pieces, users = _pieces(calls, begin, followed.of)
     gradients = [
         _Gradient(x.size, max(pieces[number].ready for number in users[s]), x.death, tuple(users[s]))
@@ -72,6 +75,15 @@ def update_early(graph: fx.Graph, groups: dict[str, int]) -> int:
         return 0
     _move(graph, groups, calls, pieces, gradients, moves)
     return len(moves)
+
+
+def _hidden_by_gradients(calls: Iterable[fx.Node]) -> int:
+    """Bytes that kernels of convolutions take beside their results: a copy of the weight's gradient in another layout.
+
+    Liveness does not know them. Gradients that pile up hide them; where those go early, the prediction would be too low.
+    """
+    weights: Iterable[Any] = (n.args[2] for n in calls if n.target is torch.ops.aten.convolution_backward.default)
+    return max((weight.meta["val"].nbytes for weight in weights), default=0)
 
 
 def _height(held: Sequence[int], freed: Iterable[tuple[int, int, int]]) -> int:
