@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,6 +19,8 @@ from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import format_bytes
 from waterflow.step import Step
 
+Batches = Literal["job", "lane"]
+
 _SIMULATED_STEPS = 3
 _MOST_BATCH = 1 << 24
 _FURTHEST = 64  # times the largest known size: how far a line is trusted
@@ -28,7 +30,8 @@ _FURTHEST = 64  # times the largest known size: how far a line is trusted
 class SizedStep:
     """A step with batches of one size, in bytes. ``resident`` is the most that is live at once, ``offsets`` where.
 
-    ``groups`` are the ends of its plan's node groups.
+    ``groups`` are the ends of its plan's node groups. ``copied`` are bytes of a batch that come with the step, at its
+    beginning: they are then among ``offsets``, and ``batch``, what the job holds between steps, is 0.
     """
 
     size: int
@@ -37,6 +40,7 @@ class SizedStep:
     resident: int
     offsets: Offsets
     groups: tuple[int, ...]
+    copied: int = 0
 
     @property
     def alone(self) -> int:
@@ -45,7 +49,8 @@ class SizedStep:
 
     def job(self, name: str, steps: int, grouped: bool = False) -> SimulatedJob:
         """The job that trains such steps, each operation a group, or ``grouped`` as planned."""
-        return SimulatedJob(name, self.offsets, self.persistent, self.batch, steps, self.groups if grouped else None)
+        ends = self.groups if grouped else None
+        return SimulatedJob(name, self.offsets, self.persistent, self.batch, steps, ends, self.copied)
 
 
 class StepSizes:
@@ -53,10 +58,17 @@ class StepSizes:
 
     ``batch`` is one to start from; the dimension that varies is the first one of its tensors that is most common. Their
     values are never read. Not thread-safe, as the step is not.
+
+    With ``batches="job"`` each job holds one batch on the device all the time, and the next one comes while a step runs.
+    With ``"lane"`` only a job in mid-step does: its batch comes at the step's beginning, which waits for it, lies in the
+    lane's end of the arena, and gives its ground back behind the last operation that reads it.
     """
 
-    def __init__(self, step: Step, batch: Any) -> None:
+    def __init__(self, step: Step, batch: Any, batches: Batches = "job") -> None:
+        if batches not in ("job", "lane"):
+            raise InvalidJobError(f'batches are held by a "job" or a "lane"; got {batches!r}')
         self.step = step
+        self.batches = batches
         self._leaves, self._form = pytree.tree_flatten(batch)
         firsts = [t.shape[0] for t in self._leaves if isinstance(t, torch.Tensor) and t.dim() > 0]
         if not firsts:
@@ -73,10 +85,12 @@ class StepSizes:
         """The step with batches of this size. Raises CaptureError where it cannot be captured."""
         if size not in self._known:
             batch = pytree.tree_unflatten([self._resized(leaf, size) for leaf in self._leaves], self._form)
-            plan, offsets = self.step.plan_for(batch), self.step.offsets_for(batch)
+            by_lane = self.batches == "lane"
+            plan, offsets = self.step.plan_for(batch), self.step.offsets_for(batch, with_batch=by_lane)
+            held, copied = (0, plan.batch) if by_lane else (plan.batch, 0)
             resident = max(offsets.resident, default=0)
             self._known[size] = SizedStep(
-                size, plan.persistent, plan.batch, resident, offsets, tuple(g.end for g in plan.groups)
+                size, plan.persistent, held, resident, offsets, tuple(g.end for g in plan.groups), copied
             )
         return self._known[size]
 
@@ -137,9 +151,9 @@ def largest_batch(
 ) -> LargestBatch:  # fmt: skip
     """The largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
 
-    Two lanes share one arena; each copy holds its persistent state and one batch on the device, the next batch waits in
-    host memory, and operations are issued one by one. Jobs ``beside`` them keep the batches that they have. A single job
-    with none beside it is counted by the bytes that are live at once.
+    Two lanes share one arena; each copy holds its persistent state on the device, and one batch unless ``sizes`` says
+    otherwise, the next batch waits in host memory, and operations are issued one by one. Jobs ``beside`` them keep the
+    batches that they have. A single job with none beside it is counted by the bytes that are live at once.
 
     The search assumes that a larger batch needs no less, within the rounding of placement: the size that it returns fits,
     and the next one does not. With that size ``steps`` steps of all copies are then simulated.

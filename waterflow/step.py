@@ -86,6 +86,8 @@ class Step:
         clip_grad_norm: Largest total norm of the gradients of an update.
         clip_grad_value: Largest absolute value of a gradient's entry in an update.
         autocast: A data type (``torch.bfloat16``) to run forward and loss in, as under ``torch.autocast``.
+        early_updates: Change parameters as soon as their gradients are complete, where gradients would else stand at the
+            step's peak. No bit differs; a step that fails in its backward pass may have changed some of them by then.
         generator: Where random operations draw from. Default: the process's generator when the step runs alone;
             inside an engine a stream of the step's own, forked from it when the step is made.
         name: Shown in messages and plans.
@@ -108,6 +110,7 @@ class Step:
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
         autocast: torch.dtype | None = None,
+        early_updates: bool = True,
         generator: torch.Generator | None = None,
         name: str | None = None,
         engine: Engine | None = None,
@@ -132,6 +135,7 @@ class Step:
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
             clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model),
+            early_updates=early_updates,
         )  # fmt: skip
         if self.engine is not None and self._spec.device != self.engine.device:
             raise InvalidJobError(
@@ -190,9 +194,9 @@ class Step:
         """
         return self._variants.plan(*flatten(batch)).renamed(self.name)
 
-    def offsets_for(self, batch: Batch) -> Offsets:
-        """Where the memory of a step on batches like this one would lie. Raises CaptureError as ``plan_for`` does."""
-        return self._variants.captured(*flatten(batch)).offsets()
+    def offsets_for(self, batch: Batch, with_batch: bool = False) -> Offsets:
+        """Where a step's memory would lie, with that of its batch if asked. Raises CaptureError as ``plan_for`` does."""
+        return self._variants.captured(*flatten(batch)).offsets(with_batch)
 
     def close(self) -> None:
         """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error.
@@ -247,7 +251,7 @@ class Step:
             self._claim(plan, leaves, batch_spec)
             variant.claimed = plan
         profiled = planned.wants_profile
-        run = variant.binding.run(native, [leaves[i] for i in variant.leaves], variant.slots, profiled)
+        run = variant.binding.run(native, variant.given(leaves), variant.slots, profiled)
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)

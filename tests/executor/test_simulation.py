@@ -67,6 +67,17 @@ def test_one_job_by_hand() -> None:
     )  # fmt: skip
 
 
+def test_a_batch_that_comes_with_the_step() -> None:
+    offsets = plan((0, 0, 64), (0, 2, 128), (1, 1, 64), traffic=(10, 20, 30))
+    job = SimulatedJob("a", offsets, persistent=100, steps=2, copied=5)
+    done = simulate([job], memory=400, clock=BYTE)
+    # The lane waits for it in each step, and nothing is held between them.
+    assert (done.makespan, done.busy, done.peak, done.arena) == (2 * (5 + 60), (130, 0), 100 + 192, 256)
+    plain = dataclasses.replace(job, copied=0)
+    both = simulate([job, plain], memory=800, clock=BYTE)
+    assert sum(both.busy) == 120 + 130, "steps with and without the copy are not taken for each other"
+
+
 def test_two_jobs_that_fit_side_by_side_wait_for_nothing() -> None:
     offsets = launches(plan((0, 2, 128), (1, 1, 64), traffic=(10, 20, 30)))
     done = simulate([SimulatedJob("a", offsets), SimulatedJob("b", offsets)], memory=384, clock=BYTE)

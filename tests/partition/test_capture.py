@@ -35,7 +35,7 @@ def capture_net(optimizer: Any = None, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["cnn_bn", "bert", "lstm"])
 def test_phases_follow_one_another(name: str) -> None:
-    phases = [node.meta["phase"] for node in instructions_of(capture_of(name).graph)]
+    phases = [node.meta["phase"] for node in instructions_of(capture_of(name, early_updates=False).graph)]
     assert [phase for phase, _ in groupby(phases)] == ["forward", "backward", "update"]
 
 
@@ -114,7 +114,8 @@ def test_threads_capture_one_after_the_other() -> None:
 
     def work(width: int) -> None:
         model = Net(width=width)
-        ends.append(capture_step(spec_for(model, AdamW(model.parameters())), list(images(1)[0]), None).nodes)
+        made = capture_step(spec_for(model, AdamW(model.parameters())), list(images(1)[0]), None)
+        ends.append(made.nodes - len(made.update_groups))  # where parameters change depends on their size
 
     threads = [threading.Thread(target=work, args=(8 + number,)) for number in range(6)]
     for thread in threads:

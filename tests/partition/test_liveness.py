@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.zoo import SMALL
 from tests.partition.graphs import capture_of, instructions_of, interpret, tensors_in
 from waterflow.partition.liveness import lifetimes, operation_memory
+from waterflow.partition.offsets import resident
 from waterflow.partition.operators import storage_id
 
 # Their operators hide memory, which is asked of the kernels: see the probe.
@@ -151,7 +152,7 @@ def program(choices: list[tuple[int, int, int]]) -> Any:
         for kind, one, other in choices:
             a, b = made[one % len(made)], made[other % len(made)]
             if kind == 0:
-                made.append(a.reshape(-1)[:4] + b.reshape(-1)[:4])
+                made.append(a.reshape(-1)[:4].sum() + b.reshape(-1)[:4])  # whatever their sizes
             elif kind == 1:
                 made.append(a.reshape(-1).repeat(1 + other % 3))
             elif kind == 2:
@@ -208,3 +209,20 @@ def test_random_programs(choices: list[tuple[int, int, int]]) -> None:
     assert all(m.peak <= peak for m, peak in zip(predicted, real))
     if not any(node.target is operator.getitem for node in graph.nodes):
         assert [m.peak for m in predicted] == real
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=14))
+def test_inputs_that_a_step_brings_along(choices: list[tuple[int, int, int]]) -> None:
+    """They are there from the first operation to the last that has any view of them; all else stays as it is."""
+    x = torch.arange(8.0)
+    graph = traced(program(choices), x)
+    graph.eliminate_dead_code()
+    instructions = instructions_of(graph)
+    placeholder = next(node for node in graph.nodes if node.op == "placeholder")
+    own = set(storages(placeholder.meta["val"]))
+    using = [any(own & set(storages(source.meta["val"])) for source in n.all_input_nodes) for n in instructions]
+    there = [at == 0 or any(using[at:]) for at in range(len(instructions))]
+    found = lifetimes(graph, instructions, {placeholder})
+    assert sum(life.size for life in found) == sum(life.size for life in lifetimes(graph, instructions)) + 32
+    expected = [peak + 32 * now for (peak, _), now in zip(slow_memory(graph, instructions), there)]
+    assert resident(found, len(instructions)) == expected

@@ -120,11 +120,16 @@ class CapturedStep:
         given = self.capture.inputs
         return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
 
-    def offsets(self) -> Offsets:
-        """Where the step's memory would lie, from one end of an arena, as far as the graph knows it."""
-        instructions = self.lowered.instructions
-        costs = tuple(map(operation_cost, instructions))
-        return place(lifetimes(self.capture.graph, instructions), len(instructions), costs=costs)
+    def offsets(self, with_batch: bool = False) -> Offsets:
+        """Where the step's memory would lie, from one end of an arena, as far as the graph knows it.
+
+        ``with_batch``: that of the batch, too, from the step's first operation to the last that reads it.
+        """
+        graph, instructions = self.capture.graph, self.lowered.instructions
+        placeholders = (node for node in graph.nodes if node.op == "placeholder")
+        batch = {node for node, given in zip(placeholders, self.capture.inputs) if given.kind == "batch"}
+        lives = lifetimes(graph, instructions, batch if with_batch else ())
+        return place(lives, len(instructions), costs=tuple(map(operation_cost, instructions)))
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""

@@ -39,13 +39,15 @@ class Clock:
     stalled: int = 0
     stall_ns: int = 0
 
-    def work(self, costs: Sequence[Cost]) -> tuple[int, int, int]:
+    def work(self, costs: Sequence[Cost], copied: int = 0) -> tuple[int, int, int]:
         """Nanoseconds of operations one by one, alone, and the shares of bandwidth and arithmetic that they use.
+
+        ``copied`` bytes come over the bus first.
 
         Shares are means over that time, in millionths, as the device's clock takes them: a group of unlike operations
         fits beside another more smoothly than they would one by one.
         """
-        nanoseconds = sum(self._alone(cost) for cost in costs)
+        nanoseconds = sum(self._alone(cost) for cost in costs) + -(-copied // self.gpu.bus_rate)
         if nanoseconds == 0:
             return 0, 0, 0
         moved, done = sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs)
@@ -65,8 +67,9 @@ class Clock:
 class SimulatedJob:
     """What is to be known of a job: where its step's memory lies, what it holds beside that, in bytes, and its steps.
 
-    ``ends`` are the ends of its groups; None: every operation is a group. ``forward`` is how many of its operations belong
-    to the forward pass, where somebody asks for it.
+    ``ends`` are the ends of its groups; None: every operation is a group. ``batch`` comes in the background, while the
+    step before runs; ``copied`` bytes come at the beginning of each step, whose first group takes longer by that.
+    ``forward`` is how many of its operations belong to the forward pass, where somebody asks for it.
     """
 
     name: str
@@ -76,6 +79,7 @@ class SimulatedJob:
     steps: int = 1
     ends: tuple[int, ...] | None = None
     forward: int | None = None
+    copied: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ def prepare(
                 f"{format_bytes(arena)}; lower its batch size or raise memory=",
                 needed=held + job.offsets.height * arenas, limit=memory,
             )  # fmt: skip
-        key = (id(job.offsets), job.batch, job.ends)
+        key = (id(job.offsets), job.batch, job.ends, job.copied)
         if key not in steps:
             steps[key] = simulated_step(job, clock)
         native.append((steps[key], job.steps))
@@ -182,7 +186,7 @@ def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.Si
     for begin, end in pairwise((0, *ends)):
         peaks.append(max(offsets.heights[begin:end]))
         afters.append(after[end - 1])
-        work.append(clock.work(costs[begin:end]))
+        work.append(clock.work(costs[begin:end], job.copied if begin == 0 else 0))
         flat += [touch for operation in touches[begin:end] for touch in operation]
         first.append(len(flat))
     return _C.SimulatedStep(peaks, afters, work, first, flat, -(-job.batch // clock.gpu.bus_rate))

@@ -36,7 +36,15 @@ class Variant:
     slots: list[int]
     leaves: list[int]
     structure: Hashable
+    changed_early: frozenset[int] = frozenset()  # memory that may change before the batch is read for the last time
     claimed: Plan | None = None
+
+    def given(self, leaves: list[Any]) -> list[Any]:
+        """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes parameters."""
+        given = [leaves[i] for i in self.leaves]
+        if self.changed_early:
+            given = [t.clone() if t.untyped_storage().data_ptr() in self.changed_early else t for t in given]
+        return given
 
 
 class Variants:
@@ -80,6 +88,8 @@ class Variants:
         if len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         made = Variant(captured, self._planned(key, captured), binding, slots, positions, structure)
+        if captured.capture.early_updates:
+            made.changed_early = frozenset(p.untyped_storage().data_ptr() for p in spec.trained().values())
         self._variants[key] = made
         return made
 

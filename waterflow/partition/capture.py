@@ -26,11 +26,12 @@ from waterflow.errors import CaptureError
 from waterflow.partition import fake_rules
 from waterflow.partition.cleanup import clean_up
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
+from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.optimizers import check_optimizer, state_keys
 from waterflow.partition.recorder import Recorder
 from waterflow.partition.spec import GraphInput, StepSpec
-from waterflow.partition.structure import structure_key
+from waterflow.partition.structure import moves_updates, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
     no_collections,
@@ -60,6 +61,7 @@ class Capture:
     metrics: tuple[str, ...]
     update_groups: dict[str, int]
     dropout_rates: dict[tuple[str, str], tuple[str, str]]
+    early_updates: int  # places before the step's end where parameters change
     seconds: float
 
     @property
@@ -96,6 +98,7 @@ def capture_step(
         groups = _update_groups(graph, tracer)
         rates = find_rates(graph, tracer.stand_ins)
         clean_up(graph)
+        early = update_early(graph, groups) if moves_updates(spec, looked) else 0
         return Capture(
             graph=graph,
             constants=constants,
@@ -103,6 +106,7 @@ def capture_step(
             metrics=tuple(tracer.metric_names),
             update_groups=groups,
             dropout_rates=rates,
+            early_updates=early,
             seconds=time.perf_counter() - start,
         )
 

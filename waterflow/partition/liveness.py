@@ -6,7 +6,7 @@ first and dies behind the last operation that uses any of its views. Inputs outl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -44,16 +44,35 @@ class Lifetime:
     writes: tuple[int, ...] = field(default=(), compare=False)
 
 
-def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime]:
+@dataclass(frozen=True)
+class Followed:
+    """What a step makes: the life of each storage, by its identity; temporaries; and the storages behind each node."""
+
+    storages: dict[int, Lifetime]
+    temporaries: list[Lifetime]
+    of: dict[fx.Node, list[int]]
+
+    def lives(self) -> list[Lifetime]:
+        """All of it."""
+        return [*self.storages.values(), *self.temporaries]
+
+
+def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[fx.Node] = ()) -> list[Lifetime]:
     """The storages that a step makes, and the temporaries of operators that are probed, each with its life.
 
+    Of the inputs those that are ``given`` to the step as its own live, too, from its first operation to their last use.
     Other kernels' own temporaries are not known before the step has been profiled.
     """
+    return follow(graph, instructions, given).lives()
+
+
+def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[fx.Node] = ()) -> Followed:
+    """The same, storages apart from temporaries."""
     position = {node: i for i, node in enumerate(instructions)}
     inputs = {
         storage_id(t)
         for node in graph.nodes
-        if node.op in ("placeholder", "get_attr")
+        if node.op in ("placeholder", "get_attr") and node not in given
         for t in tensors_in(node.meta.get("val"))
     }
     hidden = dict(hidden_memory(instructions))
@@ -62,12 +81,14 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
     size: dict[int, int] = {}
     reads: dict[int, list[int]] = {}
     writes: dict[int, list[int]] = {}
+    of: dict[fx.Node, list[int]] = {}
     for node in graph.nodes:
-        if node.op != "call_function":
+        tensors = list(tensors_in(node.meta.get("val")))
+        of[node] = list(map(storage_id, tensors))
+        if node.op != "call_function" and node not in given:
             continue
-        at = position.get(node)
-        for tensor in tensors_in(node.meta.get("val")):
-            storage = storage_id(tensor)
+        at = position.get(node) if node.op == "call_function" else 0
+        for tensor, storage in zip(tensors, of[node]):
             if storage in inputs:
                 continue
             if at is not None and storage not in birth:
@@ -82,8 +103,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
             continue
         passes_on, written = is_view(node.target), written_by(node)
         for source in node.all_input_nodes:
-            for tensor in tensors_in(source.meta.get("val")):
-                storage = storage_id(tensor)
+            for storage in of[source]:
                 if storage not in death:
                     continue
                 death[storage] = max(death[storage], used_at)
@@ -91,15 +111,13 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
                 if not passes_on and used_at not in touched[-1:]:
                     touched.append(used_at)
     output = next(node for node in graph.nodes if node.op == "output")
-    kept = {storage_id(t) for source in output.all_input_nodes for t in tensors_in(source.meta.get("val"))}
+    kept = {storage for source in output.all_input_nodes for storage in of[source]}
     for storage in kept & death.keys():
         death[storage] = len(instructions) - 1
-    lives = [Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth]
-    for node, beside in hidden.items():
-        if beside.temporary:
-            at = position[node]
-            lives.append(Lifetime(at, at, beside.temporary, writes=(at,)))
-    return lives
+    kept -= {storage for node in given for storage in of[node]}  # its caller has a copy
+    made = {s: Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth}
+    places = ((position[node], beside.temporary) for node, beside in hidden.items() if beside.temporary)
+    return Followed(made, [Lifetime(at, at, temporary, writes=(at,)) for at, temporary in places], of)
 
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:

@@ -45,6 +45,7 @@ def schema_name(target: Any) -> str:
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
 
 
+@functools.cache
 def is_view(target: Any) -> bool:
     """Whether the operation returns an alias of its first argument and changes nothing."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
@@ -70,14 +71,20 @@ def has_effect(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> set[fx.Node]:
     """The arguments of an operation that it changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return set()
     found: set[fx.Node] = set()
-    for place, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)}
+    for place, name in _written_arguments(node.target):
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+        found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)}
     return found
+
+
+@functools.cache
+def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return ()
+    given = enumerate(target._schema.arguments)
+    return tuple((place, a.name) for place, a in given if a.alias_info is not None and a.alias_info.is_write)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -47,6 +47,7 @@ class StepSpec:
     autocast: torch.dtype | None
     device: torch.device
     rates_matter: bool = False  # dropout rates are constants of the graph, not inputs
+    early_updates: bool = True  # parameters may change before the step's end, where that saves memory
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer trains and the model holds, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,5 +60,27 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
         rate = group["lr"]
         groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))
     optimizer = (type(spec.optimizer), tuple(groups))
-    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast)
+    early = moves_updates(spec, fingerprint)
+    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, early)
     return (model, compute, optimizer, own), fingerprint
+
+
+def moves_updates(spec: StepSpec, looked: Fingerprint) -> bool:
+    """Whether updates of the step may come early: it asks for that, and no two of its tensors lie on the same bytes.
+
+    For a graph takes its inputs as memory of their own: a change of one would be missed where another one shows it.
+    """
+    if not spec.early_updates:
+        return False
+    rates = [group["lr"] for group in spec.optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
+    tensors = [*spec.model.parameters(), *spec.model.buffers(), *looked.strangers, *rates]
+    distinct = {id(t): t for t in tensors if t.layout == torch.strided and t.numel()}
+    ranges = sorted((t.data_ptr(), t.data_ptr() + extent_bytes(t)) for t in distinct.values())
+    return all(before[1] <= after[0] for before, after in pairwise(ranges))
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last one, in memory."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    return (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))) * tensor.element_size()
