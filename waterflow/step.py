@@ -24,7 +24,7 @@ from waterflow.executor.fitting import largest_batch
 from waterflow.executor.sharing import Hold, holders
 from waterflow.executor.step_checks import check_arguments, default_random_state, device_of
 from waterflow.executor.variants import Variant, Variants
-from waterflow.partition.offsets import Offsets
+from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.spec import StepSpec
@@ -181,9 +181,9 @@ class Step:
         """
         return self._variants.plan(*flatten(batch)).renamed(self.name)
 
-    def offsets_for(self, batch: Batch) -> Offsets:
-        """Where the memory of a step on batches like this one would lie. Raises CaptureError as ``plan_for`` does."""
-        return self._variants.captured(*flatten(batch)).offsets()
+    def footprint_for(self, batch: Batch) -> Footprint:
+        """What such a step asks of memory, and with ``offsets()`` where it would lie. Raises CaptureError as ``plan_for``."""
+        return self._variants.captured(*flatten(batch)).footprint()
 
     def close(self) -> None:
         """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error."""

@@ -19,8 +19,8 @@ from waterflow.executor.lowering import Lowered, lower
 from waterflow.partition.capture import Capture, capture_step
 from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.footprint import Footprint
 from waterflow.partition.liveness import OperationMemory, lifetimes, operation_memory
-from waterflow.partition.offsets import Offsets, place
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.spec import StepSpec
@@ -119,11 +119,11 @@ class CapturedStep:
         given = self.capture.inputs
         return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
 
-    def offsets(self) -> Offsets:
-        """Where the step's memory would lie, from one end of an arena, as far as the graph knows it."""
-        instructions = self.lowered.instructions
+    def footprint(self) -> Footprint:
+        """What the step asks of memory, as far as the graph knows it."""
+        lives = lifetimes(self.capture.graph, self.lowered.instructions)
         traffic = tuple(memory.traffic for memory in self.memory)
-        return place(lifetimes(self.capture.graph, instructions), len(instructions), traffic=traffic)
+        return Footprint(tuple(lives), traffic, self.predicted.persistent, self.predicted.batch)
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""

@@ -6,7 +6,7 @@ first and dies behind the last operation that uses any of its views. Inputs outl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,18 +115,28 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
     """Predicted memory of each instruction, from the graph alone."""
-    born: list[int] = [0] * len(instructions)
-    died: list[int] = [0] * len(instructions)
-    for life in lifetimes(graph, instructions):
+    return held_by(lifetimes(graph, instructions), traffic_of(instructions))
+
+
+def held_by(lives: Iterable[Lifetime], traffic: Sequence[int]) -> list[OperationMemory]:
+    """Memory of each operation of a step that makes these; ``traffic`` is what each operation moves."""
+    born: list[int] = [0] * len(traffic)
+    died: list[int] = [0] * len(traffic)
+    for life in lives:
         born[life.birth] += life.size
         died[life.death] += life.size
     held = 0
     memory = []
-    for i, node in enumerate(instructions):
-        peak = held + born[i]
-        held = peak - died[i]
-        memory.append(OperationMemory(peak, held, _traffic(node)))
+    for new, gone, moved in zip(born, died, traffic):
+        peak = held + new
+        held = peak - gone
+        memory.append(OperationMemory(peak, held, moved))
     return memory
+
+
+def traffic_of(instructions: Sequence[fx.Node]) -> tuple[int, ...]:
+    """Bytes that each instruction moves."""
+    return tuple(_traffic(node) for node in instructions)
 
 
 def _traffic(node: fx.Node) -> int:

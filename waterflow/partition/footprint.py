@@ -1,0 +1,76 @@
+"""What a step asks of memory before any of it has a place, with batches of one size or, by lines through two, of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from waterflow.partition.liveness import Lifetime, OperationMemory, held_by
+from waterflow.partition.offsets import ALIGNMENT, Offsets, place, planned, resident
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A captured step with batches of one size. Bytes.
+
+    ``lives`` is all that the step makes, ``traffic`` what each operation moves; ``persistent`` counts parameters, buffers
+    and optimizer state, ``batch`` one batch.
+    """
+
+    lives: tuple[Lifetime, ...]
+    traffic: tuple[int, ...]
+    persistent: int
+    batch: int
+
+    @property
+    def operations(self) -> int:
+        """How many operations the step has."""
+        return len(self.traffic)
+
+    def live(self, alignment: int = ALIGNMENT) -> int:
+        """The most bytes that are live at once, of what can be planned."""
+        return max(resident(planned(self.lives, alignment), self.operations), default=0)
+
+    def memory(self) -> list[OperationMemory]:
+        """The step's memory operation by operation."""
+        return held_by(self.lives, self.traffic)
+
+    def offsets(self) -> Offsets:
+        """Where the step's memory would lie, from one end of an arena."""
+        return place(self.lives, self.operations, traffic=self.traffic)
+
+    def same_shape(self, other: Footprint) -> bool:
+        """Whether both consist of the same pieces, made, touched and let go by the same operations."""
+        return self.operations == other.operations and list(map(_form, self.lives)) == list(map(_form, other.lives))
+
+    def on_line(self, size: int, other: Footprint, other_size: int, wanted: int) -> Footprint | None:
+        """With batches of ``wanted``, where all bytes grow along lines through this one, of ``size``, and the other.
+
+        None where the two differ in more than bytes, or a line gives no whole number there.
+        """
+        if not self.same_shape(other):
+            return None
+        values = zip(_bytes(self), _bytes(other), strict=True)
+        there = [_line(size, one, other_size, another, wanted) for one, another in values]
+        if any(value is None or value < 0 for value in there):
+            return None
+        given = iter(there)
+        lives = tuple(replace(life, size=next(given)) for life in self.lives)
+        traffic = tuple(next(given) for _ in self.traffic)
+        return Footprint(lives, traffic, next(given), next(given))
+
+
+def _form(life: Lifetime) -> tuple[object, ...]:
+    return life.birth, life.death, life.kept, life.reads, life.writes
+
+
+def _bytes(footprint: Footprint) -> Iterator[int]:
+    yield from (life.size for life in footprint.lives)
+    yield from footprint.traffic
+    yield footprint.persistent
+    yield footprint.batch
+
+
+def _line(at: int, value: int, other: int, other_value: int, wanted: int) -> int | None:
+    rise, rest = divmod((other_value - value) * (wanted - at), other - at)
+    return value + rise if rest == 0 else None

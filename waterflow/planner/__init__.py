@@ -1,0 +1,1 @@
+"""What fits together, before anything is trained: the largest batches, and the largest sets."""
