@@ -6,8 +6,9 @@ is counted by its live bytes. "limit" is (M - N W) / (M - W), with memory M and 
 persistent state and the largest batch alone. "lossless" counts the smaller batches of copies, too: what a placement
 without a lost byte would reach. Every run is checked: no byte is touched without an order, the limit is kept.
 
-Overlap (share of the time in which both lanes are busy) and speed (against one lane that is never idle) are a model:
-lanes run at full speed, and time is the bytes that operations move, at 900 GB/s, batches come over a bus of 12 GB/s.
+Overlap (share of the time in which both lanes are busy) and speed (against taking turns on one lane that is never idle)
+are a model, not a measurement: lanes share the peak rates of a V100, each operation takes its launch, and then as long as
+its bytes or its arithmetic, whichever is longer; batches come over a bus of 12 GB/s (``waterflow.executor.simulation``).
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def main() -> int:
     arguments = parser.parse_args()
     look = variants if arguments.variants else measure
     rows = [row for name in arguments.models for row in look(name)]
-    note = "32 * 2**30 bytes; overlap and speed are a model (bytes moved as the clock)"
+    note = "32 * 2**30 bytes; overlap and speed are a model: lanes share the peak rates of a V100"
     return report.finish("copies_variants" if arguments.variants else "copies", arguments, rows, note)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 import waterflow as wf
 from waterflow.batch_size import StepSizes, _search, largest_batch, run_copies
+from waterflow.executor.presets import gpu
 from waterflow.executor.simulation import Clock
 
 
@@ -56,7 +59,9 @@ def test_copies_take_from_each_other_only_what_they_hold_all_the_time() -> None:
 def test_a_smaller_batch_runs_more_side_by_side() -> None:
     sizes = sizes_of()
     size = largest_batch(sizes, memory="1MiB", copies=2).size
-    clock = Clock(bus_rate=10**6)  # batches of so small a network would take longer to come than to train on
+    clock = Clock(
+        dataclasses.replace(gpu("v100-32g"), bus_rate=10**6)
+    )  # batches of so small a network would take longer to come than to train on
     tight = run_copies(sizes, size, memory="1MiB", copies=2, steps=8, clock=clock)
     easy = run_copies(sizes, size // 2, memory="1MiB", copies=2, steps=8, clock=clock)
     assert tight.overlap < easy.overlap

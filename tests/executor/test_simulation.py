@@ -15,6 +15,7 @@ from waterflow._C import OrderFault
 import waterflow as wf
 from benchmarks.zoo import SMALL
 from waterflow import _C
+from waterflow.executor.presets import GPU
 from waterflow.executor.simulation import (
     Clock,
     Simulated,
@@ -25,16 +26,35 @@ from waterflow.executor.simulation import (
     simulate,
     simulated_step,
 )
+from waterflow.partition.costs import Cost
 from waterflow.partition.liveness import Lifetime
 from waterflow.partition.offsets import Offsets, place
 
-BYTE = Clock(memory_rate=1, bus_rate=1)
+# A byte takes a nanosecond, on the bus, too, and so does a floating point operation, and a launch.
+UNIT = GPU("unit", 1 << 40, 0, memory_rate=1, compute_rate=1, launch_ns=1, bus_rate=1)
+BYTE = Clock(UNIT)
 
 
 def plan(*lives: tuple[int, int, int], traffic: tuple[int, ...]) -> Offsets:
     """Pieces (birth, death, size), each written where it is born and read where it dies."""
     pieces = [Lifetime(b, d, size, reads=(d,) if d > b else (), writes=(b,)) for b, d, size in lives]
-    return place(pieces, len(traffic), traffic=traffic)
+    return place(pieces, len(traffic), costs=tuple(map(Cost, traffic)))
+
+
+def launches(offsets: Offsets) -> Offsets:
+    """The same step, taking as long, and leaving all bandwidth to others: launches instead of bytes."""
+    return dataclasses.replace(offsets, costs=tuple(Cost(launches=cost.bytes) for cost in offsets.costs))
+
+
+def test_work_of_operations() -> None:
+    whole = _C.DeviceClock.whole
+    clock = Clock(GPU("made up", 1 << 40, 0, memory_rate=4, compute_rate=8, launch_ns=10, bus_rate=1))
+    assert clock.work([]) == clock.work([Cost()]) == (0, 0, 0)
+    assert clock.work([Cost(bytes=40)]) == (10, whole, 0)
+    assert clock.work([Cost(bytes=41, flops=80)]) == (11, 41 * whole // 44, 80 * whole // 88)
+    assert clock.work([Cost(bytes=40, flops=160, launches=2)]) == (40, whole // 4, whole // 2)
+    # A group: 10 nanoseconds of bytes, 10 of arithmetic.
+    assert clock.work([Cost(bytes=40), Cost(flops=80)]) == (20, whole // 2, whole // 2)
 
 
 def test_one_job_by_hand() -> None:
@@ -42,21 +62,34 @@ def test_one_job_by_hand() -> None:
     done = simulate([SimulatedJob("a", offsets, persistent=100, batch=5, steps=2)], memory=400, clock=BYTE)
     # A batch is copied in 5; the next one when the step that read it is done.
     assert done == Simulated(
-        limit=400, arena=256, peak=105 + 192, makespan=2 * (5 + 60), busy=(120, 0), overlapped=0, waits=0, groups=6,
+        limit=400, arena=256, peak=105 + 192, makespan=2 * (5 + 60), alone=120, busy=(120, 0), overlapped=0, waits=0, groups=6,
         steps=(2,),
     )  # fmt: skip
 
 
 def test_two_jobs_that_fit_side_by_side_wait_for_nothing() -> None:
-    offsets = plan((0, 2, 128), (1, 1, 64), traffic=(10, 20, 30))
+    offsets = launches(plan((0, 2, 128), (1, 1, 64), traffic=(10, 20, 30)))
     done = simulate([SimulatedJob("a", offsets), SimulatedJob("b", offsets)], memory=384, clock=BYTE)
     assert (done.makespan, done.overlapped, done.waits, done.peak) == (60, 60, 0, 384)
     assert done.overlap == 1 and done.speed == 2
 
 
+def test_lanes_share_the_rates() -> None:
+    offsets = plan((0, 2, 128), (1, 1, 64), traffic=(10, 20, 30))
+    both = [SimulatedJob("a", offsets), SimulatedJob("b", offsets)]
+    done = simulate(both, memory=384, clock=BYTE)
+    # All of it is bandwidth: side by side, both at half the speed.
+    assert (done.makespan, done.alone, done.busy, done.overlap, done.speed) == (120, 120, (120, 120), 1, 1)
+    # Beside arithmetic alone it is full speed, and beside a step that leaves half of the bandwidth, two thirds.
+    for costs, makespan in [((Cost(flops=60),), 60), ((Cost(bytes=30, launches=30),), 90)]:
+        other = dataclasses.replace(offsets, costs=(*costs, Cost(), Cost()))
+        done = simulate([both[0], SimulatedJob("b", other)], memory=384, clock=BYTE)
+        assert (done.makespan, done.alone) == (makespan, 120)
+
+
 def test_two_jobs_that_do_not_fit_at_their_peaks() -> None:
     # One operation at the peak, of 128 bytes, 64 before and after it; arena of 192.
-    offsets = plan((0, 2, 64), (1, 1, 64), traffic=(10, 20, 30))
+    offsets = launches(plan((0, 2, 64), (1, 1, 64), traffic=(10, 20, 30)))
     done = simulate([SimulatedJob("a", offsets), SimulatedJob("b", offsets)], memory=192, clock=BYTE)
     # Groups are issued ahead: while the first lane runs operation 0, its peak is issued and so given back in the host's
     # order. The second lane's peak then waits on the device for the first one's to end at 30, and runs until 50.
@@ -103,10 +136,10 @@ def random_job(name: str, draw: random.Random) -> SimulatedJob:
         reads = tuple(at for at, write in zip(touched, kind) if not write)
         writes = tuple(sorted({birth, *(at for at, write in zip(touched, kind) if write)}))
         lives.append(Lifetime(birth, death, draw.randint(1, 600), reads=reads, writes=writes))
-    traffic = tuple(draw.randint(0, 40) for _ in range(operations))
+    costs = tuple(Cost(draw.randint(0, 40), draw.randint(0, 40), draw.randint(0, 9)) for _ in range(operations))
     cuts = sorted({*draw.sample(range(1, operations), draw.randint(0, operations - 1)), operations})
     return SimulatedJob(
-        name, place(lives, operations, traffic=traffic), persistent=draw.randint(0, 300), batch=draw.randint(0, 90),
+        name, place(lives, operations, costs=costs), persistent=draw.randint(0, 300), batch=draw.randint(0, 90),
         steps=draw.randint(1, 4), ends=None if draw.random() < 0.5 else tuple(cuts),
     )  # fmt: skip
 
@@ -143,7 +176,7 @@ def must_be_right(result: Any, mixed: list[SimulatedJob], arena: int, run_ahead:
 def test_random_jobs(
     mixed: list[SimulatedJob], share: float, arenas: int, run_ahead: int, seed: int, stalls: bool, learns: bool
 ) -> None:
-    clock = Clock(1, 1, stalled=300 if stalls else 0, stall_ns=200)
+    clock = Clock(UNIT, stalled=300 if stalls else 0, stall_ns=200)
     memory = room_for(mixed, share, arenas)
     native, arena = prepare(mixed, memory, arenas, clock)
     result = run(native, arena, arenas=arenas, seed=seed, clock=clock, run_ahead=run_ahead, host_learns=learns)
@@ -158,6 +191,10 @@ def test_random_jobs(
     done = simulate(mixed, memory=memory, arenas=arenas, seed=seed, clock=clock)
     assert done == simulate(mixed, memory=memory, arenas=arenas, seed=seed, clock=clock)
     assert done.peak <= memory and done.speed <= 2 * arenas
+    # Nobody gets more out of the device than it has; what shares lose to rounding is made good.
+    for kind in ("bytes", "flops"):
+        asked = sum(getattr(cost, kind) * job.steps for job in mixed for cost in job.offsets.costs)
+        assert done.makespan >= asked * 0.999 - 1
 
 
 # -- planted mistakes
@@ -168,7 +205,7 @@ def found(count: int, fault: OrderFault, learns: bool = False) -> float:
     seen = 0
     for seed in range(count):
         draw = random.Random(seed)
-        clock = Clock(1, 1, stalled=300, stall_ns=200)
+        clock = Clock(UNIT, stalled=300, stall_ns=200)
         mixed = [dataclasses.replace(random_job(f"job-{i}", draw), steps=4) for i in range(3)]
         native, arena = prepare(mixed, room_for(mixed, 0.3), 1, clock)
         result = run(native, arena, seed=seed, clock=clock, fault=fault, host_learns=learns)
@@ -255,6 +292,6 @@ def test_copies_of_small_models(name: str) -> None:
 def test_wrong_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="a step of 1 groups needs a time for each"):
         _C.SimulatedStep([1], [0], [], [0, 0], [])
-    step = _C.SimulatedStep([100], [0], [1], [0, 0], [])
+    step = _C.SimulatedStep([100], [0], [(1, 0, 0)], [0, 0], [])
     with pytest.raises(ValueError, match="reaches 100 bytes does not fit into an arena of 64"):
         run([(step, 1)], 64, clock=BYTE)

@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.zoo import SMALL
 from tests.partition.graphs import capture_of, instructions_of, interpret, tensors_in
-from waterflow.partition.liveness import lifetimes, operation_memory, storage_id
+from waterflow.partition.liveness import lifetimes, operation_memory
+from waterflow.partition.operators import storage_id
 
 # Their operators hide memory, which is asked of the kernels: see the probe.
 HIDING = {"lstm"}

@@ -17,6 +17,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.lowering import Lowered, lower
 from waterflow.partition.capture import Capture, capture_step
+from waterflow.partition.costs import operation_cost
 from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.footprint import Footprint
@@ -122,8 +123,8 @@ class CapturedStep:
     def footprint(self) -> Footprint:
         """What the step asks of memory, as far as the graph knows it."""
         lives = lifetimes(self.capture.graph, self.lowered.instructions)
-        traffic = tuple(memory.traffic for memory in self.memory)
-        return Footprint(tuple(lives), traffic, self.predicted.persistent, self.predicted.batch)
+        costs = tuple(map(operation_cost, self.lowered.instructions))
+        return Footprint(tuple(lives), costs, self.predicted.persistent, self.predicted.batch)
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""

@@ -15,8 +15,7 @@ from waterflow.errors import CaptureError
 from waterflow.executor.shortcuts import aliases, bypassed, short_form, wraps_numbers
 from waterflow.partition.capture import Capture
 from waterflow.partition.fake_rules import is_update
-from waterflow.partition.liveness import storage_id
-from waterflow.partition.operators import is_random, is_view, taking_generator
+from waterflow.partition.operators import is_random, is_view, storage_id, taking_generator
 from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
 from waterflow.partition.spec import GraphInput
 

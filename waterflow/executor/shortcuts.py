@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from waterflow.partition.liveness import storage_id
-from waterflow.partition.operators import is_view
+from waterflow.partition.operators import is_view, storage_id
 
 aten = torch.ops.aten
 

@@ -1,19 +1,28 @@
 """Simulated runs: jobs on the lanes of arenas in virtual time, every access checked, no memory used.
 
-The order of groups is the real one (``csrc/admission.h``, ``csrc/barrier.h``, ``csrc/device_order.h``). Time is a model:
-each lane runs at full speed whatever the other does, and an operation takes as long as the bytes that it moves.
+The order of groups is the real one (``csrc/admission.h``, ``csrc/barrier.h``, ``csrc/device_order.h``). Time is a model,
+not a measurement. Alone, an operation takes its launches, and then as long as its bytes or its arithmetic at the peak
+rates of a GPU, whichever is longer. What runs at the same time shares those rates (``csrc/device_clock.h``): where two
+lanes together ask for more than there is, both slow down. So lanes win by what the other one leaves idle: launches,
+bandwidth beside arithmetic. Batches are copied beside that, at the rate of the bus.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from waterflow import _C
 from waterflow.errors import MemoryLimitError
+from waterflow.executor.presets import GPU, gpu
+from waterflow.partition.costs import Cost
 from waterflow.partition.offsets import ALIGNMENT, Offsets
 from waterflow.partition.plan import format_bytes
+
+
+_DEFAULT_GPU = gpu("v100-32g")
 
 
 class RaceError(RuntimeError):
@@ -22,15 +31,35 @@ class RaceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Clock:
-    """The model of time. Rates in bytes per nanosecond (GB/s); by default those of a V100 and its bus.
+    """The model of time: the rates of a GPU, by default a V100's.
 
-    Of 1,000 groups ``stalled`` take up to ``stall_ns`` longer, drawn from the run's seed.
+    Of 1,000 groups ``stalled`` take up to ``stall_ns`` longer, drawn from the run's seed, and use no more for that.
     """
 
-    memory_rate: int = 900
-    bus_rate: int = 12
+    gpu: GPU = _DEFAULT_GPU
     stalled: int = 0
     stall_ns: int = 0
+
+    def work(self, costs: Sequence[Cost]) -> tuple[int, int, int]:
+        """Nanoseconds of operations one by one, alone, and the shares of bandwidth and arithmetic that they use.
+
+        Shares are means over that time, in millionths, as the device's clock takes them: a group of unlike operations
+        fits beside another more smoothly than they would one by one.
+        """
+        nanoseconds = sum(self._alone(cost) for cost in costs)
+        if nanoseconds == 0:
+            return 0, 0, 0
+        moved, done = sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs)
+        whole = _C.DeviceClock.whole
+        return (
+            nanoseconds,
+            moved * whole // (self.gpu.memory_rate * nanoseconds),
+            done * whole // (self.gpu.compute_rate * nanoseconds),
+        )
+
+    def _alone(self, cost: Cost) -> int:
+        bound = max(-(-cost.bytes // self.gpu.memory_rate), -(-cost.flops // self.gpu.compute_rate))
+        return cost.launches * self.gpu.launch_ns + bound
 
 
 @dataclass(frozen=True)
@@ -50,9 +79,10 @@ class SimulatedJob:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A simulated run. Bytes, and nanoseconds of virtual time.
+    """A simulated run. Bytes, and nanoseconds of virtual time, which are a model.
 
     ``peak`` is all that was held at once, persistent state and batches included; ``limit`` what it had to stay within.
+    ``alone`` is the time of all steps one by one on a lane that is never idle; ``busy`` that of each lane, slowed by others.
     ``waits`` counts groups that had to wait for the facing lane on the device, ``groups`` all.
     """
 
@@ -60,6 +90,7 @@ class Simulated:
     arena: int
     peak: int
     makespan: int
+    alone: int
     busy: tuple[int, ...]
     overlapped: int
     waits: int
@@ -73,8 +104,8 @@ class Simulated:
 
     @property
     def speed(self) -> float:
-        """How many times as fast as one lane that is never idle."""
-        return sum(self.busy) / max(1, self.makespan)
+        """How many times as fast as taking turns on one lane that is never idle. A model, not a measurement."""
+        return self.alone / max(1, self.makespan)
 
 
 def arena_of(jobs: Sequence[SimulatedJob], memory: int, arenas: int = 1) -> int:
@@ -105,8 +136,8 @@ def simulate(
         )
     held = sum(job.persistent + job.batch for job in jobs)
     return Simulated(
-        limit=memory, arena=arena, peak=held + result.peak, makespan=result.makespan, busy=tuple(result.busy),
-        overlapped=result.overlapped, waits=result.waits, groups=len(result.spans), steps=tuple(result.steps),
+        limit=memory, arena=arena, peak=held + result.peak, makespan=result.makespan, alone=result.alone,
+        busy=tuple(result.busy), overlapped=result.overlapped, waits=result.waits, groups=len(result.spans), steps=tuple(result.steps),
     )  # fmt: skip
 
 
@@ -134,7 +165,7 @@ def prepare(
 
 
 def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.SimulatedStep:
-    """Heights, times and touches of a job's groups. Without ``check`` a wrong plan is taken as it is, for tests."""
+    """Heights, work and touches of a job's groups. Without ``check`` a wrong plan is taken as it is, for tests."""
     offsets = job.offsets
     operations = len(offsets.heights)
     after = offsets.after() if check else (*offsets.heights[1:], 0)
@@ -145,18 +176,15 @@ def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.Si
             touches[operation].append((at, life.size, False))
         for operation in life.writes:
             touches[operation].append((at, life.size, True))
-    traffic = offsets.traffic or (0,) * operations
-    times = [-(-moved // clock.memory_rate) for moved in traffic]
-    peaks, afters, nanoseconds, first, flat = [], [], [], [0], []
-    begin = 0
-    for end in ends:
+    costs = offsets.costs or (Cost(),) * operations
+    peaks, afters, work, first, flat = [], [], [], [0], []
+    for begin, end in pairwise((0, *ends)):
         peaks.append(max(offsets.heights[begin:end]))
         afters.append(after[end - 1])
-        nanoseconds.append(sum(times[begin:end]))
+        work.append(clock.work(costs[begin:end]))
         flat += [touch for operation in touches[begin:end] for touch in operation]
         first.append(len(flat))
-        begin = end
-    return _C.SimulatedStep(peaks, afters, nanoseconds, first, flat, -(-job.batch // clock.bus_rate))
+    return _C.SimulatedStep(peaks, afters, work, first, flat, -(-job.batch // clock.gpu.bus_rate))
 
 
 def run(

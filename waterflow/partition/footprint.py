@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from waterflow.partition.costs import Cost
 from waterflow.partition.liveness import Lifetime, OperationMemory, held_by
 from waterflow.partition.offsets import ALIGNMENT, Offsets, place, planned, resident
 
@@ -13,19 +14,19 @@ from waterflow.partition.offsets import ALIGNMENT, Offsets, place, planned, resi
 class Footprint:
     """A captured step with batches of one size. Bytes.
 
-    ``lives`` is all that the step makes, ``traffic`` what each operation moves; ``persistent`` counts parameters, buffers
+    ``lives`` is all that the step makes, ``costs`` what each operation asks of the device; ``persistent`` counts parameters, buffers
     and optimizer state, ``batch`` one batch.
     """
 
     lives: tuple[Lifetime, ...]
-    traffic: tuple[int, ...]
+    costs: tuple[Cost, ...]
     persistent: int
     batch: int
 
     @property
     def operations(self) -> int:
         """How many operations the step has."""
-        return len(self.traffic)
+        return len(self.costs)
 
     def live(self, alignment: int = ALIGNMENT) -> int:
         """The most bytes that are live at once, of what can be planned."""
@@ -33,11 +34,11 @@ class Footprint:
 
     def memory(self) -> list[OperationMemory]:
         """The step's memory operation by operation."""
-        return held_by(self.lives, self.traffic)
+        return held_by(self.lives, [cost.bytes for cost in self.costs])
 
     def offsets(self) -> Offsets:
         """Where the step's memory would lie, from one end of an arena."""
-        return place(self.lives, self.operations, traffic=self.traffic)
+        return place(self.lives, self.operations, costs=self.costs)
 
     def same_shape(self, other: Footprint) -> bool:
         """Whether both consist of the same pieces, made, touched and let go by the same operations."""
@@ -52,12 +53,13 @@ class Footprint:
             return None
         values = zip(_bytes(self), _bytes(other), strict=True)
         there = [_line(size, one, other_size, another, wanted) for one, another in values]
-        if any(value is None or value < 0 for value in there):
+        whole = [value for value in there if value is not None and value >= 0]
+        if len(whole) < len(there):
             return None
-        given = iter(there)
+        given = iter(whole)
         lives = tuple(replace(life, size=next(given)) for life in self.lives)
-        traffic = tuple(next(given) for _ in self.traffic)
-        return Footprint(lives, traffic, next(given), next(given))
+        costs = tuple(Cost(next(given), next(given), next(given)) for _ in self.costs)
+        return Footprint(lives, costs, next(given), next(given))
 
 
 def _form(life: Lifetime) -> tuple[object, ...]:
@@ -66,7 +68,8 @@ def _form(life: Lifetime) -> tuple[object, ...]:
 
 def _bytes(footprint: Footprint) -> Iterator[int]:
     yield from (life.size for life in footprint.lives)
-    yield from footprint.traffic
+    for cost in footprint.costs:
+        yield from (cost.bytes, cost.flops, cost.launches)
     yield footprint.persistent
     yield footprint.batch
 

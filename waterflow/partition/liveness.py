@@ -6,20 +6,22 @@ first and dies behind the last operation that uses any of its views. Inputs outl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import fx
 
-from waterflow.partition.operators import is_view, written_by
+from waterflow.partition.costs import bytes_moved
+from waterflow.partition.operators import is_view, storage_id, tensors_in, written_by
 from waterflow.partition.probe import hidden_memory
 
 
 @dataclass(frozen=True)
 class OperationMemory:
-    """Bytes of one operation: at its highest, and once it is done. Both count the whole step so far."""
+    """Bytes of one operation: at its highest, and once it is done, both counting the whole step so far.
+
+    ``traffic`` counts the bytes that it moves.
+    """
 
     peak: int
     after: int
@@ -42,19 +44,6 @@ class Lifetime:
     writes: tuple[int, ...] = field(default=(), compare=False)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a (fake) tensor."""
-    return tensor.untyped_storage()._cdata
-
-
 def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime]:
     """The storages that a step makes, and the temporaries of operators that are probed, each with its life.
 
@@ -65,7 +54,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
         storage_id(t)
         for node in graph.nodes
         if node.op in ("placeholder", "get_attr")
-        for t in _tensors(node.meta.get("val"))
+        for t in tensors_in(node.meta.get("val"))
     }
     hidden = dict(hidden_memory(instructions))
     birth: dict[int, int] = {}
@@ -77,7 +66,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
         if node.op != "call_function":
             continue
         at = position.get(node)
-        for tensor in _tensors(node.meta.get("val")):
+        for tensor in tensors_in(node.meta.get("val")):
             storage = storage_id(tensor)
             if storage in inputs:
                 continue
@@ -86,14 +75,14 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
                 size[storage] = tensor.untyped_storage().nbytes()
                 reads[storage], writes[storage] = [], [at]
         if at is not None and node in hidden:
-            for tensor, actual in zip(_tensors(node.meta["val"]), hidden[node].results):
+            for tensor, actual in zip(tensors_in(node.meta["val"]), hidden[node].results):
                 size[storage_id(tensor)] = actual
         used_at = position.get(node)
         if used_at is None:
             continue
         passes_on, written = is_view(node.target), written_by(node)
         for source in node.all_input_nodes:
-            for tensor in _tensors(source.meta.get("val")):
+            for tensor in tensors_in(source.meta.get("val")):
                 storage = storage_id(tensor)
                 if storage not in death:
                     continue
@@ -102,7 +91,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
                 if not passes_on and used_at not in touched[-1:]:
                     touched.append(used_at)
     output = next(node for node in graph.nodes if node.op == "output")
-    kept = {storage_id(t) for source in output.all_input_nodes for t in _tensors(source.meta.get("val"))}
+    kept = {storage_id(t) for source in output.all_input_nodes for t in tensors_in(source.meta.get("val"))}
     for storage in kept & death.keys():
         death[storage] = len(instructions) - 1
     lives = [Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth]
@@ -115,7 +104,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
     """Predicted memory of each instruction, from the graph alone."""
-    return held_by(lifetimes(graph, instructions), traffic_of(instructions))
+    return held_by(lifetimes(graph, instructions), [bytes_moved(node) for node in instructions])
 
 
 def held_by(lives: Iterable[Lifetime], traffic: Sequence[int]) -> list[OperationMemory]:
@@ -132,18 +121,3 @@ def held_by(lives: Iterable[Lifetime], traffic: Sequence[int]) -> list[Operation
         held = peak - gone
         memory.append(OperationMemory(peak, held, moved))
     return memory
-
-
-def traffic_of(instructions: Sequence[fx.Node]) -> tuple[int, ...]:
-    """Bytes that each instruction moves."""
-    return tuple(_traffic(node) for node in instructions)
-
-
-def _traffic(node: fx.Node) -> int:
-    """Bytes that an operation reads and writes, each tensor once; none for a view."""
-    if is_view(node.target):
-        return 0
-    total = sum(t.numel() * t.element_size() for t in _tensors(node.meta.get("val")))
-    for source in node.all_input_nodes:
-        total += sum(t.numel() * t.element_size() for t in _tensors(source.meta.get("val")))
-    return total

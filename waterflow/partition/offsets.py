@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from waterflow import _C
+from waterflow.partition.costs import Cost
 from waterflow.partition.liveness import Lifetime
 
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
@@ -26,15 +27,15 @@ Order = Literal["death", "life", "birth", "size", "area"]
 class Offsets:
     """Where a step's memory lies. ``heights`` has the furthest live byte of each operation, ``resident`` the live bytes.
 
-    What outlives the step has no offset, and neither has what has no bytes. ``traffic`` counts the bytes that each
-    operation moves, where that is known.
+    What outlives the step has no offset, and neither has what has no bytes. ``costs`` has what
+    each operation asks of a device, where that is known.
     """
 
     lives: tuple[Lifetime, ...]
     offsets: tuple[int, ...]
     heights: tuple[int, ...]
     resident: tuple[int, ...]
-    traffic: tuple[int, ...] = field(default=(), compare=False)
+    costs: tuple[Cost, ...] = field(default=(), compare=False)
 
     @property
     def height(self) -> int:
@@ -54,11 +55,11 @@ class Offsets:
     def by(self, order: Order | None) -> Offsets:
         """The same memory, placed in one order without a search; None searches anew. For comparisons."""
         if order is None:
-            return _place(self.lives, len(self.heights), MOST_WORK, self.traffic)
+            return _place(self.lives, len(self.heights), MOST_WORK, self.costs)
         given = _plain(self.lives)
         ordered = _C.placement_order(given, getattr(_C.PlacementOrder, order))
         made = _C.place_in_order(given, ordered, len(self.heights))
-        return Offsets(self.lives, tuple(made.offsets), tuple(made.heights), self.resident, self.traffic)
+        return Offsets(self.lives, tuple(made.offsets), tuple(made.heights), self.resident, self.costs)
 
     def after(self) -> tuple[int, ...]:
         """The furthest byte that is still live behind each operation. Walks the plan and raises as ``check`` does."""
@@ -95,18 +96,18 @@ def planned(lives: Iterable[Lifetime], alignment: int = ALIGNMENT) -> tuple[Life
 
 def place(
     lives: Iterable[Lifetime], operations: int, alignment: int = ALIGNMENT, work: int = MOST_WORK,
-    traffic: tuple[int, ...] = (),
+    costs: tuple[Cost, ...] = (),
 ) -> Offsets:  # fmt: skip
     """Place a step's memory so that its height, and its area, come near what is live.
 
     Raises ValueError for a life that does not lie within the step's ``operations``.
     """
-    return _place(planned(lives, alignment), operations, work, traffic)
+    return _place(planned(lives, alignment), operations, work, costs)
 
 
-def _place(lives: tuple[Lifetime, ...], operations: int, work: int, traffic: tuple[int, ...]) -> Offsets:
+def _place(lives: tuple[Lifetime, ...], operations: int, work: int, costs: tuple[Cost, ...]) -> Offsets:
     made = _C.place(_plain(lives), operations, work)
-    return Offsets(lives, tuple(made.offsets), tuple(made.heights), tuple(resident(lives, operations)), traffic)
+    return Offsets(lives, tuple(made.offsets), tuple(made.heights), tuple(resident(lives, operations)), costs)
 
 
 def _plain(lives: Iterable[Lifetime]) -> list[tuple[int, int, int]]:

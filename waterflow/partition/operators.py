@@ -1,8 +1,9 @@
-"""What is to be known of single operators: views, effects, random numbers."""
+"""What is to be known of single operators: views, effects, random numbers; the tensors that they take and return."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,20 @@ _GENERATOR_FORMS = {
     "Tensor": "Tensor_generator",
     "low_dtype": "low_generator_dtype",
 }
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument or a result, those of its lists, too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a (fake) tensor."""
+    return tensor.untyped_storage()._cdata
 
 
 def schema_name(target: Any) -> str:

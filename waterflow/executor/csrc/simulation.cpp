@@ -24,22 +24,23 @@ uint64_t next_random(uint64_t& state) {
 
 }  // namespace
 
-SimulatedStep::SimulatedStep(Heights heights_, std::vector<int64_t> nanoseconds_, std::vector<int64_t> first_,
+SimulatedStep::SimulatedStep(Heights heights_, std::vector<Work> work_, std::vector<int64_t> first_,
                              std::vector<Touch> touches_, int64_t copy_ns)
     : heights(std::move(heights_)),
-      nanoseconds(std::move(nanoseconds_)),
+      work(std::move(work_)),
       first(std::move(first_)),
       touches(std::move(touches_)),
       copy_ns(copy_ns) {
   const auto groups = static_cast<size_t>(heights.groups());
-  if (nanoseconds.size() != groups || first.size() != groups + 1 || first.front() != 0 ||
+  if (work.size() != groups || first.size() != groups + 1 || first.front() != 0 ||
       first.back() != static_cast<int64_t>(touches.size()) || !std::is_sorted(first.begin(), first.end())) {
     throw std::invalid_argument("a step of " + std::to_string(groups) +
                                 " groups needs a time for each, and where its touches begin and end");
   }
 }
 
-Simulation::Simulation(const SimulationSettings& settings) : settings_(settings), random_(settings.seed) {
+Simulation::Simulation(const SimulationSettings& settings)
+    : settings_(settings), clock_(std::max(0, 2 * settings.arenas) + 1), random_(settings.seed) {
   if (settings.arena <= 0 || settings.arenas <= 0 || settings.run_ahead <= 0) {
     throw std::invalid_argument("a simulation needs an arena with bytes, and lanes that may hold a group or more");
   }
@@ -90,11 +91,9 @@ SimulationResult Simulation::run() {
   while (true) {
     while (issue_one()) {
     }
-    if (due_.empty()) break;
-    const Entry next = due_.top();
-    due_.pop();
-    now_ = next.at;
-    handle(next);
+    const auto done = clock_.next();
+    if (!done) break;
+    handle(*done);
   }
   for (const auto& job : jobs_) {
     if (job->done != job->steps) {
@@ -110,9 +109,9 @@ SimulationResult Simulation::run() {
   return std::move(result_);
 }
 
-void Simulation::handle(const Entry& entry) {
-  if (entry.due == Due::group_done) {
-    Lane& lane = *lanes_[entry.number];
+void Simulation::handle(const DeviceClock::Done& done) {
+  if (done.lane < std::ssize(lanes_)) {
+    Lane& lane = *lanes_[done.lane];
     const EventId event = lane.in_flight.front();
     lane.in_flight.pop_front();
     if (!settings_.host_learns) return;
@@ -121,7 +120,8 @@ void Simulation::handle(const Entry& entry) {
     arenas_[lane.arena]->order.reached(lane.end, event);
     return;
   }
-  Job& job = *jobs_[entry.number];
+  Job& job = *copying_.front();
+  copying_.pop_front();
   job.barriers[0].arrive();
   ready_.push_back(&job);
 }
@@ -189,13 +189,12 @@ void Simulation::issue(Job& job) {
   const int64_t peak = step.heights.peak[group], after = step.heights.after[group];
   job.barriers[group].pass();
 
-  int64_t begin = std::max(now_, lane.free_at);
   if (group == 0) {
-    begin = wait(lane.stream, job.last, begin);
-    begin = wait(lane.stream, job.copied, begin);
+    wait(lane.stream, job.last);
+    wait(lane.stream, job.copied);
   }
   const auto facing = arena.order.before(lane.end, peak, settings_.arena);
-  begin = wait(lane.stream, facing, begin);
+  wait(lane.stream, facing);
   result_.waits += facing.has_value();
   lane.held = peak;
   if (arena.held() > settings_.arena) {
@@ -205,14 +204,13 @@ void Simulation::issue(Job& job) {
   touch(job, lane);
   lane.held = after;
 
-  const int64_t taken = step.nanoseconds[group] + stall();
-  lane.free_at = begin + taken;
-  lane.busy += taken;
-  const EventId event = record(lane.stream, lane.free_at);
+  const Work work = stalled(step.work[group]);
+  result_.alone += work.nanoseconds;
+  const EventId event = enqueue(lane.index, lane.stream, work);
   arena.order.after(lane.end, peak, event, after);
-  due_.push({lane.free_at, Due::group_done, lane.index});
   lane.in_flight.push_back(event);
-  result_.spans.push_back({job.number, job.done, group, lane.index, now_, begin, lane.free_at, peak, after});
+  of_spans_.push_back(items_.at(event));
+  result_.spans.push_back({job.number, job.done, group, lane.index, clock_.now(), -1, -1, peak, after});
 
   if (!arena.admission.complete(job.number)) {
     job.barriers[++job.group].arrive();  // the group before
@@ -255,43 +253,54 @@ void Simulation::access(const Job& job, StreamId stream, uintptr_t at, int64_t b
 
 // One batch on the device: the next one is copied once the step that read the last one is done.
 void Simulation::copy_batch(Job& job) {
-  const int64_t begin = wait(copies_, job.last, std::max(now_, copies_free_at_));
+  wait(copies_, job.last);
   access(job, copies_, job.batch, kGranularity, true);
-  copies_free_at_ = begin + job.step->copy_ns;
-  job.copied = record(copies_, copies_free_at_);
-  due_.push({copies_free_at_, Due::batch_copied, job.number});
+  job.copied = enqueue(static_cast<int32_t>(lanes_.size()), copies_, {job.step->copy_ns});
+  copying_.push_back(&job);
 }
 
-int64_t Simulation::wait(StreamId stream, std::optional<EventId> event, int64_t time) {
-  if (!event) return time;
+void Simulation::wait(StreamId stream, std::optional<EventId> event) {
+  if (!event) return;
   device_->wait(stream, *event);
-  return std::max(time, reached_.at(*event));
+  waited_for_.push_back(items_.at(*event));
 }
 
-EventId Simulation::record(StreamId stream, int64_t time) {
+EventId Simulation::enqueue(int32_t lane, StreamId stream, const Work& work) {
   const EventId event = device_->record(stream);
-  reached_.emplace(event, time);
+  items_.emplace(event, clock_.add(lane, work, waited_for_));
+  waited_for_.clear();
   return event;
 }
 
-int64_t Simulation::stall() {
-  if (settings_.stalled == 0 || settings_.stall_ns == 0) return 0;
-  if (static_cast<int32_t>(next_random(random_) % 1000) >= settings_.stalled) return 0;
-  return static_cast<int64_t>(next_random(random_) % static_cast<uint64_t>(settings_.stall_ns + 1));
+// The same work over a longer time.
+Work Simulation::stalled(Work work) {
+  if (settings_.stalled == 0 || settings_.stall_ns == 0) return work;
+  if (static_cast<int32_t>(next_random(random_) % 1000) >= settings_.stalled) return work;
+  const int64_t alone = work.nanoseconds;
+  work.nanoseconds += static_cast<int64_t>(next_random(random_) % static_cast<uint64_t>(settings_.stall_ns + 1));
+  if (work.nanoseconds == 0) return work;
+  work.memory = work.memory * alone / work.nanoseconds;  // within bounds: kLongest * kWhole < 2**63
+  work.compute = work.compute * alone / work.nanoseconds;
+  return work;
 }
 
 // -- afterwards
 
 void Simulation::measure() {
   // What ends at some time makes room before anything begins; a group that takes no time only leaves what it leaves.
+  // Times are in whole nanoseconds here.
   struct Edge {
     int64_t at;
     bool starts;
     size_t span;
   };
   std::vector<Edge> edges;
+  result_.busy.assign(lanes_.size(), 0);
   for (size_t i = 0; i < result_.spans.size(); ++i) {
-    const auto& span = result_.spans[i];
+    auto& span = result_.spans[i];
+    span.start = clock_.start_of(of_spans_[i]);
+    span.end = clock_.end_of(of_spans_[i]);
+    result_.busy[span.lane] += span.end - span.start;
     if (span.start < span.end) edges.push_back({span.start, true, i});
     edges.push_back({span.end, false, i});
     result_.makespan = std::max(result_.makespan, span.end);
@@ -299,10 +308,7 @@ void Simulation::measure() {
   std::sort(edges.begin(), edges.end(), [](const Edge& a, const Edge& b) {
     return std::tie(a.at, a.starts, a.span) < std::tie(b.at, b.starts, b.span);
   });
-  for (const auto& lane : lanes_) {
-    result_.busy.push_back(lane->busy);
-    lane->held = 0;
-  }
+  for (const auto& lane : lanes_) lane->held = 0;
   result_.peaks.assign(arenas_.size(), 0);
   int32_t busy = 0;
   int64_t since = 0, held = 0;

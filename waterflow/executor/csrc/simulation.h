@@ -3,17 +3,16 @@
 
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <optional>
-#include <queue>
 #include <string>
-#include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "../../allocator/csrc/simulated_device.h"
 #include "admission.h"
 #include "barrier.h"
+#include "device_clock.h"
 #include "device_order.h"
 
 namespace waterflow {
@@ -27,13 +26,13 @@ struct Touch {
 // One step of a job, group by group. Group g touches touches[first[g]] up to touches[first[g + 1]], in this order.
 struct SimulatedStep {
   Heights heights;
-  std::vector<int64_t> nanoseconds;
+  std::vector<Work> work;
   std::vector<int64_t> first;
   std::vector<Touch> touches;
   int64_t copy_ns;  // of one batch, from the host
 
-  SimulatedStep(Heights heights, std::vector<int64_t> nanoseconds, std::vector<int64_t> first,
-                std::vector<Touch> touches, int64_t copy_ns);
+  SimulatedStep(Heights heights, std::vector<Work> work, std::vector<int64_t> first, std::vector<Touch> touches,
+                int64_t copy_ns);
 };
 
 struct SimulationSettings {
@@ -41,7 +40,7 @@ struct SimulationSettings {
   int32_t arenas = 1;     // of two lanes each
   int32_t run_ahead = 2;  // groups that a lane may hold beyond what its device has finished
   uint64_t seed = 0;
-  int32_t stalled = 0;  // of 1,000 groups, so many take longer, by up to:
+  int32_t stalled = 0;  // of 1,000 groups, so many take longer, by up to this, in which they use none of the rates:
   int64_t stall_ns = 0;
   // Whether the host tells from a finished group that its lane got so far, which then needs no wait. Without it all
   // that is ordered is ordered by waits: the stricter test.
@@ -58,6 +57,7 @@ struct SimulatedSpan {
 
 struct SimulationResult {
   int64_t makespan = 0;
+  int64_t alone = 0;              // what all groups would have taken one by one
   std::vector<int64_t> busy;      // by lane
   int64_t overlapped = 0;         // while two lanes or more were busy
   std::vector<int64_t> peaks;     // by arena: the most bytes that its lanes held at once, as the device ran
@@ -70,10 +70,10 @@ struct SimulationResult {
 };
 
 // The host issues groups at once, in the order in which admission offers room; each lane runs what it was given one by
-// one, at full speed. A job takes whichever lane is free when its step starts, has one batch on the device, and its
-// next one is copied there when the step is done. All in integers, and equal settings give equal runs: what is due at
-// the same time is handled by kind, then by number; who waits for room comes first, then lanes by number, then steps
-// that would start, the longest ready first.
+// one, and all share the device's rates (device_clock.h). A job takes whichever lane is free when its step starts, has
+// one batch on the device, and its next one is copied there, by an engine of its own, when the step is done. All in
+// integers, and equal settings give equal runs: what ends at the same time is handled by lane, copies last; who waits
+// for room comes first, then lanes by number, then steps that would start, the longest ready first.
 //
 // Not thread-safe; runs on the calling thread. `run` throws std::logic_error where groups can no longer go on.
 class Simulation {
@@ -101,7 +101,7 @@ class Simulation {
     int32_t index, arena, end;
     StreamId stream;
     Job* job = nullptr;
-    int64_t free_at = 0, held = 0, busy = 0;
+    int64_t held = 0;
     std::deque<EventId> in_flight;  // behind groups that its device has not finished
   };
   struct Arena {
@@ -110,15 +110,6 @@ class Simulation {
     uintptr_t base;
     Lane* lanes[2];
     int64_t held() const { return lanes[0]->held + lanes[1]->held; }
-  };
-  enum class Due { group_done, batch_copied };
-  struct Entry {
-    int64_t at;
-    Due due;
-    int32_t number;  // of the lane or the job
-    bool operator>(const Entry& other) const {
-      return std::tie(at, due, number) > std::tie(other.at, other.due, other.number);
-    }
   };
 
   bool has_enough(const Lane& lane) const { return std::ssize(lane.in_flight) >= settings_.run_ahead; }
@@ -129,11 +120,12 @@ class Simulation {
   void touch(const Job& job, const Lane& lane);
   void access(const Job& job, StreamId stream, uintptr_t at, int64_t bytes, bool write);
   void copy_batch(Job& job);
-  void handle(const Entry& entry);
-  // The stream waits for the event. Returns when the device can go on that was there at `time`.
-  int64_t wait(StreamId stream, std::optional<EventId> event, int64_t time);
-  EventId record(StreamId stream, int64_t time);
-  int64_t stall();
+  void handle(const DeviceClock::Done& done);
+  // The stream waits for the event, and so does what is issued next.
+  void wait(StreamId stream, std::optional<EventId> event);
+  // What is issued next on this lane of the clock, behind all that was waited for; the event behind it.
+  EventId enqueue(int32_t lane, StreamId stream, const Work& work);
+  Work stalled(Work work);
   void measure();
 
   SimulationSettings settings_;
@@ -141,12 +133,13 @@ class Simulation {
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::vector<std::unique_ptr<Job>> jobs_;
-  std::deque<Job*> ready_;  // the step before is issued and the batch is there
-  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> due_;
-  std::map<EventId, int64_t> reached_;  // when the device gets there
+  std::deque<Job*> ready_;                     // the step before is issued and the batch is there
+  DeviceClock clock_;                          // a lane of its own for copies, behind all others
+  std::unordered_map<EventId, ItemId> items_;  // of the clock, that end with an event
+  std::vector<ItemId> waited_for_;             // by what is issued next
+  std::vector<ItemId> of_spans_;
   StreamId copies_ = 0;
-  int64_t copies_free_at_ = 0;
-  int64_t now_ = 0;
+  std::deque<Job*> copying_;  // whose batches are on their way, in this order
   uint64_t random_;
   SimulationResult result_;
 };

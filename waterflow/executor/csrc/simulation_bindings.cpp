@@ -1,6 +1,7 @@
 // What Python sees of the order on the device, and of simulated runs.
 #include <torch/extension.h>
 
+#include "device_clock.h"
 #include "simulation.h"
 
 namespace py = pybind11;
@@ -21,17 +22,40 @@ void bind_simulation(py::module_& m) {
       .def("check", &DeviceOrder::check)
       .def_readonly_static("most", &DeviceOrder::kMost);
 
+  py::class_<DeviceClock>(m, "DeviceClock", "Lanes that share a device's rates; see csrc/device_clock.h.")
+      .def(py::init<int32_t>(), py::arg("lanes"))
+      .def(
+          "add",
+          [](DeviceClock& clock, int32_t lane, int64_t nanoseconds, int64_t memory, int64_t compute,
+             const std::vector<ItemId>& after) { return clock.add(lane, {nanoseconds, memory, compute}, after); },
+          py::arg("lane"), py::arg("nanoseconds"), py::arg("memory") = 0, py::arg("compute") = 0,
+          py::arg("after") = std::vector<ItemId>{})
+      .def("next",
+           [](DeviceClock& clock) -> std::optional<std::tuple<ItemId, int32_t, int64_t>> {
+             const auto done = clock.next();
+             if (!done) return std::nullopt;
+             return std::tuple(done->item, done->lane, done->at);
+           })
+      .def_property_readonly("now", &DeviceClock::now)
+      .def("start_of", &DeviceClock::start_of, py::arg("item"))
+      .def("end_of", &DeviceClock::end_of, py::arg("item"))
+      .def("check", &DeviceClock::check)
+      .def_readonly_static("whole", &Work::kWhole);
+
   py::class_<SimulatedStep, std::shared_ptr<SimulatedStep>>(m, "SimulatedStep")
-      .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after, std::vector<int64_t> nanoseconds,
-                       std::vector<int64_t> first, const std::vector<std::tuple<int64_t, int64_t, bool>>& touches,
-                       int64_t copy_ns) {
+      .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after,
+                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& work, std::vector<int64_t> first,
+                       const std::vector<std::tuple<int64_t, int64_t, bool>>& touches, int64_t copy_ns) {
              std::vector<Touch> made;
              made.reserve(touches.size());
              for (const auto& [offset, bytes, write] : touches) made.push_back({offset, bytes, write});
-             return std::make_shared<SimulatedStep>(Heights(std::move(peak), std::move(after)), std::move(nanoseconds),
+             std::vector<Work> times;
+             times.reserve(work.size());
+             for (const auto& [nanoseconds, memory, compute] : work) times.push_back({nanoseconds, memory, compute});
+             return std::make_shared<SimulatedStep>(Heights(std::move(peak), std::move(after)), std::move(times),
                                                     std::move(first), std::move(made), copy_ns);
            }),
-           py::arg("peak"), py::arg("after"), py::arg("nanoseconds"), py::arg("first"), py::arg("touches"),
+           py::arg("peak"), py::arg("after"), py::arg("work"), py::arg("first"), py::arg("touches"),
            py::arg("copy_ns") = 0);
 
   py::class_<SimulatedSpan>(m, "SimulatedSpan")
@@ -47,6 +71,7 @@ void bind_simulation(py::module_& m) {
 
   py::class_<SimulationResult>(m, "SimulationResult")
       .def_readonly("makespan", &SimulationResult::makespan)
+      .def_readonly("alone", &SimulationResult::alone)
       .def_readonly("busy", &SimulationResult::busy)
       .def_readonly("overlapped", &SimulationResult::overlapped)
       .def_readonly("peak", &SimulationResult::peak)
