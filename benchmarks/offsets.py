@@ -30,7 +30,7 @@ def measure(name: str) -> dict[str, Any]:
     zoo = FULL[name]
     model = zoo.build()
     step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()))
-    searched = step.offsets_for(zoo.batch(BATCHES[name], torch.Generator().manual_seed(0)))
+    searched = step.footprint_for(zoo.batch(BATCHES[name], torch.Generator().manual_seed(0))).offsets()
     taken = report.seconds(lambda: searched.by(None))
     goal = GOAL_CNN if name in CNNS else GOAL
     row: dict[str, Any] = {

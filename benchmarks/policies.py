@@ -30,8 +30,7 @@ def measure(name: str, memory: int) -> list[dict[str, Any]]:
     zoo = FULL[name]
     model = zoo.build()
     step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()), name=name)
-    batch = zoo.batch(8, None)
-    sizes, forward = batch_size.StepSizes(step, batch), step.plan_for(batch).forward
+    sizes = batch_size.StepSizes(step, zoo.batch(8, None))
     alone = batch_size.largest_batch(sizes, memory=memory).size
     table = {32: published.V100_32GB, 16: published.P100_16GB}.get(memory // 2**30, {})
     known = table.get(name)
@@ -39,9 +38,7 @@ def measure(name: str, memory: int) -> list[dict[str, Any]]:
 
     def row(policy: planner.Policy) -> dict[str, Any]:
         try:
-            found = planner.largest_batch_under(
-                policy, sizes, memory=memory, copies=COPIES, most=alone, forward=forward
-            )
+            found = planner.largest_batch_under(policy, sizes, memory=memory, copies=COPIES, most=alone)
         except wf.MemoryLimitError:
             return {"model": name, "policy": policy.name, "batch": 0, "ratio": 0.0}
         outcome = found.outcome

@@ -24,7 +24,7 @@ from waterflow.executor.sharing import Hold, holders
 from waterflow.executor.step_checks import check_arguments, default_random_state, device_of
 from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
-from waterflow.partition.offsets import Offsets
+from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.spec import StepSpec
@@ -194,9 +194,12 @@ class Step:
         """
         return self._variants.plan(*flatten(batch)).renamed(self.name)
 
-    def offsets_for(self, batch: Batch, with_batch: bool = False) -> Offsets:
-        """Where a step's memory would lie, with that of its batch if asked. Raises CaptureError as ``plan_for`` does."""
-        return self._variants.captured(*flatten(batch)).offsets(with_batch)
+    def footprint_for(self, batch: Batch, with_batch: bool = False) -> Footprint:
+        """What such a step asks of memory, its batch included if asked; ``offsets()`` of it tell where it would lie.
+
+        Raises CaptureError as ``plan_for`` does.
+        """
+        return self._variants.captured(*flatten(batch)).footprint(with_batch)
 
     def close(self) -> None:
         """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error.

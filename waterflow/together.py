@@ -127,7 +127,7 @@ def fit_together(
 
 def _look_at(job: Job, forecast: Forecast, found: Together, engine: Engine) -> None:
     job.check()
-    step, batch = _step_and_batch(job)
+    step, batch = step_and_batch(job)
     forecast.plan = plan = step.plan_for(batch)
     held = _as_claimed(plan)
     if held.peak > engine.room:
@@ -153,7 +153,7 @@ def _as_claimed(plan: Plan) -> Plan:
     return dataclasses.replace(plan, batch=STEPS_AHEAD * plan.batch)
 
 
-def _step_and_batch(job: Job) -> tuple[Step, Any]:
+def step_and_batch(job: Job) -> tuple[Step, Any]:
     """The job's step, made and not called, and the first batch of its data."""
     numbers = torch.Generator().manual_seed(job.seed or 0)
     model = job.model if isinstance(job.model, nn.Module) else job.model()

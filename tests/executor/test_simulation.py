@@ -286,7 +286,7 @@ def test_copies_of_small_models(name: str) -> None:
     model = zoo.build()
     step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()))
     batch = zoo.batch(4, None)
-    offsets, planned = step.offsets_for(batch), step.plan_for(batch)
+    offsets, planned = step.footprint_for(batch), step.plan_for(batch).offsets()
     offsets.check()
     for life in offsets.lives:
         touched = {*life.reads, *life.writes}

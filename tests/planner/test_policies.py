@@ -16,6 +16,7 @@ from waterflow import _C
 from waterflow.batch_size import StepSizes, largest_batch
 from waterflow.executor.pool_replay import live_after, pool_steps
 from waterflow.executor.simulation import Clock, SimulatedJob
+from waterflow.partition.costs import Cost
 from waterflow.partition.liveness import Lifetime
 from waterflow.partition.offsets import Offsets, place
 from waterflow.planner import Banker, Dynamic, Policy, Waterwave, WaterwaveS, largest_batch_under
@@ -103,7 +104,7 @@ def plan(*lives: tuple[int, int, int]) -> Offsets:
     """Pieces (birth, death, size)."""
     operations = max(death for _, death, _ in lives) + 1
     pieces = [Lifetime(b, d, size, reads=(d,) if d > b else (), writes=(b,)) for b, d, size in lives]
-    return place(pieces, operations, traffic=(64,) * operations)
+    return place(pieces, operations, costs=(Cost(64),) * operations)
 
 
 def hill(layers: int, size: int = 256) -> Offsets:
@@ -128,7 +129,7 @@ def steps(draw: st.DrawFn) -> Offsets:
         birth = draw(st.integers(0, operations - 1))
         lives.append((birth, draw(st.integers(birth, operations - 1)), 64 * draw(st.integers(1, 40))))
     pieces = [Lifetime(b, d, size, reads=(d,) if d > b else (), writes=(b,)) for b, d, size in lives]
-    return place(pieces, operations, traffic=(64,) * operations)
+    return place(pieces, operations, costs=(Cost(64),) * operations)
 
 
 def live_behind(offsets: Offsets, operation: int) -> int:
@@ -303,16 +304,16 @@ def network() -> tuple[StepSizes, int]:
         optimizer=torch.optim.SGD(model.parameters()),
     )
     batch = (torch.zeros(4, 64), torch.zeros(4, 64))
-    return StepSizes(step, batch), step.plan_for(batch).forward
+    return StepSizes(step, batch)
 
 
 def test_the_largest_batch_of_each_policy() -> None:
-    sizes, forward = network()
-    assert forward == 6 * 2 + 3  # layers, then difference, square and mean
+    sizes = network()
+    assert sizes.at(4).footprint.forward == 6 * 2 + 3  # layers, then difference, square and mean
     memory = 2_000_000
     alone = largest_batch(sizes, memory=memory).size
     found = {
-        policy.name: largest_batch_under(policy, sizes, memory=memory, copies=2, most=alone, forward=forward)
+        policy.name: largest_batch_under(policy, sizes, memory=memory, copies=2, most=alone)
         for policy in (Banker(), Dynamic(), Waterwave(100_000), WaterwaveS())
     }
     ours = largest_batch(sizes, memory=memory, copies=2)

@@ -20,8 +20,8 @@ from waterflow.partition.capture import Capture, capture_step
 from waterflow.partition.costs import operation_cost
 from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.footprint import Footprint
 from waterflow.partition.liveness import OperationMemory, lifetimes, operation_memory
-from waterflow.partition.offsets import Offsets, place
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.spec import StepSpec
@@ -120,16 +120,20 @@ class CapturedStep:
         given = self.capture.inputs
         return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
 
-    def offsets(self, with_batch: bool = False) -> Offsets:
-        """Where the step's memory would lie, from one end of an arena, as far as the graph knows it.
+    def footprint(self, with_batch: bool = False) -> Footprint:
+        """What the step asks of memory, as far as the graph knows it.
 
-        ``with_batch``: that of the batch, too, from the step's first operation to the last that reads it.
+        ``with_batch``: its batch, too, from the step's first operation to the last that reads it.
         """
         graph, instructions = self.capture.graph, self.lowered.instructions
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
         batch = {node for node, given in zip(placeholders, self.capture.inputs) if given.kind == "batch"}
         lives = lifetimes(graph, instructions, batch if with_batch else ())
-        return place(lives, len(instructions), costs=tuple(map(operation_cost, instructions)))
+        held, copied = (0, self.predicted.batch) if with_batch else (self.predicted.batch, 0)
+        return Footprint(
+            tuple(lives), tuple(map(operation_cost, instructions)), self.predicted.persistent, held, copied,
+            self.predicted.forward,
+        )  # fmt: skip
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""

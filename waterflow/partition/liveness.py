@@ -6,7 +6,7 @@ first and dies behind the last operation that uses any of its views. Inputs outl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -122,15 +122,20 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
     """Predicted memory of each instruction, from the graph alone."""
-    born: list[int] = [0] * len(instructions)
-    died: list[int] = [0] * len(instructions)
-    for life in lifetimes(graph, instructions):
+    return held_by(lifetimes(graph, instructions), [bytes_moved(node) for node in instructions])
+
+
+def held_by(lives: Iterable[Lifetime], traffic: Sequence[int]) -> list[OperationMemory]:
+    """Memory of each operation of a step that makes these; ``traffic`` is what each operation moves."""
+    born: list[int] = [0] * len(traffic)
+    died: list[int] = [0] * len(traffic)
+    for life in lives:
         born[life.birth] += life.size
         died[life.death] += life.size
     held = 0
     memory = []
-    for i, node in enumerate(instructions):
-        peak = held + born[i]
-        held = peak - died[i]
-        memory.append(OperationMemory(peak, held, bytes_moved(node)))
+    for new, gone, moved in zip(born, died, traffic):
+        peak = held + new
+        held = peak - gone
+        memory.append(OperationMemory(peak, held, moved))
     return memory

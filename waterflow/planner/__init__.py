@@ -1,4 +1,4 @@
-"""What fits together, under our own policy and under those that it is compared with."""
+"""What fits together, before anything is trained; under our own policy, and under those that it is compared with."""
 
 from waterflow.planner.largest import LargestUnder, largest_batch_under
 from waterflow.planner.policies.banker import Banker

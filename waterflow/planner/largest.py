@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.simulation import SimulatedJob
 from waterflow.partition.plan import format_bytes
 from waterflow.planner.policies.base import Outcome, Policy
-
-if TYPE_CHECKING:
-    from waterflow.batch_size import StepSizes
+from waterflow.planner.sizes import StepSizes
 
 _CONFIRMED = 4
 _GRID = 32
@@ -38,7 +35,7 @@ class LargestUnder:
 
 def largest_batch_under(
     policy: Policy, sizes: StepSizes, *, memory: int | float | str, copies: int, most: int | None = None,
-    forward: int | None = None, confirmed: int = _CONFIRMED, steps: int = _STEPS,
+    confirmed: int = _CONFIRMED, steps: int = _STEPS,
 ) -> LargestUnder:  # fmt: skip
     """The largest batch with which ``copies`` jobs of this step train side by side under ``policy``.
 
@@ -47,8 +44,6 @@ def largest_batch_under(
     them. With ``most``, above which nothing can fit (the largest batch alone), it also looks at 32 sizes evenly up to
     there. It ends where ``confirmed`` sizes in a row above the best do not fit: the best of what was looked at.
 
-    ``forward`` is how many operations belong to the forward pass, for policies that cut there.
-
     Raises MemoryLimitError where not even the smallest batch fits, CaptureError for a step that cannot be captured.
     """
     limit = parse_memory(memory)
@@ -56,8 +51,7 @@ def largest_batch_under(
         raise InvalidJobError(f"at least one copy of a job has to be there; got copies={copies}")
 
     def jobs(size: int) -> list[SimulatedJob]:
-        step = sizes.at(size)
-        return [replace(step.job(f"{sizes.step.name}-{i}", steps), forward=forward) for i in range(copies)]
+        return [sizes.at(size).job(f"{sizes.step.name}-{i}", steps) for i in range(copies)]
 
     looked: dict[int, bool] = {}
 

@@ -1,0 +1,214 @@
+"""The largest batches of jobs that train side by side: a search over sizes, then a simulated run with every access checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from waterflow.errors import InvalidJobError, MemoryLimitError
+from waterflow.executor.memory_limit import parse_memory
+from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, arena_of, simulate
+from waterflow.partition.plan import format_bytes
+from waterflow.planner.sizes import SizedStep, StepSizes
+
+SIMULATED_STEPS = 3
+_MOST_BATCH = 1 << 24
+_FURTHEST = 64  # times the largest known size: how far a line is trusted
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch of each of ``copies`` equal jobs in ``memory`` bytes, and what they take with it.
+
+    ``run`` is the simulated run of all copies with that batch; None for a job alone, which is counted by its live bytes.
+    """
+
+    copies: int
+    memory: int
+    step: SizedStep
+    run: Simulated | None
+
+    @property
+    def size(self) -> int:
+        """The first dimension of the batch."""
+        return self.step.size
+
+    def limit_for(self, copies: int) -> float:
+        """What of this job's room would be left for its step beside ``copies`` that hold as much as it all the time.
+
+        With W for persistent state and one batch: (M - N W) / (M - W).
+        """
+        return (self.memory - copies * self.step.held) / (self.memory - self.step.held)
+
+    def lossless_for(self, copies: int) -> float:
+        """The share of this batch that each of ``copies`` could train if no byte were lost between their pieces.
+
+        Takes memory, but for the persistent state, as proportional to the batch.
+        """
+        step = self.step
+        room, alone = self.memory - copies * step.persistent, self.memory - step.persistent
+        return room / alone * (step.batch + step.resident) / (copies * step.batch + step.resident)
+
+
+@dataclass(frozen=True)
+class LargestMix:
+    """The largest batches of different jobs side by side, each the same share of the largest one that it trains alone.
+
+    ``run`` is the simulated run of all of them.
+    """
+
+    memory: int
+    alone: tuple[LargestBatch, ...]
+    steps: tuple[SizedStep, ...]
+    run: Simulated
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """What of its room alone each job would have for its step beside the others, which hold what they hold."""
+        held = sum(one.step.held for one in self.alone)
+        return tuple((self.memory - held) / (self.memory - one.step.held) for one in self.alone)
+
+
+def largest_batch(
+    sizes: StepSizes, *, memory: int | float | str, copies: int = 1, beside: Sequence[SimulatedJob] = (),
+    steps: int = SIMULATED_STEPS, clock: Clock | None = None,
+) -> LargestBatch:  # fmt: skip
+    """The largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
+
+    Two lanes share one arena; each copy holds its persistent state on the device, and one batch unless ``sizes`` says
+    otherwise, the next batch waits in host memory, and operations are issued one by one. Jobs ``beside`` them keep the
+    batches that they have. A single job with none beside it is counted by the bytes that are live at once.
+
+    The search assumes that a larger batch needs no less, within the rounding of placement: the size that it returns fits,
+    and the next one does not. With that size ``steps`` steps of all copies are then simulated.
+
+    Raises MemoryLimitError where not even the smallest batch fits, CaptureError for a step that cannot be captured.
+    """
+    limit = parse_memory(memory)
+    if copies < 1:
+        raise InvalidJobError(f"at least one copy of a job has to be there; got copies={copies}")
+    found = _largest([sizes] * copies, [1.0] * copies, limit, beside)[0]
+    if copies == 1 and not beside:
+        return LargestBatch(copies, limit, found, None)
+    run = run_copies(sizes, found.size, memory=limit, copies=copies, beside=beside, steps=steps, clock=clock)
+    return LargestBatch(copies, limit, found, run)
+
+
+def largest_mix(
+    jobs: Sequence[StepSizes], *, memory: int | float | str, steps: int = SIMULATED_STEPS, clock: Clock | None = None
+) -> LargestMix:
+    """The largest batches with which different jobs train side by side; see ``largest_batch``.
+
+    All batches are the same share of the largest one that the job trains alone, so that none is starved.
+    """
+    limit = parse_memory(memory)
+    if not jobs:
+        raise InvalidJobError("there must be a job to look for a batch of; got none")
+    alone = {id(job): largest_batch(job, memory=limit) for job in jobs}
+    each = tuple(alone[id(job)] for job in jobs)
+    most = max(one.size for one in each)
+    found = _largest(jobs, [one.size / most for one in each], limit, ())
+    named = [(f"{job.step.name}-{i}", step) for i, (job, step) in enumerate(zip(jobs, found))]
+    run = simulate([step.job(name, steps) for name, step in named], memory=limit, clock=clock)
+    return LargestMix(limit, each, tuple(found), run)
+
+
+def run_copies(
+    sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
+    steps: int = SIMULATED_STEPS, grouped: bool = False, seed: int = 0, clock: Clock | None = None,
+) -> Simulated:  # fmt: skip
+    """Simulate ``steps`` steps of ``copies`` jobs with batches of this size, and the jobs ``beside`` them.
+
+    Each operation is a group, or, ``grouped``, the copies' plans are followed. Raises as ``simulate`` does.
+    """
+    jobs = [*(sizes.at(size).job(f"{sizes.step.name}-{i}", steps, grouped) for i in range(copies)), *beside]
+    return simulate(jobs, memory=parse_memory(memory), seed=seed, clock=clock)
+
+
+def _largest(
+    jobs: Sequence[StepSizes], shares: Sequence[float], limit: int, beside: Sequence[SimulatedJob]
+) -> list[SizedStep]:
+    """The step of each job at its share of the largest size at which all of them fit; a share of 1 is there."""
+    lead = jobs[shares.index(1.0)]
+    smallest: dict[int, int] = {}
+
+    def sized(size: int, captured: bool = False) -> list[SizedStep]:
+        steps = []
+        for job, share in zip(jobs, shares):
+            own = max(smallest.get(id(job), 1), int(size * share))
+            steps.append(job.captured(own) if captured and not job.known(own) else job.at(own))
+        return steps
+
+    def needed(size: int) -> int:
+        return _needed(sized(size), beside, limit)
+
+    low = lead.given
+    if needed(low) > limit:
+        smallest.update((id(job), job.smallest().size) for job in {id(job): job for job in jobs}.values())
+        low = smallest[id(lead)]
+        if needed(low) > limit:
+            raise _too_small(jobs, sized(low), needed(low), limit)
+    while True:
+        size = _search(needed, low, limit)
+        known = all(job.known(step.size) for job, step in zip(jobs, sized(size)))
+        steps = sized(size, captured=True)
+        if known:
+            return steps
+        # A size that was only believed has been captured now: is it still the largest?
+
+
+def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: int) -> int:
+    """Bytes that these jobs need together. Beyond the limit it may be less than that: nothing is placed to know it."""
+    if len(steps) == 1 and not beside:
+        return steps[0].alone
+    held = sum(step.held for step in steps) + sum(job.persistent + job.batch for job in beside)
+    least = held + max(step.resident for step in steps)
+    if least > limit:
+        return least
+    distinct = {id(step): step for step in steps}.values()
+    jobs = [step.job("", 1) for step in distinct]
+    height = max(job.offsets.height for job in (*jobs, *beside))
+    return height - arena_of([*(step.job("", 1) for step in steps), *beside], 0)
+
+
+def _too_small(jobs: Sequence[StepSizes], steps: Sequence[SizedStep], needed: int, limit: int) -> MemoryLimitError:
+    what = ", ".join(f"{job.step.name!r} with a batch of {step.size}" for job, step in zip(jobs, steps))
+    held = sum(step.persistent for step in steps)
+    remedy = "train fewer at a time" if len(jobs) > 1 else "make the model smaller"
+    return MemoryLimitError(
+        f"even the smallest batches must fit: {what} need {format_bytes(needed)}, {format_bytes(held)} of it parameters, "
+        f"buffers and optimizer state; the limit is {format_bytes(limit)}. {remedy.capitalize()} or raise memory=",
+        needed=needed, limit=limit,
+    )  # fmt: skip
+
+
+def _search(needed: Callable[[int], int], low: int, limit: int) -> int:
+    """The largest size that fits; ``low`` does. Each size costs a placement: guided by lines."""
+
+    def line(low: int, high: int, otherwise: int) -> int:
+        """Where a line through both ends reaches the limit."""
+        climb = needed(high) - needed(low)
+        return low + (limit - needed(low)) * (high - low) // climb if climb > 0 else otherwise
+
+    high, rounds = low + 1, 0
+    while needed(high) <= limit:
+        rounds += 1
+        further = max(line(low, high, 2 * high), high if rounds < 3 else 2 * high) + 1
+        low, high = high, min(further, _FURTHEST * high)
+        if high > _MOST_BATCH:
+            raise InvalidJobError(
+                f"batches of {low} still fit into {format_bytes(limit)}: this step's memory does not grow"
+            )
+    rounds = 0
+    while high - low > 1:
+        rounds += 1
+        middle = (low + high) // 2
+        guess = line(low, high, middle) if rounds % 3 else middle  # now and then halved, for what is no line
+        guess = min(max(guess, low + 1), high - 1)
+        for size in (guess, guess + 1):  # a line that ends at the true place is confirmed by the size behind it
+            if size < high and needed(size) <= limit:
+                low = size
+            else:
+                high = min(high, size)
+                break
+    return low

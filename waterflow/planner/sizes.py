@@ -1,0 +1,172 @@
+"""A step with batches of any size: captured at a few, and at all others known from lines through those."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.executor.simulation import SimulatedJob
+from waterflow.partition.footprint import Footprint
+from waterflow.partition.offsets import Offsets
+from waterflow.partition.plan import make_plan
+from waterflow.step import Step
+
+
+Batches = Literal["job", "lane"]
+
+
+@dataclass(frozen=True)
+class SizedStep:
+    """A step with batches of one size. All in bytes."""
+
+    size: int
+    footprint: Footprint
+
+    @property
+    def persistent(self) -> int:
+        """Parameters, buffers and optimizer state."""
+        return self.footprint.persistent
+
+    @property
+    def batch(self) -> int:
+        """One batch that is held between steps; 0 where it comes with the step and is part of what that makes."""
+        return self.footprint.batch
+
+    @property
+    def copied(self) -> int:
+        """What comes with each step."""
+        return self.footprint.copied
+
+    @property
+    def held(self) -> int:
+        """What the job holds on the device all the time."""
+        return self.persistent + self.batch
+
+    @functools.cached_property
+    def resident(self) -> int:
+        """The most that is live at once in the step."""
+        return self.footprint.live()
+
+    @functools.cached_property
+    def offsets(self) -> Offsets:
+        """Where the step's memory lies."""
+        return self.footprint.offsets()
+
+    @functools.cached_property
+    def groups(self) -> tuple[int, ...]:
+        """The ends of the node groups into which the step is cut."""
+        plan = make_plan("", self.footprint.memory(), persistent=self.persistent, batch=self.batch)
+        return tuple(group.end for group in plan.groups)
+
+    @property
+    def alone(self) -> int:
+        """All that the job holds at its highest, where nothing is lost between its pieces."""
+        return self.held + self.resident
+
+    def job(self, name: str, steps: int, grouped: bool = False) -> SimulatedJob:
+        """The job that trains such steps, each operation a group, or ``grouped`` as planned."""
+        return SimulatedJob(
+            name, self.offsets, self.persistent, self.batch, steps, ends=self.groups if grouped else None,
+            forward=self.footprint.forward, copied=self.copied,
+        )  # fmt: skip
+
+
+class StepSizes:
+    """A step with batches of any size.
+
+    ``batch`` is one to start from; the dimension that varies is the first one of its tensors that is most common. Their
+    values are never read. The step is captured with two sizes. As long as those differ in nothing but bytes, others lie
+    on lines through them, and ``captured`` shows whether they really do; where a capture says otherwise, every size is
+    captured. Not thread-safe, as the step is not.
+
+    With ``batches="job"`` each job holds one batch on the device all the time, and the next one comes while a step runs.
+    With ``"lane"`` only a job in mid-step does: its batch comes at the step's beginning, which waits for it, lies in the
+    lane's end of the arena, and gives its ground back behind the last operation that reads it.
+    """
+
+    def __init__(self, step: Step, batch: Any, batches: Batches = "job") -> None:
+        if batches not in ("job", "lane"):
+            raise InvalidJobError(f'batches are held by a "job" or a "lane"; got {batches!r}')
+        self.step = step
+        self.batches = batches
+        self._leaves, self._form = pytree.tree_flatten(batch)
+        firsts = [t.shape[0] for t in self._leaves if isinstance(t, torch.Tensor) and t.dim() > 0]
+        if not firsts:
+            raise InvalidJobError("a batch must have a dimension that can vary; this one holds no tensor with one")
+        self.given = max(sorted(set(firsts)), key=firsts.count)
+        self._captured: dict[int, SizedStep] = {}
+        self._believed: dict[int, SizedStep] = {}
+        self._on_line: list[int] = []  # captured sizes that lie on one line; the first two make it
+        self._straight = True
+
+    @property
+    def captures(self) -> int:
+        """How many sizes were captured."""
+        return len(self._captured)
+
+    def at(self, size: int) -> SizedStep:
+        """The step with batches of this size. Raises CaptureError where it cannot be captured."""
+        if size not in self._captured and size not in self._believed:
+            if not self._on_line and self._straight:
+                self.captured(self.given)
+                self.captured(2 * self.given)
+            found = self._from_line(size)
+            if found is None:
+                return self.captured(size)
+            self._believed[size] = SizedStep(size, found)
+        return self._captured.get(size) or self._believed[size]
+
+    def captured(self, size: int) -> SizedStep:
+        """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten."""
+        if size in self._captured:
+            return self._captured[size]
+        batch = pytree.tree_unflatten([self._resized(leaf, size) for leaf in self._leaves], self._form)
+        made = self._captured[size] = SizedStep(size, self.step.footprint_for(batch, with_batch=self.batches == "lane"))
+        self._believed.pop(size, None)
+        if len(self._on_line) < 2 and self._straight:
+            self._on_line.append(size)
+            if len(self._on_line) == 2 and not made.footprint.same_shape(self._captured[self._on_line[0]].footprint):
+                self._leave_line()
+        elif self._straight:
+            expected = self._from_line(size)
+            if expected == made.footprint and made.footprint.same_shape(expected):
+                self._on_line.append(size)
+            elif size > min(self._on_line):  # very small batches are often computed in another way
+                self._leave_line()
+        return made
+
+    def known(self, size: int) -> bool:
+        """Whether this size was captured, or lies between captures on a line that a third one confirms."""
+        line = self._on_line
+        return size in self._captured or (len(line) > 2 and min(line) < size < max(line))
+
+    def smallest(self) -> SizedStep:
+        """With batches of one, or of two where normalization over the batch allows no single one."""
+        try:
+            return self.captured(1)
+        except (CaptureError, RuntimeError):
+            return self.captured(2)
+
+    def _from_line(self, size: int) -> Footprint | None:
+        if len(self._on_line) < 2:
+            return None
+        one, other = (self._captured[known] for known in self._on_line[:2])
+        return one.footprint.on_line(one.size, other.footprint, other.size, size)
+
+    def _leave_line(self) -> None:
+        self._straight = False
+        self._on_line.clear()
+        self._believed.clear()
+
+    def _resized(self, leaf: Any, size: int) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != self.given:
+            return leaf
+        # Memory that is asked for and never touched.
+        last = leaf.dim() == 4 and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=torch.channels_last)
+        form = torch.channels_last if last else torch.contiguous_format
+        return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device, memory_format=form)
