@@ -23,6 +23,7 @@ from waterflow.partition.liveness import OperationMemory, lifetimes, operation_m
 from waterflow.partition.offsets import Offsets, place
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
+from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
 
 # A step whose requests differ from time to time is planned by the highest of this many.
@@ -110,6 +111,7 @@ class CapturedStep:
     memory: list[OperationMemory]
     predicted: Plan
     keep: list[Any]  # what the key counts by identity
+    recomputed: Recomputed | None = None  # what it makes again in its backward pass
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -138,14 +140,18 @@ def build(
     name: str = "step",
 ) -> CapturedStep:  # fmt: skip
     """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError."""
-    capture = capture_step(spec, leaves, batch_spec, looked)
+    return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
+
+
+def assemble(capture: Capture, name: str, keep: list[Any], recomputed: Recomputed | None = None) -> CapturedStep:
+    """Lower and plan a capture. Raises CaptureError."""
     lowered = lower(capture)
     memory = operation_memory(capture.graph, lowered.instructions)
     if not memory:
         raise CaptureError("the step computes nothing")
     persistent, batch = input_bytes(capture)
     predicted = make_plan(name, memory, persistent=persistent, batch=batch)
-    return CapturedStep(capture, lowered, memory, predicted, looked.keep if looked is not None else [])
+    return CapturedStep(capture, lowered, memory, predicted, keep, recomputed)
 
 
 def input_bytes(capture: Capture) -> tuple[int, int]:

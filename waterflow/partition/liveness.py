@@ -42,12 +42,13 @@ class Lifetime:
     writes: tuple[int, ...] = field(default=(), compare=False)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what an operation takes or returns."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -65,7 +66,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
         storage_id(t)
         for node in graph.nodes
         if node.op in ("placeholder", "get_attr")
-        for t in _tensors(node.meta.get("val"))
+        for t in tensors_of(node.meta.get("val"))
     }
     hidden = dict(hidden_memory(instructions))
     birth: dict[int, int] = {}
@@ -77,7 +78,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
         if node.op != "call_function":
             continue
         at = position.get(node)
-        for tensor in _tensors(node.meta.get("val")):
+        for tensor in tensors_of(node.meta.get("val")):
             storage = storage_id(tensor)
             if storage in inputs:
                 continue
@@ -86,14 +87,14 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
                 size[storage] = tensor.untyped_storage().nbytes()
                 reads[storage], writes[storage] = [], [at]
         if at is not None and node in hidden:
-            for tensor, actual in zip(_tensors(node.meta["val"]), hidden[node].results):
+            for tensor, actual in zip(tensors_of(node.meta["val"]), hidden[node].results):
                 size[storage_id(tensor)] = actual
         used_at = position.get(node)
         if used_at is None:
             continue
         passes_on, written = is_view(node.target), written_by(node)
         for source in node.all_input_nodes:
-            for tensor in _tensors(source.meta.get("val")):
+            for tensor in tensors_of(source.meta.get("val")):
                 storage = storage_id(tensor)
                 if storage not in death:
                     continue
@@ -102,7 +103,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
                 if not passes_on and used_at not in touched[-1:]:
                     touched.append(used_at)
     output = next(node for node in graph.nodes if node.op == "output")
-    kept = {storage_id(t) for source in output.all_input_nodes for t in _tensors(source.meta.get("val"))}
+    kept = {storage_id(t) for source in output.all_input_nodes for t in tensors_of(source.meta.get("val"))}
     for storage in kept & death.keys():
         death[storage] = len(instructions) - 1
     lives = [Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth]
@@ -125,15 +126,15 @@ def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[O
     for i, node in enumerate(instructions):
         peak = held + born[i]
         held = peak - died[i]
-        memory.append(OperationMemory(peak, held, _traffic(node)))
+        memory.append(OperationMemory(peak, held, traffic(node)))
     return memory
 
 
-def _traffic(node: fx.Node) -> int:
+def traffic(node: fx.Node) -> int:
     """Bytes that an operation reads and writes, each tensor once; none for a view."""
     if is_view(node.target):
         return 0
-    total = sum(t.numel() * t.element_size() for t in _tensors(node.meta.get("val")))
+    total = sum(t.numel() * t.element_size() for t in tensors_of(node.meta.get("val")))
     for source in node.all_input_nodes:
-        total += sum(t.numel() * t.element_size() for t in _tensors(source.meta.get("val")))
+        total += sum(t.numel() * t.element_size() for t in tensors_of(source.meta.get("val")))
     return total
