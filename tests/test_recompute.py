@@ -182,9 +182,10 @@ def test_auto_recomputes_nothing_where_the_step_fits() -> None:
 def test_auto_says_how_low_it_comes() -> None:
     model, optimizer = make_deep()
     plan = wf.Step(model, loss=nn.functional.cross_entropy, optimizer=optimizer).plan_for(BATCHES[0])
-    with Engine(memory=plan.persistent + 2 * plan.batch + 1000, lanes=1, reserve=0) as engine:
-        with pytest.raises(wf.MemoryLimitError, match=r"recomputing brings the step to .* at best; the largest batch"):
-            wf.train(jobs(recompute="auto")[:1], engine=engine)
+    told = r"recomputing brings the step to .* at best; the largest batch"
+    memory = plan.persistent + 2 * plan.batch + 1000
+    with Engine(memory=memory, lanes=1, reserve=0) as engine, pytest.raises(wf.MemoryLimitError, match=told):
+        wf.train(jobs(recompute="auto")[:1], engine=engine)
 
 
 def test_it_tells_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
