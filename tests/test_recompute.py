@@ -214,8 +214,8 @@ def test_a_planner_can_ask() -> None:
     assert step.offsets_for(BATCHES[0], recompute=plain.height * 2) == plain
     cost = step.recomputed_for(BATCHES[0], recompute=wanted)
     assert cost is not None and cost.operations > 0
-    freed = step.plan_for(BATCHES[0]).height - step.plan_for(BATCHES[0], recompute=wanted).height
-    assert cost.freed == freed > 0
+    # Offsets count whole alignments.
+    assert cost.freed == pytest.approx(max(plain.resident) - max(lower.resident), rel=0.01)
     assert step.recomputed_for(BATCHES[0]) is None
 
 

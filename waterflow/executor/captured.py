@@ -143,7 +143,7 @@ def build(
     return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
 
 
-def assemble(capture: Capture, name: str, keep: list[Any], recomputed: Recomputed | None = None) -> CapturedStep:
+def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
     """Lower and plan a capture. Raises CaptureError."""
     lowered = lower(capture)
     memory = operation_memory(capture.graph, lowered.instructions)
@@ -151,7 +151,7 @@ def assemble(capture: Capture, name: str, keep: list[Any], recomputed: Recompute
         raise CaptureError("the step computes nothing")
     persistent, batch = input_bytes(capture)
     predicted = make_plan(name, memory, persistent=persistent, batch=batch)
-    return CapturedStep(capture, lowered, memory, predicted, keep, recomputed)
+    return CapturedStep(capture, lowered, memory, predicted, keep)
 
 
 def input_bytes(capture: Capture) -> tuple[int, int]:

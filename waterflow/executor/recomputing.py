@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from waterflow.errors import MemoryLimitError
 from waterflow.executor.captured import CapturedStep, assemble
 from waterflow.partition.liveness import lifetimes
@@ -48,8 +50,10 @@ def recomputing(captured: CapturedStep, limit: int) -> CapturedStep:
 
 
 def _repeating(captured: CapturedStep, table: StorageTable, chosen: Recomputation) -> CapturedStep:
-    capture = repeat(captured.capture, table, chosen)
-    return assemble(capture, captured.predicted.name, captured.keep, chosen.cost())
+    made = assemble(repeat(captured.capture, table, chosen), captured.predicted.name, captured.keep)
+    # First calls that only the backward pass had a use for have gone: a little more may be free than was counted on.
+    made.recomputed = replace(chosen.cost(), freed=captured.predicted.height - made.predicted.height)
+    return made
 
 
 def _placed(captured: CapturedStep) -> int:
