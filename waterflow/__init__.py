@@ -27,6 +27,7 @@ from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Results
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan
+from waterflow.partition.recompute import Recomputed
 from waterflow.step import Step
 from waterflow.training import Callback, train
 
@@ -44,6 +45,7 @@ __all__ = [
     "NonFiniteLossError",
     "Offsets",
     "Plan",
+    "Recomputed",
     "Results",
     "Step",
     "StepError",

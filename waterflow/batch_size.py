@@ -90,7 +90,7 @@ class MaxBatchSize:
 
 
 def max_batch_size(
-    jobs: Job | Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None,  # noqa: A002
+    jobs: Job | Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None,
     memory: int | float | str | None = None,
 ) -> MaxBatchSize:  # fmt: skip
     """The largest batches at which all jobs, ``copies`` of each, train side by side on one device.
@@ -153,6 +153,21 @@ def device_of(name: str | GPU | None, memory: int | float | str | None) -> tuple
 
 
 __all__ = [
-    "Batches", "GPU", "JobBatch", "LargestBatch", "LargestMix", "MaxBatchSize", "Simulated", "SimulatedJob", "SizedStep",
-    "StepSizes", "find", "gpu", "largest_batch", "largest_mix", "max_batch_size", "run_copies", "simulate",
+    "GPU",
+    "Batches",
+    "JobBatch",
+    "LargestBatch",
+    "LargestMix",
+    "MaxBatchSize",
+    "Simulated",
+    "SimulatedJob",
+    "SizedStep",
+    "StepSizes",
+    "find",
+    "gpu",
+    "largest_batch",
+    "largest_mix",
+    "max_batch_size",
+    "run_copies",
+    "simulate",
 ]  # fmt: skip

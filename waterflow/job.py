@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,8 @@ from waterflow.errors import InvalidJobError
 
 if TYPE_CHECKING:
     import pandas
+
+    from waterflow.partition.recompute import Recomputed
 
 Status = Literal["completed", "failed", "pruned", "cancelled"]
 Metrics = dict[str, float]
@@ -40,7 +42,7 @@ class Job:
             with the model in evaluation mode and without gradients. The first number is the job's ``value``.
         epochs: How often the data is read.
         seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
-        accumulate, clip_grad_norm, clip_grad_value, autocast: As in ``Step``.
+        accumulate, clip_grad_norm, clip_grad_value, autocast, recompute: As in ``Step``.
         allow_non_finite: Train on after the loss became NaN or infinite; else the job fails at the epoch's end.
     """
 
@@ -59,6 +61,7 @@ class Job:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     autocast: torch.dtype | None = None
+    recompute: int | float | str | None = None
     allow_non_finite: bool = False
 
     def check(self) -> None:
@@ -112,7 +115,7 @@ class JobResult:
     the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
     count persistent state, one batch, and the step, and are None where the job did not come that far.
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
-    torch's own allocator.
+    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again.
     """
@@ -127,6 +130,7 @@ class JobResult:
     measured_peak: int | None = None
     planned_requests: int = 0
     missed_requests: int = 0
+    recomputed: Recomputed | None = None
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
     traceback: str | None = field(default=None, compare=False, repr=False)
@@ -153,6 +157,7 @@ class JobResult:
             "measured_peak_bytes": self.measured_peak,
             "planned_requests": self.planned_requests,
             "missed_requests": self.missed_requests,
+            "recomputed": None if self.recomputed is None else asdict(self.recomputed),
             "opaque_reason": self.opaque_reason,
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
         }

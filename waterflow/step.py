@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, MemoryLimitError, StepError
+from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, StepError
 from waterflow.executor import eager
-from waterflow.executor.captured import build, input_bytes_of
+from waterflow.executor.captured import input_bytes_of
+from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
-from waterflow.executor.fitting import largest_batch
+from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.sharing import Hold, holders
 from waterflow.executor.step_checks import check_arguments, default_random_state, device_of
 from waterflow.executor.steps_of_thread import made_here
@@ -27,6 +28,7 @@ from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.profile import StepProfile
+from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
 from waterflow.partition.surroundings import shown_line, surrounding_autocast
@@ -90,6 +92,9 @@ class Step:
             step's peak. No bit differs; a step that fails in its backward pass may have changed some of them by then.
         generator: Where random operations draw from. Default: the process's generator when the step runs alone;
             inside an engine a stream of the step's own, forked from it when the step is made.
+        recompute: Lets activations go after the forward pass and makes the cheapest of them again in the backward pass,
+            with the same bits: until the step is at most so many bytes high (``"2GiB"``; without kernels' temporaries), or
+            with ``"auto"`` until it fits into its engine's memory, where it does not. ``recomputed`` tells what it costs.
         name: Shown in messages and plans.
         engine: Whose lanes to run on. Default: the engine that the calling thread belongs to, if any.
 
@@ -112,6 +117,7 @@ class Step:
         autocast: torch.dtype | None = None,
         early_updates: bool = True,
         generator: torch.Generator | None = None,
+        recompute: int | float | str | None = None,
         name: str | None = None,
         engine: Engine | None = None,
     ) -> None:
@@ -149,12 +155,14 @@ class Step:
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
-        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold)
+        height = parse_recompute(recompute)
+        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, height)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
         self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
+        self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
         self._closed = False
         self._last_plan: Plan | None = None
         self.job: int | None = None
@@ -187,19 +195,21 @@ class Step:
             raise RuntimeError(f"step {self.name!r} has no plan before its first call")
         return self._last_plan.renamed(self.name)
 
-    def plan_for(self, batch: Batch) -> Plan:
-        """The plan of a step on batches like this one, without training on it.
+    def plan_for(self, batch: Batch, recompute: int | None = None) -> Plan:
+        """The plan of a step on batches like this one, without training on it; ``recompute`` bytes high at most.
 
-        Raises CaptureError where the step would run as an opaque job, which has no plan before it has run.
+        Raises CaptureError where the step would run as an opaque job, which has no plan before it has run, and
+        MemoryLimitError for a height that it cannot be brought to; its ``needed`` is the lowest that was found.
         """
-        return self._variants.plan(*flatten(batch)).renamed(self.name)
+        return self._variants.plan(*flatten(batch), recompute).renamed(self.name)
 
-    def footprint_for(self, batch: Batch, with_batch: bool = False) -> Footprint:
-        """What such a step asks of memory, its batch included if asked; ``offsets()`` of it tell where it would lie.
+    def footprint_for(self, batch: Batch, recompute: int | None = None, with_batch: bool = False) -> Footprint:
+        """What such a step asks of memory, its batch included if asked; ``offsets()`` tell where. Else as ``plan_for``."""
+        return self._variants.captured(*flatten(batch), recompute).footprint(with_batch)
 
-        Raises CaptureError as ``plan_for`` does.
-        """
-        return self._variants.captured(*flatten(batch)).footprint(with_batch)
+    def recomputed_for(self, batch: Batch, recompute: int | None = None) -> Recomputed | None:
+        """What a step on batches like this one would make again; None for nothing. As ``plan_for`` otherwise."""
+        return self._variants.captured(*flatten(batch), recompute).recomputed
 
     def close(self) -> None:
         """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error.
@@ -248,17 +258,23 @@ class Step:
     def _submit_captured(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> Pending:
+        if self.engine is not None:
+            assert self.job is not None
+            variant = claim(
+                self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, self._spec, leaves,
+                batch_spec,
+            )  # fmt: skip
         planned = variant.planned
         plan, native = planned.plan, planned.native
-        if self.engine is not None and variant.claimed is not plan:
-            self._claim(plan, leaves, batch_spec)
-            variant.claimed = plan
         profiled = planned.wants_profile
         run = variant.binding.run(native, variant.given(leaves), variant.slots, profiled)
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)
         self._last_plan = plan
+        if variant.captured.recomputed != self.recomputed:
+            self.recomputed = variant.captured.recomputed
+            logger.info("step %r recomputes: %s", self.name, self.recomputed or "nothing")
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         return self._hand_in(pending, plan, update)
 
@@ -277,22 +293,6 @@ class Step:
             self._fall(pending)
             raise
         return pending
-
-    def _claim(self, plan: Plan, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> None:
-        assert self.engine is not None and self.job is not None
-        try:
-            self.engine.claim(self.job, plan.renamed(self.name), batches=self.batches_ahead)
-        except MemoryLimitError as error:
-            if error.largest_batch is not None or error.needed <= self.engine.room:
-                raise
-            ahead = self.batches_ahead
-
-            def claimed(cut: list[Any]) -> Plan:
-                predicted = build(self._spec, cut, batch_spec).predicted
-                return replace(predicted, batch=ahead * predicted.batch)
-
-            fits = largest_batch(leaves, claimed, self.engine.room)
-            raise self.engine.too_large(plan.renamed(self.name), plan.persistent + ahead * plan.batch, fits) from None
 
     def _enqueue(self, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         assert self.engine is not None and self.job is not None
@@ -397,4 +397,4 @@ class Step:
         return pending
 
 
-__all__ = ["MemoryLimitError", "Pending", "Step"]
+__all__ = ["Pending", "Step"]

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import waterflow as wf
-from waterflow.batch_size import StepSizes, _search, largest_batch, run_copies
 from waterflow.executor.presets import gpu
 from waterflow.executor.simulation import Clock
+from waterflow.planner.search import _search, largest_batch, largest_mix, run_copies
+from waterflow.planner.sizes import StepSizes
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

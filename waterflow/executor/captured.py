@@ -24,6 +24,7 @@ from waterflow.partition.footprint import Footprint
 from waterflow.partition.liveness import OperationMemory, lifetimes, operation_memory
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
+from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
 
 # A step whose requests differ from time to time is planned by the highest of this many.
@@ -111,6 +112,7 @@ class CapturedStep:
     memory: list[OperationMemory]
     predicted: Plan
     keep: list[Any]  # what the key counts by identity
+    recomputed: Recomputed | None = None  # what it makes again in its backward pass
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -148,7 +150,11 @@ def build(
     name: str = "step",
 ) -> CapturedStep:  # fmt: skip
     """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError."""
-    capture = capture_step(spec, leaves, batch_spec, looked)
+    return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
+
+
+def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
+    """Lower and plan a capture. Raises CaptureError."""
     lowered = lower(capture)
     memory = operation_memory(capture.graph, lowered.instructions)
     if not memory:
@@ -157,7 +163,7 @@ def build(
     phases = [node.meta.get("phase") for node in lowered.instructions]
     forward = next((i for i, phase in enumerate(phases) if phase != "forward"), len(phases))
     predicted = make_plan(name, memory, persistent=persistent, batch=batch, forward=forward)
-    return CapturedStep(capture, lowered, memory, predicted, looked.keep if looked is not None else [])
+    return CapturedStep(capture, lowered, memory, predicted, keep)
 
 
 def input_bytes(capture: Capture) -> tuple[int, int]:

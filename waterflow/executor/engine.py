@@ -231,9 +231,12 @@ class Engine:
         with self._guard:
             return sum(claim.bytes for claim in self._claims.values())
 
-    def too_large(self, plan: Plan, wanted: int, largest_batch: int | None = None) -> MemoryLimitError:
-        """The error for a job that does not fit even alone."""
-        advice = f"; the largest batch that fits is {largest_batch}" if largest_batch else ""
+    def too_large(
+        self, plan: Plan, wanted: int, largest_batch: int | None = None, lowest: int | None = None
+    ) -> MemoryLimitError:
+        """The error for a job that does not fit even alone; ``lowest`` is the height that recomputing brings it to."""
+        advice = f"; recomputing brings the step to {format_bytes(lowest)} at best" if lowest is not None else ""
+        advice += f"; the largest batch that fits is {largest_batch}" if largest_batch else ""
         return MemoryLimitError(
             f"job {plan.name!r} does not fit: its state and batch take {format_bytes(wanted)} and its step reaches "
             f"{format_bytes(plan.height)} above them; the limit of {format_bytes(self.limit)} leaves "

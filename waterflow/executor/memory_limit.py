@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from typing import Literal
 
 from waterflow.errors import InvalidJobError
 
@@ -43,6 +44,18 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
     if bytes_ <= 0:
         raise InvalidJobError(f"a memory limit must be positive; got {memory!r}")
     return bytes_
+
+
+def parse_recompute(recompute: int | float | str | None) -> int | Literal["auto"] | None:
+    """What ``recompute=`` asks for: a height in bytes, as text or a number, ``"auto"``, or None."""
+    if recompute is None or recompute == "auto":
+        return recompute  # type: ignore[return-value]
+    try:
+        return parse_memory(recompute)
+    except InvalidJobError:
+        raise InvalidJobError(
+            f"recompute must be 'auto', None, or a step's height in bytes or text like '4GiB'; got {recompute!r}"
+        ) from None
 
 
 def free_memory() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,6 +13,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.binding import bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
+from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.dropout_rates import RatesMatter, rates
 from waterflow.partition.fingerprint import Fingerprint, ambient_key
@@ -21,6 +22,7 @@ from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import structure_key
 
+Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 16
 # A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
 MOST_CAPTURES = 8
@@ -28,8 +30,13 @@ MOST_CAPTURES = 8
 
 @dataclass
 class Variant:
-    """The step for batches of one shape: what was captured for it, bound to this job."""
+    """The step for batches of one shape: what was captured for it, bound to this job.
 
+    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes.
+    """
+
+    key: tuple[Hashable, bool, Hashable]
+    plain: CapturedStep
     captured: CapturedStep
     planned: PlannedStep
     binding: _C.Binding
@@ -51,12 +58,13 @@ class Variants:
     """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
-    profiles do not improve this job's plans. ``hold`` is the job's hold on its modules.
+    profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
+    are brought to that height.
     """
 
     def __init__(
         self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None,
+        hold: Hold | None, recompute: Recompute = None,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
@@ -64,6 +72,8 @@ class Variants:
         self._name = name
         self._own_plans = own_plans
         self._hold = hold
+        self._recompute = recompute
+        self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._first_step: dict[str, bool] = {}
@@ -75,8 +85,31 @@ class Variants:
         variant = self._variants.get(key)
         if variant is not None and variant.binding.current():
             return variant
-        spec = self._spec if update else replace(self._spec, update=False)
-        captured, structure, looked = self._capture(spec, key, leaves, batch_spec)
+        return self._make(key, leaves, batch_spec)
+
+    def lowered(
+        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
+    ) -> Variant | None:
+        """The variant in a form that is at most ``height`` bytes high; None for steps that are not to recompute by need.
+
+        What profiles have shown to come on top of the graph's memory counts. Raises MemoryLimitError where there is none.
+        """
+        if self._recompute != "auto":
+            return None
+        beyond = variant.planned.plan.height - height
+        above_graph = max(0, variant.planned.plan.height - variant.captured.predicted.height)
+        before = self._heights.get(variant.key)
+        wanted = height - above_graph if before is None else before - max(1, beyond)
+        self._form(variant.plain, variant.structure, variant.key, max(0, wanted))
+        self._heights[variant.key] = wanted
+        return self._make(variant.key, leaves, batch_spec)
+
+    def _make(
+        self, key: tuple[Hashable, bool, Hashable], leaves: list[Any], batch_spec: pytree.TreeSpec | None
+    ) -> Variant:
+        spec = self._spec if key[1] else replace(self._spec, update=False)
+        plain, structure, looked = self._capture(spec, key, leaves, batch_spec)
+        captured = self._form(plain, structure, key, self._height(key))
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
@@ -87,7 +120,7 @@ class Variants:
         binding.set_generator(self._generator)
         if len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
-        made = Variant(captured, self._planned(key, captured), binding, slots, positions, structure)
+        made = Variant(key, plain, captured, self._planned(key, captured), binding, slots, positions, structure)
         if captured.capture.early_updates:
             made.changed_early = frozenset(p.untyped_storage().data_ptr() for p in spec.trained().values())
         self._variants[key] = made
@@ -99,14 +132,31 @@ class Variants:
         old = self._variants.get(key)
         return old.planned if old is not None and old.captured is captured else PlannedStep(captured)
 
-    def plan(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable) -> Plan:
-        """The plan of a step on such a batch, bound to nothing. Raises CaptureError."""
-        return self.captured(leaves, batch_spec, batch_key).planned(self._threads).plan
+    def plan(
+        self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
+    ) -> Plan:
+        """The plan of a step on such a batch, bound to nothing. Raises as ``captured`` does."""
+        return self.captured(leaves, batch_spec, batch_key, height).planned(self._threads).plan
 
-    def captured(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable) -> CapturedStep:
-        """A step on such a batch, found or captured, bound to nothing. Raises CaptureError."""
+    def captured(
+        self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
+    ) -> CapturedStep:
+        """A step on such a batch, found or captured, bound to nothing; brought to ``height`` bytes if they are given.
+
+        Raises CaptureError, and MemoryLimitError for a height that it cannot be brought to.
+        """
         key = (batch_key, True, ambient_key(self._spec.device.type))
-        return self._capture(self._spec, key, leaves, batch_spec)[0]
+        plain, structure, _ = self._capture(self._spec, key, leaves, batch_spec)
+        return self._form(plain, structure, key, self._height(key) if height is None else height)
+
+    def _height(self, key: Hashable) -> int | None:
+        return self._recompute if isinstance(self._recompute, int) else self._heights.get(key)
+
+    def _form(self, plain: CapturedStep, structure: Hashable, key: Hashable, height: int | None) -> CapturedStep:
+        """The form of a captured step that is at most ``height`` bytes high; found, or made."""
+        if height is None:
+            return plain
+        return captures.get((structure, key, height), lambda: recomputing(plain, height))
 
     def _capture(
         self, spec: StepSpec, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None
@@ -114,7 +164,7 @@ class Variants:
         structure, looked = structure_key(spec)
         old = self._variants.get(key)
         if old is not None and old.structure == structure:
-            return old.captured, structure, looked
+            return old.plain, structure, looked
         before = self._captures.get(key, 0)
         if before >= MOST_CAPTURES:
             raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")

@@ -17,6 +17,12 @@ _HIDDEN_WRITES = frozenset(
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
     for op in (getattr(aten, name).default,)
 )
+# Sums whose order differs from call to call on a GPU (torch.use_deterministic_algorithms names them), and recurrent layers,
+# whose second call makes no workspace.
+_UNREPEATABLE = frozenset(
+    ("bincount", "cumsum", "histc", "index_add", "index_copy", "index_put", "_index_put_impl", "kthvalue", "median",
+     "mkldnn_rnn_layer", "put", "scatter", "scatter_add", "scatter_reduce", "_embedding_bag", "_cudnn_rnn")
+)  # fmt: skip
 # How the overload that takes a generator is called, for operators that have one beside the plain overload.
 _GENERATOR_FORMS = {
     "default": "generator",
@@ -57,6 +63,33 @@ def is_view(target: Any) -> bool:
 def is_random(target: Any) -> bool:
     """Whether the operation draws from a generator."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def running_statistics(node: fx.Node) -> set[fx.Node]:
+    """The buffers that a normalization changes although its schema does not say so."""
+    if node.target not in _HIDDEN_WRITES or not node.args[5]:
+        return set()
+    return {value for value in node.args[3:5] if isinstance(value, fx.Node)}
+
+
+def is_repeatable(node: fx.Node) -> bool:
+    """Whether a second call with the same arguments gives the same bits, and changes only what it is given to change.
+
+    A normalization in training mode counts: ``repeated_arguments`` leaves its running statistics out.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or is_random(target):
+        return False
+    if target._schema.name.removeprefix("aten::").rstrip("_") in _UNREPEATABLE:
+        return False
+    return target not in _HIDDEN_WRITES or target is aten.native_batch_norm.default
+
+
+def repeated_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a second call, which must not change running statistics a second time."""
+    if running_statistics(node):
+        return (*node.args[:3], None, None, *node.args[5:])
+    return node.args
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -16,7 +16,6 @@ from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import make_plan
 from waterflow.step import Step
 
-
 Batches = Literal["job", "lane"]
 
 
