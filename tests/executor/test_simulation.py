@@ -68,7 +68,7 @@ def test_one_job_by_hand() -> None:
 
 
 def test_a_batch_that_comes_with_the_step() -> None:
-    offsets = plan((0, 0, 64), (0, 2, 128), (1, 1, 64), traffic=(10, 20, 30))
+    offsets = launches(plan((0, 0, 64), (0, 2, 128), (1, 1, 64), traffic=(10, 20, 30)))
     job = SimulatedJob("a", offsets, persistent=100, steps=2, copied=5)
     done = simulate([job], memory=400, clock=BYTE)
     # The lane waits for it in each step, and nothing is held between them.
@@ -286,7 +286,7 @@ def test_copies_of_small_models(name: str) -> None:
     model = zoo.build()
     step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()))
     batch = zoo.batch(4, None)
-    offsets, planned = step.footprint_for(batch), step.plan_for(batch).offsets()
+    offsets, planned = step.footprint_for(batch).offsets(), step.plan_for(batch)
     offsets.check()
     for life in offsets.lives:
         touched = {*life.reads, *life.writes}

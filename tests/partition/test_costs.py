@@ -92,7 +92,7 @@ def test_arithmetic_is_what_torch_counts_in_an_eager_step(name: str) -> None:
 def test_a_plan_carries_its_costs() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
     step = wf.Step(model, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD(model.parameters()))
-    offsets = step.offsets_for((torch.zeros(3, 8), torch.zeros(3, 4)))
+    offsets = step.footprint_for((torch.zeros(3, 8), torch.zeros(3, 4))).offsets()
     assert len(offsets.costs) == len(offsets.heights)
     # Forward, and the gradient of the weights; nobody asks for that of the input.
     assert sum(cost.flops for cost in offsets.costs) == 2 * (2 * 3 * 8 * 4)

@@ -15,6 +15,7 @@ import waterflow as wf
 from waterflow import _C
 from waterflow.batch_size import StepSizes, largest_batch
 from waterflow.executor.pool_replay import live_after, pool_steps
+from waterflow.executor.presets import GPU
 from waterflow.executor.simulation import Clock, SimulatedJob
 from waterflow.partition.costs import Cost
 from waterflow.partition.liveness import Lifetime
@@ -24,7 +25,8 @@ from waterflow.planner.largest import _search
 from waterflow.planner.policies.waterwave import cut, groups_ahead, pair_groups
 
 PLENTY = 1 << 46
-BYTE = Clock(memory_rate=1, bus_rate=1)  # an operation of the plans below takes 64 ns, its traffic
+# An operation of the plans below takes 64 ns, and nothing of what others use.
+BYTE = Clock(GPU("made up", 1 << 40, 0, memory_rate=1, compute_rate=1, launch_ns=64, bus_rate=1))
 
 
 def text(pairs: list[Any]) -> str:
@@ -104,7 +106,7 @@ def plan(*lives: tuple[int, int, int]) -> Offsets:
     """Pieces (birth, death, size)."""
     operations = max(death for _, death, _ in lives) + 1
     pieces = [Lifetime(b, d, size, reads=(d,) if d > b else (), writes=(b,)) for b, d, size in lives]
-    return place(pieces, operations, costs=(Cost(64),) * operations)
+    return place(pieces, operations, costs=(Cost(launches=1),) * operations)
 
 
 def hill(layers: int, size: int = 256) -> Offsets:
@@ -129,7 +131,7 @@ def steps(draw: st.DrawFn) -> Offsets:
         birth = draw(st.integers(0, operations - 1))
         lives.append((birth, draw(st.integers(birth, operations - 1)), 64 * draw(st.integers(1, 40))))
     pieces = [Lifetime(b, d, size, reads=(d,) if d > b else (), writes=(b,)) for b, d, size in lives]
-    return place(pieces, operations, costs=(Cost(64),) * operations)
+    return place(pieces, operations, costs=(Cost(launches=1),) * operations)
 
 
 def live_behind(offsets: Offsets, operation: int) -> int:

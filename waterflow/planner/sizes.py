@@ -17,6 +17,7 @@ from waterflow.partition.plan import make_plan
 from waterflow.step import Step
 
 Batches = Literal["job", "lane"]
+_MOST_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class StepSizes:
 
     ``batch`` is one to start from; the dimension that varies is the first one of its tensors that is most common. Their
     values are never read. The step is captured with two sizes. As long as those differ in nothing but bytes, others lie
-    on lines through them, and ``captured`` shows whether they really do; where a capture says otherwise, every size is
-    captured. Not thread-safe, as the step is not.
+    on lines through them, and ``captured`` shows whether they really do; where a capture says otherwise, a new line begins,
+    and after a few of them every size is captured. Not thread-safe, as the step is not.
 
     With ``batches="job"`` each job holds one batch on the device all the time, and the next one comes while a step runs.
     With ``"lane"`` only a job in mid-step does: its batch comes at the step's beginning, which waits for it, lies in the
@@ -101,7 +102,7 @@ class StepSizes:
         self._captured: dict[int, SizedStep] = {}
         self._believed: dict[int, SizedStep] = {}
         self._on_line: list[int] = []  # captured sizes that lie on one line; the first two make it
-        self._straight = True
+        self._lines = 1
 
     @property
     def captures(self) -> int:
@@ -111,7 +112,7 @@ class StepSizes:
     def at(self, size: int) -> SizedStep:
         """The step with batches of this size. Raises CaptureError where it cannot be captured."""
         if size not in self._captured and size not in self._believed:
-            if not self._on_line and self._straight:
+            if not self._captured:
                 self.captured(self.given)
                 self.captured(2 * self.given)
             found = self._from_line(size)
@@ -127,16 +128,16 @@ class StepSizes:
         batch = pytree.tree_unflatten([self._resized(leaf, size) for leaf in self._leaves], self._form)
         made = self._captured[size] = SizedStep(size, self.step.footprint_for(batch, with_batch=self.batches == "lane"))
         self._believed.pop(size, None)
-        if len(self._on_line) < 2 and self._straight:
-            self._on_line.append(size)
-            if len(self._on_line) == 2 and not made.footprint.same_shape(self._captured[self._on_line[0]].footprint):
-                self._leave_line()
-        elif self._straight:
+        line = self._on_line
+        if len(line) < 2:
+            fits = not line or made.footprint.same_shape(self._captured[line[0]].footprint)
+        else:
             expected = self._from_line(size)
-            if expected == made.footprint and made.footprint.same_shape(expected):
-                self._on_line.append(size)
-            elif size > min(self._on_line):  # very small batches are often computed in another way
-                self._leave_line()
+            fits = expected is not None and expected == made.footprint and made.footprint.same_shape(expected)
+        if fits:
+            line.append(size)
+        elif size > min(line):  # else: small batches are often computed in another way
+            self._begin_line(size)
         return made
 
     def known(self, size: int) -> bool:
@@ -152,14 +153,15 @@ class StepSizes:
             return self.captured(2)
 
     def _from_line(self, size: int) -> Footprint | None:
-        if len(self._on_line) < 2:
+        if len(self._on_line) < 2 or self._lines > _MOST_LINES:
             return None
         one, other = (self._captured[known] for known in self._on_line[:2])
         return one.footprint.on_line(one.size, other.footprint, other.size, size)
 
-    def _leave_line(self) -> None:
-        self._straight = False
-        self._on_line.clear()
+    def _begin_line(self, size: int) -> None:
+        """Another one, for this size and larger ones."""
+        self._lines += 1
+        self._on_line = [size]
         self._believed.clear()
 
     def _resized(self, leaf: Any, size: int) -> Any:
