@@ -17,11 +17,11 @@ class TwoCopies:
 
 
 V100_32GB = {
-    "resnet50": TwoCopies(406, 370, 266), "resnet152": TwoCopies(186, 160, 118), "nasnet": TwoCopies(560, 544, 316),
+    "resnet50": TwoCopies(406, 370, 266), "resnet152": TwoCopies(186, 160, 118), "nasnet_mobile": TwoCopies(560, 544, 316),
     "inception_v3": TwoCopies(332, 310, 204), "bert": TwoCopies(138, 124, 88), "tacotron2": TwoCopies(198, 152, 96),
 }  # fmt: skip
 P100_16GB = {
-    "resnet50": TwoCopies(190, 176, 120), "resnet152": TwoCopies(86, 78, 62), "nasnet": TwoCopies(280, 260, 192),
+    "resnet50": TwoCopies(190, 176, 120), "resnet152": TwoCopies(86, 78, 62), "nasnet_mobile": TwoCopies(280, 260, 192),
     "inception_v3": TwoCopies(160, 150, 106), "bert": TwoCopies(60, 48, 38), "tacotron2": TwoCopies(98, 72, 48),
 }  # fmt: skip
 # Pairs of different models on the V100 (table 2), and three and four ResNet-50 there (section 5.5).

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +22,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from benchmarks.networks import DLRM, LSTMLanguageModel, UNet, cnn, mlp, nasnet_mobile
 
 BatchFn = Callable[[int, Generator | None], Any]
 StepFn = Callable[[nn.Module, Any], Tensor]
@@ -90,105 +91,6 @@ def _require(module: str) -> Any:
     return importlib.import_module(module)
 
 
-def _linear_relu(sizes: Sequence[int], dropout: float = 0.0) -> list[nn.Module]:
-    tail: list[nn.Module] = [nn.Dropout(dropout)] if dropout else []
-    return [module for i, o in pairwise(sizes) for module in (nn.Linear(i, o), nn.ReLU(), *tail)]
-
-
-def _mlp(sizes: Sequence[int], dropout: float) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), *_linear_relu(sizes[:-1], dropout), nn.Linear(*sizes[-2:])).train()
-
-
-def _conv_bn_relu(*channels: int) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for i, o in pairwise(channels):
-        layers += [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU(inplace=True)]
-    return layers
-
-
-def _cnn(stages: Sequence[tuple[int, int]], num_classes: int, dropout: float) -> nn.Module:
-    """VGG-like network; each stage is (number of convolutions, channels) and ends in pooling and dropout."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for count, width in stages:
-        layers += [*_conv_bn_relu(channels, *[width] * count), nn.MaxPool2d(2), nn.Dropout(dropout)]
-        channels = width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
-    return nn.Sequential(*layers).train()
-
-
-class UNet(nn.Module):
-    """U-Net with padded Conv-BN-ReLU pairs and transposed convolutions on the way up."""
-
-    def __init__(self, widths: Sequence[int] = (64, 128, 256, 512, 1024), num_classes: int = 2) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(nn.Sequential(*_conv_bn_relu(i, o, o)) for i, o in pairwise((3, *widths)))
-        rising = list(pairwise(reversed(widths)))
-        self.widen = nn.ModuleList(nn.ConvTranspose2d(i, o, 2, stride=2) for i, o in rising)
-        self.up = nn.ModuleList(nn.Sequential(*_conv_bn_relu(2 * o, o, o)) for _, o in rising)
-        self.head = nn.Conv2d(widths[0], num_classes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips: list[Tensor] = []
-        for level, block in enumerate(self.down):
-            x = block(F.max_pool2d(x, 2) if level else x)
-            skips.append(x)
-        for widen, block, skip in zip(self.widen, self.up, reversed(skips[:-1]), strict=True):
-            x = block(torch.cat([skip, widen(x)], dim=1))
-        return self.head(x)
-
-
-class LSTMLanguageModel(nn.Module):
-    """Word-level LSTM language model with dropout; ``cells`` selects a Python loop over ``nn.LSTMCell``."""
-
-    def __init__(self, cells: bool, vocab: int, hidden: int, layers: int, dropout: float) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, hidden)
-        self.dropout = nn.Dropout(dropout)
-        if cells:
-            self.rnn: nn.Module = nn.ModuleList(nn.LSTMCell(hidden, hidden) for _ in range(layers))
-        else:
-            self.rnn = nn.LSTM(hidden, hidden, layers, batch_first=True, dropout=dropout)
-        self.head = nn.Linear(hidden, vocab)
-
-    def _loop(self, x: Tensor, cells: nn.ModuleList) -> Tensor:
-        states: list[Any] = [None] * len(cells)
-        outputs = []
-        for value in x.unbind(1):
-            for i, cell in enumerate(cells):
-                states[i] = cell(self.dropout(value) if i else value, states[i])
-                value = states[i][0]
-            outputs.append(value)
-        return torch.stack(outputs, dim=1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.embedding(tokens))
-        x = self._loop(x, self.rnn) if isinstance(self.rnn, nn.ModuleList) else self.rnn(x)[0]
-        return self.head(self.dropout(x))
-
-
-class DLRM(nn.Module):
-    """Recommendation model: embedding bags, a bottom MLP, pairwise dot products, a top MLP."""
-
-    def __init__(self, tables: int, rows: int, dense: int, bottom: Sequence[int], top: Sequence[int]) -> None:
-        super().__init__()
-        dim = bottom[-1]
-        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum") for _ in range(tables))
-        for bag in self.bags:
-            nn.init.uniform_(bag.weight, -(rows**-0.5), rows**-0.5)
-        self.bottom = nn.Sequential(*_linear_relu((dense, *bottom)))
-        pairs = torch.tril_indices(tables + 1, tables + 1, offset=-1)
-        self.register_buffer("pairs", pairs, persistent=False)
-        self.top = nn.Sequential(*_linear_relu((dim + pairs.size(1), *top)), nn.Linear(top[-1], 1))
-
-    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        x = self.bottom(dense)
-        rows = [bag(indices) for bag, indices in zip(self.bags, sparse.unbind(1), strict=True)]
-        features = torch.stack([x, *rows], dim=1)
-        dots = torch.bmm(features, features.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        return self.top(torch.cat([x, dots], dim=1)).squeeze(1)
-
-
 def _resnet(blocks: Sequence[int], num_classes: int = 1000) -> nn.Module:
     resnet = _require("torchvision.models.resnet")
     return resnet.ResNet(resnet.Bottleneck, list(blocks), num_classes=num_classes).train()
@@ -210,6 +112,10 @@ def _inception_v3(num_classes: int = 1000, small_aux: bool = False) -> nn.Module
 
 def _nasnet(**kwargs: Any) -> nn.Module:
     return _require("timm.models.nasnet").NASNetALarge(drop_rate=0.5, **kwargs).train()
+
+
+def _nasnet_mobile() -> nn.Module:
+    return nasnet_mobile(_require("timm.models.nasnet").NASNetALarge, drop_rate=0.5).train()
 
 
 def _vit(**kwargs: Any) -> nn.Module:
@@ -352,10 +258,10 @@ _small_tacotron2 = partial(
     attention_rnn_dim=64, attention_hidden_dim=16, prenet_dim=32, postnet_embedding_dim=32)
 _small_inception = partial(_inception_v3, 10, small_aux=True)
 _small_resnet = partial(_resnet, (2, 1, 1, 1), 10)
-_small_cnn = partial(_cnn, ((1, 16), (2, 32)), 10, 0.25)
+_small_cnn = partial(cnn, ((1, 16), (2, 32)), 10, 0.25)
 _small_lstm = partial(LSTMLanguageModel, vocab=64, hidden=32, layers=2, dropout=0.2)
-_full_mlp = partial(_mlp, (784, 1200, 1200, 10), 0.5)
-_full_cnn = partial(_cnn, ((2, 64), (2, 128), (3, 256), (3, 512)), 10, 0.3)
+_full_mlp = partial(mlp, (784, 1200, 1200, 10), 0.5)
+_full_cnn = partial(cnn, ((2, 64), (2, 128), (3, 256), (3, 512)), 10, 0.3)
 _full_lstm = partial(LSTMLanguageModel, vocab=10_000, hidden=1500, layers=2, dropout=0.65)
 _full_dlrm = partial(DLRM, tables=26, rows=40_000, dense=13, bottom=(512, 256, 64), top=(512, 256))
 
@@ -365,7 +271,7 @@ def _zoo(*rows: tuple[str, Callable[[], nn.Module], BatchFn, StepFn, Any, str]) 
 
 
 SMALL: dict[str, ZooModel] = _zoo(
-    ("mlp_dropout", partial(_mlp, (64, 32, 32, 10), 0.5), _images(8, 10, 1), _classify, _adam, "1 x 8 x 8"),
+    ("mlp_dropout", partial(mlp, (64, 32, 32, 10), 0.5), _images(8, 10, 1), _classify, _adam, "1 x 8 x 8"),
     ("cnn_bn", _small_cnn, _images(16, 10), _classify, _slow_sgd, "3 x 16 x 16"),
     ("resnet50", _small_resnet, _images(64, 10), _classify, _slow_sgd, "3 x 64 x 64, 5 blocks"),
     ("inception_v3", _small_inception, _images(107, 10), _classify, _slow_sgd, "3 x 107 x 107"),
@@ -386,6 +292,7 @@ FULL: dict[str, ZooModel] = _zoo(
     ("resnet152", partial(_resnet, (3, 8, 36, 3)), _images(224, 1000), _classify, _sgd, "3 x 224 x 224"),
     ("inception_v3", _inception_v3, _images(299, 1000), _classify, _sgd, "3 x 299 x 299"),
     ("nasnet", _nasnet, _images(331, 1000), _classify, _sgd, "3 x 331 x 331"),
+    ("nasnet_mobile", _nasnet_mobile, _images(224, 1000), _classify, _sgd, "3 x 224 x 224"),
     ("unet", UNet, _images(256, 2, dense=True), _classify, _sgd, "3 x 256 x 256, a class per pixel"),
     ("vit", _vit, _images(224, 1000), _classify, _adamw, "3 x 224 x 224, patches of 16 x 16"),
     ("bert", _bert, _masked_tokens(30522, 128, 103), _masked_lm, _adamw, "128 tokens, masked LM"),

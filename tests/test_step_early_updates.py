@@ -192,4 +192,4 @@ def test_a_network_for_images_stays_as_it_is(name: str) -> None:
     step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()))
     batch = zoo.batch(4, torch.Generator().manual_seed(0))
     plain = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()), early_updates=False)
-    assert step.offsets_for(batch) == plain.offsets_for(batch)
+    assert step.footprint_for(batch).offsets() == plain.footprint_for(batch).offsets()

@@ -5,6 +5,7 @@ Steps are captured and never run. What the figures mean: ``planner/search.py``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from waterflow.together import step_and_batch
 class JobBatch:
     """One job's largest batch beside the others, and alone. Bytes.
 
-    ``limit`` is the share of its room alone that is left beside what the others hold all the time.
+    ``limit`` is the share of its room alone that is left beside what the others hold all the time: parameters, optimizer
+    state and a batch of each.
     """
 
     name: str
@@ -64,11 +66,14 @@ class MaxBatchSize:
     def __str__(self) -> str:
         held = f", beside {format_bytes(self.context)} for the CUDA context" if self.context else ""
         lines = [f"largest batches in {format_bytes(self.memory)}{held}"]
-        for job in self.jobs:
+        for job, copies in Counter(self.jobs).items():
+            beside = (
+                f", {job.ratio:.1%} of {job.alone} alone (the limit: {job.limit:.1%})" if len(self.jobs) > 1 else ""
+            )
             lines.append(
-                f"  {job.name}: {job.size}, {job.ratio:.1%} of {job.alone} alone (at most {job.limit:.1%}: parameters, "
-                f"optimizer state and a batch of each job stay); persistent {format_bytes(job.persistent)}, batch "
-                f"{format_bytes(job.batch)}, step {format_bytes(job.height)}"
+                f"  {f'{copies} x ' if copies > 1 else ''}{job.name}: {job.size}{beside}; each holds "
+                f"{format_bytes(job.persistent)} and a batch of {format_bytes(job.batch)}, a step takes "
+                f"{format_bytes(job.height)} more"
             )
         if self.run is not None:
             lines.append(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 import waterflow
 from waterflow.config import TrainConfig, load_study, load_train
+from waterflow.gpu_plan import job_named, plan_for_gpu, renamed
 from waterflow.partition.plan import format_bytes
 from waterflow.progress import ProgressLine, results_table
 from waterflow.references import ConfigError, one_line
@@ -290,35 +291,79 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
 
 @app.command()
 def plan(
-    config: Config,
-    groups: Annotated[bool, typer.Option("--groups", help="Show each job's node groups.")] = False,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="Jobs to plan for; or name them by --model.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Plan for this GPU, such as v100-32g, which need not be there.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Plan for this much memory, such as 24GiB.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model of the zoo, such as resnet50, or module:function. Repeatable.")
+    ] = None,
+    copies: Annotated[int, typer.Option(min=1, help="How many of each job, on the GPU.")] = 1,
+    groups: Annotated[bool, typer.Option("--groups", help="Show each job's node groups (this machine only).")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Tell what the jobs of a train config need and which of them fit together, without training."""
+    """Tell what jobs need and which of them fit together, without training: on this machine, or on a GPU (--gpu)."""
+    with Terminal(as_json, debug) as terminal:
+        if config is None and not model:
+            raise ConfigError("there must be jobs to plan for: name a config, or a model by --model resnet50")
+        if gpu is None and memory is None and (model or copies > 1):
+            raise ConfigError(
+                "--model and --copies need a device: add --gpu v100-32g or another one, or --memory 24GiB"
+            )
+        settings = load_train(config) if config is not None else None
+        if gpu is not None or memory is not None:
+            named = [job_named(reference, Path()) for reference in model or ()]
+            _plan_on_gpu(terminal, renamed([*(settings.jobs if settings else ()), *named]), gpu, memory, copies)
+        elif settings is not None:
+            _plan_here(terminal, settings, groups)
+
+
+def _plan_on_gpu(
+    terminal: Terminal, jobs: list[waterflow.Job], gpu: str | None, memory: str | None, copies: int
+) -> None:
+    found = plan_for_gpu(jobs, copies=copies, gpu=gpu, memory=memory)
+    where = found.device.name if found.device is not None else "a device"
+    table = Table(title=f"{where}: {format_bytes(found.memory)} for jobs", title_justify="left", box=None)
+    columns = ("job", "batch", "held", "step", "", "largest batch", "alone", "ratio")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
+    rows = found.largest.jobs if found.largest is not None else ()
+    for i, need in enumerate(found.needs):
+        sizes = (str(rows[i].size), str(rows[i].alone), f"{rows[i].ratio:.3f}") if rows else ("", "", "")
+        held, height = format_bytes(need.held), format_bytes(need.height)
+        table.add_row(need.name, str(found.batches[i]), held, height, found.verdict(i), *sizes)
+    terminal.say(table)
+    for line in found.explanation():
+        terminal.say(line)
+    terminal.result(found.to_dict())
+
+
+def _plan_here(terminal: Terminal, settings: TrainConfig, groups: bool) -> None:
     from waterflow.together import fit_together
 
-    with Terminal(as_json, debug) as terminal:
-        settings: TrainConfig = load_train(config)
-        found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
-        table = Table(title="predicted, per job", title_justify="left", box=None)
-        for column in ("job", "persistent", "batch", "height", "peak", "operations", "groups", ""):
-            table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
-        for job in found.jobs:
-            p = job.plan
-            sizes = [format_bytes(n) for n in (p.persistent, p.batch, p.height, p.peak)] if p is not None else [""] * 4
-            counts = [str(p.operations), str(len(p.groups))] if p is not None else ["", ""]
-            table.add_row(job.name, *sizes, *counts, job.verdict)
-        terminal.say(table)
-        for line in found.explanation():
-            terminal.say(line)
-        for job in found.jobs:
-            if groups and job.plan is not None:
-                terminal.say("")
-                terminal.say(str(job.plan))
-            if job.error is not None:
-                terminal.fail(_blamed(job.name, job.error))
-        terminal.result(found.to_dict(groups))
+    found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
+    table = Table(title="predicted, per job", title_justify="left", box=None)
+    for column in ("job", "persistent", "batch", "height", "peak", "operations", "groups", ""):
+        table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
+    for job in found.jobs:
+        p = job.plan
+        sizes = [format_bytes(n) for n in (p.persistent, p.batch, p.height, p.peak)] if p is not None else [""] * 4
+        counts = [str(p.operations), str(len(p.groups))] if p is not None else ["", ""]
+        table.add_row(job.name, *sizes, *counts, job.verdict)
+    terminal.say(table)
+    for line in found.explanation():
+        terminal.say(line)
+    for job in found.jobs:
+        if groups and job.plan is not None:
+            terminal.say("")
+            terminal.say(str(job.plan))
+        if job.error is not None:
+            terminal.fail(_blamed(job.name, job.error))
+    terminal.result(found.to_dict(groups))
 
 
 # -- what all commands share

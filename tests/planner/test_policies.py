@@ -318,7 +318,7 @@ def test_the_largest_batch_of_each_policy() -> None:
         policy.name: largest_batch_under(policy, sizes, memory=memory, copies=2, most=alone)
         for policy in (Banker(), Dynamic(), Waterwave(100_000), WaterwaveS())
     }
-    ours = largest_batch(sizes, memory=memory, copies=2)
+    ours = largest_batch(sizes, memory=memory, copies=2, steps=3)
     assert found["banker"].size == ours.size and ours.run is not None
     assert found["banker"].outcome.speed == ours.run.speed
     for one in found.values():

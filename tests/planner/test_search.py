@@ -45,7 +45,7 @@ def test_the_next_one_does_not_fit(copies: int) -> None:
     assert sizes.captures <= 10
     assert (found.run is None) == (copies == 1)
     if found.run is not None:
-        assert found.run.peak <= memory and found.run.steps == (3,) * copies
+        assert found.run.peak <= memory and found.run.steps == (12,) * copies
 
 
 def test_copies_take_from_each_other_only_what_they_hold_all_the_time() -> None:
@@ -73,7 +73,7 @@ def test_another_job_stands_beside() -> None:
     sizes, other = sizes_of(), sizes_of().at(500).job("other", steps=2)
     alone = largest_batch(sizes, memory="1MiB")
     found = largest_batch(sizes, memory="1MiB", beside=[other])
-    assert found.run is not None and found.run.steps == (3, 2) and found.size < alone.size
+    assert found.run is not None and found.run.steps == (12, 2) and found.size < alone.size
     # Where the other one is the higher of the two, it alone decides how large the arena has to be.
     held = found.step.persistent + found.step.batch + other.persistent + other.batch
     needed = -(-held // 64) * 64 + max(found.step.offsets.height, other.offsets.height)
@@ -193,7 +193,7 @@ def test_different_jobs_get_the_same_share() -> None:
     assert max(shares) - min(shares) < 1 / min(alone.size for alone in found.alone)
     # The limits count batches of the largest size alone as held; here they are smaller, and a large part of it all.
     assert all(share > limit for share, limit in zip(shares, found.limits))
-    assert found.run.steps == (3, 3, 3) and found.run.peak <= 2**20
+    assert found.run.steps == (12, 12, 12) and found.run.peak <= 2**20
     # One more of the largest, and the others in proportion, would not fit.
     lead = max(range(3), key=lambda i: found.alone[i].size)
     more = [max(1, int((found.steps[lead].size + 1) * alone.size / found.alone[lead].size)) for alone in found.alone]

@@ -91,7 +91,7 @@ class Engine:
         self.intra_op = intra_op
         default_lanes = cuda_lanes.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // intra_op)
         self.lanes = lanes if lanes is not None else default_lanes
-        if asynchronous is None and "WATERFLOW_ASYNCHRONOUS" in os.environ:
+        if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
         settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": self.room, "behind": asynchronous}
         if gpu is not None:

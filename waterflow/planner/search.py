@@ -11,7 +11,7 @@ from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, arena_
 from waterflow.partition.plan import format_bytes
 from waterflow.planner.sizes import SizedStep, StepSizes
 
-SIMULATED_STEPS = 3
+_LEAST_STEPS, _MOST_STEPS, _OPERATIONS = 3, 12, 40_000  # simulated, of each job
 _MOST_BATCH = 1 << 24
 _FURTHEST = 64  # times the largest known size: how far a line is trusted
 
@@ -71,7 +71,7 @@ class LargestMix:
 
 def largest_batch(
     sizes: StepSizes, *, memory: int | float | str, copies: int = 1, beside: Sequence[SimulatedJob] = (),
-    steps: int = SIMULATED_STEPS, clock: Clock | None = None,
+    steps: int | None = None, clock: Clock | None = None,
 ) -> LargestBatch:  # fmt: skip
     """The largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
 
@@ -80,7 +80,8 @@ def largest_batch(
     batches that they have. A single job with none beside it is counted by the bytes that are live at once.
 
     The search assumes that a larger batch needs no less, within the rounding of placement: the size that it returns fits,
-    and the next one does not. With that size ``steps`` steps of all copies are then simulated.
+    and the next one does not. With that size ``steps`` steps of all copies are then simulated; by default as many as show a
+    steady state and take no more than a second or so.
 
     Raises MemoryLimitError where not even the smallest batch fits, CaptureError for a step that cannot be captured.
     """
@@ -95,7 +96,7 @@ def largest_batch(
 
 
 def largest_mix(
-    jobs: Sequence[StepSizes], *, memory: int | float | str, steps: int = SIMULATED_STEPS, clock: Clock | None = None
+    jobs: Sequence[StepSizes], *, memory: int | float | str, steps: int | None = None, clock: Clock | None = None
 ) -> LargestMix:
     """The largest batches with which different jobs train side by side; see ``largest_batch``.
 
@@ -109,20 +110,28 @@ def largest_mix(
     most = max(one.size for one in each)
     found = _largest(jobs, [one.size / most for one in each], limit, ())
     named = [(f"{job.step.name}-{i}", step) for i, (job, step) in enumerate(zip(jobs, found))]
-    run = simulate([step.job(name, steps) for name, step in named], memory=limit, clock=clock)
+    count = steps if steps is not None else _enough_steps(found)
+    run = simulate([step.job(name, count) for name, step in named], memory=limit, clock=clock)
     return LargestMix(limit, each, tuple(found), run)
 
 
 def run_copies(
     sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
-    steps: int = SIMULATED_STEPS, grouped: bool = False, seed: int = 0, clock: Clock | None = None,
+    steps: int | None = None, grouped: bool = False, seed: int = 0, clock: Clock | None = None,
 ) -> Simulated:  # fmt: skip
     """Simulate ``steps`` steps of ``copies`` jobs with batches of this size, and the jobs ``beside`` them.
 
     Each operation is a group, or, ``grouped``, the copies' plans are followed. Raises as ``simulate`` does.
     """
-    jobs = [*(sizes.at(size).job(f"{sizes.step.name}-{i}", steps, grouped) for i in range(copies)), *beside]
+    step = sizes.at(size)
+    count = steps if steps is not None else _enough_steps([step] * copies)
+    jobs = [*(step.job(f"{sizes.step.name}-{i}", count, grouped) for i in range(copies)), *beside]
     return simulate(jobs, memory=parse_memory(memory), seed=seed, clock=clock)
+
+
+def _enough_steps(steps: Sequence[SizedStep]) -> int:
+    operations = sum(step.footprint.operations for step in steps)
+    return max(_LEAST_STEPS, min(_MOST_STEPS, _OPERATIONS // operations))
 
 
 def _largest(

@@ -1,0 +1,142 @@
+"""The published tables, simulated: largest batches of jobs that train together on one GPU, and how far that is from alone.
+
+Two copies of six models on a V100 with 32 GB and a P100 with 16 GB; three and four ResNet-50 and three mixed pairs on the
+V100. Memory is what the card reports, less what a CUDA context takes (``waterflow.executor.presets``). Requests come from
+captures of the real models with their customary optimizers; operations are issued one by one on two lanes that share an
+arena, with the placement that plans use and every access checked; each job holds its state and one batch on the device.
+Alone, a job is counted by its live bytes. "limit" is (M - N W) / (M - W), with memory M, N jobs and what each of them
+holds all the time, W: parameters, buffers, optimizer state and the largest batch alone. "points" is the distance to it.
+
+Overlap (share of the time in which both lanes are busy) and speed (against taking turns) are a model: the card's rates,
+which lanes share. Batches are the smaller the more there is of a sample: text has 128 tokens, speech 100 tokens and 200
+frames here, so batches of BERT and Tacotron2 compare by their ratios alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from typing import Any
+
+import torch
+
+import waterflow as wf
+from benchmarks import published, report
+from benchmarks.zoo import FULL
+from waterflow import batch_size
+
+CNNS = ("resnet50", "resnet152", "inception_v3", "nasnet_mobile")
+MODELS = (*CNNS, "bert", "tacotron2")
+CARDS = {"v100-32g": published.V100_32GB, "p100-16g": published.P100_16GB}
+AT_MOST = {  # points behind the limit
+    "v100-32g": {**dict.fromkeys(CNNS, 1.0), "bert": 1.5, "tacotron2": 1.5},
+    "p100-16g": {**dict.fromkeys(CNNS, 1.5), "bert": 2.5, "tacotron2": 1.5},
+}
+MORE_RESNET50 = {3: 0.965, 4: 0.95}
+OVERLAP = (0.5, 0.6)  # of CNNs at the largest batch, and at 90 % of it
+
+
+def two_copies(name: str, sizes: batch_size.StepSizes) -> list[dict[str, Any]]:
+    """Alone and in pairs, on both cards."""
+    rows = []
+    for card, table in CARDS.items():
+        gpu = batch_size.gpu(card)
+        alone = batch_size.largest_batch(sizes, memory=gpu.usable)
+        row = _together(name, sizes, alone, gpu, 2) | {"published": table[name].waterwave / table[name].alone}
+        row |= {"at most": AT_MOST[card][name], "published alone": table[name].alone}
+        row["holds"] = row["points"] <= row["at most"] and row["ratio"] > row["published"]
+        if card == "v100-32g" and name.startswith("resnet"):
+            row["holds"] &= abs(alone.size / table[name].alone - 1) <= 0.1
+        rows.append(row)
+    return rows
+
+
+def _together(
+    name: str, sizes: batch_size.StepSizes, alone: batch_size.LargestBatch, gpu: batch_size.GPU, copies: int
+) -> dict[str, Any]:
+    clock = batch_size.Clock(gpu)
+    found = batch_size.largest_batch(sizes, memory=gpu.usable, copies=copies, clock=clock)
+    less = batch_size.run_copies(sizes, round(0.9 * found.size), memory=gpu.usable, copies=copies, clock=clock)
+    run = found.run
+    assert run is not None and run.peak <= gpu.usable
+    ratio, limit = found.size / alone.size, alone.limit_for(copies)
+    return {
+        "model": f"{name} x {copies}", "card": gpu.name, "alone": alone.size, "each": found.size, "ratio": ratio,
+        "limit": limit, "points": 100 * (limit - ratio), "overlap": run.overlap, "speed": run.speed,
+        "overlap at 90 %": less.overlap, "speed at 90 %": less.speed,
+    }  # fmt: skip
+
+
+def more_copies(name: str, sizes: batch_size.StepSizes) -> list[dict[str, Any]]:
+    """Three and four of one model on the larger card."""
+    gpu = batch_size.gpu("v100-32g")
+    alone = batch_size.largest_batch(sizes, memory=gpu.usable)
+    known = published.V100_32GB[name].alone
+    rows = []
+    for copies, goal in MORE_RESNET50.items():
+        row = _together(name, sizes, alone, gpu, copies)
+        row |= {"published": published.V100_MORE_RESNET50[copies] / known, "at least": goal}
+        rows.append(row | {"holds": row["ratio"] >= goal})
+    return rows
+
+
+def pairs(sizes: dict[str, batch_size.StepSizes]) -> list[dict[str, Any]]:
+    """Two different models side by side, each at the same share of its largest batch alone."""
+    gpu = batch_size.gpu("v100-32g")
+    rows = []
+    for names, batches in published.V100_MIXED.items():
+        if not set(names) <= set(sizes):
+            continue
+        found = batch_size.largest_mix([sizes[name] for name in names], memory=gpu.usable, clock=batch_size.Clock(gpu))
+        for name, step, alone, limit, batch in zip(names, found.steps, found.alone, found.limits, batches):
+            ratio = step.size / alone.size
+            rows.append({
+                "model": f"{name} in {' + '.join(names)}", "card": gpu.name, "alone": alone.size, "each": step.size,
+                "ratio": ratio, "limit": limit, "points": 100 * (limit - ratio), "overlap": found.run.overlap,
+                "speed": found.run.speed, "published": batch / published.V100_32GB[name].alone,
+                "holds": ratio > batch / published.V100_32GB[name].alone,
+            })  # fmt: skip
+    return rows
+
+
+def sizes_of(name: str) -> batch_size.StepSizes:
+    """A model of the zoo at any batch size."""
+    zoo = FULL[name]
+    model = zoo.build()
+    step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()), name=name)
+    return batch_size.StepSizes(step, zoo.batch(8, None))
+
+
+def part(names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What one process looks at: its models, more copies of ResNet-50, and pairs of its models."""
+    torch.set_num_threads(1)
+    made = {name: sizes_of(name) for name in names}
+    rows = [row for name, sizes in made.items() for row in two_copies(name, sizes)]
+    if "resnet50" in made:
+        rows += more_copies("resnet50", made["resnet50"])
+    return rows + pairs(made)
+
+
+def main() -> int:
+    """Command line."""
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    mixed = {name for names in published.V100_MIXED for name in names}
+    parts = [tuple(n for n in arguments.models if n in mixed), tuple(n for n in arguments.models if n not in mixed)]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        rows = [row for made in pool.map(part, [names for names in parts if names], chunksize=1) for row in made]
+    cnns = [row for row in rows if "x 2" in row["model"] and row["model"].split()[0] in CNNS]
+    for what, goal in zip(("overlap", "overlap at 90 %"), OVERLAP):
+        lowest = min((row[what] for row in cnns), default=None)
+        if lowest is not None:
+            rows.append({"model": f"lowest {what} of CNNs", what: lowest, "at least": goal, "holds": lowest >= goal})
+    seconds = time.perf_counter() - started
+    rows.append({"model": "all of it, seconds", "each": seconds, "at most": 300.0, "holds": seconds < 300})
+    return report.finish("tables", arguments, rows, f"published: {published.SOURCE}; overlap and speed are a model")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
