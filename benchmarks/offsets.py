@@ -17,10 +17,10 @@ from benchmarks.zoo import FULL
 
 Order = Literal["death", "life", "birth", "size", "area"]
 BATCHES = {
-    "mlp_dropout": 64, "cnn_bn": 64, "resnet50": 64, "resnet152": 32, "inception_v3": 64, "nasnet": 16, "unet": 8,
+    "mlp_dropout": 64, "cnn_bn": 64, "resnet50": 64, "resnet152": 32, "inception_v3": 64, "nasnet": 16, "nasnet_mobile": 64, "unet": 8,
     "vit": 32, "bert": 32, "gpt2": 8, "lstm": 20, "lstm_cell": 20, "mamba": 8, "tacotron2": 32, "dlrm": 512,
 }  # fmt: skip
-CNNS = ("cnn_bn", "resnet50", "resnet152", "inception_v3", "nasnet", "unet")
+CNNS = ("cnn_bn", "resnet50", "resnet152", "inception_v3", "nasnet", "nasnet_mobile", "unet")
 ORDERS: tuple[Order, ...] = ("death", "life", "birth", "size", "area")
 GOAL, GOAL_CNN = 1.05, 1.02
 

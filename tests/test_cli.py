@@ -224,6 +224,38 @@ def test_plan_of_the_examples():
     assert "together: cnn-16, cnn-32, mlp" in ended.stdout and "none waits" in ended.stdout
 
 
+def test_plan_for_a_gpu_that_is_not_there(folder: Path):
+    path = config(
+        folder,
+        f"jobs:\n  - {{name: a, {PIECES}}}\n",
+    )
+    ended = run("plan", path, "--gpu", "v100-32g", "--copies", "2", "--json")
+    assert ended.exit_code == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["gpu"] == "v100-32g" and told["sets"] == [["a 1", "a 2"]] and len(told["largest"]["jobs"]) == 2
+    shown = run("plan", path, "--memory", "64MiB").stdout
+    assert "64.0 MiB for jobs" in shown and "largest batches in 64.0 MiB" in shown
+    tight = run("plan", path, "--memory", "300B")
+    assert (
+        tight.exit_code == 0 and "does not fit" in tight.stdout and "even the smallest batches must fit" in tight.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name a config, or a model by --model resnet50"),
+        (("--model", "resnet50"), "--model and --copies need a device: add --gpu v100-32g"),
+        (("--model", "resnet5", "--gpu", "v100-32g"), "did you mean 'resnet50'"),
+        (("--model", "code.py:model", "--gpu", "v100-32g"), "must return a waterflow.Job; it returned"),
+        (("--model", "resnet50", "--gpu", "v1000"), "did you mean v100-32g"),
+    ],
+)
+def test_plan_tells_what_is_missing(folder: Path, arguments: tuple[str, ...], said: str):
+    ended = run("plan", *arguments)
+    assert ended.exit_code == 2 and said in ended.stderr, ended.stderr
+
+
 def test_plan_tells_what_fits_and_what_waits(folder: Path):
     wide = PIECES.replace("sgd", "adamw")
     entries = [("a", 20_000), ("b", 20_000), ("c", 20_000), ("huge", 2_000_000)]

@@ -11,6 +11,7 @@ if _native.built_with_torch != _torch.__version__:
     )
 
 from waterflow.allocator.counting import count_memory
+from waterflow.batch_size import max_batch_size
 from waterflow.errors import (
     CaptureError,
     InvalidJobError,
@@ -54,6 +55,7 @@ __all__ = [
     "WaterflowError",
     "count_memory",
     "device",
+    "max_batch_size",
     "optimize",
     "train",
     "within",

@@ -110,7 +110,8 @@ def max_batch_size(
         gpu: A preset such as ``"v100-32g"`` (``waterflow.executor.presets``), whose context is held back.
         memory: Bytes, or text such as ``"24GiB"``: of a device that has no preset, or less of one that has.
 
-    Raises InvalidJobError for settings that cannot be, MemoryLimitError where not even the smallest batches fit, and
+    At the result the next larger batches do not fit: where memory grows along a line, as it does between what is captured,
+    none above does. Raises InvalidJobError for settings that cannot be, MemoryLimitError where not even the smallest batches fit, and
     CaptureError for a job whose step cannot be captured: its memory is not known before it runs.
     """
     given = [jobs] if isinstance(jobs, Job) else list(jobs)

@@ -11,11 +11,12 @@ import typer
 from rich.table import Table
 
 import waterflow
+from waterflow.batch_size import device_of
 from waterflow.config import TrainConfig, load_study, load_train
 from waterflow.gpu_plan import job_named, plan_for_gpu, renamed
 from waterflow.partition.plan import format_bytes
 from waterflow.progress import ProgressLine, results_table
-from waterflow.references import ConfigError, one_line
+from waterflow.references import ConfigError, one_line, wrong_use
 from waterflow.terminal import OtherPrograms, Pictures, Terminal
 
 if TYPE_CHECKING:
@@ -316,6 +317,8 @@ def plan(
             )
         settings = load_train(config) if config is not None else None
         if gpu is not None or memory is not None:
+            with wrong_use("--gpu, --memory"):
+                device_of(gpu, memory)
             named = [job_named(reference, Path()) for reference in model or ()]
             _plan_on_gpu(terminal, renamed([*(settings.jobs if settings else ()), *named]), gpu, memory, copies)
         elif settings is not None:

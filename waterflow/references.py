@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from waterflow.errors import WaterflowError
+from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.partition.surroundings import user_line
 
 
 class ConfigError(WaterflowError, ValueError):
     """A config that cannot be used as it is written; the message names the key."""
+
+
+@contextlib.contextmanager
+def wrong_use(where: str) -> Iterator[None]:
+    """What is refused within as a setting is a mistake of the command line or the config, at ``where``."""
+    try:
+        yield
+    except InvalidJobError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def find_function(reference: str, folder: Path, where: str) -> Callable[..., Any]:

@@ -48,19 +48,25 @@ class Footprint:
         parts = (self.operations, self.forward) == (other.operations, other.forward)
         return parts and list(map(_form, self.lives)) == list(map(_form, other.lives))
 
+    def distance(self, other: Footprint) -> int:
+        """Bytes by which the pieces of two footprints of one shape differ, summed up."""
+        pairs = zip(self.lives, other.lives, strict=True)
+        return sum(abs(one.size - another.size) for one, another in pairs) + abs(self.held - other.held)
+
+    @property
+    def held(self) -> int:
+        """What the job holds all the time."""
+        return self.persistent + self.batch
+
     def on_line(self, size: int, other: Footprint, other_size: int, wanted: int) -> Footprint | None:
         """With batches of ``wanted``, where all bytes grow along lines through this one, of ``size``, and the other.
 
-        None where the two differ in more than bytes, or a line gives no whole number there.
+        None where the two differ in more than bytes.
         """
         if not self.same_shape(other):
             return None
         values = zip(_bytes(self), _bytes(other), strict=True)
-        there = [_line(size, one, other_size, another, wanted) for one, another in values]
-        whole = [value for value in there if value is not None and value >= 0]
-        if len(whole) < len(there):
-            return None
-        given = iter(whole)
+        given = iter([_line(size, one, other_size, another, wanted) for one, another in values])
         lives = tuple(replace(life, size=next(given)) for life in self.lives)
         costs = tuple(Cost(next(given), next(given), next(given)) for _ in self.costs)
         return Footprint(lives, costs, next(given), next(given), next(given), self.forward)
@@ -79,6 +85,5 @@ def _bytes(footprint: Footprint) -> Iterator[int]:
     yield footprint.copied
 
 
-def _line(at: int, value: int, other: int, other_value: int, wanted: int) -> int | None:
-    rise, rest = divmod((other_value - value) * (wanted - at), other - at)
-    return value + rise if rest == 0 else None
+def _line(at: int, value: int, other: int, other_value: int, wanted: int) -> int:
+    return max(0, value + (other_value - value) * (wanted - at) // (other - at))

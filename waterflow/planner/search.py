@@ -12,7 +12,7 @@ from waterflow.partition.plan import format_bytes
 from waterflow.planner.sizes import SizedStep, StepSizes
 
 _LEAST_STEPS, _MOST_STEPS, _OPERATIONS = 3, 12, 40_000  # simulated, of each job
-_MOST_BATCH = 1 << 24
+_MOST_BATCH = 1 << 36
 _FURTHEST = 64  # times the largest known size: how far a line is trusted
 
 
