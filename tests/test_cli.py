@@ -233,7 +233,8 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     assert ended.exit_code == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert told["gpu"] == "v100-32g" and told["sets"] == [["a 1", "a 2"]] and len(told["largest"]["jobs"]) == 2
-    shown = run("plan", path, "--memory", "64MiB").stdout
+    shown = run("plan", path, "--memory", "64MiB", "--copies", "2", "--report", folder / "plan.png").stdout
+    assert is_png(folder / "plan.png") and "drawn: " in shown
     assert "64.0 MiB for jobs" in shown and "largest batches in 64.0 MiB" in shown
     tight = run("plan", path, "--memory", "300B")
     assert (

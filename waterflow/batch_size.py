@@ -5,9 +5,10 @@ Steps are captured and never run. What the figures mean: ``planner/search.py``.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from waterflow.errors import InvalidJobError
@@ -16,6 +17,7 @@ from waterflow.executor.presets import GPU, gpu
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, simulate
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
+from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
 from waterflow.planner.sizes import Batches, SizedStep, StepSizes
 from waterflow.together import step_and_batch
@@ -47,13 +49,14 @@ class JobBatch:
 class MaxBatchSize:
     """The largest batches of jobs side by side in ``memory`` bytes; ``context`` bytes of the GPU were held back.
 
-    ``run`` is the simulated run with those batches, its times a model; None for a job alone.
+    ``run`` is the simulated run with those batches, its times a model; None for a job alone. ``steps`` has each job's step.
     """
 
     jobs: tuple[JobBatch, ...]
     memory: int
     context: int
     run: Simulated | None
+    steps: tuple[SizedStep, ...] = field(default=(), repr=False)
 
     @property
     def size(self) -> int:
@@ -62,6 +65,11 @@ class MaxBatchSize:
         if len(sizes) > 1:
             raise ValueError(f"jobs have batches of their own: {', '.join(f'{j.name} {j.size}' for j in self.jobs)}")
         return sizes.pop()
+
+    def save_report(self, path: str | os.PathLike[str], clock: Clock | None = None) -> None:
+        """Draw a few steps with these batches: the arena's two stacks, the lanes, and the highest peak by line; a PNG."""
+        names = [job.name for job in self.jobs]
+        save_report(path, list(zip(names, self.steps)), memory=self.memory, clock=clock)
 
     def __str__(self) -> str:
         held = f", beside {format_bytes(self.context)} for the CUDA context" if self.context else ""
@@ -131,10 +139,10 @@ def find(sizes: Sequence[StepSizes], limit: int, context: int = 0, clock: Clock 
     """The same of steps that are there already; ``sizes`` has one for each job, equal jobs the same one."""
     if len(sizes) == 1:
         alone = largest_batch(sizes[0], memory=limit)
-        return MaxBatchSize((_row(sizes[0], alone.step, alone, 1.0),), limit, context, None)
+        return MaxBatchSize((_row(sizes[0], alone.step, alone, 1.0),), limit, context, None, (alone.step,))
     found = largest_mix(sizes, memory=limit, clock=clock)
     rows = [_row(*each) for each in zip(sizes, found.steps, found.alone, found.limits)]
-    return MaxBatchSize(tuple(rows), limit, context, found.run)
+    return MaxBatchSize(tuple(rows), limit, context, found.run, found.steps)
 
 
 def _row(sizes: StepSizes, step: SizedStep, alone: LargestBatch, limit: float) -> JobBatch:

@@ -13,7 +13,7 @@ from rich.table import Table
 import waterflow
 from waterflow.batch_size import device_of
 from waterflow.config import TrainConfig, load_study, load_train
-from waterflow.gpu_plan import job_named, plan_for_gpu, renamed
+from waterflow.gpu_plan import GPUPlan, job_named, plan_for_gpu, renamed
 from waterflow.partition.plan import format_bytes
 from waterflow.progress import ProgressLine, results_table
 from waterflow.references import ConfigError, one_line, wrong_use
@@ -303,6 +303,10 @@ def plan(
         list[str] | None, typer.Option(help="A model of the zoo, such as resnet50, or module:function. Repeatable.")
     ] = None,
     copies: Annotated[int, typer.Option(min=1, help="How many of each job, on the GPU.")] = 1,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.PNG", help="Draw the largest batches: memory, lanes, and the peak by line."),
+    ] = None,
     groups: Annotated[bool, typer.Option("--groups", help="Show each job's node groups (this machine only).")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -320,15 +324,13 @@ def plan(
             with wrong_use("--gpu, --memory"):
                 device_of(gpu, memory)
             named = [job_named(reference, Path()) for reference in model or ()]
-            _plan_on_gpu(terminal, renamed([*(settings.jobs if settings else ()), *named]), gpu, memory, copies)
+            jobs = renamed([*(settings.jobs if settings else ()), *named])
+            _plan_on_gpu(terminal, plan_for_gpu(jobs, copies=copies, gpu=gpu, memory=memory), report)
         elif settings is not None:
             _plan_here(terminal, settings, groups)
 
 
-def _plan_on_gpu(
-    terminal: Terminal, jobs: list[waterflow.Job], gpu: str | None, memory: str | None, copies: int
-) -> None:
-    found = plan_for_gpu(jobs, copies=copies, gpu=gpu, memory=memory)
+def _plan_on_gpu(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:
     where = found.device.name if found.device is not None else "a device"
     table = Table(title=f"{where}: {format_bytes(found.memory)} for jobs", title_justify="left", box=None)
     columns = ("job", "batch", "held", "step", "", "largest batch", "alone", "ratio")
@@ -342,6 +344,9 @@ def _plan_on_gpu(
     terminal.say(table)
     for line in found.explanation():
         terminal.say(line)
+    if report is not None and found.largest is not None:
+        found.save_report(report)
+        terminal.say(f"[dim]drawn: {report}[/dim]")
     terminal.result(found.to_dict())
 
 

@@ -60,6 +60,11 @@ class GPUPlan:
         lines += [self.reason] if self.reason is not None else []
         return lines
 
+    def save_report(self, path: Path) -> None:
+        """Draw the largest batches; nothing where there are none."""
+        if self.largest is not None:
+            self.largest.save_report(path, Clock(self.device) if self.device is not None else None)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
         jobs = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
@@ -134,7 +134,7 @@ class CapturedStep:
         held, copied = (0, self.predicted.batch) if with_batch else (self.predicted.batch, 0)
         return Footprint(
             tuple(lives), tuple(map(operation_cost, instructions)), self.predicted.persistent, held, copied,
-            self.predicted.forward,
+            self.predicted.forward, tuple(map(_line_of, instructions)),
         )  # fmt: skip
 
     def planned(self, threads: int) -> PlannedStep:
@@ -164,6 +164,11 @@ def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
     forward = next((i for i, phase in enumerate(phases) if phase != "forward"), len(phases))
     predicted = make_plan(name, memory, persistent=persistent, batch=batch, forward=forward)
     return CapturedStep(capture, lowered, memory, predicted, keep)
+
+
+def _line_of(node: fx.Node) -> str:
+    file, number, _ = node.meta.get("line", ("", 0, ""))
+    return f"{file}:{number}" if file else ""
 
 
 def input_bytes(capture: Capture) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from waterflow.partition.costs import Cost
 from waterflow.partition.liveness import Lifetime, OperationMemory, held_by
@@ -16,7 +16,8 @@ class Footprint:
 
     ``lives`` is all that the step makes, ``costs`` what each operation asks of the device; ``persistent`` counts parameters, buffers
     and optimizer state, ``batch`` one batch. Where the batch is among the lives, ``batch`` is 0 and ``copied`` counts what
-    has to come with each step. The first ``forward`` operations are the forward pass.
+    has to come with each step. The first ``forward`` operations are the forward pass. ``lines`` has the user's line behind
+    each operation, as ``file:line``.
     """
 
     lives: tuple[Lifetime, ...]
@@ -25,6 +26,7 @@ class Footprint:
     batch: int
     copied: int = 0
     forward: int | None = None
+    lines: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def operations(self) -> int:
@@ -69,7 +71,7 @@ class Footprint:
         given = iter([_line(size, one, other_size, another, wanted) for one, another in values])
         lives = tuple(replace(life, size=next(given)) for life in self.lives)
         costs = tuple(Cost(next(given), next(given), next(given)) for _ in self.costs)
-        return Footprint(lives, costs, next(given), next(given), next(given), self.forward)
+        return Footprint(lives, costs, next(given), next(given), next(given), self.forward, self.lines)
 
 
 def _form(life: Lifetime) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ import functools
 import gc
 import linecache
 import logging
+import os
 import random
 import sys
 import traceback
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 from waterflow.errors import CaptureError
 from waterflow.partition.fingerprint import Fingerprint, Look
 
-_INSIDE = (torch.__path__[0], str(Path(__file__).parents[1]))
+_INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
 @contextlib.contextmanager
