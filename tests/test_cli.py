@@ -34,6 +34,11 @@ def job(width=8, name="from-job"):
     return wf.Job(name=name, model=lambda: model(width), data=data, loss=nn.functional.cross_entropy,
                   optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
+def deep():
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    return wf.Job(name="deep", model=lambda: nn.Sequential(*layers), loss=nn.functional.mse_loss,
+                  data=[(torch.zeros(256, 64), torch.zeros(256, 64))], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
 def objective(trial):
     network = model(trial.suggest_categorical("width", [4, 8]))
     optimizer = torch.optim.SGD(network.parameters(), lr=trial.suggest_float("lr", 1e-3, 1.0, log=True))
@@ -236,6 +241,9 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     shown = run("plan", path, "--memory", "64MiB", "--copies", "2", "--report", folder / "plan.png").stdout
     assert is_png(folder / "plan.png") and "drawn: " in shown
     assert "64.0 MiB for jobs" in shown and "largest batches in 64.0 MiB" in shown
+    less = run("plan", config(folder, "jobs: [{name: deep, job: code.py:deep}]"), "--memory", "900kB").stdout
+    assert "fits alone with recompute" in less and "deep with recompute='auto' and its batch of 256: " in less
+    path = config(folder, f"jobs:\n  - {{name: a, {PIECES}}}\n")
     tight = run("plan", path, "--memory", "300B")
     assert (
         tight.exit_code == 0 and "does not fit" in tight.stdout and "even the smallest batches must fit" in tight.stdout

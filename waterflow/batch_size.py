@@ -19,6 +19,7 @@ from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
 from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
+from waterflow.planner.sets import Need, in_turns, largest_set
 from waterflow.planner.sizes import Batches, SizedStep, StepSizes
 from waterflow.together import step_and_batch
 
@@ -169,19 +170,23 @@ def device_of(name: str | GPU | None, memory: int | float | str | None) -> tuple
 __all__ = [
     "GPU",
     "Batches",
+    "Clock",
     "JobBatch",
     "LargestBatch",
     "LargestMix",
     "MaxBatchSize",
+    "Need",
     "Simulated",
     "SimulatedJob",
     "SizedStep",
     "StepSizes",
     "find",
     "gpu",
+    "in_turns",
     "largest_batch",
     "largest_mix",
+    "largest_set",
     "max_batch_size",
     "run_copies",
     "simulate",
-]  # fmt: skip
+]

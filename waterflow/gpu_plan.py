@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from waterflow.executor.presets import GPU
 from waterflow.executor.simulation import Clock
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
+from waterflow.partition.recompute import Recomputed
 from waterflow.planner.sets import Need, in_turns
 from waterflow.planner.sizes import StepSizes
 from waterflow.references import ConfigError, find_function, meant, one_line
@@ -26,7 +28,8 @@ class GPUPlan:
     """What was found for jobs on one device. Bytes.
 
     ``needs`` is what each job takes with the batch that it has, ``turns`` the sets of jobs that train together, one after
-    the other, by their places; a job in none of them does not fit. ``largest`` is None where not even the smallest
+    the other, by their places; a job in none of them does not fit, unless ``recomputed`` has what it would have to make
+    again. ``largest`` is None where not even the smallest
     batches of all fit together, for the ``reason`` given.
     """
 
@@ -35,11 +38,14 @@ class GPUPlan:
     batches: tuple[int, ...]
     needs: tuple[Need, ...]
     turns: tuple[tuple[int, ...], ...]
+    recomputed: dict[int, Recomputed]
     largest: MaxBatchSize | None
     reason: str | None
 
     def verdict(self, number: int) -> str:
         """Of one job, with the batch that it has."""
+        if number in self.recomputed:
+            return "fits alone with recompute"
         for turn, jobs in enumerate(self.turns):
             if number in jobs:
                 return "fits" if turn == 0 else f"waits: set {turn + 1} of {len(self.turns)}"
@@ -56,6 +62,10 @@ class GPUPlan:
                 f"hold {format_bytes(held)}, the highest step ({high.name}) takes {format_bytes(high.height)} more, of "
                 f"{format_bytes(self.memory)}"
             )
+        lines += [
+            f"{self.needs[i].name} with recompute='auto' and its batch of {self.batches[i]}: {cost}"
+            for i, cost in self.recomputed.items()
+        ]
         lines += str(self.largest).splitlines() if self.largest is not None else []
         lines += [self.reason] if self.reason is not None else []
         return lines
@@ -97,8 +107,14 @@ def plan_for_gpu(
         largest = find(sizes, limit, context, Clock(device) if device is not None else None)
     except MemoryLimitError as error:
         reason = one_line(error)
-    turns = tuple(in_turns(needs, limit))
-    return GPUPlan(device, limit, tuple(step.size for step in steps), needs, turns, largest, reason)
+    recomputed: dict[int, Recomputed] = {}
+    for i, (each, step, need) in enumerate(zip(sizes, steps, needs)):
+        if need.peak > limit:
+            with contextlib.suppress(MemoryLimitError):
+                cost = each.recomputed(step.size, limit - step.held)
+                recomputed |= {i: cost} if cost is not None else {}
+    batches = tuple(step.size for step in steps)
+    return GPUPlan(device, limit, batches, needs, tuple(in_turns(needs, limit)), recomputed, largest, reason)
 
 
 def job_named(reference: str, folder: Path) -> Job:

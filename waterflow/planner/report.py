@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -65,6 +66,13 @@ def save_report(
     figure.savefig(path, format="png")
 
 
+def _label(line: str) -> str:
+    """The end of its path, and what stands there."""
+    file, _, number = line.rpartition(":")
+    code = linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
+    return f"{code[:44]}   {os.sep.join(line.split(os.sep)[-2:])}" if code else line
+
+
 def _hue(job: int) -> str:
     return _HUES[job % len(_HUES)]
 
@@ -107,7 +115,7 @@ def _draw_lines(ax: Axes, name: str, step: SizedStep) -> None:
     shown, rest = made[:_MOST_LINES], made[_MOST_LINES:]
     if rest:
         shown.append((f"{len(rest)} other lines", sum(size for _, size in rest)))
-    labels = [os.sep.join(line.split(os.sep)[-2:]) for line, _ in shown]
+    labels = [_label(line) for line, _ in shown]
     ax.barh(range(len(shown)), [size / _GIB for _, size in shown], color="#4477AA")
     ax.set_yticks(range(len(shown)), [label.replace("$", r"\$") for label in labels], fontsize=8)
     ax.invert_yaxis()

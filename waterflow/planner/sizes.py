@@ -14,6 +14,7 @@ from waterflow.executor.simulation import SimulatedJob
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import make_plan
+from waterflow.partition.recompute import Recomputed
 from waterflow.step import Step
 
 Batches = Literal["job", "lane"]
@@ -128,8 +129,8 @@ class StepSizes:
         """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten."""
         if size in self._captured:
             return self._captured[size]
-        batch = pytree.tree_unflatten([self._resized(leaf, size) for leaf in self._leaves], self._form)
-        made = self._captured[size] = SizedStep(size, self.step.footprint_for(batch, with_batch=self.batches == "lane"))
+        found = self.step.footprint_for(self._batch(size), with_batch=self.batches == "lane")
+        made = self._captured[size] = SizedStep(size, found)
         self._believed.pop(size, None)
         line = self._on_line
         if len(line) < 2:
@@ -182,6 +183,16 @@ class StepSizes:
         self._on_line = [size]
         self._exact, self._from = True, 0
         self._believed.clear()
+
+    def recomputed(self, size: int, height: int) -> Recomputed | None:
+        """What a step with batches of this size would make again to be at most ``height`` bytes high; None for nothing.
+
+        Raises MemoryLimitError, whose ``needed`` is the lowest height that was found.
+        """
+        return self.step.recomputed_for(self._batch(size), recompute=height)
+
+    def _batch(self, size: int) -> Any:
+        return pytree.tree_unflatten([self._resized(leaf, size) for leaf in self._leaves], self._form)
 
     def _resized(self, leaf: Any, size: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != self.given:
