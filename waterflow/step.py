@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,16 +259,15 @@ class Step:
     def _submit_captured(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> Pending:
-        if self.engine is not None:
-            assert self.job is not None
-            variant = claim(
-                self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, self._spec, leaves,
-                batch_spec,
-            )  # fmt: skip
+        if self.engine is not None and self.job is not None:
+            variant = claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, self._spec,
+                            leaves, batch_spec)  # fmt: skip
         planned = variant.planned
         plan, native = planned.plan, planned.native
         profiled = planned.wants_profile
-        run = variant.binding.run(native, variant.given(leaves), variant.slots, profiled)
+        last = self._under_way[-1].run if self._under_way else None
+        wait = partial(self.engine.native.wait, last) if self.engine is not None and last is not None else None
+        run = variant.binding.run(native, variant.given(leaves, wait), variant.slots, profiled)
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)

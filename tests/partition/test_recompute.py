@@ -84,7 +84,7 @@ def captured(step: Any, *inputs: torch.Tensor, backward: str) -> Capture:
         if node.op == "call_function" and backward in str(node.target):
             phase = "backward"
         node.meta["phase"] = phase
-    return Capture(module.graph, {}, (), (), {}, {}, 0, 0.0)
+    return Capture(module.graph, {}, (), (), {}, {}, 0, True, 0.0)
 
 
 def targets(capture: Capture, phase: str = "backward") -> list[str]:

@@ -200,3 +200,13 @@ def test_different_jobs_get_the_same_share() -> None:
     steps = [job.at(size) for job, size in zip((one, other, one), more)]
     held = sum(step.held for step in steps)
     assert -(-held // 64) * 64 + max(step.offsets.height for step in steps) > 2**20
+
+
+def test_a_small_share_of_a_job_that_takes_no_batch_of_one() -> None:
+    wide = nn.Sequential(nn.Linear(32, 4096), nn.BatchNorm1d(4096), nn.ReLU(), nn.Linear(4096, 8))
+    step = wf.Step(wide, loss=loss, optimizer=torch.optim.SGD(wide.parameters(), lr=0.1))
+    large, tiny = StepSizes(step, (torch.zeros(4, 32), torch.zeros(4, 8))), sizes_of()
+    alone = largest_batch(large, memory="1400kB").size
+    assert alone < 10
+    found = largest_mix([large, tiny], memory="1400kB")
+    assert found.steps[0].size == 2 and found.run.peak <= 1_400_000

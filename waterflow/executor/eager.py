@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError
-from waterflow.partition.capture import in_forward, split_result
+from waterflow.partition.capture import split_result
 from waterflow.partition.operators import is_random, taking_generator
 from waterflow.partition.spec import StepSpec
+from waterflow.partition.surroundings import in_forward
 
 
 class ModelAndLoss(nn.Module):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError
+from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.executor.binding import bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.recomputing import recomputing
@@ -20,12 +21,28 @@ from waterflow.partition.fingerprint import Fingerprint, ambient_key
 from waterflow.partition.optimizers import FIRST_STEP_FLAG
 from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
-from waterflow.partition.structure import structure_key
+from waterflow.partition.structure import extent_bytes, ranges_of, state_of, structure_key
 
 Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 16
 # A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
 MOST_CAPTURES = 8
+
+
+class Ranges:
+    """The memory of tensors that lie apart."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        ranges = ranges_of(tensors)
+        self._starts, self._ends = [begin for begin, _ in ranges], [end for _, end in ranges]
+
+    def have(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a byte there."""
+        if not self._starts or not tensor.numel():
+            return False
+        begin = tensor.data_ptr()
+        at = bisect_left(self._starts, begin + extent_bytes(tensor))  # the first one behind it
+        return at > 0 and self._ends[at - 1] > begin
 
 
 @dataclass
@@ -43,14 +60,28 @@ class Variant:
     slots: list[int]
     leaves: list[int]
     structure: Hashable
-    changed_early: frozenset[int] = frozenset()  # memory that may change before the batch is read for the last time
+    # Memory of which a batch is copied, as it may change before the batch is read for the last time; and of which no batch
+    # may be, as operations that are made again would read it when it has changed.
+    changed_early: Ranges = field(default_factory=lambda: Ranges(()))
+    changed_between: Ranges = field(default_factory=lambda: Ranges(()))
     claimed: Plan | None = None
 
-    def given(self, leaves: list[Any]) -> list[Any]:
-        """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes parameters."""
+    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
+        """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.
+
+        ``before_copies`` is called before any is made: a step that still runs may change them, too.
+        """
         given = [leaves[i] for i in self.leaves]
-        if self.changed_early:
-            given = [t.clone() if t.untyped_storage().data_ptr() in self.changed_early else t for t in given]
+        inside = [i for i, tensor in enumerate(given) if self.changed_early.have(tensor)]
+        if any(map(self.changed_between.have, given)):
+            raise InvalidJobError(
+                "a step that recomputes must find its batch as it was: a tensor of this one lies in a buffer that the step "
+                "changes; pass a copy of it, or recompute=None"
+            )
+        if inside and before_copies is not None:
+            before_copies()
+        for i in inside:
+            given[i] = given[i].clone()
         return given
 
 
@@ -121,8 +152,11 @@ class Variants:
         if len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         made = Variant(key, plain, captured, self._planned(key, captured), binding, slots, positions, structure)
-        if captured.capture.early_updates:
-            made.changed_early = frozenset(p.untyped_storage().data_ptr() for p in spec.trained().values())
+        if captured.capture.early_updates or captured.recomputed is not None:
+            buffers = dict(spec.model.named_buffers())
+            written = [buffers[name] for name in captured.written_buffers]
+            made.changed_early = Ranges([*spec.trained().values(), *state_of(spec.optimizer)])
+            made.changed_between = Ranges(written if captured.recomputed is not None else ())
         self._variants[key] = made
         return made
 
@@ -154,7 +188,7 @@ class Variants:
 
     def _form(self, plain: CapturedStep, structure: Hashable, key: Hashable, height: int | None) -> CapturedStep:
         """The form of a captured step that is at most ``height`` bytes high; found, or made."""
-        if height is None:
+        if height is None or not plain.capture.apart:
             return plain
         return captures.get((structure, key, height), lambda: recomputing(plain, height))
 

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,14 @@ from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.optimizers import check_optimizer, state_keys
 from waterflow.partition.recorder import Recorder
 from waterflow.partition.spec import GraphInput, StepSpec
-from waterflow.partition.structure import moves_updates, structure_key
+from waterflow.partition.structure import lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
+    in_forward,
     no_collections,
     no_reports,
     noting_lines,
     substituted,
-    surrounding_autocast,
     undisturbed,
     user_line,
 )
@@ -62,6 +62,7 @@ class Capture:
     update_groups: dict[str, int]
     dropout_rates: dict[tuple[str, str], tuple[str, str]]
     early_updates: int  # places before the step's end where parameters change
+    apart: bool  # no two of the step's tensors lie on the same bytes
     seconds: float
 
     @property
@@ -98,7 +99,8 @@ def capture_step(
         groups = _update_groups(graph, tracer)
         rates = find_rates(graph, tracer.stand_ins)
         clean_up(graph)
-        early = update_early(graph, groups) if moves_updates(spec, looked) else 0
+        apart = lie_apart(spec, looked)
+        early = update_early(graph, groups) if spec.early_updates and apart else 0
         return Capture(
             graph=graph,
             constants=constants,
@@ -107,6 +109,7 @@ def capture_step(
             update_groups=groups,
             dropout_rates=rates,
             early_updates=early,
+            apart=apart,
             seconds=time.perf_counter() - start,
         )
 
@@ -350,22 +353,6 @@ def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict
         if not numbers and not isinstance(value, torch.Tensor):
             raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
     return result, metrics
-
-
-@contextlib.contextmanager
-def in_forward(
-    spec: StepSpec, surrounding: torch.dtype | None = None
-) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """Within, autocast is off, as it is to be in the backward pass; yields the context for the forward pass.
-
-    That casts as the step asks, or else as the autocast around the caller does.
-    """
-    kind = spec.device.type
-    wanted = spec.autocast or surrounding or surrounding_autocast(kind)
-    if wanted is not None:
-        torch.clear_autocast_cache()  # of an autocast that is still open, from before the last update
-    with torch.autocast(kind, enabled=False):
-        yield contextlib.nullcontext() if wanted is None else torch.autocast(kind, dtype=wanted)
 
 
 def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:

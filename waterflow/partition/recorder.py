@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import disable_autocast_cache, extract_val
+from torch.fx.experimental.proxy_tensor import extract_val
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ASKING = ("prim", "profiler")  # where a tensor is, and marks for profilers: nothing for the graph
@@ -51,8 +51,8 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, operations are recorded; casts of autocast, too, each time anew."""
-        with self, disable_autocast_cache():
+        """Within, operations are recorded; casts of autocast, too."""
+        with self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -60,23 +60,33 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
         rate = group["lr"]
         groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))
     optimizer = (type(spec.optimizer), tuple(groups))
-    early = moves_updates(spec, fingerprint)
-    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, early)
+    apart = lie_apart(spec, fingerprint)
+    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, spec.early_updates, apart)
     return (model, compute, optimizer, own), fingerprint
 
 
-def moves_updates(spec: StepSpec, looked: Fingerprint) -> bool:
-    """Whether updates of the step may come early: it asks for that, and no two of its tensors lie on the same bytes.
+def lie_apart(spec: StepSpec, looked: Fingerprint) -> bool:
+    """Whether no two of the step's tensors lie on the same bytes.
 
-    For a graph takes its inputs as memory of their own: a change of one would be missed where another one shows it.
+    A graph takes its inputs as memory of their own: a change of one would be missed where another one shows it. Where
+    they do not lie apart its operations stay in their order: no early updates, and nothing is made again.
     """
-    if not spec.early_updates:
-        return False
     rates = [group["lr"] for group in spec.optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
-    tensors = [*spec.model.parameters(), *spec.model.buffers(), *looked.strangers, *rates]
-    distinct = {id(t): t for t in tensors if t.layout == torch.strided and t.numel()}
-    ranges = sorted((t.data_ptr(), t.data_ptr() + extent_bytes(t)) for t in distinct.values())
+    own = [*spec.model.parameters(), *spec.model.buffers()]
+    ranges = sorted(r for kind in (own, looked.strangers, rates, state_of(spec.optimizer)) for r in ranges_of(kind))
     return all(before[1] <= after[0] for before, after in pairwise(ranges))
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors that an optimizer keeps."""
+    for entries in optimizer.state.values():
+        yield from (value for value in entries.values() if isinstance(value, torch.Tensor))
+
+
+def ranges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Where tensors lie, from the first byte to behind the last, each tensor once, in order."""
+    distinct = {id(t): t for t in tensors if t.layout == torch.strided and t.numel()}
+    return sorted((t.data_ptr(), t.data_ptr() + extent_bytes(t)) for t in distinct.values())
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:

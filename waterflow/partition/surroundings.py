@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
 from waterflow.partition.fingerprint import Fingerprint, Look
+from waterflow.partition.spec import StepSpec
 
 _INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
@@ -286,6 +287,29 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 def surrounding_autocast(device_type: str) -> torch.dtype | None:
     """The data type of the autocast that the calling thread is in; None outside of any."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextlib.contextmanager
+def in_forward(
+    spec: StepSpec, surrounding: torch.dtype | None = None
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Within, autocast is off, as it is to be in the backward pass; yields the context for the forward pass.
+
+    That casts as the step asks, or else as the autocast around the caller does.
+    """
+    kind = spec.device.type
+    wanted = spec.autocast or surrounding or surrounding_autocast(kind)
+    if wanted is not None:
+        torch.clear_autocast_cache()  # of an autocast that is still open, from before the last update
+    # The flags themselves: within a region, even one that is off, those of the user would keep their casts past their end.
+    before = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_cache_enabled(True)  # a weight that is used twice is cast once
+    try:
+        yield contextlib.nullcontext() if wanted is None else torch.autocast(kind, dtype=wanted)
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_cache_enabled(before[1])
 
 
 @contextlib.contextmanager

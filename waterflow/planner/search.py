@@ -88,7 +88,7 @@ def largest_batch(
     limit = parse_memory(memory)
     if copies < 1:
         raise InvalidJobError(f"at least one copy of a job has to be there; got copies={copies}")
-    found = _largest([sizes] * copies, [1.0] * copies, limit, beside)[0]
+    found = _largest([sizes] * copies, [1] * copies, limit, beside)[0]
     if copies == 1 and not beside:
         return LargestBatch(copies, limit, found, None)
     run = run_copies(sizes, found.size, memory=limit, copies=copies, beside=beside, steps=steps, clock=clock)
@@ -107,8 +107,7 @@ def largest_mix(
         raise InvalidJobError("there must be a job to look for a batch of; got none")
     alone = {id(job): largest_batch(job, memory=limit) for job in jobs}
     each = tuple(alone[id(job)] for job in jobs)
-    most = max(one.size for one in each)
-    found = _largest(jobs, [one.size / most for one in each], limit, ())
+    found = _largest(jobs, [one.size for one in each], limit, ())
     named = [(f"{job.step.name}-{i}", step) for i, (job, step) in enumerate(zip(jobs, found))]
     count = steps if steps is not None else _enough_steps(found)
     run = simulate([step.job(name, count) for name, step in named], memory=limit, clock=clock)
@@ -135,16 +134,20 @@ def _enough_steps(steps: Sequence[SizedStep]) -> int:
 
 
 def _largest(
-    jobs: Sequence[StepSizes], shares: Sequence[float], limit: int, beside: Sequence[SimulatedJob]
+    jobs: Sequence[StepSizes], parts: Sequence[int], limit: int, beside: Sequence[SimulatedJob]
 ) -> list[SizedStep]:
-    """The step of each job at its share of the largest size at which all of them fit; a share of 1 is there."""
-    lead = jobs[shares.index(1.0)]
+    """The step of each job, in these parts of one another, at the largest size at which all of them fit."""
+    most = max(parts)
+    lead = jobs[parts.index(most)]
     smallest: dict[int, int] = {}
 
     def sized(size: int, captured: bool = False) -> list[SizedStep]:
         steps = []
-        for job, share in zip(jobs, shares):
-            own = max(smallest.get(id(job), 1), int(size * share))
+        for job, part in zip(jobs, parts):
+            own = size * part // most
+            if own < 2 and part < most and id(job) not in smallest:  # not every step has batches of one
+                smallest[id(job)] = job.smallest().size
+            own = max(smallest.get(id(job), 1), own)
             steps.append(job.captured(own) if captured and not job.known(own) else job.at(own))
         return steps
 
