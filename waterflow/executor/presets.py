@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from waterflow.errors import InvalidJobError
 
 MIB = 1 << 20
-# What a process's CUDA context takes with kernels loaded when they are first used (CUDA 11.7 and later), in bytes: typical
-# figures as users report them (pytorch/pytorch issues 20532 and 107667: 300 to 400 MiB), more where there are more
-# multiprocessors. Workspaces of libraries come on top.
+# What a process's CUDA context takes with kernels loaded when they are first used (CUDA 11.7 and later), in bytes. Users
+# report 300 to 400 MiB for some cards (pytorch/pytorch issues 20532 and 107667); the rest is guessed from those, more where
+# there are more multiprocessors. Workspaces of libraries come on top.
 _PASCAL, _VOLTA, _AMPERE, _ADA, _HOPPER = (each * MIB for each in (300, 350, 420, 400, 520))
 
 
@@ -53,7 +53,7 @@ GPUS = (
     GPU("a100-80g", 84_987_740_160, _AMPERE, memory_rate=2_039, compute_rate=19_500, launch_ns=4_000, bus_rate=24),
     GPU("h100-80g", 81_089 * MIB, _HOPPER, memory_rate=3_350, compute_rate=67_000, launch_ns=3_000, bus_rate=48),
     GPU("h200-141g", 143_156 * MIB, _HOPPER, memory_rate=4_800, compute_rate=67_000, launch_ns=3_000, bus_rate=48),
-    GPU("rtx4090-24g", 24_217 * MIB, _ADA, memory_rate=1_008, compute_rate=82_600, launch_ns=3_000, bus_rate=24),
+    GPU("rtx4090-24g", 24_563 * MIB, _ADA, memory_rate=1_008, compute_rate=82_600, launch_ns=3_000, bus_rate=24),
 )
 
 
