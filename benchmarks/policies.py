@@ -16,6 +16,7 @@ from typing import Any
 
 import waterflow as wf
 from benchmarks import published, report
+from benchmarks.copies import sizes_of
 from benchmarks.zoo import FULL
 from waterflow import batch_size, planner
 
@@ -27,10 +28,7 @@ BY_NUMBER = {"tacotron2"}
 
 def measure(name: str, memory: int) -> list[dict[str, Any]]:
     """A row for each policy."""
-    zoo = FULL[name]
-    model = zoo.build()
-    step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()), name=name)
-    sizes = batch_size.StepSizes(step, zoo.batch(8, None))
+    sizes = sizes_of(name)
     alone = batch_size.largest_batch(sizes, memory=memory).size
     table = {32: published.V100_32GB, 16: published.P100_16GB}.get(memory // 2**30, {})
     known = table.get(name)

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import waterflow as wf
 from benchmarks import published, report
-from benchmarks.zoo import FULL
+from benchmarks.copies import sizes_of
 from waterflow import batch_size
 
 CNNS = ("resnet50", "resnet152", "inception_v3", "nasnet_mobile")
@@ -143,14 +142,6 @@ def pairs(sizes: dict[str, batch_size.StepSizes]) -> list[dict[str, Any]]:
                 "holds": ratio > batch / published.V100_32GB[name].alone,
             })  # fmt: skip
     return rows
-
-
-def sizes_of(name: str) -> batch_size.StepSizes:
-    """A model of the zoo at any batch size."""
-    zoo = FULL[name]
-    model = zoo.build()
-    step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()), name=name)
-    return batch_size.StepSizes(step, zoo.batch(8, None))
 
 
 def part(names: tuple[str, ...]) -> list[dict[str, Any]]:

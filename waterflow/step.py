@@ -265,8 +265,8 @@ class Step:
         planned = variant.planned
         plan, native = planned.plan, planned.native
         profiled = planned.wants_profile
-        last = self._under_way[-1].run if self._under_way else None
-        wait = partial(self.engine.native.wait, last) if self.engine is not None and last is not None else None
+        behind = variant.guarded and self.engine is not None and self._under_way
+        wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
         run = variant.binding.run(native, variant.given(leaves, wait), variant.slots, profiled)
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()

@@ -64,6 +64,7 @@ class Variant:
     # may be, as operations that are made again would read it when it has changed.
     changed_early: Ranges = field(default_factory=lambda: Ranges(()))
     changed_between: Ranges = field(default_factory=lambda: Ranges(()))
+    guarded: bool = False  # whether there is such memory
     claimed: Plan | None = None
 
     def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
@@ -72,6 +73,8 @@ class Variant:
         ``before_copies`` is called before any is made: a step that still runs may change them, too.
         """
         given = [leaves[i] for i in self.leaves]
+        if not self.guarded:
+            return given
         inside = [i for i, tensor in enumerate(given) if self.changed_early.have(tensor)]
         if any(map(self.changed_between.have, given)):
             raise InvalidJobError(
@@ -155,6 +158,7 @@ class Variants:
         if captured.capture.early_updates or captured.recomputed is not None:
             buffers = dict(spec.model.named_buffers())
             written = [buffers[name] for name in captured.written_buffers]
+            made.guarded = True
             made.changed_early = Ranges([*spec.trained().values(), *state_of(spec.optimizer)])
             made.changed_between = Ranges(written if captured.recomputed is not None else ())
         self._variants[key] = made
