@@ -120,6 +120,15 @@ def test_a_step_handed_in_behind_another(take: Any) -> None:
     assert_same(losses(take, ahead=True, steps=12), losses(take, captured=False, steps=12))
 
 
+def test_what_cannot_recompute_and_does_not_fit_is_refused() -> None:
+    model = Deep(overlapping=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    with wf.Engine(memory="1MiB", lanes=1, reserve=0) as engine, wf.within(engine):
+        step = wf.Step(model, step=lambda m, b: m(b, b).sum(), optimizer=optimizer, recompute="auto")
+        with pytest.raises(wf.MemoryLimitError, match="raise memory="):
+            step(torch.randn(4096, WIDTH))
+
+
 @pytest.mark.parametrize("own_region", [False, True])
 @pytest.mark.parametrize("opaque", [False, True])
 def test_autocast_casts_a_weight_once(own_region: bool, opaque: bool) -> None:

@@ -124,11 +124,11 @@ class Variants:
     def lowered(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
     ) -> Variant | None:
-        """The variant in a form that is at most ``height`` bytes high; None for steps that are not to recompute by need.
+        """The variant in a form that is at most ``height`` bytes high; None for steps that are not to, or cannot.
 
         What profiles have shown to come on top of the graph's memory counts. Raises MemoryLimitError where there is none.
         """
-        if self._recompute != "auto":
+        if self._recompute != "auto" or not variant.plain.capture.apart:
             return None
         beyond = variant.planned.plan.height - height
         above_graph = max(0, variant.planned.plan.height - variant.captured.predicted.height)
