@@ -28,6 +28,7 @@ from waterflow.partition.cleanup import clean_up
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.in_place import sum_in_place
 from waterflow.partition.optimizers import check_optimizer, state_keys
 from waterflow.partition.recorder import Recorder
 from waterflow.partition.spec import GraphInput, StepSpec
@@ -99,6 +100,7 @@ def capture_step(
         groups = _update_groups(graph, tracer)
         rates = find_rates(graph, tracer.stand_ins)
         clean_up(graph)
+        sum_in_place(graph)
         apart = lie_apart(spec, looked)
         early = update_early(graph, groups) if spec.early_updates and apart else 0
         return Capture(

@@ -1,6 +1,7 @@
-"""Shape rules for tracing, where torch's own are missing or slow.
+"""Shape rules for tracing, where torch's own are missing, slow or wrong.
 
-Fused optimizer kernels would otherwise run on real memory; a BatchNorm's shapes take 10 ms in a Python decomposition.
+Fused optimizer kernels would otherwise run on real memory; a BatchNorm's shapes take 10 ms in a Python decomposition; some
+backward passes return other strides than their rules say (torch 2.13), and what was traced behind them would copy.
 """
 
 from __future__ import annotations
@@ -70,12 +71,50 @@ def _like_first(mode: Any, *args: Any) -> Any:
         return torch.empty_like(tensors[0])
 
 
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are alike but for their strides, so that neither is broadcast or converted."""
+    return first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
+
+
+def _contiguous_loss(mode: Any, gradient: Any, x: Any, target: Any, *_: Any) -> Any:
+    """Gradients of these losses are made by ``zeros_like`` with a contiguous memory format."""
+    if not _alike(x, target):
+        return NotImplemented
+    with mode:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _contiguous_softmax(mode: Any, gradient: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    if not _alike(gradient, output) or output.dtype != dtype:
+        return NotImplemented
+    with mode:
+        return torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+def _elementwise(mode: Any, gradient: Any, *args: Any, **kwargs: Any) -> Any:
+    """Strides as of any operation of two operands in this order."""
+    (x,) = [a for a in args if isinstance(a, torch.Tensor)]
+    if not _alike(gradient, x):
+        return NotImplemented
+    with mode:
+        return torch.mul(gradient, x)
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_UPDATES, _changes_in_place),
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.relu.default: _like_first,
     aten.threshold_backward.default: _like_first,
+    aten.mse_loss_backward.default: _contiguous_loss,
+    aten.smooth_l1_loss_backward.default: _contiguous_loss,
+    aten.huber_loss_backward.default: _contiguous_loss,
+    aten._log_softmax_backward_data.default: _contiguous_softmax,
+    aten.hardtanh_backward.default: _elementwise,
+    aten.hardswish_backward.default: _elementwise,
+    aten.hardsigmoid_backward.default: _elementwise,
+    aten.elu_backward.default: _elementwise,
+    aten.softplus_backward.default: _elementwise,
 }
 
 
