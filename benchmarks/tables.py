@@ -83,7 +83,7 @@ def most_overlap(step: batch_size.SizedStep, room: int, clock: batch_size.Clock)
     h(t) over the share t of a step's time: a share x of both can overlap only if h(t) + h(x - t) fits for all t up to x.
     What overlaps takes at most twice as long, where the lanes share all that they use: then 2x of 2 are overlapped.
     """
-    times = np.array([clock.work([cost])[0] for cost in step.footprint.costs], dtype=float)
+    times = np.array([clock.work(cost)[0] for cost in step.footprint.costs], dtype=float)
     live = np.array(step.offsets.resident, dtype=float)
     order = np.argsort(live)
     until = np.cumsum(times[order]) / times.sum()

@@ -49,12 +49,10 @@ def launches(offsets: Offsets) -> Offsets:
 def test_work_of_operations() -> None:
     whole = _C.DeviceClock.whole
     clock = Clock(GPU("made up", 1 << 40, 0, memory_rate=4, compute_rate=8, launch_ns=10, bus_rate=1))
-    assert clock.work([]) == clock.work([Cost()]) == (0, 0, 0)
-    assert clock.work([Cost(bytes=40)]) == (10, whole, 0)
-    assert clock.work([Cost(bytes=41, flops=80)]) == (11, 41 * whole // 44, 80 * whole // 88)
-    assert clock.work([Cost(bytes=40, flops=160, launches=2)]) == (40, whole // 4, whole // 2)
-    # A group: 10 nanoseconds of bytes, 10 of arithmetic.
-    assert clock.work([Cost(bytes=40), Cost(flops=80)]) == (20, whole // 2, whole // 2)
+    assert clock.work(Cost()) == (0, 0, 0)
+    assert clock.work(Cost(bytes=40)) == (10, whole, 0)
+    assert clock.work(Cost(bytes=41, flops=80)) == (11, 41 * whole // 44, 80 * whole // 88)
+    assert clock.work(Cost(bytes=40, flops=160, launches=2)) == (40, whole // 4, whole // 2)
 
 
 def test_one_job_by_hand() -> None:
@@ -113,6 +111,35 @@ def test_groups_of_a_plan_hold_their_highest_operation() -> None:
     step = simulated_step(SimulatedJob("a", offsets, ends=(2, 4)), BYTE)
     result = run([(step, 1)], 320, clock=BYTE)
     assert [(s.peak, s.after, s.end - s.start) for s in result.spans] == [(128, 64, 3), (320, 0, 7)]
+
+
+def test_operations_of_a_group_keep_their_own_shares() -> None:
+    def step(*costs: Cost, **of_job: Any) -> SimulatedJob:
+        offsets = place([Lifetime(0, len(costs) - 1, 64, reads=(), writes=(0,))], len(costs), costs=costs)
+        return SimulatedJob("a", offsets, **of_job)
+
+    # Half of the bandwidth for 20. Bytes take 15 instead of 10 beside it, arithmetic then 10; half bytes and half
+    # arithmetic, as they are on the average, would run at full speed, for 20.
+    half = step(Cost(bytes=10, launches=10))
+    mixed = (Cost(bytes=10), Cost(flops=10))
+    # The same where a copy over the bus comes first: 10 at full speed, then 15.
+    for one in (step(*mixed), step(*mixed, ends=(2,)), step(Cost(bytes=10), copied=10)):
+        done = simulate([one, half], memory=256, run_ahead=1, clock=BYTE)
+        assert (done.makespan, done.alone, done.overlapped, max(done.busy)) == (25, 40, 25, 25), one
+    # A stalled group takes longer behind its operations, and uses nothing then.
+    stalls = Clock(UNIT, stalled=1000, stall_ns=1000)
+    done = simulate([step(*mixed, ends=(2,))], memory=256, clock=stalls)
+    assert done.makespan == done.alone > 20
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=2))
+def test_groups_take_as_long_as_their_operations_one_by_one(seeds: list[int]) -> None:
+    cut = [dataclasses.replace(random_job(f"job-{i}", random.Random(seed)), steps=1) for i, seed in enumerate(seeds)]
+    whole = [dataclasses.replace(job, ends=(len(job.offsets.heights),)) for job in cut]
+    single = [dataclasses.replace(job, ends=None) for job in cut]
+    memory = sum(job.persistent + job.batch + job.offsets.height for job in cut) + 64
+    took = [simulate(jobs, memory=memory, run_ahead=1, clock=BYTE) for jobs in (cut, whole, single)]
+    assert len({(done.makespan, done.alone, sum(done.busy), done.overlapped, done.waits) for done in took}) == 1
 
 
 def test_a_job_that_does_not_fit_is_refused_by_its_numbers() -> None:
@@ -303,6 +330,8 @@ def test_copies_of_small_models(name: str) -> None:
 def test_wrong_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="a step of 1 groups needs a time for each"):
         _C.SimulatedStep([1], [0], [], [0, 0], [])
-    step = _C.SimulatedStep([100], [0], [(1, 0, 0)], [0, 0], [])
+    with pytest.raises(ValueError, match="a step of 1 groups needs a time for each"):
+        _C.SimulatedStep([1], [0], [[]], [0, 0], [])
+    step = _C.SimulatedStep([100], [0], [[(1, 0, 0)]], [0, 0], [])
     with pytest.raises(ValueError, match="reaches 100 bytes does not fit into an arena of 64"):
         run([(step, 1)], 64, clock=BYTE)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from waterflow import _C
-from waterflow.executor.simulation import Clock, SimulatedJob
-from waterflow.partition.costs import Cost
+from waterflow.executor.simulation import Clock, SimulatedJob, work_of
 from waterflow.partition.offsets import Offsets
 
 Group = tuple[int, int, int]  # job, first operation, one past the last
@@ -25,7 +24,8 @@ def pool_steps(jobs: Sequence[SimulatedJob], clock: Clock) -> list[_C.PoolStep]:
         if key not in made:
             lives = job.offsets.lives
             births, deaths = [life.birth for life in lives], [life.death for life in lives]
-            made[key] = _C.PoolStep(_work(job, clock), births, deaths, [life.size for life in lives], _copy(job, clock))
+            sizes = [life.size for life in lives]
+            made[key] = _C.PoolStep(work_of(job.offsets, clock), births, deaths, sizes, clock.copy_ns(job.batch))
     return [made[id(job.offsets), job.batch] for job in jobs]
 
 
@@ -45,14 +45,6 @@ def unplaced_steps(jobs: Sequence[SimulatedJob], clock: Clock) -> list[tuple[_C.
         if key not in made:
             resident, after = list(job.offsets.resident), live_after(job.offsets)
             first = [0] * (len(resident) + 1)
-            made[key] = _C.SimulatedStep(resident, after, _work(job, clock), first, [], _copy(job, clock))
+            work = [[each] for each in work_of(job.offsets, clock)]
+            made[key] = _C.SimulatedStep(resident, after, work, first, [], clock.copy_ns(job.batch))
     return [(made[id(job.offsets), job.batch], job.steps) for job in jobs]
-
-
-def _work(job: SimulatedJob, clock: Clock) -> list[tuple[int, int, int]]:
-    costs = job.offsets.costs or (Cost(),) * len(job.offsets.heights)
-    return [clock.work([cost]) for cost in costs]
-
-
-def _copy(job: SimulatedJob, clock: Clock) -> int:
-    return -(-job.batch // clock.gpu.bus_rate)

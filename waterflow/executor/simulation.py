@@ -4,7 +4,8 @@ The order of groups is the real one (``csrc/admission.h``, ``csrc/barrier.h``, `
 not a measurement. Alone, an operation takes its launches, and then as long as its bytes or its arithmetic at the peak
 rates of a GPU, whichever is longer. What runs at the same time shares those rates (``csrc/device_clock.h``): where two
 lanes together ask for more than there is, both slow down. So lanes win by what the other one leaves idle: launches,
-bandwidth beside arithmetic. Batches are copied beside that, at the rate of the bus.
+bandwidth beside arithmetic. The operations of a group run one after the other, each with its own shares. Batches are
+copied beside that, at the rate of the bus.
 """
 
 from __future__ import annotations
@@ -39,28 +40,22 @@ class Clock:
     stalled: int = 0
     stall_ns: int = 0
 
-    def work(self, costs: Sequence[Cost], copied: int = 0) -> tuple[int, int, int]:
-        """Nanoseconds of operations one by one, alone, and the shares of bandwidth and arithmetic that they use.
-
-        ``copied`` bytes come over the bus first.
-
-        Shares are means over that time, in millionths, as the device's clock takes them: a group of unlike operations
-        fits beside another more smoothly than they would one by one.
-        """
-        nanoseconds = sum(self._alone(cost) for cost in costs) + -(-copied // self.gpu.bus_rate)
+    def work(self, cost: Cost) -> tuple[int, int, int]:
+        """Nanoseconds of an operation, alone, and the shares of bandwidth and arithmetic that it uses, in millionths."""
+        bound = max(-(-cost.bytes // self.gpu.memory_rate), -(-cost.flops // self.gpu.compute_rate))
+        nanoseconds = cost.launches * self.gpu.launch_ns + bound
         if nanoseconds == 0:
             return 0, 0, 0
-        moved, done = sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs)
         whole = _C.DeviceClock.whole
         return (
             nanoseconds,
-            moved * whole // (self.gpu.memory_rate * nanoseconds),
-            done * whole // (self.gpu.compute_rate * nanoseconds),
+            cost.bytes * whole // (self.gpu.memory_rate * nanoseconds),
+            cost.flops * whole // (self.gpu.compute_rate * nanoseconds),
         )
 
-    def _alone(self, cost: Cost) -> int:
-        bound = max(-(-cost.bytes // self.gpu.memory_rate), -(-cost.flops // self.gpu.compute_rate))
-        return cost.launches * self.gpu.launch_ns + bound
+    def copy_ns(self, copied: int) -> int:
+        """Nanoseconds of so many bytes over the bus."""
+        return -(-copied // self.gpu.bus_rate)
 
 
 @dataclass(frozen=True)
@@ -181,15 +176,22 @@ def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.Si
             touches[operation].append((at, life.size, False))
         for operation in life.writes:
             touches[operation].append((at, life.size, True))
-    costs = offsets.costs or (Cost(),) * operations
-    peaks, afters, work, first, flat = [], [], [], [0], []
+    works = work_of(offsets, clock)
+    groups = [works[begin:end] for begin, end in pairwise((0, *ends))]
+    peaks, afters, first, flat = [], [], [0], []
     for begin, end in pairwise((0, *ends)):
         peaks.append(max(offsets.heights[begin:end]))
         afters.append(after[end - 1])
-        work.append(clock.work(costs[begin:end], job.copied if begin == 0 else 0))
         flat += [touch for operation in touches[begin:end] for touch in operation]
         first.append(len(flat))
-    return _C.SimulatedStep(peaks, afters, work, first, flat, -(-job.batch // clock.gpu.bus_rate))
+    if job.copied:
+        groups[0].insert(0, (clock.copy_ns(job.copied), 0, 0))
+    return _C.SimulatedStep(peaks, afters, groups, first, flat, clock.copy_ns(job.batch))
+
+
+def work_of(offsets: Offsets, clock: Clock) -> list[tuple[int, int, int]]:
+    """The work of each operation of a step; a step whose costs are not known takes no time."""
+    return [clock.work(cost) for cost in offsets.costs or (Cost(),) * len(offsets.heights)]
 
 
 def run(

@@ -24,7 +24,7 @@ uint64_t next_random(uint64_t& state) {
 
 }  // namespace
 
-SimulatedStep::SimulatedStep(Heights heights_, std::vector<Work> work_, std::vector<int64_t> first_,
+SimulatedStep::SimulatedStep(Heights heights_, std::vector<std::vector<Work>> work_, std::vector<int64_t> first_,
                              std::vector<Touch> touches_, int64_t copy_ns)
     : heights(std::move(heights_)),
       work(std::move(work_)),
@@ -33,7 +33,8 @@ SimulatedStep::SimulatedStep(Heights heights_, std::vector<Work> work_, std::vec
       copy_ns(copy_ns) {
   const auto groups = static_cast<size_t>(heights.groups());
   if (work.size() != groups || first.size() != groups + 1 || first.front() != 0 ||
-      first.back() != static_cast<int64_t>(touches.size()) || !std::is_sorted(first.begin(), first.end())) {
+      first.back() != static_cast<int64_t>(touches.size()) || !std::is_sorted(first.begin(), first.end()) ||
+      std::any_of(work.begin(), work.end(), [](const auto& operations) { return operations.empty(); })) {
     throw std::invalid_argument("a step of " + std::to_string(groups) +
                                 " groups needs a time for each, and where its touches begin and end");
   }
@@ -113,6 +114,7 @@ void Simulation::handle(const DeviceClock::Done& done) {
   if (done.lane < std::ssize(lanes_)) {
     Lane& lane = *lanes_[done.lane];
     const EventId event = lane.in_flight.front();
+    if (items_.at(event) != done.item) return;  // in mid-group
     lane.in_flight.pop_front();
     if (!settings_.host_learns) return;
     device_->advance(event);
@@ -204,12 +206,18 @@ void Simulation::issue(Job& job) {
   touch(job, lane);
   lane.held = after;
 
-  const Work work = stalled(step.work[group]);
-  result_.alone += work.nanoseconds;
-  const EventId event = enqueue(lane.index, lane.stream, work);
+  ItemId first = -1, last = -1;
+  const auto take = [&](const Work& work) {
+    last = enqueue(lane.index, work);
+    if (first < 0) first = last;
+    result_.alone += work.nanoseconds;
+  };
+  for (const Work& work : step.work[group]) take(work);
+  if (const int64_t longer = stall(); longer > 0) take({longer});
+  const EventId event = record(lane.stream, last);
   arena.order.after(lane.end, peak, event, after);
   lane.in_flight.push_back(event);
-  of_spans_.push_back(items_.at(event));
+  of_spans_.emplace_back(first, last);
   result_.spans.push_back({job.number, job.done, group, lane.index, clock_.now(), -1, -1, peak, after});
 
   if (!arena.admission.complete(job.number)) {
@@ -255,7 +263,7 @@ void Simulation::access(const Job& job, StreamId stream, uintptr_t at, int64_t b
 void Simulation::copy_batch(Job& job) {
   wait(copies_, job.last);
   access(job, copies_, job.batch, kGranularity, true);
-  job.copied = enqueue(static_cast<int32_t>(lanes_.size()), copies_, {job.step->copy_ns});
+  job.copied = record(copies_, enqueue(static_cast<int32_t>(lanes_.size()), {job.step->copy_ns}));
   copying_.push_back(&job);
 }
 
@@ -265,23 +273,22 @@ void Simulation::wait(StreamId stream, std::optional<EventId> event) {
   waited_for_.push_back(items_.at(*event));
 }
 
-EventId Simulation::enqueue(int32_t lane, StreamId stream, const Work& work) {
-  const EventId event = device_->record(stream);
-  items_.emplace(event, clock_.add(lane, work, waited_for_));
+ItemId Simulation::enqueue(int32_t lane, const Work& work) {
+  const ItemId item = clock_.add(lane, work, waited_for_);
   waited_for_.clear();
+  return item;
+}
+
+EventId Simulation::record(StreamId stream, ItemId behind) {
+  const EventId event = device_->record(stream);
+  items_.emplace(event, behind);
   return event;
 }
 
-// The same work over a longer time.
-Work Simulation::stalled(Work work) {
-  if (settings_.stalled == 0 || settings_.stall_ns == 0) return work;
-  if (static_cast<int32_t>(next_random(random_) % 1000) >= settings_.stalled) return work;
-  const int64_t alone = work.nanoseconds;
-  work.nanoseconds += static_cast<int64_t>(next_random(random_) % static_cast<uint64_t>(settings_.stall_ns + 1));
-  if (work.nanoseconds == 0) return work;
-  work.memory = work.memory * alone / work.nanoseconds;  // within bounds: kLongest * kWhole < 2**63
-  work.compute = work.compute * alone / work.nanoseconds;
-  return work;
+int64_t Simulation::stall() {
+  if (settings_.stalled == 0 || settings_.stall_ns == 0) return 0;
+  if (static_cast<int32_t>(next_random(random_) % 1000) >= settings_.stalled) return 0;
+  return static_cast<int64_t>(next_random(random_) % static_cast<uint64_t>(settings_.stall_ns + 1));
 }
 
 // -- afterwards
@@ -298,8 +305,8 @@ void Simulation::measure() {
   result_.busy.assign(lanes_.size(), 0);
   for (size_t i = 0; i < result_.spans.size(); ++i) {
     auto& span = result_.spans[i];
-    span.start = clock_.start_of(of_spans_[i]);
-    span.end = clock_.end_of(of_spans_[i]);
+    span.start = clock_.start_of(of_spans_[i].first);
+    span.end = clock_.end_of(of_spans_[i].second);
     result_.busy[span.lane] += span.end - span.start;
     if (span.start < span.end) edges.push_back({span.start, true, i});
     edges.push_back({span.end, false, i});

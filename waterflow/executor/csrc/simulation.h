@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "../../allocator/csrc/simulated_device.h"
@@ -23,16 +24,18 @@ struct Touch {
   bool write;
 };
 
-// One step of a job, group by group. Group g touches touches[first[g]] up to touches[first[g + 1]], in this order.
+// One step of a job, group by group. Group g is the operations work[g], one after the other, and touches
+// touches[first[g]] up to touches[first[g + 1]], in this order.
 struct SimulatedStep {
   Heights heights;
-  std::vector<Work> work;
+  std::vector<std::vector<Work>> work;
   std::vector<int64_t> first;
   std::vector<Touch> touches;
   int64_t copy_ns;  // of one batch, from the host
 
-  SimulatedStep(Heights heights, std::vector<Work> work, std::vector<int64_t> first, std::vector<Touch> touches,
-                int64_t copy_ns);
+  // Throws std::invalid_argument for a group without work, and for touches that do not go by groups.
+  SimulatedStep(Heights heights, std::vector<std::vector<Work>> work, std::vector<int64_t> first,
+                std::vector<Touch> touches, int64_t copy_ns);
 };
 
 struct SimulationSettings {
@@ -123,9 +126,10 @@ class Simulation {
   void handle(const DeviceClock::Done& done);
   // The stream waits for the event, and so does what is issued next.
   void wait(StreamId stream, std::optional<EventId> event);
-  // What is issued next on this lane of the clock, behind all that was waited for; the event behind it.
-  EventId enqueue(int32_t lane, StreamId stream, const Work& work);
-  Work stalled(Work work);
+  // Issues work on this lane of the clock, behind all that was waited for.
+  ItemId enqueue(int32_t lane, const Work& work);
+  EventId record(StreamId stream, ItemId behind);
+  int64_t stall();  // nanoseconds that the next group takes longer
   void measure();
 
   SimulationSettings settings_;
@@ -133,11 +137,11 @@ class Simulation {
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::vector<std::unique_ptr<Job>> jobs_;
-  std::deque<Job*> ready_;                     // the step before is issued and the batch is there
-  DeviceClock clock_;                          // a lane of its own for copies, behind all others
-  std::unordered_map<EventId, ItemId> items_;  // of the clock, that end with an event
-  std::vector<ItemId> waited_for_;             // by what is issued next
-  std::vector<ItemId> of_spans_;
+  std::deque<Job*> ready_;                           // the step before is issued and the batch is there
+  DeviceClock clock_;                                // a lane of its own for copies, behind all others
+  std::unordered_map<EventId, ItemId> items_;        // of the clock, that end with an event
+  std::vector<ItemId> waited_for_;                   // by what is issued next
+  std::vector<std::pair<ItemId, ItemId>> of_spans_;  // first and last
   StreamId copies_ = 0;
   std::deque<Job*> copying_;  // whose batches are on their way, in this order
   uint64_t random_;

@@ -44,14 +44,18 @@ void bind_simulation(py::module_& m) {
 
   py::class_<SimulatedStep, std::shared_ptr<SimulatedStep>>(m, "SimulatedStep")
       .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after,
-                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& work, std::vector<int64_t> first,
-                       const std::vector<std::tuple<int64_t, int64_t, bool>>& touches, int64_t copy_ns) {
+                       const std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t>>>& work,
+                       std::vector<int64_t> first, const std::vector<std::tuple<int64_t, int64_t, bool>>& touches,
+                       int64_t copy_ns) {
              std::vector<Touch> made;
              made.reserve(touches.size());
              for (const auto& [offset, bytes, write] : touches) made.push_back({offset, bytes, write});
-             std::vector<Work> times;
-             times.reserve(work.size());
-             for (const auto& [nanoseconds, memory, compute] : work) times.push_back({nanoseconds, memory, compute});
+             std::vector<std::vector<Work>> times(work.size());
+             for (size_t g = 0; g < work.size(); ++g) {
+               for (const auto& [nanoseconds, memory, compute] : work[g]) {
+                 times[g].push_back({nanoseconds, memory, compute});
+               }
+             }
              return std::make_shared<SimulatedStep>(Heights(std::move(peak), std::move(after)), std::move(times),
                                                     std::move(first), std::move(made), copy_ns);
            }),
