@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,63 +14,120 @@ from waterflow import _C
 from waterflow.executor.captured import CapturedStep
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP
-from waterflow.partition.spec import StepSpec
+from waterflow.partition.spec import GraphInput, StepSpec
 
 
-def bind(captured: CapturedStep, spec: StepSpec, accumulators: dict[str, torch.Tensor],
-         first_step: dict[str, bool], looked: Fingerprint) -> tuple[_C.Binding, list[int], list[int]]:  # fmt: skip
-    """Fill a program's lasting inputs from the model and the optimizer.
+@dataclass(frozen=True)
+class Owner:
+    """Whose tensors and numbers fill a step's inputs.
 
-    Optimizer state that does not exist yet is created, as the optimizer itself would. ``accumulators`` are
-    gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the update reads;
-    ``looked`` is what the key of the job's step was made from.
-    Returns the binding, the slots of the batch's tensors, and the leaf that each comes from.
+    ``accumulators`` are gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the
+    update reads; ``looked`` is what the key of the job's step was made from.
     """
-    lowered = captured.lowered
-    binding = _C.Binding(lowered.program)
-    tensors: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
-    tensors.update(spec.model.named_buffers())
-    groups = spec.optimizer.param_groups
-    batch_slots: list[int] = []
-    batch_leaves: list[int] = []
-    placeholders = [node for node in captured.capture.graph.nodes if node.op == "placeholder"]
-    for slot, given in enumerate(lowered.inputs):
-        used = slot >= len(placeholders) or bool(placeholders[slot].users)
-        if given.kind == "batch":
-            batch_slots.append(slot)
-            batch_leaves.append(given.leaf)
-        elif not used:
-            continue
-        elif given.kind in ("parameter", "buffer"):
-            binding.set_input(slot, tensors[given.name])
+
+    spec: StepSpec
+    accumulators: dict[str, torch.Tensor]
+    first_step: dict[str, bool]
+    looked: Fingerprint
+    tensors: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = [*self.spec.model.named_parameters(), *self.spec.model.named_buffers()]
+        object.__setattr__(self, "tensors", dict(named))
+
+    def fill(self, binding: _C.Binding, slot: int, given: GraphInput) -> None:
+        """Give an input its tensor or number. Optimizer state that does not exist yet is created, as by the optimizer."""
+        spec, groups = self.spec, self.spec.optimizer.param_groups
+        if given.kind in ("parameter", "buffer"):
+            binding.set_input(slot, self.tensors[given.name])
         elif given.kind == "stranger":
-            binding.set_input(slot, looked.strangers[given.leaf])
+            binding.set_input(slot, self.looked.strangers[given.leaf])
         elif given.kind == "state":
-            binding.set_input(slot, _state_entry(spec.optimizer, tensors[given.name], given.key))
+            binding.set_input(slot, _state_entry(spec.optimizer, self.tensors[given.name], given.key))
         elif given.kind == "accumulator":
-            if given.name not in accumulators:
-                accumulators[given.name] = torch.zeros_like(tensors[given.name].detach())
-            binding.set_input(slot, accumulators[given.name])
+            if given.name not in self.accumulators:
+                self.accumulators[given.name] = torch.zeros_like(self.tensors[given.name].detach())
+            binding.set_input(slot, self.accumulators[given.name])
         elif given.kind == "rate":
             single = spec.device.type == "cuda"
             binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
         elif given.kind == "wrapped" or (given.kind == "number" and given.group < 0):
-            rate = spec.model.get_submodule(given.name).p
-            binding.set_number(slot, rate if given.key == "drop" else 1.0 - rate, given.kind == "wrapped")
+            binding.set_number(slot, self.dropout_rate(given), given.kind == "wrapped")
         elif given.kind == "number":
             key, index = GROUP_NUMBERS[given.key]
             binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number, False)
         else:
             key = f"{FIRST_STEP_FLAG}:{given.group}"
-            first_step.setdefault(key, False)
-            binding.read(slot, first_step, key, -1, _C.Binding.Kind.flag, False)
+            self.first_step.setdefault(key, False)
+            binding.read(slot, self.first_step, key, -1, _C.Binding.Kind.flag, False)
+
+    def dropout_rate(self, given: GraphInput) -> float:
+        """The share that a dropout module drops, or keeps."""
+        rate = float(self.spec.model.get_submodule(given.name).p)  # type: ignore[arg-type]
+        return rate if given.key == "drop" else 1.0 - rate
+
+    def watch(self, binding: _C.Binding) -> None:
+        """From now on the binding tells whether any of what it was made from is another object."""
+        _watch_model(binding, self.spec.model)
+        _watch_looks(binding, self.looked)
+        _watch_optimizer(binding, self.spec.optimizer)
+
+
+def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], list[int]]:
+    """Fill a program's lasting inputs from one job's model and optimizer.
+
+    Returns the binding, the slots of the batch's tensors, and the leaf that each comes from.
+    """
+    binding, slots, leaves = _open(captured, lambda binding, slot, given: owner.fill(binding, slot, given))
+    owner.watch(binding)
+    binding.finish_inputs()
+    return binding, slots, leaves
+
+
+def bind_stacked(
+    captured: CapturedStep, owners: Sequence[Owner], live: Sequence[bool], stacks: Mapping[str, torch.Tensor]
+) -> tuple[_C.Binding, list[int], list[int]]:
+    """The same for a step of several jobs, an owner for each; ``stacks`` has their parameters and buffers by name.
+
+    Only those that are ``live`` are watched.
+    """
+
+    def fill(binding: _C.Binding, slot: int, given: GraphInput) -> None:
+        if given.job >= 0:
+            owners[given.job].fill(binding, slot, given)
+        elif given.kind == "rates":
+            dtype = captured.capture.input_dtype(slot)
+            binding.set_input(slot, torch.tensor([owner.dropout_rate(given) for owner in owners], dtype=dtype))
+        else:
+            binding.set_input(slot, stacks[given.name])
+
+    binding, slots, leaves = _open(captured, fill)
+    for owner, lives in zip(owners, live):
+        if lives:
+            owner.watch(binding)
+            for name in stacks:
+                binding.watch_storage(owner.tensors[name])
+    binding.finish_inputs()
+    return binding, slots, leaves
+
+
+def _open(
+    captured: CapturedStep, fill: Callable[[_C.Binding, int, GraphInput], None]
+) -> tuple[_C.Binding, list[int], list[int]]:
+    lowered = captured.lowered
+    binding = _C.Binding(lowered.program)
+    slots: list[int] = []
+    leaves: list[int] = []
+    placeholders = [node for node in captured.capture.graph.nodes if node.op == "placeholder"]
+    for slot, given in enumerate(lowered.inputs):
+        if given.kind == "batch":
+            slots.append(slot)
+            leaves.append(given.leaf)
+        elif slot >= len(placeholders) or placeholders[slot].users:
+            fill(binding, slot, given)
     for slot, constant in lowered.constants:
         binding.set_input(slot, constant)
-    _watch_model(binding, spec.model)
-    _watch_looks(binding, looked)
-    _watch_optimizer(binding, spec.optimizer)
-    binding.finish_inputs()
-    return binding, batch_slots, batch_leaves
+    return binding, slots, leaves
 
 
 def _state_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:

@@ -104,20 +104,20 @@ class _Lowering:
 
     def _group_numbers(self, calls: Sequence[fx.Node]) -> dict[tuple[fx.Node, str], int]:
         """A slot for each number of an update, so that it may change from step to step."""
-        slots: dict[tuple[int, str], int] = {}
+        slots: dict[tuple[int, str, int], int] = {}
         found = {}
         for node in calls:
             if not is_update(node.target):
                 continue
-            group = self.capture.update_groups[node.name]
+            group, job = self.capture.update_groups[node.name], node.meta.get("job", -1)
             for argument in node.target._schema.arguments:
                 if argument.name in GROUP_NUMBERS:
-                    given = GraphInput("number", key=argument.name, group=group)
+                    given = GraphInput("number", key=argument.name, group=group, job=job)
                 elif argument.name == FIRST_STEP_FLAG:
-                    given = GraphInput("flag", key=argument.name, group=group)
+                    given = GraphInput("flag", key=argument.name, group=group, job=job)
                 else:
                     continue
-                where = (group, argument.name)
+                where = (group, argument.name, job)
                 if where not in slots:
                     slots[where] = len(self.inputs)
                     self.inputs.append(given)
@@ -127,8 +127,8 @@ class _Lowering:
         for (node_name, argument_name), (module, share) in self.capture.dropout_rates.items():
             if node_name not in by_name:
                 continue  # cleaned away
-            wrapped = wraps_numbers(by_name[node_name].target)
-            given = GraphInput("wrapped" if wrapped else "number", name=module, key=share)
+            wrapped, job = wraps_numbers(by_name[node_name].target), by_name[node_name].meta.get("job", -1)
+            given = GraphInput("wrapped" if wrapped else "number", name=module, key=share, job=job)
             if given not in rates:
                 rates[given] = len(self.inputs)
                 self.inputs.append(given)
@@ -227,7 +227,7 @@ class _Lowering:
             if number is not None:
                 arguments.append(("slot", number, False))
             elif argument.name == "generator" and value is None and random:
-                arguments.append(("generator",))
+                arguments.append(("generator", node.meta.get("job", 0)))
             elif isinstance(value, fx.Node):
                 slot = self.slots[value]
                 # The value moves into the call at the last of its last uses' arguments only if it stands once.
@@ -251,8 +251,9 @@ class _Lowering:
             drops=sorted(drops - moved),
             expected=self._expected(node, values),
             result_is_list=len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]",
-            random=random,
+            random=node.meta.get("job", 0) if random else -1,
             view=view,
+            job=node.meta.get("job", -1),
         )
 
     def _add_alias(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int]) -> None:
@@ -265,6 +266,7 @@ class _Lowering:
             offset=made.storage_offset() - base.storage_offset(),
             expected=list(base.stride()),
             drops=sorted(drops),
+            job=node.meta.get("job", -1),
         )
 
     def _expected(self, node: fx.Node, values: Sequence[Any]) -> list[tuple[int, int, list[int]]]:

@@ -50,18 +50,18 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
     """Views that are made directly, from sizes and strides, and the node whose memory each looks at.
 
     A view of a view looks at the first one's base. Left out are those that are ``apart``, and memory that an operation
-    writes into: there a base with other strides than the captured ones could not be replaced by a copy.
+    behind them writes into: there a base with other strides than the captured ones could not be replaced by a copy.
     """
     written = {
-        storage_id(value.meta["val"])
-        for node in calls
+        storage_id(value.meta["val"]): at
+        for at, node in enumerate(calls)
         for argument, values in zip(node.target._schema.arguments, node.args)
         if argument.alias_info is not None and argument.alias_info.is_write
         for value in (values if isinstance(values, (list, tuple)) else [values])
         if isinstance(value, fx.Node)
     }
     bases: dict[fx.Node, fx.Node] = {}
-    for node in calls:
+    for at, node in enumerate(calls):
         if node in apart or not (is_view(node.target) or node.target in _UNDECLARED_VIEWS):
             continue
         source, made = node.args[0], node.meta.get("val")
@@ -73,7 +73,7 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
             and not made.is_complex()
             and made.layout == given.layout == torch.strided
             and storage_id(made) == storage_id(given)
-            and storage_id(made) not in written
+            and written.get(storage_id(made), -1) < at
         ):
             bases[node] = bases.get(source, source)
     return bases

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError
-from waterflow.executor.binding import bind, missing_momentum
+from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
@@ -150,8 +150,9 @@ class Variants:
         for number, group in enumerate(spec.optimizer.param_groups):
             flag = f"{FIRST_STEP_FLAG}:{number}"
             self._first_step[flag] = self._first_step.get(flag, False) or missing_momentum(spec.optimizer, group)
-        binding, slots, positions = bind(captured, spec, self._accumulators, self._first_step, looked)
-        binding.set_generator(self._generator)
+        owner = Owner(spec, self._accumulators, self._first_step, looked)
+        binding, slots, positions = bind(captured, owner)
+        binding.set_generators([self._generator])
         if len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         made = Variant(key, plain, captured, self._planned(key, captured), binding, slots, positions, structure)

@@ -65,11 +65,17 @@ class Capture:
     early_updates: int  # places before the step's end where parameters change
     apart: bool  # no two of the step's tensors lie on the same bytes
     seconds: float
+    jobs: int = 1  # in a step of several, stacked
 
     @property
     def nodes(self) -> int:
         """Number of operations."""
         return sum(node.op == "call_function" for node in self.graph.nodes)
+
+    def input_dtype(self, number: int) -> torch.dtype:
+        """Of the tensor that one of ``inputs`` is."""
+        nodes = (node for node in self.graph.nodes if node.op == "placeholder")
+        return next(node for i, node in enumerate(nodes) if i == number).meta["val"].dtype
 
 
 def capture_step(

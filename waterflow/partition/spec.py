@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 InputKind = Literal[
-    "parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "wrapped", "flag", "stranger"
+    "parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "wrapped", "flag", "stranger", "rates"
 ]
 
 
@@ -23,7 +23,7 @@ class GraphInput:
     ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``, or a tensor that
     ``wrapped`` it;
     ``leaf`` the position among the batch's leaves, or among the tensors that the step reads and the model does not
-    hold as parameters or buffers (``stranger``).
+    hold as parameters or buffers (``stranger``). ``job`` is whose it is, in a step of several jobs; -1: all of theirs, stacked.
     """
 
     kind: InputKind
@@ -31,6 +31,7 @@ class GraphInput:
     key: str = ""
     group: int = -1
     leaf: int = -1
+    job: int = -1
 
 
 @dataclass(frozen=True)

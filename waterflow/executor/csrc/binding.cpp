@@ -99,6 +99,10 @@ void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, K
   reads_.push_back({slot, held_(dict), held_(key), index, kind, dtype, {}, {}});
 }
 
+void Binding::watch_storage(const at::Tensor& tensor) {
+  elsewhere_.emplace_back(tensor, Storage{-1, tensor.const_data_ptr(), tensor.requires_grad()});
+}
+
 void Binding::finish_inputs() {
   frame_->program->make_views(*frame_);
   storages_.clear();
@@ -154,6 +158,9 @@ bool Binding::current() const {
     // `p.data = other` keeps the tensor and changes its storage, under the fixed views.
     const auto& tensor = frame_->slots[slot].toTensor();
     if (tensor.const_data_ptr() != address || tensor.requires_grad() != requires_grad) return false;
+  }
+  for (const auto& [tensor, seen] : elsewhere_) {
+    if (tensor.const_data_ptr() != seen.address || tensor.requires_grad() != seen.requires_grad) return false;
   }
   return true;
 }

@@ -23,7 +23,7 @@ class Binding {
 
   void set_input(int32_t slot, const at::Tensor& tensor);
   void set_number(int32_t slot, double number, bool wrapped);  // wrapped into a tensor, or as it is
-  void set_generator(const at::Generator& generator) { frame_->random = generator; }
+  void set_generators(std::vector<at::Generator> generators) { frame_->random = std::move(generators); }  // by job
   // The entry must stay the very object that it was when the program was bound.
   void watch(PyObject* dict, PyObject* key);
   void watch_size(PyObject* container);
@@ -33,6 +33,7 @@ class Binding {
   void watch_class(PyObject* cls);                  // and its bases: what their bodies say
   void watch_truth(PyObject* dict, PyObject* key);  // an entry that may change, but not to or from zero
   void watch_hooks(PyObject* parameter);            // there are none, and there must be none
+  void watch_storage(const at::Tensor& tensor);     // it must stay where it lies, and go on requiring gradients or not
   enum class Kind { number, flag, rate };
   // A slot read from dict[key], or from dict[key][index], before each step; a rate becomes a scalar tensor.
   void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype);
@@ -101,6 +102,7 @@ class Binding {
     std::vector<PyObject*> values;
   };
   std::vector<Storage> storages_;
+  std::vector<std::pair<at::Tensor, Storage>> elsewhere_;  // of tensors that are no inputs themselves
   std::vector<Items> items_;
   std::vector<std::pair<PyObject*, PyObject*>> cells_;
 };

@@ -192,6 +192,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("done", &StepRun::done)
       .def_property_readonly("failed", [](const StepRun& self) { return self.done && self.error != nullptr; })
       .def_readwrite("by_caller", &StepRun::by_caller)
+      .def_readwrite("left_out", &StepRun::left_out)
       .def_readonly("failed_node", &StepRun::failed_node)
       .def_readonly("waited_ns", &StepRun::waited_ns)
       .def_readonly("busy_ns", &StepRun::busy_ns)

@@ -62,9 +62,19 @@ at::Tensor wrapped_number(const at::Scalar& number) {
   return tensor;
 }
 
+void Program::leave_out(const Instruction& instruction, Frame& frame) {
+  for (auto slot : instruction.drops) frame.slots[slot] = c10::IValue();
+  for (const auto& argument : instruction.arguments) {
+    if (argument.last_use) frame.slots[argument.slot] = c10::IValue();
+  }
+}
+
 void Program::execute(const Instruction& instruction, Frame& frame) const {
   auto& stack = frame.stack;
   auto& slots = frame.slots;
+  if (instruction.job >= 0 && !frame.left_out.empty() && frame.left_out[instruction.job]) {
+    return leave_out(instruction, frame);
+  }
   if (instruction.alias) {
     slots[instruction.results[0]] = make_alias(*instruction.alias, slots[instruction.alias->source].toTensor());
     for (auto slot : instruction.drops) slots[slot] = c10::IValue();
@@ -84,8 +94,8 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
         }
         break;
       case Argument::Kind::generator:
-        if (frame.random.defined()) {
-          stack.emplace_back(frame.random);
+        if (const auto* generator = frame.generator(argument.slot)) {
+          stack.emplace_back(*generator);
         } else {
           stack.emplace_back();
         }
@@ -113,8 +123,8 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
     }
   }
   for (const auto& expected : instruction.expected) match_strides(expected, stack[expected.argument]);
-  if (instruction.random && frame.random.defined()) {
-    GeneratorSwap swap(frame.random);
+  if (const auto* own = instruction.random >= 0 ? frame.generator(instruction.random) : nullptr) {
+    GeneratorSwap swap(*own);
     instruction.op->callBoxed(stack);
   } else {
     instruction.op->callBoxed(stack);

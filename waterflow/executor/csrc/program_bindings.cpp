@@ -13,7 +13,7 @@ namespace {
 
 Instruction make_instruction(const std::string& name, const std::string& overload, const py::list& arguments,
                              std::vector<int32_t> results, std::vector<int32_t> drops, const py::list& expected,
-                             bool result_is_list, bool random) {
+                             bool result_is_list, int32_t random) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   Instruction instruction;
   instruction.op = op;
@@ -40,7 +40,8 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
       argument.last_use = entry[2].cast<bool>();
     } else if (kind == "generator") {
       argument.kind = Argument::Kind::generator;
-      random = false;
+      argument.slot = entry[1].cast<int32_t>();
+      random = -1;
     } else if (kind == "list") {
       argument.kind = Argument::Kind::tensor_list;
       argument.slots = entry[1].cast<std::vector<int32_t>>();
@@ -67,9 +68,10 @@ void bind_programs(py::module_& m) {
           "add",
           [](Program& self, const std::string& name, const std::string& overload, const py::list& arguments,
              std::vector<int32_t> results, std::vector<int32_t> drops, const py::list& expected, bool result_is_list,
-             bool random, bool view) {
+             int32_t random, bool view, int32_t job) {
             auto instruction = make_instruction(name, overload, arguments, std::move(results), std::move(drops),
                                                 expected, result_is_list, random);
+            instruction.job = job;
             if (view) {
               self.add_view(std::move(instruction));
             } else {
@@ -77,19 +79,20 @@ void bind_programs(py::module_& m) {
             }
           },
           py::arg("name"), py::arg("overload"), py::arg("arguments"), py::arg("results"), py::arg("drops"),
-          py::arg("expected"), py::arg("result_is_list"), py::arg("random"), py::arg("view"))
+          py::arg("expected"), py::arg("result_is_list"), py::arg("random"), py::arg("view"), py::arg("job"))
       .def(
           "add_alias",
           [](Program& self, int32_t source, int32_t result, std::vector<int64_t> sizes, std::vector<int64_t> strides,
-             int64_t offset, std::vector<int64_t> expected, std::vector<int32_t> drops) {
+             int64_t offset, std::vector<int64_t> expected, std::vector<int32_t> drops, int32_t job) {
             Instruction instruction;
             instruction.alias = Alias{source, std::move(sizes), std::move(strides), offset, std::move(expected)};
             instruction.results = {result};
             instruction.drops = std::move(drops);
+            instruction.job = job;
             self.add(std::move(instruction));
           },
           py::arg("source"), py::arg("result"), py::arg("sizes"), py::arg("strides"), py::arg("offset"),
-          py::arg("expected"), py::arg("drops"))
+          py::arg("expected"), py::arg("drops"), py::arg("job"))
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
       .def("__len__", &Program::size);
@@ -102,9 +105,11 @@ void bind_programs(py::module_& m) {
   binding.def(py::init<std::shared_ptr<Program>>())
       .def("set_input", &Binding::set_input)
       .def("set_number", &Binding::set_number)
-      .def("set_generator",
-           [](Binding& self, const std::optional<at::Generator>& generator) {
-             self.set_generator(generator.value_or(at::Generator()));
+      .def("set_generators",
+           [](Binding& self, const std::vector<std::optional<at::Generator>>& given) {
+             std::vector<at::Generator> generators;
+             for (const auto& generator : given) generators.push_back(generator.value_or(at::Generator()));
+             self.set_generators(std::move(generators));
            })
       .def("watch",
            [](Binding& self, const py::dict& dict, const py::object& key) { self.watch(dict.ptr(), key.ptr()); })
@@ -120,6 +125,7 @@ void bind_programs(py::module_& m) {
              TORCH_CHECK(THPVariable_Check(parameter.ptr()), "hooks are watched on tensors");
              self.watch_hooks(parameter.ptr());
            })
+      .def("watch_storage", &Binding::watch_storage)
       .def("watch_size", [](Binding& self, const py::object& container) { self.watch_size(container.ptr()); })
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,

@@ -34,6 +34,7 @@ void StepRun::on_stream(std::optional<c10::Stream> given) {
 
 void StepRun::fill() {
   for (const auto& [slot, value] : inputs) frame->slots[slot] = value;
+  if (frame) frame->left_out = left_out;
   if (profile) profiled = {std::vector<InstructionProfile>(frame->program->size()), {}, stream};
 }
 

@@ -42,6 +42,7 @@ struct StepRun {
   // A captured step ...
   std::shared_ptr<Frame> frame;
   std::vector<std::pair<int32_t, c10::IValue>> inputs;  // slots to fill when it starts
+  std::vector<bool> left_out;                           // jobs that take no part, in a step of several
   bool profile = false;
   StepProfile profiled;
   // ... or anything else that is one group.
