@@ -255,7 +255,8 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     ("arguments", "said"),
     [
         ((), "name a config, or a model by --model resnet50"),
-        (("--model", "resnet50"), "--model and --copies need a device: add --gpu v100-32g"),
+        (("--model", "resnet50"), "--model, --copies and --recompute need a device: add --gpu v100-32g"),
+        (("--model", "resnet50", "--gpu", "v100-32g", "--recompute", "much"), "recompute must be 'auto'"),
         (("--model", "resnet5", "--gpu", "v100-32g"), "did you mean 'resnet50'"),
         (("--model", "code.py:model", "--gpu", "v100-32g"), "must return a waterflow.Job; it returned"),
         (("--model", "resnet50", "--gpu", "v1000"), "did you mean v100-32g"),
@@ -278,6 +279,8 @@ def test_plan_of_jobs_that_recompute(folder: Path):
     told = json.loads(run("plan", deep_with(folder, "auto"), "--memory", "900kB", "--json").stdout)
     assert told["sets"] == [["deep"]] and told["jobs"][0]["recomputed"]["operations"] > 0
     assert told["largest"]["jobs"][0]["recomputed"]["size"] > 256 > told["largest"]["jobs"][0]["size"]
+    same = run("plan", deep_with(folder, "null"), "--memory", "900kB", "--recompute", "auto").stdout
+    assert lines(same)[-4:] == lines(shown)[-4:]
     unreachable = run("plan", deep_with(folder, "100kB"), "--memory", "900kB").stdout
     assert "does not fit" in unreachable and "cannot be brought to its recompute=" in unreachable
     ended = run("plan", deep_with(folder, "auto", "memory: 1300kB\n"))

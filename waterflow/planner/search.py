@@ -161,6 +161,8 @@ def _largest(
 
     low = lead.given
     if needed(low) > limit:
+        low = min(low, lead.second)  # captured anyway
+    if needed(low) > limit:
         smallest.update((id(job), job.smallest().size) for job in {id(job): job for job in jobs}.values())
         low = smallest[id(lead)]
         if needed(low) > limit:

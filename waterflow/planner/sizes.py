@@ -118,7 +118,7 @@ class StepSizes:
             raise InvalidJobError("a batch must have a dimension that can vary; this one holds no tensor with one")
         self.given = max(sorted(set(firsts)), key=firsts.count)
         # Where normalization over the batch allows no single sample, two are the least.
-        self._second = max(min(2, self.given), self.given // _APART) if downwards else _APART * self.given
+        self.second = max(min(2, self.given), self.given // _APART) if downwards else _APART * self.given
         self._captured: dict[int, SizedStep] = {}
         self._believed: dict[int, SizedStep] = {}
         self._on_line: list[int] = []  # captured sizes that lie on one line; the first two make it
@@ -137,7 +137,7 @@ class StepSizes:
         if size not in self._captured and size not in self._believed:
             if not self._captured:
                 self.captured(self.given)
-                self.captured(self._second)
+                self.captured(self.second)
             found = self._from_line(size)
             if found is None:
                 return self.captured(size)
