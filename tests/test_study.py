@@ -445,7 +445,7 @@ def test_as_many_as_memory_and_lanes_allow() -> None:
     assert len(study.trials) == 20 and 2 <= summary.most_at_once <= 8
 
 
-@pytest.mark.parametrize(("lanes", "room", "most"), [(2, 3, 3), (4, 3, 3), (2, 20, 5)])
+@pytest.mark.parametrize(("lanes", "room", "most"), [(2, 3, 3), (4, 3, 3), (2, 20, 4)])
 def test_auto_asks_for_no_trial_that_would_wait(
     lanes: int, room: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

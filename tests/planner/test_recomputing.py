@@ -63,6 +63,13 @@ def test_nothing_to_drop() -> None:
     assert largest_recomputed(sizes, 1000, 0) is None
 
 
+def test_a_height_that_no_batch_is_brought_to() -> None:
+    with pytest.raises(
+        wf.MemoryLimitError, match=r"'Deep' with a batch of 2 is .* higher at best than its recompute=9000"
+    ):
+        largest_batch(sizes_of(recompute=9000), memory=MEMORY)
+
+
 @pytest.mark.parametrize("height", [300_000, 900_000, MEMORY])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_height_in_bytes(copies: int, height: int) -> None:

@@ -196,6 +196,13 @@ def _least(steps: Sequence[SizedStep], limit: int) -> int:
 
 
 def _too_small(jobs: Sequence[StepSizes], steps: Sequence[SizedStep], needed: int, limit: int) -> MemoryLimitError:
+    for job, step in zip(jobs, steps):
+        if step.beyond is not None and not step.within:
+            return MemoryLimitError(
+                f"even the smallest batches must fit: {job.step.name!r} with a batch of {step.size} is "
+                f"{format_bytes(step.beyond)} higher at best than its recompute={job.step.recompute} says. Allow more",
+                needed=needed, limit=limit,
+            )  # fmt: skip
     what = ", ".join(f"{job.step.name!r} with a batch of {step.size}" for job, step in zip(jobs, steps))
     held = sum(step.persistent for step in steps)
     remedy = "train fewer at a time" if len(jobs) > 1 else "make the model smaller"
