@@ -12,7 +12,7 @@ from torch import nn
 import waterflow as wf
 from waterflow.executor.presets import gpu
 from waterflow.executor.simulation import Clock
-from waterflow.planner.search import _search, largest_batch, largest_mix, run_copies
+from waterflow.planner.search import largest_batch, largest_mix, run_copies, search_sizes
 from waterflow.planner.sizes import StepSizes
 
 
@@ -146,7 +146,7 @@ def test_the_search_needs_no_line(limit: int, power: float) -> None:
         asked.append(size)
         return int(5 * size**power)
 
-    found = _search(needed, 1, limit)
+    found = search_sizes(needed, 1, limit)
     assert needed(found) <= limit < needed(found + 1)
     assert len(set(asked)) < (8 if power == 1 else 70)
 
