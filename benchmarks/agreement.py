@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.ways import Track
@@ -34,18 +36,20 @@ def rows(workload: str) -> list[dict[str, Any]]:
 
     Raises:
         DisagreementError: A way's losses are further from eager ones than the tolerance.
+        WayError: Eager training itself fails.
     """
     jobs = same(workload, 2)
-    reference = _losses(WAYS[SOLO], jobs)
-    made = []
-    for way in WAYS.values():
-        if way.name == SOLO or way.compiles or not way.fits(jobs):
+    ways = [WAYS[SOLO], *(w for w in WAYS.values() if w.name != SOLO and w.fits(jobs) and not w.compiles)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reference, *others = pool.map(lambda way: _losses(way, jobs), ways)
+    if isinstance(reference, WayError):
+        raise reference
+    made: list[dict[str, Any]] = []
+    for way, tracks in zip(ways[1:], others, strict=True):
+        if isinstance(tracks, WayError):
+            made.append({"workload": workload, "way": way.name, "why not": str(tracks)})
             continue
-        try:
-            difference = apart(_losses(way, jobs), reference)
-        except WayError as error:
-            made.append({"workload": workload, "way": way.name, "why not": str(error)})
-            continue
+        difference = apart(tracks, reference)
         if difference > TOLERANCE:
             raise DisagreementError(
                 f"{way.name!r} trains {workload!r} differently from eager training: losses are up to "
@@ -55,8 +59,11 @@ def rows(workload: str) -> list[dict[str, Any]]:
     return made
 
 
-def _losses(way: Way, jobs: JobSet) -> list[Track]:
-    crew = Crew(way, jobs, exact=True)
+def _losses(way: Way, jobs: JobSet) -> list[Track] | WayError:
+    try:
+        crew = Crew(way, jobs, exact=True)
+    except WayError as error:
+        return error
     crew.close()
     return crew.warm
 

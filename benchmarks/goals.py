@@ -50,9 +50,11 @@ GOALS = (
 Speeds = Mapping[str, Sequence[float]]  # steps per second of each way, one number for each round
 
 
-def tie(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether the spreads (lowest to highest) of two ways' speeds overlap."""
-    return min(ours) <= max(theirs) and min(theirs) <= max(ours)
+def doubt(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Why two ways' speeds do not show which is faster: their spreads (lowest to highest) overlap, or are not known."""
+    if len(ours) < 2:
+        return "one round"
+    return "tie" if min(ours) <= max(theirs) and min(theirs) <= max(ours) else ""
 
 
 def best_of(speeds: Speeds, peers: Sequence[str]) -> str | None:
@@ -66,15 +68,15 @@ def row(
 ) -> dict[str, Any]:  # fmt: skip
     """A ratio of speeds that were measured in the same rounds, beside its goal.
 
-    A tie cannot show that anything is faster: it only holds a goal of one, and only with a median ratio of one.
+    Where there is doubt nothing is shown to be faster: that only holds a goal of one, with a median ratio of one or more.
     """
     ratio = report.ratio_of(list(ours), list(theirs))
-    tied = tie(ours, theirs)
+    unclear = doubt(ours, theirs)
     return {
         "what": what, "jobs": jobs, "against": against, "ratio": ratio,
         "spread": report.spread([our / their for our, their in zip(ours, theirs, strict=True)]),
-        "tie": "tie" if tied else "", "at least": at_least,
-        "holds": ratio >= at_least and (not tied or at_least == 1.0),
+        "tie": unclear, "at least": at_least,
+        "holds": ratio >= at_least and (not unclear or at_least == 1.0),
     }  # fmt: skip
 
 

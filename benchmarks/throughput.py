@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import agreement, goals, report, study
+from benchmarks import agreement, goals, report
 from benchmarks.chart import draw
 from benchmarks.ways import Track
 from benchmarks.workers import SOLO, WAYS, Crew, Round, Way, WayError
-from benchmarks.workloads import SATURATING, SETS, JobSet
+from benchmarks.workloads import SETS, JobSet
 
 STUDY = "study"
 PAUSE = 0.1  # between rounds: threads of the last way stop spinning
@@ -49,20 +49,19 @@ class Measured:
 class Comparison:
     """All ways that fit a set of jobs, measured in rounds.
 
-    Crews stay from round to round, but for large models in large sets, which would not all fit into memory: these are
-    made and warmed up again for each round. ``close`` ends their processes.
+    Crews stay from round to round; in sets that cannot be kept they are made and warmed up again for each round.
+    ``close`` ends their processes.
     """
 
     def __init__(self, jobs: JobSet, steps: Sequence[int]) -> None:
         self.jobs, self.steps = jobs, steps
-        self.keep = jobs.kind != SATURATING or len(jobs.jobs) <= 2
         self.measured = {way.name: Measured([]) for way in WAYS.values() if way.fits(jobs)}
         self.crews: dict[str, Crew] = {}
         self.eager: list[Track] | None = None  # what the jobs' first steps look like; known when eager jobs are ready
 
     def run(self, repeats: int) -> None:
         """Rounds in a new random order each; kept crews are made ready before, as many at once as there are cores."""
-        if self.keep:
+        if self.jobs.kept:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(self._ready, self.measured))
             for name, crew in self.crews.items():
@@ -96,14 +95,14 @@ class Comparison:
         crew, done = self.crews.get(name), self.measured[name]
         if crew is None:
             return 0.0
-        if not self.keep:
+        if not self.jobs.kept:
             self._check(name, crew.warm)
         time.sleep(PAUSE)
         try:
             done.rounds.append(crew.run(self.steps))
         except WayError as error:
             done.failure, done.rounds = str(error), []
-        if not self.keep or done.failure is not None:
+        if not self.jobs.kept or done.failure is not None:
             self.crews.pop(name).close()
         return 0.0
 
@@ -175,6 +174,8 @@ def table(jobs: JobSet, measured: dict[str, Measured]) -> list[dict[str, Any]]:
 
 def study_row(repeats: int) -> dict[str, Any]:
     """The demo's study, trials per hour against the best of its peers; its own doors as in ``benchmarks.study``."""
+    from benchmarks import study  # which imports Optuna: the processes of ways, which import this file again, need not
+
     times, _ = study.measure(24, repeats)
     speeds = {way: [1 / taken for taken in of_way] for way, of_way in times.items()}
     peer = goals.best_of(speeds, study.PEERS)
@@ -265,8 +266,8 @@ NOTE = (
     "medians and lowest .. highest of {repeats} rounds, {threads} intra-op threads by default. normalized: time of all "
     "jobs alone (eager, default threads) over the time together; per job: its speed over that alone. p99 of all steps of "
     "all jobs. peak MiB: highest resident memory (VmHWM) less that before the first model, in sum of the way's processes, "
-    "warm-up and compiling included, Inductor's own processes not. ready s: build, compile or capture, warm up; not "
-    "counted in speeds. tie: the spreads of both speeds overlap"
+    "warm-up and compiling included, Inductor's own processes not. ready s: build, compile or capture, warm up, "
+    "as many ways at once as there are cores; not counted in speeds. tie: the spreads of both speeds overlap"
 )
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from benchmarks.ways import RUNNERS, Track
 from benchmarks.workloads import SATURATING, JobSet, JobSpec, MadeJob
 
-WARM_STEPS = 6  # of each job; waterflow profiles its first two
+WARM_STEPS, WARM_LARGE_STEPS = 6, 3  # of each job, of saturating ones; waterflow profiles its first two
 READY_SECONDS = 600.0  # how long building, compiling and warming up may take
 ROUND_SECONDS = 300.0
 
@@ -53,6 +53,32 @@ def _fair_threads(busy: int) -> int:
     return max(1, (os.cpu_count() or 1) // busy)
 
 
+def _several(jobs: JobSet) -> bool:
+    return len(jobs.jobs) > 1
+
+
+def _one(jobs: JobSet) -> bool:
+    return len(jobs.jobs) == 1
+
+
+def _more_than_two(jobs: JobSet) -> bool:
+    return len(jobs.jobs) > 2
+
+
+def _compilable(jobs: JobSet) -> bool:
+    """Not in large sets of large models, which would be compiled again for each round."""
+    return _several(jobs) and jobs.kept
+
+
+def _stackable(jobs: JobSet) -> bool:
+    return _several(jobs) and jobs.same_shape and jobs.kept
+
+
+def _worth_compiling(jobs: JobSet) -> bool:
+    """Stacking saves launches, which large kernels hide; compiling large ensembles takes minutes."""
+    return _stackable(jobs) and jobs.kind != SATURATING
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to train a set of jobs: what runs in each process, which jobs it has, and who the way is for.
@@ -65,7 +91,7 @@ class Way:
     runner: str
     shares: Callable[[int], Shares] = _all_in_one
     threads: Callable[[int], int | None] = _default_threads
-    fits: Callable[[JobSet], bool] = lambda jobs: len(jobs.jobs) > 1
+    fits: Callable[[JobSet], bool] = _several
     peer: bool = True
     takes_turns: bool = False
     compiles: bool = False
@@ -77,28 +103,19 @@ class Way:
         return self.threads(len(jobs.jobs) if len(shares) == 1 else len(shares))
 
 
-def _stackable(jobs: JobSet) -> bool:
-    return jobs.same_shape and len(jobs.jobs) > 1
-
-
-def _worth_compiling(jobs: JobSet) -> bool:
-    """Stacking saves launches, which large kernels hide; compiling large ensembles takes minutes."""
-    return _stackable(jobs) and jobs.kind != SATURATING
-
-
 SOLO = "one after the other"
 WAYS: dict[str, Way] = {
     way.name: way
     for way in (
         Way(SOLO, "eager", fits=lambda jobs: True, takes_turns=True),
-        Way("one after the other, compiled", "compiled", takes_turns=True, compiles=True),
+        Way("one after the other, compiled", "compiled", fits=_compilable, takes_turns=True, compiles=True),
         Way("n_jobs threads", "threads", threads=_fair_threads),
         Way("process per job", "eager", shares=_one_each, threads=_fair_threads),
-        Way("two processes", "eager", shares=_two, threads=_fair_threads, fits=lambda jobs: len(jobs.jobs) > 2),
+        Way("two processes", "eager", shares=_two, threads=_fair_threads, fits=_more_than_two),
         Way("ensemble", "ensemble", fits=_stackable),
         Way("ensemble, compiled", "compiled ensemble", fits=_worth_compiling, compiles=True),
-        Way("one thread, eager", "eager", threads=_one_thread, fits=lambda jobs: len(jobs.jobs) == 1, takes_turns=True),
-        Way("one thread, captured", "captured", threads=_one_thread, fits=lambda jobs: len(jobs.jobs) == 1, peer=False,
+        Way("one thread, eager", "eager", threads=_one_thread, fits=_one, takes_turns=True),
+        Way("one thread, captured", "captured", threads=_one_thread, fits=_one, peer=False,
             takes_turns=True),
         Way("waterflow", "steps", threads=_one_thread, peer=False),
         Way("waterflow, train()", "train", peer=False),
@@ -153,14 +170,17 @@ class Crew:
     def __init__(self, way: Way, jobs: JobSet, exact: bool = False) -> None:
         self.way, self.jobs = way, jobs
         self.shares = way.shares(len(jobs.jobs))
+        warm_steps = WARM_LARGE_STEPS if jobs.kind == SATURATING else WARM_STEPS
+        if exact:
+            warm_steps = -(-warm_steps // 2)  # nothing is timed
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.workers"])
+        context.set_forkserver_preload(["benchmarks.workers", "benchmarks.report"])
         self.members: list[tuple[Any, Connection]] = []
         try:
             for share in self.shares:
                 ours, theirs = context.Pipe()
                 specs = [jobs.jobs[number] for number in share]
-                arguments = (theirs, way.runner, way.environment, specs, way.threads_for(jobs), exact)
+                arguments = (theirs, way.runner, way.environment, specs, way.threads_for(jobs), exact, warm_steps)
                 process = context.Process(target=_serve, args=arguments, daemon=False)
                 process.start()
                 theirs.close()
@@ -209,7 +229,7 @@ class Crew:
 
 def _serve(
     connection: Connection, runner_name: str, environment: Sequence[tuple[str, str]], specs: Sequence[JobSpec],
-    threads: int | None, exact: bool,
+    threads: int | None, exact: bool, warm_steps: int,
 ) -> None:  # fmt: skip
     """A process's life: build, warm up, run rounds until the other end closes."""
     os.environ.update(environment)
@@ -218,7 +238,7 @@ def _serve(
     try:
         before = _memory("VmRSS")
         runner = RUNNERS[runner_name]([MadeJob(spec, exact) for spec in specs])
-        tracks = runner.run([WARM_STEPS] * len(specs))
+        tracks = runner.run([warm_steps] * len(specs))
         while True:
             connection.send((tracks, _memory("VmHWM") - before))
             tracks = runner.run(connection.recv())

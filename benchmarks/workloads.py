@@ -102,6 +102,11 @@ class JobSet:
         """Whether all jobs are of one workload, so that their tensors can be stacked."""
         return len(self.workloads) == 1
 
+    @property
+    def kept(self) -> bool:
+        """Whether all ways can hold their jobs between rounds: large models in large sets would not all fit into memory."""
+        return self.kind != SATURATING or len(self.jobs) <= 2
+
     def steps(self, share: float = 1.0) -> list[int]:
         """Steps of each job in one measured round, two at least."""
         return [max(2, round(share * WORKLOADS[job.workload].steps / len(self.jobs))) for job in self.jobs]

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks import agreement, goals, report, throughput
 from benchmarks.throughput import Measured
 from benchmarks.ways import RUNNERS, Track
-from benchmarks.workers import SOLO, WAYS, Crew, Round, WayError
+from benchmarks.workers import SOLO, WAYS, Crew, Round, Way, WayError
 from benchmarks.workloads import SETS, WORKLOADS, JobSet, JobSpec, MadeJob, mixed, same
 
 STEPS = 3
@@ -115,7 +115,7 @@ def test_an_ensemble_steps_all_jobs_at_once() -> None:
 
 def test_processes_train_the_same_and_keep_the_order_of_jobs() -> None:
     jobs = same("mlp", 3)
-    expected = RUNNERS["eager"]([MadeJob(spec, exact=True) for spec in jobs.jobs]).run([6, 6, 6])
+    expected = RUNNERS["eager"]([MadeJob(spec, exact=True) for spec in jobs.jobs]).run([3, 3, 3])
     for name in ("process per job", "two processes"):
         crew = Crew(WAYS[name], jobs, exact=True)
         try:
@@ -197,6 +197,7 @@ def test_spreads_that_overlap_are_a_tie_and_hold_no_goal_above_one() -> None:
     assert over["tie"] == "tie" and over["ratio"] > 1.05 and not over["holds"]
     assert goals.row("w", "j", "p", [1.0, 1.3], [0.9, 1.1], 1.0)["holds"]
     assert not goals.row("w", "j", "p", [0.9, 1.1], [1.0, 1.3], 1.0)["holds"]
+    assert not goals.row("w", "j", "p", [3.0], [1.0], 2.0)["holds"]  # one round has no spread
 
 
 def test_goals_are_against_the_best_of_their_peers() -> None:
@@ -207,7 +208,7 @@ def test_goals_are_against_the_best_of_their_peers() -> None:
 
 
 def test_a_goal_without_its_peer_does_not_hold() -> None:
-    entries = goals.rows({"mlp x8": {SOLO: [1.0], "waterflow": [9.0], "process per job": [1.5]}})
+    entries = goals.rows({"mlp x8": {SOLO: [1.0, 1.0], "waterflow": [9.0, 9.0], "process per job": [1.5, 1.6]}})
     assert [entry["holds"] for entry in entries] == [True, False, False]
     assert "was not measured" in entries[1]["against"]
 
@@ -217,6 +218,41 @@ def test_every_goal_can_be_measured() -> None:
         jobs = SETS[goal.jobs]
         assert WAYS[goal.ours].fits(jobs)
         assert any(WAYS[peer].fits(jobs) for peer in goal.peers)
+
+
+def test_large_sets_of_large_models_are_neither_kept_nor_compiled() -> None:
+    for name, kept in (("resnet50 x2", True), ("resnet50 x4", False), ("mlp x8", True), ("saturating mix x8", False)):
+        jobs = SETS[name]
+        assert jobs.kept == kept == WAYS["one after the other, compiled"].fits(jobs)
+        assert WAYS[SOLO].fits(jobs) and WAYS["waterflow"].fits(jobs) and WAYS["process per job"].fits(jobs)
+
+
+def test_sets_that_are_not_kept_are_made_again_for_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[str] = []
+    made: list[str] = []
+
+    class Fake:
+        ready_seconds = 1.0
+
+        def __init__(self, way: Way, jobs: JobSet) -> None:
+            self.name, self.warm = way.name, [Track(0, [1], [1.0]) for _ in jobs.jobs]
+            made.append(way.name)
+            alive.append(way.name)
+            assert jobs.kept or len(alive) == 1
+
+        def run(self, steps: list[int]) -> Round:
+            return turns()
+
+        def close(self) -> None:
+            alive.remove(self.name)
+
+    monkeypatch.setattr(throughput, "Crew", Fake)
+    monkeypatch.setattr(throughput, "PAUSE", 0)
+    for name, lives in (("resnet50 x4", 3), ("mlp x4", 1)):
+        made.clear()
+        measured = throughput.measure(SETS[name], SETS[name].steps(), 3)
+        assert {way: made.count(way) for way in measured} == dict.fromkeys(measured, lives)
+        assert all(len(done.rounds) == 3 for done in measured.values()) and not alive
 
 
 def test_all_kinds_come_with_two_four_and_eight_jobs_same_and_mixed() -> None:
