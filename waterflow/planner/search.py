@@ -9,6 +9,7 @@ from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, arena_of, simulate
 from waterflow.partition.plan import format_bytes
+from waterflow.partition.surroundings import no_collections
 from waterflow.planner.sizes import SizedStep, StepSizes
 
 _LEAST_STEPS, _MOST_STEPS, _OPERATIONS = 3, 12, 40_000  # simulated, of each job
@@ -133,6 +134,7 @@ def _enough_steps(steps: Sequence[SizedStep]) -> int:
     return max(_LEAST_STEPS, min(_MOST_STEPS, _OPERATIONS // operations))
 
 
+@no_collections()
 def _largest(
     jobs: Sequence[StepSizes], parts: Sequence[int], limit: int, beside: Sequence[SimulatedJob]
 ) -> list[SizedStep]:
