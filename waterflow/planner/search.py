@@ -9,6 +9,7 @@ from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, arena_of, simulate
 from waterflow.partition.plan import format_bytes
+from waterflow.partition.surroundings import no_collections
 from waterflow.planner.sizes import SizedStep, StepSizes
 
 _LEAST_STEPS, _MOST_STEPS, _OPERATIONS = 3, 12, 40_000  # simulated, of each job
@@ -138,6 +139,7 @@ def largest_claim(sizes: StepSizes, limit: int, needs: Callable[[SizedStep], int
     return _largest([sizes], [1], limit, lambda steps: max(needs(steps[0]), _least(steps, limit)))[0]
 
 
+@no_collections()
 def _largest(
     jobs: Sequence[StepSizes], parts: Sequence[int], limit: int, needs: Callable[[list[SizedStep]], int]
 ) -> list[SizedStep]:

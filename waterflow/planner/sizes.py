@@ -121,6 +121,7 @@ class StepSizes:
         self.second = max(min(2, self.given), self.given // _APART) if downwards else _APART * self.given
         self._captured: dict[int, SizedStep] = {}
         self._believed: dict[int, SizedStep] = {}
+        self._asked: dict[int, SizedStep] = {}  # on a line that holds, with what only operators know asked of them
         self._on_line: list[int] = []  # captured sizes that lie on one line; the first two make it
         self._lines = 1
         self._exact = True
@@ -134,20 +135,26 @@ class StepSizes:
 
     def at(self, size: int) -> SizedStep:
         """The step with batches of this size. Raises CaptureError where it cannot be captured."""
-        if size not in self._captured and size not in self._believed:
-            if not self._captured:
-                self.captured(self.given)
-                self.captured(self.second)
-            found = self._from_line(size)
-            if found is None:
-                return self.captured(size)
-            self._believed[size] = SizedStep(size, found)
-        return self._captured.get(size) or self._believed[size]
+        known = self._captured.get(size) or self._asked.get(size) or self._believed.get(size)
+        if known is not None:
+            return known
+        if not self._captured:
+            self.captured(self.given)
+            self.captured(self.second)
+        found = self._from_line(size)
+        if found is None:
+            return self.captured(size)
+        return self._believed.setdefault(size, SizedStep(size, found))
 
     def captured(self, size: int) -> SizedStep:
-        """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten."""
+        """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten.
+
+        Between captures on a line that a third one confirms, it is enough to ask what hides its memory from shapes.
+        """
         if size in self._captured:
             return self._captured[size]
+        if self._confirmed(size):
+            return self._ask(size)
         made = self._captured[size] = self._capture(size)
         self._believed.pop(size, None)
         if made.beyond is not None:
@@ -159,7 +166,7 @@ class StepSizes:
             expected = self._from_line(size)
             fits = expected is not None and expected.same_shape(made.footprint)
             if fits and expected is not None:
-                distance = expected.distance(made.footprint)
+                distance = expected.asking().distance(made.footprint)
                 fits = distance <= self._tolerance()
                 self._exact &= distance == 0
         if fits:
@@ -173,8 +180,20 @@ class StepSizes:
 
     def known(self, size: int) -> bool:
         """Whether this size was captured, or lies between captures on a line that a third one confirms."""
+        if size in self._captured or size in self._asked:
+            return True
+        return self._confirmed(size) and not self._captured[self._on_line[0]].footprint.hidden
+
+    def _confirmed(self, size: int) -> bool:
         line = self._on_line
-        return size in self._captured or (self._exact and len(line) > 2 and min(line) < size < max(line))
+        return self._exact and len(line) > 2 and min(line) < size < max(line)
+
+    def _ask(self, size: int) -> SizedStep:
+        step = self.at(size)
+        if step.footprint.hidden and size not in self._asked:
+            step = self._asked[size] = SizedStep(size, step.footprint.asking())
+            self._believed.clear()  # what lies near it is known better now
+        return step
 
     def smallest(self) -> SizedStep:
         """With batches of one, or of two where normalization over the batch allows no single one."""
@@ -187,6 +206,9 @@ class StepSizes:
         if len(self._on_line) < 2 or self._lines > _MOST_LINES or size < self._from:
             return None
         one, other = (self._captured[known] for known in self._on_line[:2])
+        if one.footprint.hidden:  # rounded sizes are nearest to a short line
+            near = {known: self._captured.get(known) or self._asked[known] for known in (*self._on_line, *self._asked)}
+            one, other = (near[known] for known in sorted(near, key=lambda known: (abs(known - size), known))[:2])
         return one.footprint.on_line(one.size, other.footprint, other.size, size)
 
     def _tolerance(self) -> int:
@@ -203,6 +225,7 @@ class StepSizes:
         self._on_line = [size]
         self._exact, self._from = True, 0
         self._believed.clear()
+        self._asked.clear()
 
     def _capture(self, size: int) -> SizedStep:
         batch, with_batch, most = self._batch(size), self.batches == "lane", self.step.recompute
