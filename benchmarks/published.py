@@ -29,3 +29,5 @@ V100_MIXED = {
     ("resnet50", "bert"): (358, 116), ("resnet50", "tacotron2"): (370, 150), ("bert", "tacotron2"): (120, 150),
 }  # fmt: skip
 V100_MORE_RESNET50 = {3: 336, 4: 310}
+# Split size of its largest batch, in GB (section 5.4); ResNet-152 has the same at 2, 4, 6 and 8, and Tacotron2 is cut by number.
+V100_BEST_SPLIT = {"resnet50": 6, "resnet152": 2, "nasnet_mobile": 12, "inception_v3": 6, "bert": 6}

@@ -86,24 +86,37 @@ def ratio_of(slow: list[float], fast: list[float]) -> float:
     return median([s / f for s, f in zip(slow, fast)])
 
 
-def finish(name: str, arguments: argparse.Namespace, rows: list[dict[str, Any]], note: str = "") -> int:
-    """Print rows as a table or JSON, save them if asked; returns 1 if a row misses its goal."""
-    document = {"benchmark": name, "machine": machine(), "note": note, "rows": rows}
+def finish(
+    name: str, arguments: argparse.Namespace, rows: list[dict[str, Any]], note: str = "",
+    before: dict[str, list[dict[str, Any]]] | None = None,
+) -> int:  # fmt: skip
+    """Print rows as a table or JSON, save them if asked; returns 1 if a row misses its goal.
+
+    ``before``: further tables by title, which are printed first and saved beside the rows. Lists in rows are for JSON.
+    """
+    document = {"benchmark": name, "machine": machine(), "note": note, **(before or {}), "rows": rows}
     text = json.dumps(document, indent=2)
     if arguments.json:
         print(text)
     else:
-        table = Table(title=name, caption=note or None)
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*(_cell(row.get(column)) for column in columns))
-        Console(width=None if sys.stdout.isatty() else 150).print(table)
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        for title, part in (before or {}).items():
+            console.print(_table(title, part))
+        console.print(_table(name, rows, note))
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.json").write_text(text + "\n")
     return int(any(row.get("holds") is False for row in rows))
+
+
+def _table(title: str, rows: list[dict[str, Any]], note: str = "") -> Table:
+    table = Table(title=title, caption=note or None)
+    columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list)))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    return table
 
 
 def _cell(value: Any) -> str:

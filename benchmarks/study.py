@@ -147,6 +147,17 @@ def run_new_process(way: str, trials: int) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def measure(trials: int, repeats: int) -> tuple[dict[str, list[float]], dict[str, list[dict[str, Any]]]]:
+    """Seconds of each way in each round, and what became of its trials."""
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in (*WAYS, "two processes")}
+
+    def run(way: str) -> float:
+        runs[way].append(run_new_process(way, trials))
+        return runs[way][-1]["seconds"]
+
+    return report.interleaved({way: lambda way=way: run(way) for way in runs}, repeats), runs
+
+
 def main() -> int:
     """Command line."""
     arguments_ = report.parser(__doc__ or "")
@@ -164,13 +175,7 @@ def main() -> int:
         )  # fmt: skip
         sys.stdout.write(json.dumps(ran) + "\n")
         return 0
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in (*WAYS, "two processes")}
-
-    def measure(way: str) -> float:
-        runs[way].append(run_new_process(way, arguments.trials))
-        return runs[way][-1]["seconds"]
-
-    times = report.interleaved({way: lambda way=way: measure(way) for way in runs}, arguments.repeats)
+    times, runs = measure(arguments.trials, arguments.repeats)
     best = min(PEERS, key=lambda way: report.median(times[way]))
     rows = []
     for way, taken in times.items():

@@ -66,6 +66,36 @@ def test_different_jobs() -> None:
     assert set(told["model"]) == {"overlap", "speed"}
 
 
+def deep(recompute: Any = None) -> wf.Job:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.GELU())]
+    return wf.Job("deep", lambda: nn.Sequential(*layers), [(torch.zeros(16, 32), torch.zeros(16, dtype=torch.long))],
+                  torch.optim.SGD, loss=F.cross_entropy, recompute=recompute)  # fmt: skip
+
+
+def test_a_job_that_recomputes() -> None:
+    plain, auto = (max_batch_size(deep(recompute), memory="4MiB") for recompute in (None, "auto"))
+    (row,) = auto.jobs
+    again = row.recomputed
+    assert row.size == plain.size and again is not None and plain.jobs[0].recomputed is None
+    assert again.size > 1.2 * again.without == 1.2 * plain.size and 0 < again.cost.share_of_bytes < 1
+    assert f"deep alone, recomputing: {again.size}, {plain.size} without; " in str(auto)
+    assert auto.to_dict()["jobs"][0]["recomputed"]["cost"]["operations"] == again.cost.operations
+    # Side by side an engine lowers no step that fits alone.
+    pair = max_batch_size(deep("auto"), copies=2, memory="4MiB")
+    assert pair.size == max_batch_size(deep(), copies=2, memory="4MiB").size
+    assert [row.recomputed for row in pair.jobs] == [again, again]
+
+
+def test_a_height_in_bytes_holds_side_by_side() -> None:
+    height = 2 << 20
+    plain, lower = (max_batch_size(deep(recompute), copies=2, memory="4MiB") for recompute in (None, height))
+    assert lower.size > plain.size and all(row.height <= height for row in lower.jobs)
+    again = lower.jobs[0].recomputed
+    assert again is not None and again.size == lower.jobs[0].alone
+    assert again.without == max_batch_size(deep(), memory="4MiB").size
+    assert lower.run is not None and lower.run.peak <= 4 << 20
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -34,10 +34,11 @@ def job(width=8, name="from-job"):
     return wf.Job(name=name, model=lambda: model(width), data=data, loss=nn.functional.cross_entropy,
                   optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
-def deep():
+def deep(recompute=None):
     layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
     return wf.Job(name="deep", model=lambda: nn.Sequential(*layers), loss=nn.functional.mse_loss,
-                  data=[(torch.zeros(256, 64), torch.zeros(256, 64))], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+                  data=[(torch.zeros(256, 64), torch.zeros(256, 64))], optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                  recompute=recompute)
 
 def objective(trial):
     network = model(trial.suggest_categorical("width", [4, 8]))
@@ -254,7 +255,8 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     ("arguments", "said"),
     [
         ((), "name a config, or a model by --model resnet50"),
-        (("--model", "resnet50"), "--model and --copies need a device: add --gpu v100-32g"),
+        (("--model", "resnet50"), "--model, --copies and --recompute need a device: add --gpu v100-32g"),
+        (("--model", "resnet50", "--gpu", "v100-32g", "--recompute", "much"), "recompute must be 'auto'"),
         (("--model", "resnet5", "--gpu", "v100-32g"), "did you mean 'resnet50'"),
         (("--model", "code.py:model", "--gpu", "v100-32g"), "must return a waterflow.Job; it returned"),
         (("--model", "resnet50", "--gpu", "v1000"), "did you mean v100-32g"),
@@ -263,6 +265,30 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
 def test_plan_tells_what_is_missing(folder: Path, arguments: tuple[str, ...], said: str):
     ended = run("plan", *arguments)
     assert ended.exit_code == 2 and said in ended.stderr, ended.stderr
+
+
+def deep_with(folder: Path, recompute: str, memory: str = "") -> Path:
+    return config(folder, f"{memory}jobs: [{{name: deep, job: code.py:deep, args: {{recompute: {recompute}}}}}]")
+
+
+def test_plan_of_jobs_that_recompute(folder: Path):
+    """For a GPU, and for this machine."""
+    shown = run("plan", deep_with(folder, "auto"), "--memory", "900kB").stdout
+    assert "fits, recomputing" in shown and "deep recomputes with its batch of 256: " in shown
+    assert "deep alone, recomputing: " in shown
+    told = json.loads(run("plan", deep_with(folder, "auto"), "--memory", "900kB", "--json").stdout)
+    assert told["sets"] == [["deep"]] and told["jobs"][0]["recomputed"]["operations"] > 0
+    assert told["largest"]["jobs"][0]["recomputed"]["size"] > 256 > told["largest"]["jobs"][0]["size"]
+    same = run("plan", deep_with(folder, "null"), "--memory", "900kB", "--recompute", "auto").stdout
+    assert lines(same)[-4:] == lines(shown)[-4:]
+    unreachable = run("plan", deep_with(folder, "100kB"), "--memory", "900kB").stdout
+    assert "does not fit" in unreachable and "cannot be brought to its recompute=" in unreachable
+    ended = run("plan", deep_with(folder, "auto", "memory: 1300kB\n"))
+    assert ended.exit_code == 0 and "deep recomputes: " in ended.stdout and "together: deep" in ended.stdout
+    ended = run("plan", deep_with(folder, "null", "memory: 1300kB\n"))
+    assert ended.exit_code == 1 and "with recompute='auto' this one fits" in ended.stderr
+    ended = run("plan", deep_with(folder, "auto", "memory: 700kB\n"))
+    assert ended.exit_code == 1 and "recomputing brings the step to" in ended.stderr
 
 
 def test_plan_tells_what_fits_and_what_waits(folder: Path):

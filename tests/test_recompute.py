@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +189,70 @@ def test_auto_says_how_low_it_comes() -> None:
     memory = plan.persistent + 2 * plan.batch + 1000
     with Engine(memory=memory, lanes=1, reserve=0) as engine, pytest.raises(wf.MemoryLimitError, match=told):
         wf.train(jobs(recompute="auto")[:1], engine=engine)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_who_does_not_fit_is_told_whether_it_helps(share: float) -> None:
+    """Half of the height is more than recomputing brings, nine tenths are not."""
+    plain, lowest = heights()
+    assert 0.4 * plain < lowest < 0.5 * plain
+    model, optimizer = make_deep()
+    plan = wf.Step(model, loss=nn.functional.cross_entropy, optimizer=optimizer).plan_for(BATCHES[0])
+    for helps, height in ((True, int(share * plain)), (False, lowest - 1)):
+        memory = plan.persistent + 2 * plan.batch + height
+        with Engine(memory=memory, lanes=1, reserve=0) as engine:
+            with pytest.raises(wf.MemoryLimitError, match="the largest batch that fits is") as refused:
+                wf.train(jobs()[:1], engine=engine)
+            said = str(refused.value)
+            assert ("with recompute='auto' this one fits" in said) == ("pass recompute='auto'" in said) == helps
+            assert ("recompute='auto' would not be enough" in said) != helps
+            if helps:
+                (result,) = wf.train(jobs(recompute="auto")[:1], engine=engine)
+                assert result.recomputed is not None
+
+
+def sized(size: int, **options: Any) -> wf.Job:
+    (job,) = jobs(**options)[:1]
+    return replace(job, data=images(2, size=size, shape=(32,)))
+
+
+def test_a_job_that_may_recompute_is_told_the_largest_batch_with_it_and_without() -> None:
+    with Engine(memory=600_000, lanes=1, reserve=0) as engine:
+        with pytest.raises(wf.MemoryLimitError) as refused:
+            wf.train([sized(4096, recompute="auto")], engine=engine)
+        largest = refused.value.largest_batch
+        told = re.search(
+            r"at best; the largest batch that fits is (\d+), (\d+) without recomputing", str(refused.value)
+        )
+        assert told is not None and largest == int(told[1]) > int(told[2])
+        assert wf.train([sized(largest, recompute="auto")], engine=engine)[0].recomputed is not None
+        assert wf.train([sized(int(told[2]))], engine=engine)[0].status == "completed"
+        for more in (sized(largest + 1, recompute="auto"), sized(int(told[2]) + 1)):
+            with pytest.raises(wf.MemoryLimitError):
+                wf.train([more], engine=engine)
+
+
+def test_what_a_profile_showed_counts_for_the_largest_batch() -> None:
+    """Kernels' temporaries, of which the graph knows nothing."""
+
+    def make(size: int) -> wf.Job:
+        def model() -> nn.Module:
+            return nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.Flatten())
+
+        data = [(torch.zeros(size, 3, 32, 32), torch.zeros(size, 1024))] * 4
+        return wf.Job("conv", model, data, lambda p: torch.optim.SGD(p, lr=0.1), loss=nn.functional.mse_loss, seed=0)
+
+    with Engine(memory="1GiB", lanes=1, reserve=0) as engine:
+        (result,) = wf.train([make(16)], engine=engine)
+    assert result.measured_peak is not None and result.predicted_peak is not None
+    assert result.measured_peak > result.predicted_peak
+    batch = 16 * (3 * 32 * 32 + 1024) * 4
+    with Engine(memory=(result.measured_peak + result.predicted_peak) // 2 + batch, lanes=1, reserve=0) as engine:
+        with pytest.raises(wf.MemoryLimitError) as refused:
+            wf.train([make(16)], engine=engine)
+        fits = refused.value.largest_batch
+        assert fits is not None and 8 < fits < 16
+        assert wf.train([make(fits)], engine=engine)[0].status == "completed"
 
 
 def test_it_tells_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 import waterflow as wf
 from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import images, same_bits
+from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import current_engine
 from waterflow.runner import JobRunner
@@ -442,6 +443,44 @@ def test_as_many_as_memory_and_lanes_allow() -> None:
     study = new_study()
     summary = wf.optimize(study, hesitant(looping), n_trials=20, lanes=2)
     assert len(study.trials) == 20 and 2 <= summary.most_at_once <= 8
+
+
+@pytest.mark.parametrize(("lanes", "room", "most"), [(2, 3, 3), (4, 3, 3), (2, 20, 4)])
+def test_auto_asks_for_no_trial_that_would_wait(
+    lanes: int, room: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``room`` of the trials train together; lanes are idle, so that there would always be one more."""
+    monkeypatch.setattr(AutoConcurrency, "WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr(AutoConcurrency, "GAIN", -1.0)
+    needs, under_way, seen = [], set(), []
+
+    def objective(trial: Trial) -> float:
+        under_way.add(trial.number)
+        seen.append((trial.number, len(under_way)))
+        model = perceptron(64)
+        time.sleep(0.25)  # has begun, and claims nothing yet
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+        for batch in BATCHES * 3:
+            time.sleep(0.05)
+            step(batch)
+        engine = current_engine()
+        assert engine is not None
+        needs.append(engine.needs(trial.number))
+        under_way.discard(trial.number)
+        return 0.0
+
+    run(objective, n_trials=1, max_concurrent=1)
+    ((held, height),) = needs
+    seen.clear()
+    study = new_study()
+    # Of a small limit a quarter is the reserve.
+    memory = int((room * held + height + held / 2) * 4 / 3)
+    summary = wf.optimize(study, objective, n_trials=10, lanes=lanes, memory=memory)
+    assert states(study) == [TrialState.COMPLETE] * 10
+    # Nothing is known of the first ones, of which each lane has one.
+    later = max(count for number, count in seen if number >= lanes)
+    assert later == most if room == 3 else later >= most
+    assert summary.most_at_once == max(lanes, later) if room == 3 else summary.most_at_once >= most
 
 
 # -- deterministic

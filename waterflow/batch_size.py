@@ -17,6 +17,8 @@ from waterflow.executor.presets import GPU, gpu
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, simulate
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
+from waterflow.partition.recompute import Recomputed
+from waterflow.planner.recomputing import largest_recomputed
 from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
 from waterflow.planner.sets import Need, in_turns, largest_set
@@ -25,11 +27,20 @@ from waterflow.together import step_and_batch
 
 
 @dataclass(frozen=True)
+class RecomputedBatch:
+    """The largest batch of a job that recomputes and trains alone, ``without`` recomputing, and what it costs."""
+
+    size: int
+    without: int
+    cost: Recomputed
+
+
+@dataclass(frozen=True)
 class JobBatch:
     """One job's largest batch beside the others, and alone. Bytes.
 
     ``limit`` is the share of its room alone that is left beside what the others hold all the time: parameters, optimizer
-    state and a batch of each.
+    state and a batch of each. ``recomputed`` is there for a job whose ``recompute=`` changes the batch that fits alone.
     """
 
     name: str
@@ -39,6 +50,7 @@ class JobBatch:
     persistent: int
     batch: int
     height: int
+    recomputed: RecomputedBatch | None = None
 
     @property
     def ratio(self) -> float:
@@ -84,6 +96,9 @@ class MaxBatchSize:
                 f"{format_bytes(job.persistent)} and a batch of {format_bytes(job.batch)}, a step takes "
                 f"{format_bytes(job.height)} more"
             )
+            if job.recomputed is not None:
+                again = job.recomputed
+                lines.append(f"  {job.name} alone, recomputing: {again.size}, {again.without} without; {again.cost}")
         if self.run is not None:
             lines.append(
                 f"  simulated, every access checked: peak {format_bytes(self.run.peak)}; by a model of the GPU's rates "
@@ -113,6 +128,10 @@ def max_batch_size(
     device with the engine's own placement and admission, every access checked. Different jobs get the same share of the
     batch that each could train alone.
 
+    A job with ``recompute=`` in bytes is planned with steps of that height. With ``"auto"`` an engine lowers a step only
+    where it would not fit alone, so that side by side nothing changes: ``JobBatch.recomputed`` has the larger batch alone
+    (how it is found, and how far it can be trusted: ``planner/recomputing.py``).
+
     Args:
         jobs: One job, or several.
         copies: How many of each.
@@ -140,15 +159,30 @@ def find(sizes: Sequence[StepSizes], limit: int, context: int = 0, clock: Clock 
     """The same of steps that are there already; ``sizes`` has one for each job, equal jobs the same one."""
     if len(sizes) == 1:
         alone = largest_batch(sizes[0], memory=limit)
-        return MaxBatchSize((_row(sizes[0], alone.step, alone, 1.0),), limit, context, None, (alone.step,))
+        row = _row(sizes[0], alone.step, alone, 1.0, _recomputed(sizes[0], alone))
+        return MaxBatchSize((row,), limit, context, None, (alone.step,))
     found = largest_mix(sizes, memory=limit, clock=clock)
-    rows = [_row(*each) for each in zip(sizes, found.steps, found.alone, found.limits)]
+    again = {each: _recomputed(each, alone) for each, alone in dict(zip(sizes, found.alone)).items()}
+    rows = [_row(*row, again[row[0]]) for row in zip(sizes, found.steps, found.alone, found.limits)]
     return MaxBatchSize(tuple(rows), limit, context, found.run, found.steps)
 
 
-def _row(sizes: StepSizes, step: SizedStep, alone: LargestBatch, limit: float) -> JobBatch:
+def _row(
+    sizes: StepSizes, step: SizedStep, alone: LargestBatch, limit: float, recomputed: RecomputedBatch | None
+) -> JobBatch:
     height = step.offsets.height
-    return JobBatch(sizes.step.name, step.size, alone.size, limit, step.persistent, step.batch, height)
+    return JobBatch(sizes.step.name, step.size, alone.size, limit, step.persistent, step.batch, height, recomputed)
+
+
+def _recomputed(sizes: StepSizes, alone: LargestBatch) -> RecomputedBatch | None:
+    """The largest batch alone of a job that may recompute; None where it does not differ from the one without."""
+    if sizes.step.recompute == "auto":
+        found = largest_recomputed(sizes, alone.memory, alone.size)
+        return RecomputedBatch(found.size, alone.size, found.cost) if found is not None else None
+    cost = sizes.cost(alone.size)
+    if cost is None:
+        return None
+    return RecomputedBatch(alone.size, largest_batch(sizes.without_recomputing(), memory=alone.memory).size, cost)
 
 
 def device_of(name: str | GPU | None, memory: int | float | str | None) -> tuple[GPU | None, int, int]:
@@ -176,6 +210,7 @@ __all__ = [
     "LargestMix",
     "MaxBatchSize",
     "Need",
+    "RecomputedBatch",
     "Simulated",
     "SimulatedJob",
     "SizedStep",
@@ -185,6 +220,7 @@ __all__ = [
     "in_turns",
     "largest_batch",
     "largest_mix",
+    "largest_recomputed",
     "largest_set",
     "max_batch_size",
     "run_copies",

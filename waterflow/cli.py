@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 import waterflow
 from waterflow.batch_size import device_of
 from waterflow.config import TrainConfig, load_study, load_train
+from waterflow.executor.memory_limit import parse_recompute
 from waterflow.gpu_plan import GPUPlan, job_named, plan_for_gpu, renamed
 from waterflow.partition.plan import format_bytes
 from waterflow.progress import ProgressLine, results_table
@@ -303,6 +305,9 @@ def plan(
         list[str] | None, typer.Option(help="A model of the zoo, such as resnet50, or module:function. Repeatable.")
     ] = None,
     copies: Annotated[int, typer.Option(min=1, help="How many of each job, on the GPU.")] = 1,
+    recompute: Annotated[
+        str | None, typer.Option(help="Let all steps recompute: auto, or their height, such as 8GiB; on the GPU.")
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE.PNG", help="Draw the largest batches: memory, lanes, and the peak by line."),
@@ -315,16 +320,19 @@ def plan(
     with Terminal(as_json, debug) as terminal:
         if config is None and not model:
             raise ConfigError("there must be jobs to plan for: name a config, or a model by --model resnet50")
-        if gpu is None and memory is None and (model or copies > 1):
+        if gpu is None and memory is None and (model or copies > 1 or recompute is not None):
             raise ConfigError(
-                "--model and --copies need a device: add --gpu v100-32g or another one, or --memory 24GiB"
+                "--model, --copies and --recompute need a device: add --gpu v100-32g or another one, or --memory 24GiB"
             )
+        with wrong_use("--recompute"):
+            parse_recompute(recompute)
         settings = load_train(config) if config is not None else None
         if gpu is not None or memory is not None:
             with wrong_use("--gpu, --memory"):
                 device_of(gpu, memory)
             named = [job_named(reference, Path()) for reference in model or ()]
             jobs = renamed([*(settings.jobs if settings else ()), *named])
+            jobs = [replace(job, recompute=recompute or job.recompute) for job in jobs]
             _plan_on_gpu(terminal, plan_for_gpu(jobs, copies=copies, gpu=gpu, memory=memory), report)
         elif settings is not None:
             _plan_here(terminal, settings, groups)

@@ -28,9 +28,10 @@ class GPUPlan:
     """What was found for jobs on one device. Bytes.
 
     ``needs`` is what each job takes with the batch that it has, ``turns`` the sets of jobs that train together, one after
-    the other, by their places; a job in none of them does not fit, unless ``recomputed`` has what it would have to make
-    again. ``largest`` is None where not even the smallest
-    batches of all fit together, for the ``reason`` given.
+    the other, by their places; a job in none of them does not fit as it is. ``recomputed`` has what jobs make again, or
+    would, to fit alone. ``beyond`` has the jobs whose steps cannot be as low as their ``recompute=`` says, each with the
+    bytes that are too many. ``largest`` is None where not even the smallest batches of all fit together, for the ``reason``
+    given.
     """
 
     device: GPU | None
@@ -39,17 +40,18 @@ class GPUPlan:
     needs: tuple[Need, ...]
     turns: tuple[tuple[int, ...], ...]
     recomputed: dict[int, Recomputed]
+    beyond: dict[int, int]
     largest: MaxBatchSize | None
     reason: str | None
 
     def verdict(self, number: int) -> str:
         """Of one job, with the batch that it has."""
-        if number in self.recomputed:
-            return "fits alone with recompute"
+        recomputes = number in self.recomputed
         for turn, jobs in enumerate(self.turns):
             if number in jobs:
-                return "fits" if turn == 0 else f"waits: set {turn + 1} of {len(self.turns)}"
-        return "does not fit"
+                waits = f"waits: set {turn + 1} of {len(self.turns)}"
+                return ("fits" if turn == 0 else waits) + (", recomputing" if recomputes else "")
+        return "fits alone with recompute" if recomputes else "does not fit"
 
     def explanation(self) -> list[str]:
         """Why, in sentences."""
@@ -64,7 +66,14 @@ class GPUPlan:
             )
         lines += [
             f"{self.needs[i].name} with recompute='auto' and its batch of {self.batches[i]}: {cost}"
+            if self.verdict(i).startswith("fits alone")
+            else f"{self.needs[i].name} recomputes with its batch of {self.batches[i]}: {cost}"
             for i, cost in self.recomputed.items()
+        ]
+        lines += [
+            f"{self.needs[i].name} with its batch of {self.batches[i]} cannot be brought to its recompute=: its step is "
+            f"{format_bytes(more)} higher at best"
+            for i, more in self.beyond.items()
         ]
         lines += str(self.largest).splitlines() if self.largest is not None else []
         lines += [self.reason] if self.reason is not None else []
@@ -79,7 +88,8 @@ class GPUPlan:
         """Plain values for JSON, bytes throughout."""
         jobs = [
             {"name": need.name, "batch": batch, "held_bytes": need.held, "height_bytes": need.height,
-             "verdict": self.verdict(i)}
+             "verdict": self.verdict(i),
+             "recomputed": dataclasses.asdict(self.recomputed[i]) if i in self.recomputed else None}
             for i, (need, batch) in enumerate(zip(self.needs, self.batches))
         ]  # fmt: skip
         return {
@@ -101,20 +111,27 @@ def plan_for_gpu(
     sizes = [each for each in looked for _ in range(copies)]
     steps = [each.at(each.given) for each in sizes]
     names = [f"{each.step.name} {i + 1}" if copies > 1 else each.step.name for each in looked for i in range(copies)]
-    needs = tuple(Need(name, step.held, step.offsets.height) for name, step in zip(names, steps))
     largest = reason = None
     try:
         largest = find(sizes, limit, context, Clock(device) if device is not None else None)
     except MemoryLimitError as error:
         reason = one_line(error)
     recomputed: dict[int, Recomputed] = {}
-    for i, (each, step, need) in enumerate(zip(sizes, steps, needs)):
-        if need.peak > limit:
+    for i, each in enumerate(sizes):
+        cost = None
+        if steps[i].held + steps[i].offsets.height > limit > steps[i].held:
             with contextlib.suppress(MemoryLimitError):
-                cost = each.recomputed(step.size, limit - step.held)
-                recomputed |= {i: cost} if cost is not None else {}
+                lower, cost = each.lowered(each.given, limit - steps[i].held)
+                steps[i] = lower if each.step.recompute == "auto" else steps[i]
+        elif steps[i].within:
+            cost = each.cost(each.given)
+        recomputed |= {i: cost} if cost is not None else {}
+    needs = tuple(Need(name, step.held, step.offsets.height) for name, step in zip(names, steps))
+    beyond = {i: step.beyond for i, step in enumerate(steps) if step.beyond is not None and step.beyond > 0}
+    fit = [i for i in range(len(needs)) if i not in beyond]
+    turns = tuple(tuple(fit[k] for k in turn) for turn in in_turns([needs[i] for i in fit], limit))
     batches = tuple(step.size for step in steps)
-    return GPUPlan(device, limit, batches, needs, tuple(in_turns(needs, limit)), recomputed, largest, reason)
+    return GPUPlan(device, limit, batches, needs, turns, recomputed, beyond, largest, reason)
 
 
 def job_named(reference: str, folder: Path) -> Job:

@@ -33,6 +33,7 @@ from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
 from waterflow.partition.surroundings import shown_line, surrounding_autocast
+from waterflow.planner.refusal import what_fits
 
 logger = logging.getLogger("waterflow")
 
@@ -156,7 +157,7 @@ class Step:
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
-        height = parse_recompute(recompute)
+        self.recompute = height = parse_recompute(recompute)
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, height)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
@@ -260,11 +261,10 @@ class Step:
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> Pending:
         if self.engine is not None and self.job is not None:
-            variant = claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, self._spec,
-                            leaves, batch_spec)  # fmt: skip
+            variant = claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves,
+                            batch_spec, partial(what_fits, self, self.engine.room, self.batches_ahead))  # fmt: skip
         planned = variant.planned
-        plan, native = planned.plan, planned.native
-        profiled = planned.wants_profile
+        plan, native, profiled = planned.plan, planned.native, planned.wants_profile
         behind = variant.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
         run = variant.binding.run(native, variant.given(leaves, wait), variant.slots, profiled)

@@ -48,7 +48,8 @@ def optimize(
         study: Any Optuna study: in memory, RDB or journal storage, one objective or several.
         objective: See above.
         n_trials, timeout: As in ``study.optimize``; running trials finish after a timeout.
-        max_concurrent: Trials under way at the same time. ``"auto"``: as many as memory and measured throughput allow.
+        max_concurrent: Trials under way at the same time. ``"auto"``: as many as measured throughput
+            allows, as long as all of them train together in memory.
         memory: The limit for all trials together: bytes, a share of what is free, or text like ``"4GiB"``.
         device, lanes, intra_op: As in ``train``.
         catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``.

@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from waterflow.optuna_private import (
     take_turns,
     tell_quietly,
 )
+from waterflow.planner.sets import Need, largest_set
 from waterflow.progress import ProgressLine
 from waterflow.runner import (
     BREAK_OFF_SECONDS,
@@ -102,6 +104,7 @@ class Coordinator:
         self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
         self._running: dict[int, _Worker] = {}
         self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._ended_last: deque[Need] = deque(maxlen=engine.lanes)
         self._results: list[tuple[int, JobResult]] = []
         self._failure: BaseException | None = None
         self._asked = 0
@@ -137,7 +140,7 @@ class Coordinator:
                             worker.told.set()
                             join_all([worker.thread], 1.0)
                     elif self._auto is not None:
-                        self._at_once = self._auto.update(len(self._running), self._memory_allows())
+                        self._at_once = self._auto.update(len(self._running), self._one_more_fits())
                         self._fill(wanted, 0)
             except BaseException:
                 with _uninterrupted():
@@ -162,7 +165,7 @@ class Coordinator:
 
     def _fill(self, wanted: Callable[[], bool], time_: int) -> None:
         fresh = []
-        while len(self._running) < self._at_once and wanted():
+        while len(self._running) < self._at_once and wanted() and (self._auto is None or self._one_more_fits()):
             with _uninterrupted():
                 trial = self._ask()
                 worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds))
@@ -181,9 +184,23 @@ class Coordinator:
         fail_stale(self._study)
         return self._study.ask()
 
-    def _memory_allows(self) -> bool:
-        free = self._engine.room - self._engine.claimed() - self._engine.native.held
-        return free > self._engine.largest_claim()
+    def _one_more_fits(self) -> bool:
+        """Whether one more trial would train together with those under way.
+
+        What it needs is not known before it claims. It is taken to be like the largest of those under way and of those that
+        ended last, and so is each trial that has just begun. Before anything is known, there is one for each lane.
+        """
+        under_way = [self._need(number) for number in self._running]
+        known = [*filter(None, under_way), *self._ended_last]
+        if not under_way or not known:
+            return len(under_way) < self._engine.lanes
+        like = max(known, key=lambda need: need.peak)
+        together = [need or like for need in under_way] + [like]
+        return len(largest_set(together, self._engine.room)) == len(together)
+
+    def _need(self, number: int) -> Need | None:
+        needs = self._engine.needs(number)
+        return None if needs is None else Need(f"trial-{number}", *needs)
 
     def _next_ended(self) -> _Worker | None:
         with contextlib.suppress(queue.Empty):
@@ -259,6 +276,8 @@ class Coordinator:
                 return
             finally:
                 del self._running[trial.number]
+                if (need := self._need(trial.number)) is not None:
+                    self._ended_last.append(need)
         if worker.result is not None:
             self._results.append((trial.number, worker.result))
         if worker.state == TrialState.FAIL and error is not None and not isinstance(error, catch):

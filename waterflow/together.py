@@ -10,24 +10,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from waterflow.errors import CaptureError
+from waterflow.errors import CaptureError, MemoryLimitError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
-from waterflow.executor.fitting import largest_batch
 from waterflow.job import Job
 from waterflow.partition.plan import Plan, format_bytes
+from waterflow.partition.recompute import Recomputed
+from waterflow.partition.structure import flatten
+from waterflow.planner.refusal import what_fits
 from waterflow.runner import STEPS_AHEAD
 from waterflow.step import Step
 
 
 @dataclass
 class Forecast:
-    """What is known of one job before it is trained. ``plan`` is None where it cannot be captured."""
+    """What is known of one job before it is trained. ``plan`` is None where it cannot be captured.
+
+    ``recomputed`` is what the job makes again, where it may and has to.
+    """
 
     name: str
     plan: Plan | None = None
+    recomputed: Recomputed | None = None
     verdict: str = ""
     error: Exception | None = None
     opaque_reason: str | None = None
@@ -40,6 +45,8 @@ class Forecast:
             "opaque_reason": self.opaque_reason,
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
         }
+        if self.recomputed is not None:
+            made["recomputed"] = dataclasses.asdict(self.recomputed)
         if self.plan is not None:
             made |= {
                 "persistent_bytes": self.plan.persistent,
@@ -72,6 +79,7 @@ class Together:
             f"limit {format_bytes(self.limit)}, {format_bytes(self.limit - self.room)} of it reserve: "
             f"{format_bytes(self.room)} for jobs, on {self.lanes} lanes"
         ]
+        lines += [f"{job.name} recomputes: {job.recomputed}" for job in self.jobs if job.recomputed is not None]
         if self.together:
             lines.append(
                 f"together: {', '.join(self.together)}. Parameters, optimizer state and {STEPS_AHEAD} batches of each "
@@ -128,14 +136,20 @@ def fit_together(
 def _look_at(job: Job, forecast: Forecast, found: Together, engine: Engine) -> None:
     job.check()
     step, batch = step_and_batch(job)
-    forecast.plan = plan = step.plan_for(batch)
-    held = _as_claimed(plan)
+    forecast.plan, forecast.recomputed = step.plan_for(batch), step.recomputed_for(batch)
+    held = _as_claimed(forecast.plan)
+    lowest = None
+    if held.peak > engine.room and step.recompute == "auto":
+        height = max(0, engine.room - held.persistent - held.batch)
+        try:
+            forecast.plan, forecast.recomputed = step.plan_for(batch, height), step.recomputed_for(batch, height)
+            held = _as_claimed(forecast.plan)
+        except MemoryLimitError as error:
+            lowest = error.needed
     if held.peak > engine.room:
-        leaves, form = pytree.tree_flatten(batch)
-        fits = largest_batch(
-            leaves, lambda cut: _as_claimed(step.plan_for(pytree.tree_unflatten(cut, form))), engine.room
-        )
-        forecast.error = engine.too_large(plan, held.persistent + held.batch, fits)
+        leaves, form, _ = flatten(batch)
+        fits = what_fits(step, engine.room, STEPS_AHEAD, leaves, form)
+        forecast.error = fits.error(engine, forecast.plan, held.persistent + held.batch, lowest)
         forecast.verdict = "does not fit"
     elif not engine.would_fit(held):
         forecast.verdict = "waits for memory: until one of the others has ended"
@@ -145,7 +159,7 @@ def _look_at(job: Job, forecast: Forecast, found: Together, engine: Engine) -> N
         engine.claim(engine.add_job(job.name), held)
         forecast.verdict = "fits"
         found.together.append(job.name)
-        found.heights.append(plan.height)
+        found.heights.append(held.height)
 
 
 def _as_claimed(plan: Plan) -> Plan:
@@ -161,7 +175,7 @@ def step_and_batch(job: Job) -> tuple[Step, Any]:
     step = Step(
         model, optimizer=job.optimizer(model.parameters()), loss=job.loss, step=job.step, accumulate=job.accumulate,
         clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
-        generator=numbers, name=job.name,
+        recompute=job.recompute, generator=numbers, name=job.name,
     )  # fmt: skip
     with contextlib.closing(Batches(job.name, job.data, numbers)) as batches:
         return step, next(iter(batches.epoch()))

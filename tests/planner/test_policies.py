@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from waterflow.partition.liveness import Lifetime
 from waterflow.partition.offsets import Offsets, place
 from waterflow.planner import Banker, Dynamic, Policy, Waterwave, WaterwaveS, largest_batch_under
 from waterflow.planner.largest import _search
-from waterflow.planner.policies.waterwave import cut, groups_ahead, pair_groups
+from waterflow.planner.policies.waterwave import cut, groups_ahead, order_of_groups, pair_groups
 
 PLENTY = 1 << 46
 # An operation of the plans below takes 64 ns, and nothing of what others use.
@@ -121,6 +123,21 @@ def test_groups_of_a_hill() -> None:
     # Groups of four: two are left on each side.
     assert cut(hill(6), 4 * 256).ends == (4, 6, 10, 12)
     assert Waterwave(groups=6)._cut(hill(6)).ends == groups.ends
+
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "waterwave_three_jobs.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['memory']} pieces")
+@pytest.mark.parametrize("given", ["CAB", "ABC", "BCA"])
+def test_the_order_of_three_small_jobs_worked_by_hand(case: dict[str, Any], given: str) -> None:
+    told, piece = GOLDEN["jobs"], 256
+    jobs = [SimulatedJob(name, hill(told["layers"][name])) for name in given]
+    cuts = [cut(job.offsets, told["split_size"] * piece) for job in jobs]
+    assert {job.name: list(groups.ends) for job, groups in zip(jobs, cuts)} == told["group_ends"]
+    pairs = order_of_groups(jobs, cuts, case["memory"] * piece)
+    streams = [[p and f"{given[p[0]]}{p[1] + 1}" for p in stream] for stream in zip(*pairs)]
+    assert streams == [case["av"], case["dv"]]
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import waterflow as wf
 from waterflow.executor.presets import gpu
 from waterflow.executor.simulation import Clock
-from waterflow.planner.search import _search, largest_batch, largest_mix, run_copies
+from waterflow.planner.search import largest_batch, largest_mix, run_copies, search_sizes
 from waterflow.planner.sizes import StepSizes
 
 
@@ -146,7 +147,7 @@ def test_the_search_needs_no_line(limit: int, power: float) -> None:
         asked.append(size)
         return int(5 * size**power)
 
-    found = _search(needed, 1, limit)
+    found = search_sizes(needed, 1, limit)
     assert needed(found) <= limit < needed(found + 1)
     assert len(set(asked)) < (8 if power == 1 else 70)
 
@@ -184,6 +185,66 @@ def test_sizes_on_a_line_are_those_that_are_captured() -> None:
         assert one == other and one.footprint.same_shape(other.footprint) and one.groups == other.groups
         assert one.offsets == other.offsets and one.offsets.costs == other.offsets.costs
     assert believed.captures == 2
+
+
+class Recurrent(nn.Module):
+    """oneDNN's recurrent layer, whose workspace no shape tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.LSTM(32, 24, batch_first=True), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.layer(x)[0])
+        return made
+
+
+def recurrent() -> StepSizes:
+    model = Recurrent()
+    step = wf.Step(model, loss=loss, optimizer=torch.optim.Adam(model.parameters()))
+    return StepSizes(step, (torch.zeros(4, 9, 32), torch.zeros(4, 9, 8)))
+
+
+def test_what_no_shape_tells_is_asked_between_captures() -> None:
+    sizes, fresh = recurrent(), recurrent()
+    assert sizes.captured(4).footprint.hidden  # the workspace, at least
+    sizes.captured(32), sizes.captured(700)
+    rounded = 0
+    for size in (5, 33, 101, 350, 699):
+        believed = sizes.at(size)
+        assert not sizes.known(size)
+        asked, captured = sizes.captured(size), fresh.captured(size)
+        assert sizes.known(size) and sizes.at(size) is asked
+        assert (
+            asked == captured
+            and asked.offsets == captured.offsets
+            and asked.footprint.asked == captured.footprint.asked
+        )
+        rounded += believed != captured
+    assert rounded and sizes.captures == 3
+
+
+def test_a_step_that_hides_memory_is_captured_three_times() -> None:
+    sizes, fresh = recurrent(), recurrent()
+    for memory, copies in ((4_000_000, 1), (4_000_000, 2), (2_500_000, 2), (1_500_000, 1)):
+        found = largest_batch(sizes, memory=memory, copies=copies)
+        for size, fits in ((found.size, True), (found.size + 1, False)):
+            at = fresh.captured(size)
+            needed = at.alone if copies == 1 else -(-copies * at.held // 64) * 64 + at.offsets.height
+            assert (needed <= memory) == fits
+    assert sizes.captures == 3
+
+
+def test_the_collector_is_left_as_it_was() -> None:
+    assert gc.isenabled()
+    largest_batch(sizes_of(), memory=300_000)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        largest_batch(sizes_of(), memory=300_000)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_different_jobs_get_the_same_share() -> None:

@@ -21,11 +21,12 @@ from waterflow.partition.costs import operation_cost
 from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.footprint import Footprint
-from waterflow.partition.liveness import OperationMemory, lifetimes, operation_memory
+from waterflow.partition.liveness import OperationMemory, follow, operation_memory
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
+from waterflow.partition.surroundings import no_collections
 
 # A step whose requests differ from time to time is planned by the highest of this many.
 MOST_PROFILES = 4
@@ -130,11 +131,11 @@ class CapturedStep:
         graph, instructions = self.capture.graph, self.lowered.instructions
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
         batch = {node for node, given in zip(placeholders, self.capture.inputs) if given.kind == "batch"}
-        lives = lifetimes(graph, instructions, batch if with_batch else ())
+        followed = follow(graph, instructions, batch if with_batch else ())
         held, copied = (0, self.predicted.batch) if with_batch else (self.predicted.batch, 0)
         return Footprint(
-            tuple(lives), tuple(map(operation_cost, instructions)), self.predicted.persistent, held, copied,
-            self.predicted.forward, tuple(map(_line_of, instructions)),
+            tuple(followed.lives()), tuple(map(operation_cost, instructions)), self.predicted.persistent, held, copied,
+            self.predicted.forward, tuple(map(_line_of, instructions)), followed.asked, followed.hidden,
         )  # fmt: skip
 
     def planned(self, threads: int) -> PlannedStep:
@@ -150,7 +151,8 @@ def build(
     name: str = "step",
 ) -> CapturedStep:  # fmt: skip
     """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError."""
-    return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
+    with no_collections():
+        return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
 
 
 def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:

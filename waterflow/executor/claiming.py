@@ -3,57 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import MemoryLimitError
-from waterflow.executor.captured import build
 from waterflow.executor.engine import Engine
-from waterflow.executor.fitting import largest_batch
 from waterflow.executor.variants import Variant, Variants
-from waterflow.partition.plan import Plan
-from waterflow.partition.spec import StepSpec
+from waterflow.partition.plan import Plan, format_bytes
+
+
+@dataclass(frozen=True)
+class WhatFits:
+    """What would fit in the place of a step that does not, as far as it is known.
+
+    ``largest`` is the first dimension of the largest batch that fits as the step is, or, where it may recompute as much as
+    it has to, without that; ``recomputed`` the same with it. ``helps`` tells of a step that may not recompute whether
+    ``recompute="auto"`` would make its batch fit.
+    """
+
+    largest: int | None = None
+    recomputed: int | None = None
+    helps: bool | None = None
+
+    def error(self, engine: Engine, plan: Plan, held: int, lowest: int | None = None) -> MemoryLimitError:
+        """For the job of this plan, which holds ``held`` bytes; ``lowest`` is the height that recomputing brings it to."""
+        told = []
+        if lowest is not None:
+            told.append(f"recomputing brings the step to {format_bytes(lowest)} at best")
+        if self.recomputed is not None and self.recomputed != self.largest:
+            without = f"{self.largest} without recomputing" if self.largest else "none without recomputing"
+            told.append(f"the largest batch that fits is {self.recomputed}, {without}")
+        elif self.largest is not None:
+            told.append(f"the largest batch that fits is {self.largest}")
+        if self.helps is not None:
+            told.append("with recompute='auto' this one fits" if self.helps else "recompute='auto' would not be enough")
+        more = ", pass recompute='auto', or" if self.helps else " or"
+        said = "".join(f"; {part}" for part in told) + f". Lower the batch size{more} raise memory=."
+        return engine.too_large(plan, held, self.recomputed or self.largest, said)
+
+
+# Of a batch, as leaves and structure, for a step with this many bytes above what its graph knows: what fits.
+Search = Callable[[list[Any], pytree.TreeSpec | None, int], WhatFits]
 
 
 def claim(
-    engine: Engine, job: int, name: str, batches: int, variants: Variants, variant: Variant, spec: StepSpec,
-    leaves: list[Any], batch_spec: pytree.TreeSpec | None,
+    engine: Engine, job: int, name: str, batches: int, variants: Variants, variant: Variant,
+    leaves: list[Any], batch_spec: pytree.TreeSpec | None, search: Search,
 ) -> Variant:  # fmt: skip
     """Claim memory for the job's steps on such batches; returns the variant that it was claimed for.
 
     A step that may recompute becomes as low as it has to be to fit alone. Raises as ``Engine.claim`` does; a job that
-    does not fit alone learns of the largest batch that does.
+    does not fit alone learns what ``search`` finds.
     """
     while variant.claimed is not (plan := variant.planned.plan):
         try:
             engine.claim(job, plan.renamed(name), batches=batches)
             variant.claimed = plan
         except MemoryLimitError as error:
-            if error.largest_batch is not None or error.needed <= engine.room:
+            if error.needed <= engine.room:
                 raise
             held = plan.persistent + batches * plan.batch
-            refuse = _refusal(engine, plan.renamed(name), held, batches, spec, leaves, batch_spec)
+            lower = lowest = None
             try:
                 lower = variants.lowered(variant, leaves, batch_spec, engine.room - held)
             except MemoryLimitError as out_of_reach:
-                raise refuse(out_of_reach.needed) from None
+                lowest = out_of_reach.needed
             if lower is None:
-                raise refuse(None) from None
+                beyond = max(0, plan.height - variant.captured.predicted.height)
+                found = search(leaves, batch_spec, beyond)
+                raise found.error(engine, plan.renamed(name), held, lowest) from None
             variant = lower
     return variant
-
-
-def _refusal(
-    engine: Engine, plan: Plan, held: int, batches: int, spec: StepSpec, leaves: list[Any],
-    batch_spec: pytree.TreeSpec | None,
-) -> Callable[[int | None], MemoryLimitError]:  # fmt: skip
-    def claimed(cut: list[Any]) -> Plan:
-        predicted = build(spec, cut, batch_spec).predicted
-        return replace(predicted, batch=batches * predicted.batch)
-
-    def refuse(lowest: int | None) -> MemoryLimitError:
-        return engine.too_large(plan, held, largest_batch(leaves, claimed, engine.room), lowest)
-
-    return refuse

@@ -45,10 +45,14 @@ class EngineFigures:
 
 @dataclass
 class Claim:
-    """What one job holds for as long as it is in the engine, and the largest height that its steps reach."""
+    """What one job holds for as long as it is in the engine, and the largest height that its steps reach.
+
+    ``owner`` is the thread that claimed it, ``worker`` what that is known as to a study.
+    """
 
     name: str
     owner: int
+    worker: int | None
     bytes: int
     height: int
 
@@ -104,6 +108,9 @@ class Engine:
         self._guard = threading.RLock()
         self._changed = threading.Condition(self._guard)
         self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
+        self._asked: dict[
+            int, tuple[int, int]
+        ] = {}  # by worker: the most bytes and height it has claimed, or wanted to
         self._looks = 0
         self._eager = threading.Lock()
         self._closed = False
@@ -148,6 +155,7 @@ class Engine:
         if wanted + plan.height > self.room:
             raise self.too_large(plan, wanted)
         owner = threading.get_ident()
+        self._note(job, wanted, plan.height)
         try:
             while True:
                 with self._turn(), self._guard:
@@ -156,7 +164,7 @@ class Engine:
                     if self._closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, plan.height):
-                        self._claims[job] = Claim(plan.name, owner, wanted, plan.height)
+                        self._claims[job] = Claim(plan.name, owner, current_worker(), wanted, plan.height)
                         self._set_capacity()
                         # Steps under way may still stand on this ground; they finish, and none starts before.
                         while self.native.capacity > self._capacity() and not self._closed:
@@ -207,10 +215,17 @@ class Engine:
             needed=wanted + plan.height, limit=self.limit,
         )  # fmt: skip
 
-    def largest_claim(self) -> int:
-        """Bytes of the largest job in the engine: what it holds and what its steps reach."""
+    def _note(self, job: int, wanted: int, height: int) -> None:
+        if (worker := current_worker()) is None:
+            return
         with self._guard:
-            return max((c.bytes + c.height for c in self._claims.values()), default=0)
+            held = wanted + sum(c.bytes for j, c in self._claims.items() if j != job and c.worker == worker)
+            before = self._asked.get(worker, (0, 0))
+            self._asked[worker] = max(before[0], held), max(before[1], height)
+
+    def needs(self, worker: int) -> tuple[int, int] | None:
+        """The most that a worker's jobs held together, or wait to hold, and their largest height; None before a claim."""
+        return self._asked.get(worker)
 
     def would_fit(self, plan: Plan) -> bool:
         """Whether a further job with this plan could claim its memory now."""
@@ -232,15 +247,13 @@ class Engine:
             return sum(claim.bytes for claim in self._claims.values())
 
     def too_large(
-        self, plan: Plan, wanted: int, largest_batch: int | None = None, lowest: int | None = None
-    ) -> MemoryLimitError:
-        """The error for a job that does not fit even alone; ``lowest`` is the height that recomputing brings it to."""
-        advice = f"; recomputing brings the step to {format_bytes(lowest)} at best" if lowest is not None else ""
-        advice += f"; the largest batch that fits is {largest_batch}" if largest_batch else ""
+        self, plan: Plan, wanted: int, largest_batch: int | None = None, told: str = ". Lower the batch size or raise memory=.",
+    ) -> MemoryLimitError:  # fmt: skip
+        """The error for a job that does not fit even alone, with what is ``told`` of it."""
         return MemoryLimitError(
             f"job {plan.name!r} does not fit: its state and batch take {format_bytes(wanted)} and its step reaches "
             f"{format_bytes(plan.height)} above them; the limit of {format_bytes(self.limit)} leaves "
-            f"{format_bytes(self.room)} (the rest is the reserve){advice}. Lower the batch size or raise memory=.",
+            f"{format_bytes(self.room)} (the rest is the reserve){told}",
             needed=wanted + plan.height, limit=self.limit, largest_batch=largest_batch,
         )  # fmt: skip
 

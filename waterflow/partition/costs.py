@@ -29,7 +29,7 @@ _CHUNKS_PER_LAUNCH = 320
 _CHUNK = 65_536  # elements
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cost:
     """One operation: bytes that it reads and writes, floating point operations, kernels that it starts."""
 

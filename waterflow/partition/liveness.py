@@ -13,10 +13,10 @@ from torch import fx
 
 from waterflow.partition.costs import bytes_moved
 from waterflow.partition.operators import is_view, storage_id, tensors_in, written_by
-from waterflow.partition.probe import hidden_memory
+from waterflow.partition.probe import Question, answers, questions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OperationMemory:
     """Bytes of one operation: at its highest, and once it is done, both counting the whole step so far.
 
@@ -28,7 +28,7 @@ class OperationMemory:
     traffic: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Lifetime:
     """Memory that a step makes: the operations that it is born with and dies behind, and its size in bytes.
 
@@ -45,12 +45,26 @@ class Lifetime:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """A life, by number, whose size only an operator knew: that of its result, or what it held beside them (None)."""
+
+    life: int
+    question: int
+    result: int | None
+
+
+@dataclass(frozen=True)
 class Followed:
-    """What a step makes: the life of each storage, by its identity; temporaries; and the storages behind each node."""
+    """What a step makes: the life of each storage, by its identity; temporaries; and the storages behind each node.
+
+    ``hidden`` tells which of its ``lives`` are not known from shapes, and ``asked`` how their sizes were found out.
+    """
 
     storages: dict[int, Lifetime]
     temporaries: list[Lifetime]
     of: dict[fx.Node, list[int]]
+    asked: tuple[Question, ...] = ()
+    hidden: tuple[Hidden, ...] = ()
 
     def lives(self) -> list[Lifetime]:
         """All of it."""
@@ -75,7 +89,8 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
         if node.op in ("placeholder", "get_attr") and node not in given
         for t in tensors_in(node.meta.get("val"))
     }
-    hidden = dict(hidden_memory(instructions))
+    hiding, asked = questions(instructions)
+    told = dict(zip(hiding, answers(asked)))
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -95,8 +110,8 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
                 birth[storage] = death[storage] = at
                 size[storage] = tensor.untyped_storage().nbytes()
                 reads[storage], writes[storage] = [], [at]
-        if at is not None and node in hidden:
-            for tensor, actual in zip(tensors_in(node.meta["val"]), hidden[node].results):
+        if at is not None and node in told:
+            for tensor, actual in zip(tensors_in(node.meta["val"]), told[node].results):
                 size[storage_id(tensor)] = actual
         used_at = position.get(node)
         if used_at is None:
@@ -116,8 +131,17 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
         death[storage] = len(instructions) - 1
     kept -= {storage for node in given for storage in of[node]}  # its caller has a copy
     made = {s: Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth}
-    places = ((position[node], beside.temporary) for node, beside in hidden.items() if beside.temporary)
-    return Followed(made, [Lifetime(at, at, temporary, writes=(at,)) for at, temporary in places], of)
+    numbers = {storage: number for number, storage in enumerate(made)} if told else {}
+    temporaries: list[Lifetime] = []
+    hidden: list[Hidden] = []
+    for question, (node, answer) in enumerate(told.items()):
+        results = enumerate(map(storage_id, tensors_in(node.meta["val"])))
+        hidden += [Hidden(numbers[s], question, result) for result, s in results if s in numbers]
+        if answer.temporary:
+            at = position[node]
+            hidden.append(Hidden(len(made) + len(temporaries), question, None))
+            temporaries.append(Lifetime(at, at, answer.temporary, writes=(at,)))
+    return Followed(made, temporaries, of, asked, tuple(hidden))
 
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:

@@ -1,14 +1,16 @@
 """Operators that hide memory from shape rules: asked once, on zeros of the right shapes.
 
 oneDNN's recurrent layers return a workspace whose size only they know, and need about as much beside it. Shape rules
-call it empty, which would put the prediction of a recurrent model off by more than half.
+call it empty, which would put the prediction of a recurrent model off by more than half. They round those sizes, which
+is the one thing of a step's memory that lies on no line over its batch: so they are asked again for other batches.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from torch import fx
 from waterflow import _C
 
 _HIDING = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
-_ASKED = "hidden_memory"  # where a node keeps the answer: asking takes as long as running the operator
 
 
 @dataclass(frozen=True)
@@ -28,28 +29,119 @@ class HiddenMemory:
     temporary: int
 
 
+@dataclass(frozen=True)
+class _Zeros:
+    """A tensor that is made for the question."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _ResultOf:
+    """What an earlier question returned."""
+
+    question: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """An operator with what it is called with; questions of one step are asked in their order."""
+
+    target: Any
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...] = ()
+
+
+def questions(instructions: Sequence[fx.Node]) -> tuple[list[fx.Node], tuple[Question, ...]]:
+    """The instructions that hide memory, and what to ask about each."""
+    targets = {getattr(torch.ops.aten, name).default for name in _HIDING if hasattr(torch.ops.aten, name)}
+    asked = [node for node in instructions if node.target in targets]
+    numbers = {node: number for number, node in enumerate(asked)}
+    given = (
+        (node.target, *(_described(part, numbers) for part in (node.args, [*node.kwargs.items()]))) for node in asked
+    )
+    return asked, tuple(Question(*parts) for parts in given)
+
+
 def hidden_memory(instructions: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, HiddenMemory]]:
     """Each instruction that hides memory, with what it was seen to take. Runs those operators, and no others."""
-    targets = {getattr(torch.ops.aten, name).default for name in _HIDING if hasattr(torch.ops.aten, name)}
-    seen: dict[fx.Node, Any] = {}
-    for node in instructions:
-        if node.target not in targets:
-            continue
-        if _ASKED in node.meta:
-            yield node, node.meta[_ASKED]
-            continue
-        arguments = fx.node.map_arg(node.args, lambda source: _real(source, seen))
+    asked, about = questions(instructions)
+    return zip(asked, answers(about))
+
+
+def answers(about: tuple[Question, ...]) -> tuple[HiddenMemory, ...]:
+    """What the operators of one step were seen to take, asked or remembered. An answer takes as long as they do."""
+    return _answers(about, torch.get_num_threads()) if about else ()
+
+
+@functools.lru_cache(maxsize=64)
+def _answers(about: tuple[Question, ...], threads: int) -> tuple[HiddenMemory, ...]:
+    seen: list[Any] = []
+    told = []
+    for question in about:
+        arguments, named = _real(question.arguments, seen), dict(_real(question.named, seen))
         with torch.enable_grad():  # without it no workspace is made
-            results, peak = _C.metered(lambda node=node, arguments=arguments: node.target(*arguments, **node.kwargs))
-        seen[node] = results
+            results, peak = _C.metered(functools.partial(question.target, *arguments, **named))
+        seen.append(results)
         sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
-        node.meta[_ASKED] = HiddenMemory(sizes, max(0, peak - sum(sizes)))
-        yield node, node.meta[_ASKED]
+        told.append(HiddenMemory(sizes, max(0, peak - sum(sizes))))
+    return tuple(told)
 
 
-def _real(node: fx.Node, seen: dict[fx.Node, Any]) -> Any:
-    """A real value in the shape of a graph's: what a probed operator returned, else zeros."""
-    if node.target is operator.getitem and node.args[0] in seen:
-        return seen[node.args[0]][node.args[1]]  # type: ignore[index]
-    like = node.meta["val"]
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+def on_line(
+    one: Sequence[Question], other: Sequence[Question], line: Callable[[int, int], int]
+) -> tuple[Question, ...] | None:
+    """The questions of a batch between or beyond two, ``line`` applied to each number; None where they differ in more."""
+    try:
+        return _between(tuple(one), tuple(other), line)
+    except _Unlike:
+        return None
+
+
+class _Unlike(Exception):
+    """Two steps do not ask the same."""
+
+
+def _between(one: Any, other: Any, line: Callable[[int, int], int]) -> Any:
+    if type(one) is not type(other):
+        raise _Unlike
+    if isinstance(one, (Question, _Zeros)):
+        return type(one)(*_between(_parts(one), _parts(other), line))
+    if isinstance(one, tuple) and len(one) == len(other):
+        return tuple(_between(a, b, line) for a, b in zip(one, other))
+    if type(one) is int:
+        return one if one == other else line(one, other)
+    if one != other:
+        raise _Unlike
+    return one
+
+
+def _parts(of: Any) -> tuple[Any, ...]:
+    return tuple(getattr(of, field.name) for field in fields(of))
+
+
+def _described(value: Any, numbers: dict[fx.Node, int]) -> Any:
+    """An argument of a graph's node as a question has it."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_described(item, numbers) for item in value)
+    if not isinstance(value, fx.Node):
+        return value
+    if value.target is operator.getitem and value.args[0] in numbers:
+        return _ResultOf(numbers[value.args[0]], value.args[1])  # type: ignore[index, arg-type]
+    like = value.meta["val"]
+    return _Zeros(tuple(like.shape), tuple(like.stride()), like.dtype, like.device)
+
+
+def _real(value: Any, seen: Sequence[Any]) -> Any:
+    """The argument itself."""
+    if isinstance(value, tuple):
+        return tuple(_real(item, seen) for item in value)
+    if isinstance(value, _ResultOf):
+        return seen[value.question][value.position]
+    if isinstance(value, _Zeros):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device).zero_()
+    return value

@@ -167,7 +167,10 @@ def _equal(old: Any, new: Any) -> bool:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Tracing makes many objects and no garbage: a fifth of its time would go into looking for some."""
+    """Captures and searches over sizes make many objects and little garbage: a fifth of their time went into looking for it.
+
+    A collector that was off stays off.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -9,6 +9,7 @@ from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.simulation import SimulatedJob
 from waterflow.partition.plan import format_bytes
+from waterflow.partition.surroundings import no_collections
 from waterflow.planner.policies.base import Outcome, Policy
 from waterflow.planner.sizes import StepSizes
 
@@ -33,6 +34,7 @@ class LargestUnder:
     looked: tuple[tuple[int, bool], ...]
 
 
+@no_collections()
 def largest_batch_under(
     policy: Policy, sizes: StepSizes, *, memory: int | float | str, copies: int, most: int | None = None,
     confirmed: int = _CONFIRMED, steps: int = _STEPS,

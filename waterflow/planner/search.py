@@ -9,6 +9,7 @@ from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, arena_of, simulate
 from waterflow.partition.plan import format_bytes
+from waterflow.partition.surroundings import no_collections
 from waterflow.planner.sizes import SizedStep, StepSizes
 
 _LEAST_STEPS, _MOST_STEPS, _OPERATIONS = 3, 12, 40_000  # simulated, of each job
@@ -88,7 +89,7 @@ def largest_batch(
     limit = parse_memory(memory)
     if copies < 1:
         raise InvalidJobError(f"at least one copy of a job has to be there; got copies={copies}")
-    found = _largest([sizes] * copies, [1] * copies, limit, beside)[0]
+    found = _largest([sizes] * copies, [1] * copies, limit, lambda steps: _needed(steps, beside, limit))[0]
     if copies == 1 and not beside:
         return LargestBatch(copies, limit, found, None)
     run = run_copies(sizes, found.size, memory=limit, copies=copies, beside=beside, steps=steps, clock=clock)
@@ -107,7 +108,7 @@ def largest_mix(
         raise InvalidJobError("there must be a job to look for a batch of; got none")
     alone = {id(job): largest_batch(job, memory=limit) for job in jobs}
     each = tuple(alone[id(job)] for job in jobs)
-    found = _largest(jobs, [one.size for one in each], limit, ())
+    found = _largest(jobs, [one.size for one in each], limit, lambda steps: _needed(steps, (), limit))
     named = [(f"{job.step.name}-{i}", step) for i, (job, step) in enumerate(zip(jobs, found))]
     count = steps if steps is not None else _enough_steps(found)
     run = simulate([step.job(name, count) for name, step in named], memory=limit, clock=clock)
@@ -133,8 +134,14 @@ def _enough_steps(steps: Sequence[SizedStep]) -> int:
     return max(_LEAST_STEPS, min(_MOST_STEPS, _OPERATIONS // operations))
 
 
+def largest_claim(sizes: StepSizes, limit: int, needs: Callable[[SizedStep], int]) -> SizedStep:
+    """The step at the largest size at which it ``needs`` no more than ``limit`` bytes. Raises as ``largest_batch`` does."""
+    return _largest([sizes], [1], limit, lambda steps: max(needs(steps[0]), _least(steps, limit)))[0]
+
+
+@no_collections()
 def _largest(
-    jobs: Sequence[StepSizes], parts: Sequence[int], limit: int, beside: Sequence[SimulatedJob]
+    jobs: Sequence[StepSizes], parts: Sequence[int], limit: int, needs: Callable[[list[SizedStep]], int]
 ) -> list[SizedStep]:
     """The step of each job, in these parts of one another, at the largest size at which all of them fit."""
     most = max(parts)
@@ -152,16 +159,18 @@ def _largest(
         return steps
 
     def needed(size: int) -> int:
-        return _needed(sized(size), beside, limit)
+        return needs(sized(size))
 
     low = lead.given
+    if needed(low) > limit:
+        low = min(low, lead.second)  # captured anyway
     if needed(low) > limit:
         smallest.update((id(job), job.smallest().size) for job in {id(job): job for job in jobs}.values())
         low = smallest[id(lead)]
         if needed(low) > limit:
             raise _too_small(jobs, sized(low), needed(low), limit)
     while True:
-        size = _search(needed, low, limit)
+        size = search_sizes(needed, low, limit)
         known = all(job.known(step.size) for job, step in zip(jobs, sized(size)))
         steps = sized(size, captured=True)
         if known:
@@ -172,18 +181,30 @@ def _largest(
 def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: int) -> int:
     """Bytes that these jobs need together. Beyond the limit it may be less than that: nothing is placed to know it."""
     if len(steps) == 1 and not beside:
-        return steps[0].alone
+        return max(steps[0].alone, _least(steps, limit))
     held = sum(step.held for step in steps) + sum(job.persistent + job.batch for job in beside)
-    least = held + max(step.resident for step in steps)
+    least = max(held + max(step.resident for step in steps), _least(steps, limit))
     if least > limit:
         return least
     distinct = {id(step): step for step in steps}.values()
     jobs = [step.job("", 1) for step in distinct]
     height = max(job.offsets.height for job in (*jobs, *beside))
-    return height - arena_of([*(step.job("", 1) for step in steps), *beside], 0)
+    return max(least, height - arena_of([*(step.job("", 1) for step in steps), *beside], 0))
+
+
+def _least(steps: Sequence[SizedStep], limit: int) -> int:
+    """As far from the limit as the steps are from heights of their own that they must keep; 0 where there are none."""
+    return max((limit + step.beyond for step in steps if step.beyond is not None), default=0)
 
 
 def _too_small(jobs: Sequence[StepSizes], steps: Sequence[SizedStep], needed: int, limit: int) -> MemoryLimitError:
+    for job, step in zip(jobs, steps):
+        if step.beyond is not None and not step.within:
+            return MemoryLimitError(
+                f"even the smallest batches must fit: {job.step.name!r} with a batch of {step.size} is "
+                f"{format_bytes(step.beyond)} higher at best than its recompute={job.step.recompute} says. Allow more",
+                needed=needed, limit=limit,
+            )  # fmt: skip
     what = ", ".join(f"{job.step.name!r} with a batch of {step.size}" for job, step in zip(jobs, steps))
     held = sum(step.persistent for step in steps)
     remedy = "train fewer at a time" if len(jobs) > 1 else "make the model smaller"
@@ -194,15 +215,15 @@ def _too_small(jobs: Sequence[StepSizes], steps: Sequence[SizedStep], needed: in
     )  # fmt: skip
 
 
-def _search(needed: Callable[[int], int], low: int, limit: int) -> int:
-    """The largest size that fits; ``low`` does. Each size costs a placement: guided by lines."""
+def search_sizes(needed: Callable[[int], int], low: int, limit: int, stride: int = 1) -> int:
+    """The largest size that fits; ``low`` does. Each size costs something: guided by lines, the first ``stride`` long."""
 
     def line(low: int, high: int, otherwise: int) -> int:
         """Where a line through both ends reaches the limit."""
         climb = needed(high) - needed(low)
         return low + (limit - needed(low)) * (high - low) // climb if climb > 0 else otherwise
 
-    high, rounds = low + 1, 0
+    high, rounds = low + stride, 0
     while needed(high) <= limit:
         rounds += 1
         further = max(line(low, high, 2 * high), high if rounds < 3 else 2 * high) + 1

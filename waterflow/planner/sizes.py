@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
-from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
 from waterflow.executor.simulation import SimulatedJob
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import make_plan
 from waterflow.partition.recompute import Recomputed
-from waterflow.step import Step
+
+if TYPE_CHECKING:
+    from waterflow.step import Step
 
 Batches = Literal["job", "lane"]
 _MOST_LINES = 4
+_ANY_HEIGHT = 1 << 62
 _APART = 8  # times: the further, the less a rounded size tilts a line
 
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step with batches of one size. All in bytes."""
+    """A step with batches of one size. All in bytes.
+
+    ``beyond`` is there for steps that recompute to stay below a height: what the lowest that can be made of them has more
+    than that, or, negative, less. A step that is not ``within`` its height is as low as it can be.
+    """
 
     size: int
     footprint: Footprint
+    beyond: int | None = None
+
+    @property
+    def within(self) -> bool:
+        """Whether it can be as low as it has to be."""
+        return self.beyond is None or self.beyond <= 0
 
     @property
     def persistent(self) -> int:
@@ -89,9 +102,12 @@ class StepSizes:
     With ``batches="job"`` each job holds one batch on the device all the time, and the next one comes while a step runs.
     With ``"lane"`` only a job in mid-step does: its batch comes at the step's beginning, which waits for it, lies in the
     lane's end of the arena, and gives its ground back behind the last operation that reads it.
+
+    The second size is larger than the given one, or, with ``downwards``, smaller, for batches that are too large as they
+    are. A step that recomputes to stay below so many bytes has other graphs for other sizes: each is captured.
     """
 
-    def __init__(self, step: Step, batch: Any, batches: Batches = "job") -> None:
+    def __init__(self, step: Step, batch: Any, batches: Batches = "job", downwards: bool = False) -> None:
         if batches not in ("job", "lane"):
             raise InvalidJobError(f'batches are held by a "job" or a "lane"; got {batches!r}')
         self.step = step
@@ -101,12 +117,16 @@ class StepSizes:
         if not firsts:
             raise InvalidJobError("a batch must have a dimension that can vary; this one holds no tensor with one")
         self.given = max(sorted(set(firsts)), key=firsts.count)
+        # Where normalization over the batch allows no single sample, two are the least.
+        self.second = max(min(2, self.given), self.given // _APART) if downwards else _APART * self.given
         self._captured: dict[int, SizedStep] = {}
         self._believed: dict[int, SizedStep] = {}
+        self._asked: dict[int, SizedStep] = {}  # on a line that holds, with what only operators know asked of them
         self._on_line: list[int] = []  # captured sizes that lie on one line; the first two make it
         self._lines = 1
         self._exact = True
         self._from = 0  # the line holds for no smaller size
+        self._height: int | None = None  # that steps are brought to; None: as the step says
 
     @property
     def captures(self) -> int:
@@ -115,23 +135,30 @@ class StepSizes:
 
     def at(self, size: int) -> SizedStep:
         """The step with batches of this size. Raises CaptureError where it cannot be captured."""
-        if size not in self._captured and size not in self._believed:
-            if not self._captured:
-                self.captured(self.given)
-                self.captured(_APART * self.given)
-            found = self._from_line(size)
-            if found is None:
-                return self.captured(size)
-            self._believed[size] = SizedStep(size, found)
-        return self._captured.get(size) or self._believed[size]
+        known = self._captured.get(size) or self._asked.get(size) or self._believed.get(size)
+        if known is not None:
+            return known
+        if not self._captured:
+            self.captured(self.given)
+            self.captured(self.second)
+        found = self._from_line(size)
+        if found is None:
+            return self.captured(size)
+        return self._believed.setdefault(size, SizedStep(size, found))
 
     def captured(self, size: int) -> SizedStep:
-        """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten."""
+        """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten.
+
+        Between captures on a line that a third one confirms, it is enough to ask what hides its memory from shapes.
+        """
         if size in self._captured:
             return self._captured[size]
-        found = self.step.footprint_for(self._batch(size), with_batch=self.batches == "lane")
-        made = self._captured[size] = SizedStep(size, found)
+        if self._confirmed(size):
+            return self._ask(size)
+        made = self._captured[size] = self._capture(size)
         self._believed.pop(size, None)
+        if made.beyond is not None:
+            return made
         line = self._on_line
         if len(line) < 2:
             fits = not line or made.footprint.same_shape(self._captured[line[0]].footprint)
@@ -139,7 +166,7 @@ class StepSizes:
             expected = self._from_line(size)
             fits = expected is not None and expected.same_shape(made.footprint)
             if fits and expected is not None:
-                distance = expected.distance(made.footprint)
+                distance = expected.asking().distance(made.footprint)
                 fits = distance <= self._tolerance()
                 self._exact &= distance == 0
         if fits:
@@ -153,8 +180,20 @@ class StepSizes:
 
     def known(self, size: int) -> bool:
         """Whether this size was captured, or lies between captures on a line that a third one confirms."""
+        if size in self._captured or size in self._asked:
+            return True
+        return self._confirmed(size) and not self._captured[self._on_line[0]].footprint.hidden
+
+    def _confirmed(self, size: int) -> bool:
         line = self._on_line
-        return size in self._captured or (self._exact and len(line) > 2 and min(line) < size < max(line))
+        return self._exact and len(line) > 2 and min(line) < size < max(line)
+
+    def _ask(self, size: int) -> SizedStep:
+        step = self.at(size)
+        if step.footprint.hidden and size not in self._asked:
+            step = self._asked[size] = SizedStep(size, step.footprint.asking())
+            self._believed.clear()  # what lies near it is known better now
+        return step
 
     def smallest(self) -> SizedStep:
         """With batches of one, or of two where normalization over the batch allows no single one."""
@@ -167,6 +206,9 @@ class StepSizes:
         if len(self._on_line) < 2 or self._lines > _MOST_LINES or size < self._from:
             return None
         one, other = (self._captured[known] for known in self._on_line[:2])
+        if one.footprint.hidden:  # rounded sizes are nearest to a short line
+            near = {known: self._captured.get(known) or self._asked[known] for known in (*self._on_line, *self._asked)}
+            one, other = (near[known] for known in sorted(near, key=lambda known: (abs(known - size), known))[:2])
         return one.footprint.on_line(one.size, other.footprint, other.size, size)
 
     def _tolerance(self) -> int:
@@ -183,13 +225,43 @@ class StepSizes:
         self._on_line = [size]
         self._exact, self._from = True, 0
         self._believed.clear()
+        self._asked.clear()
 
-    def recomputed(self, size: int, height: int) -> Recomputed | None:
-        """What a step with batches of this size would make again to be at most ``height`` bytes high; None for nothing.
+    def _capture(self, size: int) -> SizedStep:
+        batch, with_batch, most = self._batch(size), self.batches == "lane", self.step.recompute
+        if self._height is not None or not isinstance(most, int):
+            return SizedStep(size, self.step.footprint_for(batch, self._height, with_batch))
+        lowest = self.lowest(size)
+        found = self.step.footprint_for(batch, max(most, lowest), with_batch)
+        return SizedStep(size, found, lowest - most)
+
+    def lowest(self, size: int) -> int:
+        """The least height of a step with batches of this size, with all that can be recomputed."""
+        try:
+            return self.step.plan_for(self._batch(size), 1).height
+        except MemoryLimitError as error:
+            return error.needed
+
+    def without_recomputing(self) -> StepSizes:
+        """The same step as it is where its height does not matter."""
+        if not isinstance(self.step.recompute, int):
+            return self
+        made = StepSizes(self.step, pytree.tree_unflatten(self._leaves, self._form), self.batches)
+        made._height = _ANY_HEIGHT
+        return made
+
+    def lowered(self, size: int, height: int) -> tuple[SizedStep, Recomputed | None]:
+        """The step with batches of this size, at most ``height`` bytes high, and what it then makes again; None for nothing.
 
         Raises MemoryLimitError, whose ``needed`` is the lowest height that was found.
         """
-        return self.step.recomputed_for(self._batch(size), recompute=height)
+        batch = self._batch(size)
+        found = self.step.footprint_for(batch, height, self.batches == "lane")
+        return SizedStep(size, found), self.step.recomputed_for(batch, height)
+
+    def cost(self, size: int) -> Recomputed | None:
+        """What a step with batches of this size makes again as it is; None for nothing. Raises as ``lowered`` does."""
+        return self.step.recomputed_for(self._batch(size), self._height)
 
     def _batch(self, size: int) -> Any:
         return pytree.tree_unflatten([self._resized(leaf, size) for leaf in self._leaves], self._form)

@@ -115,19 +115,25 @@ def groups_ahead(arena: int, peak: int, split_size: int) -> int:
     return (arena - peak) // split_size - 1
 
 
+def order_of_groups(jobs: Sequence[SimulatedJob], cuts: Sequence[NodeGroups], arena: int) -> list[PairOfGroups]:
+    """The pairs of one iteration of jobs that are cut so, for ``arena`` bytes; jobs and groups by number."""
+    # The paper sorts by the "node groups' sizes", to have few bubbles: by how many there are. Ties keep their order.
+    order = sorted(range(len(jobs)), key=lambda job: -len(cuts[job].ends))
+    ahead = 0
+    if len(order) > 1:
+        ahead = groups_ahead(arena, max(jobs[order[0]].offsets.resident), cuts[order[1]].split_size)
+    pairs = pair_groups([(cuts[job].allocating, len(cuts[job].ends)) for job in order], ahead)
+    return [(one and (order[one[0]], one[1]), other and (order[other[0]], other[1])) for one, other in pairs]
+
+
 def run_in_pairs(jobs: Sequence[SimulatedJob], cuts: Sequence[NodeGroups], memory: int, clock: Clock | None) -> Outcome:
     """Iterations of all jobs, as many as the job with the most steps has, in pairs of the groups that they are cut into."""
     if (refused := no_room(jobs, memory)) is not None:
         return refused
-    # The paper sorts by the "node groups' sizes", to have few bubbles: by how many there are. Ties keep their order.
-    order = sorted(range(len(jobs)), key=lambda job: -len(cuts[job].ends))
     arena = arena_of(jobs, memory)
-    ahead = 0
-    if len(order) > 1:
-        ahead = groups_ahead(arena, max(jobs[order[0]].offsets.resident), cuts[order[1]].split_size)
-    pairs: list[Pair] = []
-    for one, other in pair_groups([(cuts[job].allocating, len(cuts[job].ends)) for job in order], ahead):
-        pairs.append((_operations(one, order, cuts), _operations(other, order, cuts)))
+    pairs: list[Pair] = [
+        (_operations(one, cuts), _operations(other, cuts)) for one, other in order_of_groups(jobs, cuts, arena)
+    ]
     pool = _C.replay_pairs(pool_steps(jobs, clock or Clock()), pairs, arena, max(job.steps for job in jobs))
     peak = held_by(jobs) + pool.peak
     if pool.refused:
@@ -136,12 +142,10 @@ def run_in_pairs(jobs: Sequence[SimulatedJob], cuts: Sequence[NodeGroups], memor
     return Outcome(True, peak, pool.waits, pool.overlapped / time, pool.alone / time)
 
 
-def _operations(
-    place: tuple[int, int] | None, order: Sequence[int], cuts: Sequence[NodeGroups]
-) -> tuple[int, int, int] | None:
+def _operations(place: tuple[int, int] | None, cuts: Sequence[NodeGroups]) -> tuple[int, int, int] | None:
     if place is None:
         return None
-    job, group = order[place[0]], place[1]
+    job, group = place
     ends = cuts[job].ends
     return job, ends[group - 1] if group else 0, ends[group]
 
