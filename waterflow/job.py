@@ -116,6 +116,7 @@ class JobResult:
     count persistent state, one batch, and the step, and are None where the job did not come that far.
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
     torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass.
+    ``fused_steps`` ran as one with those of other jobs.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again.
     """
@@ -131,6 +132,7 @@ class JobResult:
     planned_requests: int = 0
     missed_requests: int = 0
     recomputed: Recomputed | None = None
+    fused_steps: int = 0
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
     traceback: str | None = field(default=None, compare=False, repr=False)
@@ -152,6 +154,7 @@ class JobResult:
             "metrics": dict(self.metrics[-1]) if self.metrics else {},
             "loss": self.losses[-1] if self.losses else None,
             "steps": self.steps,
+            "fused_steps": self.fused_steps,
             "seconds": self.seconds,
             "predicted_peak_bytes": self.predicted_peak,
             "measured_peak_bytes": self.measured_peak,
@@ -187,3 +190,25 @@ class Results(list[JobResult]):
         except ImportError:
             raise ImportError("to_dataframe needs pandas: pip install pandas") from None
         return pandas.DataFrame([result.to_dict() for result in self])
+
+
+def as_metrics(name: str, value: Any) -> Metrics:
+    """What ``evaluate`` of the job ``name`` returned, as numbers. Raises InvalidJobError for anything else."""
+    if isinstance(value, dict) and value:
+        return {str(key): _number(name, entry) for key, entry in value.items()}
+    return {"value": _number(name, value)}
+
+
+def _returned(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an empty dict"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InvalidJobError(
+            f"evaluate of job {name!r} must return a number or a dict of numbers; got {_returned(value)}"
+        ) from None

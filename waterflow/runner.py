@@ -20,9 +20,11 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError, NonFiniteLossError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
-from waterflow.job import Job, JobResult, Metrics, Status
+from waterflow.executor.fused_group import FusedPending
+from waterflow.executor.pending import Pending
+from waterflow.job import Job, JobResult, Metrics, Status, as_metrics
 from waterflow.partition.plan import format_bytes, opaque_plan
-from waterflow.step import Pending, Step
+from waterflow.step import Step
 from waterflow.user_code import UserCode
 
 # Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
@@ -223,7 +225,7 @@ class JobRunner:
     def _train_epoch(self) -> list[float]:
         """One pass over the data: the next batch is loaded while the last ones run."""
         assert self.step is not None and self._batches is not None
-        under_way: deque[Pending] = deque()
+        under_way: deque[Pending | FusedPending] = deque()
         losses: list[torch.Tensor] = []
         before = len(self._losses)
         ahead = self._steps_ahead()
@@ -290,7 +292,7 @@ class JobRunner:
                 model.train()
 
         if self.engine is None:
-            return _as_metrics(self.job.name, work())
+            return as_metrics(self.job.name, work())
         assert self.step.job is not None
         plan = None
         if self._eager_height is not None:
@@ -301,7 +303,7 @@ class JobRunner:
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
         self._eager_height = max(height, self._eager_height or 0)
-        return _as_metrics(self.job.name, result)
+        return as_metrics(self.job.name, result)
 
     def _claim_for_evaluation(self, height: int) -> None:
         assert self.engine is not None and self.step is not None and self.step.job is not None
@@ -325,6 +327,8 @@ class JobRunner:
 
     def _result(self, status: Status, error: BaseException | None) -> JobResult:
         step = self.step
+        if step is not None:
+            step.stand_alone()  # what the result keeps is the job's own
         plan = predicted = measured = None
         with contextlib.suppress(RuntimeError):  # no step came so far, or an opaque one alone, which needs no plan
             plan = step.plan if step is not None else None
@@ -345,7 +349,8 @@ class JobRunner:
             traceback="".join(traceback.format_exception(error)) if error is not None else None,
             **({} if step is None else {
                 "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
-                "missed_requests": step.missed_requests, "recomputed": step.recomputed, "state_dict": step.model.state_dict(),
+                "missed_requests": step.missed_requests, "recomputed": step.recomputed, "fused_steps": step.fused_steps,
+                "state_dict": step.model.state_dict(),
             }),
         )  # fmt: skip
 
@@ -358,7 +363,7 @@ def _let_go(error: BaseException) -> None:
         chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
 
 
-def _take(under_way: deque[Pending], losses: list[torch.Tensor]) -> None:
+def _take(under_way: deque[Pending | FusedPending], losses: list[torch.Tensor]) -> None:
     """Wait for the first of the steps; those behind a failed one do not count."""
     try:
         losses.append(_loss_of(under_way.popleft().result()))
@@ -377,24 +382,3 @@ def _loss_of(result: Any) -> torch.Tensor:
 def _numbers(losses: list[torch.Tensor]) -> list[float]:
     # One transfer from the device.
     return torch.stack([loss.reshape(()).to(torch.float64) for loss in losses]).tolist() if losses else []
-
-
-def _as_metrics(name: str, value: Any) -> Metrics:
-    if isinstance(value, dict) and value:
-        return {str(key): _number(name, entry) for key, entry in value.items()}
-    return {"value": _number(name, value)}
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "an empty dict"
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise InvalidJobError(
-            f"evaluate of job {name!r} must return a number or a dict of numbers; got {_shown(value)}"
-        ) from None

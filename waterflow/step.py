@@ -7,7 +7,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, StepError
+from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
 from waterflow.executor import eager
-from waterflow.executor.captured import input_bytes_of
+from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
+from waterflow.executor.fused_group import FusedPending, Member
 from waterflow.executor.memory_limit import parse_recompute
+from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
-from waterflow.executor.step_checks import check_arguments, default_random_state, device_of
+from waterflow.executor.step_checks import check_arguments, default_random_state, device_of, node_error
 from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
@@ -32,7 +33,7 @@ from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
-from waterflow.partition.surroundings import shown_line, surrounding_autocast
+from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
 
 logger = logging.getLogger("waterflow")
@@ -40,28 +41,6 @@ logger = logging.getLogger("waterflow")
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
 StepFunction = Callable[[nn.Module, Batch], Any]
-
-
-@dataclass(eq=False)
-class Pending:
-    """A step that was handed to the engine. ``result()`` waits for it."""
-
-    step: Step
-    run: _C.StepRun
-    variant: Variant | None
-    profiled: bool
-    micro: int  # its place among the steps of an update
-    first: set[str]  # first updates that it makes
-    returned: list[Any] = field(default_factory=list)  # by a step that ran eagerly
-
-    def wait(self) -> None:
-        """Until the step has ended, well or not."""
-        if self.step.engine is not None:
-            self.step.engine.native.wait(self.run)
-
-    def result(self) -> Any:
-        """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
-        return self.step._finish(self)
 
 
 class Step:
@@ -170,6 +149,12 @@ class Step:
         self.job: int | None = None
         self.batches_ahead = 1
         self._worker = current_worker()
+        self.fused_steps = 0  # done together with those of other jobs
+        self._member: Member | None = None
+        fusing = self.engine.fusing if self.engine is not None else None
+        if fusing is not None and accumulate == 1 and recompute is None:
+            alone = self._submit_alone, self._under_way.copy
+            self._member = Member(fusing, self.name, generator, optimizer, self._variants, *alone, self._fused)
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
@@ -220,9 +205,15 @@ class Step:
         """
         self._closed = True
         if self.engine is not None:
+            self.stand_alone()
             self._finalizer()
             self._release()
         self._variants.clear()
+
+    def stand_alone(self) -> None:
+        """Leave the group of jobs that this step runs together with: the model's memory is its own again."""
+        if self._member is not None:
+            self._member.fusing.leave(self._member)
 
     def hold_batches(self, count: int) -> None:
         """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""
@@ -232,11 +223,11 @@ class Step:
 
     # -- one call
 
-    def submit(self, batch: Batch) -> Pending:
+    def submit(self, batch: Batch) -> Pending | FusedPending:
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
         return self._submit(batch, by_caller=False)
 
-    def _submit(self, batch: Batch, by_caller: bool) -> Pending:
+    def _submit(self, batch: Batch, by_caller: bool) -> Pending | FusedPending:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         if self.engine is not None:
@@ -255,7 +246,22 @@ class Step:
         if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, refused)
+        fused = (
+            self._member.fusing.submit(self._member, variant, leaves, batch_spec) if self._member and update else None
+        )
+        if fused is not None:
+            self._note(variant)
+            return fused
         return self._submit_captured(variant, leaves, batch_spec, update, by_caller)
+
+    def _submit_alone(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Any) -> Pending:
+        variant = self._variants.find(leaves, batch_spec, batch_key, True)
+        return self._submit_captured(variant, leaves, batch_spec, True, False)
+
+    def _fused(self, captured: CapturedStep) -> None:
+        self.steps += 1
+        self.fused_steps += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
     def _submit_captured(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
@@ -271,12 +277,16 @@ class Step:
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)
-        self._last_plan = plan
+        self._note(variant)
         if variant.captured.recomputed != self.recomputed:
             self.recomputed = variant.captured.recomputed
             logger.info("step %r recomputes: %s", self.name, self.recomputed or "nothing")
-        self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         return self._hand_in(pending, plan, update)
+
+    def _note(self, variant: Variant) -> None:
+        self._last_plan = variant.planned.plan
+        self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
+        self.measured_height = max(self.measured_height, variant.planned.measured_height)
 
     def _hand_in(self, pending: Pending, plan: Plan | None, update: bool) -> Pending:
         before = self._under_way[-1].run if self._under_way else None
@@ -317,7 +327,8 @@ class Step:
         except _C.NodeError as error:
             self._fall(pending)
             assert pending.variant is not None
-            raise self._node_error(pending.variant, run.failed_node, str(error)) from None
+            node = pending.variant.captured.lowered.instructions[run.failed_node]
+            raise node_error(self.name, node, str(error)) from None
         except BaseException:
             self._fall(pending)
             raise
@@ -333,7 +344,7 @@ class Step:
             self.planned_requests += run.planned
             self.missed_requests += run.missed
             pending.variant.planned.count_misses(run.missed)
-        self.measured_height = max(self.measured_height, pending.variant.planned.measured_height)
+        self._note(pending.variant)
         metrics = pending.variant.captured.capture.metrics
         if metrics:
             return outputs[0], dict(zip(metrics, outputs[1:]))
@@ -349,12 +360,6 @@ class Step:
             self._variants.undo_update(last.first)
             if last is pending:
                 return
-
-    def _node_error(self, variant: Variant, number: int, message: str) -> StepError:
-        node = variant.captured.lowered.instructions[number]
-        where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
-        phase = node.meta.get("phase", "")
-        return StepError(f"{node.target} in the {phase} of step {self.name!r} failed: {message.strip()}{where}")
 
     # -- opaque
 
@@ -395,6 +400,3 @@ class Step:
             if not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)
         return pending
-
-
-__all__ = ["Pending", "Step"]

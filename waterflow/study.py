@@ -9,6 +9,7 @@ import optuna
 
 from waterflow.errors import StudyError
 from waterflow.executor.engine import Engine
+from waterflow.executor.fusing import fusing_jobs
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job
 from waterflow.optuna_private import in_loop
@@ -34,6 +35,8 @@ def optimize(
     gc_after_trial: bool = False,
     show_progress_bar: bool = False,
     deterministic: bool = False,
+    exact: bool = True,
+    mode: Literal["auto", "lanes", "fused"] = "auto",
     timeline: Callable[[Timeline], None] | None = None,
 ) -> StudySummary:
     """``study.optimize``, with several trials training side by side on one device.
@@ -59,6 +62,7 @@ def optimize(
         deterministic: Ask, report, prune and tell in an order that follows training steps, not the clock: the same
             seeds then give the same study twice. Needs a whole number as ``max_concurrent``, and no ``timeout``.
             What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
+        exact, mode: As in ``train``: with ``exact=False`` trials of equal structure may run as one.
         timeline: Called at the end with the record of the run, to save its pictures.
 
     Returns:
@@ -70,7 +74,11 @@ def optimize(
     """
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
     _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
-    with Engine(device, memory=memory, lanes=lanes, intra_op=intra_op) as engine:
+    if deterministic and not exact:
+        raise StudyError(
+            "deterministic=True and exact=False contradict each other: which trials run as one follows the clock"
+        )
+    with Engine(device, memory=memory, lanes=lanes, intra_op=intra_op) as engine, fusing_jobs(engine, exact, mode):
         if timeline is not None:
             engine.native.record_spans(True)
         coordinator = Coordinator(study, objective, engine, max_concurrent, deterministic, gc_after_trial)

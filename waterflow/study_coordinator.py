@@ -22,6 +22,7 @@ from waterflow.errors import JobCancelled, StudyError
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, within
+from waterflow.executor.fusing import expect
 from waterflow.executor.steps_of_thread import close_steps_of_thread
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, Results
@@ -175,6 +176,7 @@ class Coordinator:
                 take_turns(trial, self._clock)
             fresh.append(worker)
         self._most = max(self._most, len(self._running))
+        expect(self._engine, len(fresh))
         for worker in fresh:  # all are known to the clock before the first of them acts
             name = f"trial-{worker.trial.number}"
             worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
@@ -226,6 +228,7 @@ class Coordinator:
                 try:
                     close_steps_of_thread()
                 finally:
+                    expect(self._engine, -1)
                     self._ended.put(worker)
                 if self._clock is not None:
                     worker.told.wait()

@@ -16,6 +16,7 @@ from torch import nn
 from waterflow import _C
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Engine, within
+from waterflow.executor.fusing import expect, fusing_jobs
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
@@ -51,6 +52,8 @@ def train(
     intra_op: int = 1,
     engine: Engine | None = None,
     max_concurrent: int | None = None,
+    exact: bool = True,
+    mode: Literal["auto", "lanes", "fused"] = "auto",
     on_error: Literal["raise", "continue"] = "raise",
     callbacks: Sequence[Callback | Callable[[JobResult], None]] = (),
     show_progress_bar: bool = False,
@@ -68,6 +71,10 @@ def train(
         intra_op: Threads inside one operation, on each lane. Another number changes the last bits of results.
         engine: An engine that is open already, in the place of ``device``, ``memory``, ``lanes`` and ``intra_op``.
         max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
+        exact: Every job ends with the very bits that it would have alone. ``False`` lets equal jobs run as one batched step
+            where that is measured to be faster; results then differ by rounding.
+        mode: ``"lanes"`` runs steps side by side; ``"fused"`` runs equal jobs as one wherever it can be done, and needs
+            ``exact=False``; ``"auto"`` measures what is faster.
         on_error: ``"raise"`` stops the others when a job fails and raises its error; ``"continue"`` leaves the error
             in the job's result.
         callbacks: ``Callback`` objects, or functions that are called with each result.
@@ -88,6 +95,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if engine is None:
             engine = stack.enter_context(Engine(device, memory=memory, lanes=lanes, intra_op=intra_op))
+        stack.enter_context(fusing_jobs(engine, exact, mode))
         if timeline is not None:
             engine.native.record_spans(True)
         with ProgressLine(len(given), "jobs", show_progress_bar) as progress:
@@ -125,11 +133,14 @@ class _Training:
         try:
             with remembered_interrupts() as check_interrupt, self._lock:
                 while self._waiting or self._running:
+                    fresh = []
                     while self._waiting and self._failure is None and len(self._running) < self._at_once:
                         number, job = self._waiting.popleft()
                         self._running[number] = self._runner(number, job)
-                        thread = threading.Thread(target=self._drive, args=(number,), name=job.name, daemon=True)
-                        threads.append(thread)
+                        fresh.append(threading.Thread(target=self._drive, args=(number,), name=job.name, daemon=True))
+                    expect(self._engine, len(fresh))
+                    threads += fresh
+                    for thread in fresh:
                         thread.start()
                     if self._failure is not None and not self._running:
                         break
@@ -170,6 +181,7 @@ class _Training:
             self._tell(job, result)
         except BaseException as error:
             failure = failure or error
+        expect(self._engine, -1)
         with self._lock:
             del self._running[number]
             if failure is not None and self._failure is None:

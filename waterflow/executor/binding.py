@@ -85,16 +85,17 @@ def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], l
 
 
 def bind_stacked(
-    captured: CapturedStep, owners: Sequence[Owner], live: Sequence[bool], stacks: Mapping[str, torch.Tensor]
+    captured: CapturedStep, owners: Sequence[Owner], stacks: Mapping[str, torch.Tensor]
 ) -> tuple[_C.Binding, list[int], list[int]]:
     """The same for a step of several jobs, an owner for each; ``stacks`` has their parameters and buffers by name.
 
-    Only those that are ``live`` are watched.
+    What is read before each step is left to a binding of each job's own (``bind_readings``).
     """
 
     def fill(binding: _C.Binding, slot: int, given: GraphInput) -> None:
         if given.job >= 0:
-            owners[given.job].fill(binding, slot, given)
+            if not _is_read(given):
+                owners[given.job].fill(binding, slot, given)
         elif given.kind == "rates":
             dtype = captured.capture.input_dtype(slot)
             binding.set_input(slot, torch.tensor([owner.dropout_rate(given) for owner in owners], dtype=dtype))
@@ -102,13 +103,24 @@ def bind_stacked(
             binding.set_input(slot, stacks[given.name])
 
     binding, slots, leaves = _open(captured, fill)
-    for owner, lives in zip(owners, live):
-        if lives:
-            owner.watch(binding)
-            for name in stacks:
-                binding.watch_storage(owner.tensors[name])
     binding.finish_inputs()
     return binding, slots, leaves
+
+
+def bind_readings(captured: CapturedStep, owner: Owner, job: int) -> _C.Binding:
+    """What one of several jobs has read before each step; tells whether anything of it was replaced."""
+    binding = _C.Binding(captured.lowered.program)
+    for slot, given in enumerate(captured.lowered.inputs):
+        if given.job == job and _is_read(given):
+            owner.fill(binding, slot, given)
+    owner.watch(binding)
+    for tensor in owner.tensors.values():
+        binding.watch_storage(tensor)
+    return binding
+
+
+def _is_read(given: GraphInput) -> bool:
+    return given.kind in ("rate", "flag") or (given.kind == "number" and given.group >= 0)
 
 
 def _open(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +17,12 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
 from waterflow.executor import cuda_lanes
 from waterflow.executor.memory_limit import parse_memory
+from waterflow.executor.switching import shorten_switches
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
+
+if TYPE_CHECKING:
+    from waterflow.executor.fusing import Fusing
 
 logger = logging.getLogger("waterflow")
 
@@ -108,14 +111,13 @@ class Engine:
         self._guard = threading.RLock()
         self._changed = threading.Condition(self._guard)
         self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
-        self._asked: dict[
-            int, tuple[int, int]
-        ] = {}  # by worker: the most bytes and height it has claimed, or wanted to
+        self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
         self._looks = 0
         self._eager = threading.Lock()
         self._closed = False
+        self.fusing: Fusing | None = None  # set where equal jobs may share operations
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
-        _shorten_switches(+1)
+        shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
         self.names: dict[int, str] = {}
         self.persistent_log: list[tuple[int, int, str, int]] = []
@@ -227,10 +229,10 @@ class Engine:
         """The most that a worker's jobs held together, or wait to hold, and their largest height; None before a claim."""
         return self._asked.get(worker)
 
-    def would_fit(self, plan: Plan) -> bool:
-        """Whether a further job with this plan could claim its memory now."""
+    def would_fit(self, plan: Plan, job: int = -1) -> bool:
+        """Whether a job with this plan, a further one or one that is here, could claim its memory now."""
         with self._guard:
-            return self._fits(-1, plan.persistent + plan.batch, plan.height)
+            return self._fits(job, plan.persistent + plan.batch, plan.height)
 
     def release(self, job: int) -> None:
         """Give back what a job claimed."""
@@ -333,7 +335,7 @@ class Engine:
                 return
             self._closed = True
             self._claims.clear()
-            _shorten_switches(-1)
+            shorten_switches(-1)
             self._changed.notify_all()
         self.native.close()
 
@@ -350,24 +352,6 @@ def _native(settings: dict[str, Any], arenas: bool) -> _C.Engine:
     except RuntimeError as error:
         logger.warning("memory of steps is not planned, but left to torch's own allocator: %s", error)
         return _C.Engine(**settings, arenas=False)
-
-
-_open_engines = 0
-_open_lock = threading.Lock()
-_interval_before = 0.0
-# Threads that feed lanes hand the interpreter over often: at Python's 5 ms a lane of short steps would run dry.
-SWITCH_SECONDS = 1e-3
-
-
-def _shorten_switches(change: int) -> None:
-    global _open_engines, _interval_before
-    with _open_lock:
-        if _open_engines == 0 and change > 0:
-            _interval_before = sys.getswitchinterval()
-            sys.setswitchinterval(min(SWITCH_SECONDS, _interval_before))
-        _open_engines += change
-        if _open_engines == 0:
-            sys.setswitchinterval(_interval_before)
 
 
 _local = threading.local()

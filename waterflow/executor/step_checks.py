@@ -6,11 +6,12 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import UninitializedParameter
 
-from waterflow.errors import InvalidJobError
+from waterflow.errors import InvalidJobError, StepError
 from waterflow.executor.eager import wants_model
+from waterflow.partition.surroundings import shown_line
 
 
 def default_random_state(device: torch.device) -> torch.Tensor:
@@ -67,3 +68,10 @@ def check_arguments(
             "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
             "torch.optim.AdamW(model.parameters())"
         )
+
+
+def node_error(step: str, node: fx.Node, message: str) -> StepError:
+    """The error of an operation that failed while a step ran."""
+    where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
+    phase = node.meta.get("phase", "")
+    return StepError(f"{node.target} in the {phase} of step {step!r} failed: {message.strip()}{where}")

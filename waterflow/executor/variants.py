@@ -60,6 +60,7 @@ class Variant:
     slots: list[int]
     leaves: list[int]
     structure: Hashable
+    owner: Owner
     # Memory of which a batch is copied, as it may change before the batch is read for the last time; and of which no batch
     # may be, as operations that are made again would read it when it has changed.
     changed_early: Ranges = field(default_factory=lambda: Ranges(()))
@@ -155,7 +156,7 @@ class Variants:
         binding.set_generators([self._generator])
         if len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
-        made = Variant(key, plain, captured, self._planned(key, captured), binding, slots, positions, structure)
+        made = Variant(key, plain, captured, self._planned(key, captured), binding, slots, positions, structure, owner)
         if captured.capture.early_updates or captured.recomputed is not None:
             buffers = dict(spec.model.named_buffers())
             written = [buffers[name] for name in captured.written_buffers]

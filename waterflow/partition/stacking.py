@@ -9,6 +9,7 @@ that has no batch, nothing of that job changes. What else changes buffers works 
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 import warnings
@@ -27,6 +28,7 @@ from waterflow.partition.fake_rules import TracingMode
 from waterflow.partition.operators import is_random, running_statistics, storage_id, tensors_in, written_by
 from waterflow.partition.recorder import NotPlain, Recorder
 from waterflow.partition.spec import GraphInput
+from waterflow.partition.stacking_rules import RULES, is_pointwise, pointwise
 
 aten = torch.ops.aten
 
@@ -84,7 +86,7 @@ class _Stacking:
         }
         self.buffers: list[fx.Node] = []
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, and copies in their place
-        self.rates: dict[tuple[str, str] | None, torch.Tensor] = {}  # dropout rates of all jobs
+        self.rates: dict[Any, torch.Tensor] = {}  # dropout rates of all jobs
         self.update_groups: dict[str, int] = {}
         self.dropout_rates: dict[tuple[str, str], tuple[str, str]] = {}
 
@@ -196,7 +198,7 @@ class _Stacking:
             if changed:
                 raise CaptureError(f"{node.target} changes what all jobs share")
             return _Value(self._call(node, lambda value: value.made))
-        rule = _RULES.get(node.target) or (_pointwise if _is_pointwise(node) else None)
+        rule = RULES.get(node.target) or (pointwise if is_pointwise(node) else None)
         if rule is not None:
             made = rule(self, node)
             if made is not NotImplemented:
@@ -214,7 +216,7 @@ class _Stacking:
         made = []
         for job in range(self.jobs):
             before = next(reversed(self.recorder.graph.nodes))
-            made.append(self._call(node, lambda value, job=job: self._slice(value, job)))
+            made.append(self._call(node, functools.partial(self._slice, job=job)))
             for new in _behind(before):
                 if node.meta["phase"] == "update" or written_by(node):
                     new.meta["job"] = job
@@ -325,12 +327,10 @@ def _draws(node: fx.Node) -> bool:
     """Whether an operation draws random numbers: attention that drops nothing does not, whatever its schema says."""
     if not is_random(node.target):
         return False
-    given = {a.name: value for a, value in zip(node.target._schema.arguments, node.args)} | dict(node.kwargs)  # type: ignore[union-attr]
-    return "dropout_p" not in node_arguments(node) or bool(given.get("dropout_p", 0.0))
-
-
-def node_arguments(node: fx.Node) -> set[str]:
-    return {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    schema = node.target._schema  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    given = {a.name: value for a, value in zip(schema.arguments, node.args)} | dict(node.kwargs)
+    return "dropout_p" not in defaults or bool(given.get("dropout_p", defaults["dropout_p"]))
 
 
 def _has_batching_rule(target: Any) -> bool:
@@ -341,126 +341,3 @@ def _has_batching_rule(target: Any) -> bool:
         or has(name, "CompositeImplicitAutograd")
         or has(name, "FuncTorchBatchedDecomposition")
     )
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    if torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
-        return False
-    tensors = [t for source in node.all_input_nodes for t in tensors_in(source.meta["val"])]
-    return len({t.dtype for t in tensors}) == 1 and all(t.dim() for t in tensors)
-
-
-# -- rules: the same as vmap, in fewer operations
-
-
-def _pointwise(stacking: _Stacking, node: fx.Node) -> Any:
-    rank = max(t.dim() for source in node.all_input_nodes for t in tensors_in(source.meta["val"]))
-    changed = written_by(node)
-    if changed and not (stacking.all_stacked(*changed) and all(s.meta["val"].dim() == rank for s in changed)):
-        return NotImplemented
-    return node.target(*stacking.stacked_args(node, rank), **node.kwargs)  # type: ignore[operator]
-
-
-def _mm(stacking: _Stacking, node: fx.Node) -> Any:
-    if not stacking.all_stacked(*node.args):
-        return NotImplemented
-    return aten.bmm.default(*stacking.stacked_args(node))
-
-
-def _addmm(stacking: _Stacking, node: fx.Node) -> Any:
-    bias = node.args[0].meta["val"]  # type: ignore[union-attr]
-    if not stacking.all_stacked(*node.args) or bias.dim() not in (1, 2) or node.kwargs:
-        return NotImplemented
-    return aten.baddbmm.default(*stacking.stacked_args(node, 2))
-
-
-def _view(stacking: _Stacking, node: fx.Node) -> Any:
-    (x, *_) = stacking.stacked_args(node)
-    sizes = [x.shape[0], *node.meta["val"].shape]
-    try:
-        return aten.view.default(x, sizes)
-    except (RuntimeError, ValueError):  # all jobs' results lie otherwise than one's
-        if storage_id(node.meta["val"]) in stacking.written:
-            raise
-        return aten.view.default(aten.clone.default(x, memory_format=torch.contiguous_format), sizes)
-
-
-def _expand(stacking: _Stacking, node: fx.Node) -> Any:
-    (x, *_) = stacking.stacked_args(node, node.meta["val"].dim())
-    return aten.expand.default(x, [x.shape[0], *node.meta["val"].shape])
-
-
-def _transposed(stacking: _Stacking, node: fx.Node) -> Any:
-    (x,) = stacking.stacked_args(node)
-    return aten.transpose.int(x, 1, 2) if x.dim() == 3 else x
-
-
-def _permute(stacking: _Stacking, node: fx.Node) -> Any:
-    (x, dims) = stacking.stacked_args(node)
-    return aten.permute.default(x, [0, *(1 + d % (x.dim() - 1) for d in dims)])
-
-
-def _as_it_is(stacking: _Stacking, node: fx.Node) -> Any:
-    if not stacking.all_stacked(*node.all_input_nodes):
-        return NotImplemented
-    return node.target(*stacking.stacked_args(node), **node.kwargs)  # type: ignore[operator]
-
-
-def _by_dimension(*places: int) -> Callable[[_Stacking, fx.Node], Any]:
-    """Dimensions, or lists of them, stand at these places among the arguments; counted from the end they stay."""
-
-    def rule(stacking: _Stacking, node: fx.Node) -> Any:
-        if len(node.args) <= max(places) or not stacking.all_stacked(*node.all_input_nodes):
-            return NotImplemented
-        args = stacking.stacked_args(node)
-        for place in places:
-            given = args[place]
-            if given is None or (isinstance(given, (list, tuple)) and not given):
-                return NotImplemented
-            args[place] = [_behind_jobs(d) for d in given] if isinstance(given, (list, tuple)) else _behind_jobs(given)
-        return node.target(*args, **node.kwargs)  # type: ignore[operator]
-
-    return rule
-
-
-def _select_backward(stacking: _Stacking, node: fx.Node) -> Any:
-    gradient, sizes, dimension, index = stacking.stacked_args(node)
-    return aten.select_backward.default(gradient, [gradient.shape[0], *sizes], _behind_jobs(dimension), index)
-
-
-def _divide_by_rate(stacking: _Stacking, node: fx.Node) -> Any:
-    rates = stacking.rates.get(stacking.rate_of(node))
-    if rates is None:
-        return _pointwise(stacking, node)
-    (x, _) = stacking.stacked_args(node)
-    return aten.div_.Tensor(x, aten.view.default(rates, [-1, *[1] * (x.dim() - 1)]))
-
-
-def _behind_jobs(dimension: int) -> int:
-    return dimension + 1 if dimension >= 0 else dimension
-
-
-_RULES: dict[Any, Callable[[_Stacking, fx.Node], Any]] = {
-    aten.mm.default: _mm,
-    aten.addmm.default: _addmm,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.expand.default: _expand,
-    aten.t.default: _transposed,
-    aten.permute.default: _permute,
-    **dict.fromkeys(
-        (aten.clone.default, aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default), _as_it_is
-    ),
-    aten.transpose.int: _by_dimension(1, 2),
-    aten.select.int: _by_dimension(1),
-    aten.unsqueeze.default: _by_dimension(1),
-    aten.squeeze.dim: _by_dimension(1),
-    aten.sum.dim_IntList: _by_dimension(1),
-    aten.mean.dim: _by_dimension(1),
-    aten._softmax.default: _by_dimension(1),
-    aten._log_softmax.default: _by_dimension(1),
-    aten._softmax_backward_data.default: _by_dimension(2),
-    aten._log_softmax_backward_data.default: _by_dimension(2),
-    aten.select_backward.default: _select_backward,
-    aten.div_.Scalar: _divide_by_rate,
-}

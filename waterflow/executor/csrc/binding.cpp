@@ -172,13 +172,21 @@ static at::Tensor without_python(const at::Tensor& tensor) {
 }
 
 std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
-                                      std::vector<std::pair<int32_t, at::Tensor>> batch, bool profile) {
+                                      std::vector<std::pair<int32_t, at::Tensor>> batch, bool profile,
+                                      const std::vector<const Readings*>& others) {
   auto run = std::make_shared<StepRun>();
   run->plan = std::move(plan);
   run->frame = frame_;
   run->profile = profile;
-  run->inputs.reserve(batch.size() + reads_.size());
+  run->inputs = look().values;
   for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, without_python(tensor));
+  for (const auto* read : others) run->inputs.insert(run->inputs.end(), read->values.begin(), read->values.end());
+  return run;
+}
+
+Binding::Readings Binding::look() {
+  Readings readings;
+  readings.values.reserve(reads_.size());
   for (auto& read : reads_) {
     PyObject* value = PyDict_GetItemWithError(read.dict, read.key);
     if (value == nullptr) {
@@ -209,9 +217,9 @@ std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
       }
       read.seen = py::reinterpret_borrow<py::object>(value);
     }
-    run->inputs.emplace_back(read.slot, read.value);
+    readings.values.emplace_back(read.slot, read.value);
   }
-  return run;
+  return readings;
 }
 
 }  // namespace waterflow

@@ -41,8 +41,14 @@ class Binding {
 
   // False when something was replaced: bind again.
   bool current() const;
+  // What the entries that are read before each step say now, by slot.
+  struct Readings {
+    std::vector<std::pair<int32_t, c10::IValue>> values;
+  };
+  Readings look();
+  // A step with this batch, and with what other bindings of the program have read.
   std::shared_ptr<StepRun> run(std::shared_ptr<const GroupPlan> plan, std::vector<std::pair<int32_t, at::Tensor>> batch,
-                               bool profile);
+                               bool profile, const std::vector<const Readings*>& others = {});
 
  private:
   struct Watch {

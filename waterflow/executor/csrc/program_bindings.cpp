@@ -102,6 +102,7 @@ void bind_programs(py::module_& m) {
       .value("number", Binding::Kind::number)
       .value("flag", Binding::Kind::flag)
       .value("rate", Binding::Kind::rate);
+  py::class_<Binding::Readings>(m, "Readings");
   binding.def(py::init<std::shared_ptr<Program>>())
       .def("set_input", &Binding::set_input)
       .def("set_number", &Binding::set_number)
@@ -133,10 +134,11 @@ void bind_programs(py::module_& m) {
               bool single) { self.read(slot, dict.ptr(), key.ptr(), index, kind, single ? at::kFloat : at::kDouble); })
       .def("finish_inputs", &Binding::finish_inputs)
       .def("current", &Binding::current)
+      .def("look", &Binding::look)
       .def(
           "run",
           [](Binding& self, std::shared_ptr<GroupPlan> plan, const py::sequence& tensors,
-             const std::vector<int32_t>& slots, bool profile) {
+             const std::vector<int32_t>& slots, bool profile, const std::vector<const Binding::Readings*>& others) {
             std::vector<std::pair<int32_t, at::Tensor>> batch;
             batch.reserve(slots.size());
             for (size_t i = 0; i < slots.size(); ++i) {
@@ -144,9 +146,10 @@ void bind_programs(py::module_& m) {
               TORCH_CHECK(THPVariable_Check(tensor.ptr()), "a batch entry is not a tensor");
               batch.emplace_back(slots[i], THPVariable_Unpack(tensor.ptr()));
             }
-            return self.run(std::move(plan), std::move(batch), profile);
+            return self.run(std::move(plan), std::move(batch), profile, others);
           },
-          py::arg("plan"), py::arg("tensors"), py::arg("slots"), py::arg("profile"));
+          py::arg("plan"), py::arg("tensors"), py::arg("slots"), py::arg("profile"),
+          py::arg("others") = std::vector<const Binding::Readings*>());
 }
 
 }  // namespace waterflow

@@ -1,0 +1,248 @@
+"""Jobs that run as one: close to what they are alone, whoever comes, goes, waits or fails beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import waterflow as wf
+from tests.leftovers import nothing_left  # noqa: F401
+from tests.support import images
+from waterflow.executor import fusing
+from waterflow.executor.engine import Engine
+from waterflow.executor.fused_group import Group
+
+BATCHES = images(8)
+TOLERANCE = {
+    "rtol": 1e-4,
+    "atol": 1e-5,
+}  # float32, a few steps; Adam divides by small numbers, and is compared by losses
+FUSED: dict[str, Any] = {"exact": False, "mode": "fused", "lanes": 2, "memory": "1GiB"}
+
+
+def network(dropout: float = 0.2, norm: bool = False) -> nn.Module:
+    side = BATCHES[0][0][0].numel()
+    middle: list[nn.Module] = [nn.BatchNorm1d(32)] if norm else []
+    return nn.Sequential(nn.Flatten(), nn.Linear(side, 32), *middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 4))
+
+
+def job(number: int, **changes: Any) -> wf.Job:
+    """Jobs that differ in all that equal captures may differ in."""
+    settings: dict[str, Any] = {
+        "model": lambda: network(0.1 + 0.1 * (number % 5)), "data": BATCHES, "loss": F.cross_entropy, "epochs": 6,
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.02 * (1 + number), momentum=0.9, weight_decay=1e-3 * number),
+        "seed": number,
+    }  # fmt: skip
+    return wf.Job(name=f"job-{number}", **(settings | changes))
+
+
+def alone(jobs: list[wf.Job]) -> list[wf.JobResult]:
+    return [wf.train([one], lanes=1, memory="1GiB", on_error="continue")[0] for one in jobs]
+
+
+def check(jobs: list[wf.Job], results: wf.Results, least: int = 1) -> None:
+    """As alone, but for rounding, and each fused for at least so many steps."""
+    for mine, reference in zip(results, alone(jobs), strict=True):
+        assert mine.status == reference.status, mine.traceback
+        assert mine.fused_steps >= least, mine.name
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(reference.losses), **TOLERANCE)
+        assert mine.state_dict is not None and reference.state_dict is not None
+        for name, tensor in mine.state_dict.items():
+            torch.testing.assert_close(tensor, reference.state_dict[name], rtol=1e-3, atol=1e-4)
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # its own memory
+
+
+OPTIMIZERS: dict[str, Callable[[int], Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": lambda n: lambda p: torch.optim.SGD(p, lr=0.02 * (1 + n), weight_decay=1e-3 * n),
+    "momentum": lambda n: lambda p: torch.optim.SGD(p, lr=0.02 * (1 + n), momentum=0.5 + 0.1 * n),
+    "adam": lambda n: lambda p: torch.optim.Adam(p, lr=1e-3 * (1 + n), betas=(0.9 - 0.1 * n, 0.99)),
+    "adamw": lambda n: lambda p: torch.optim.AdamW(p, lr=1e-3 * (1 + n), weight_decay=0.01 * n),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_job_has_its_own_numbers(name: str) -> None:
+    jobs = [job(n, optimizer=OPTIMIZERS[name](n)) for n in range(4)]
+    check(jobs, wf.train(jobs, **FUSED))
+
+
+def test_running_statistics() -> None:
+    jobs = [job(n, model=lambda: network(norm=True)) for n in range(3)]
+    check(jobs, wf.train(jobs, **FUSED))
+
+
+def test_convolutions() -> None:
+    def made() -> nn.Module:
+        body = [
+            nn.Unflatten(1, (1, 2, 3)),
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+        return nn.Sequential(*body, nn.Flatten(), nn.Linear(8, 4))
+
+    jobs = [job(n, model=made) for n in range(2)]
+    check(jobs, wf.train(jobs, **FUSED))
+
+
+def test_schedulers_and_metrics() -> None:
+    def step(model: nn.Module, batch: Any) -> Any:
+        output = model(batch[0])
+        return F.cross_entropy(output, batch[1]), {"largest": output.max()}
+
+    jobs = [
+        job(n, loss=None, step=step, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+            scheduler_interval="step")
+        for n in range(3)
+    ]  # fmt: skip
+    check(jobs, wf.train(jobs, **FUSED))
+
+
+def test_jobs_come_and_go() -> None:
+    jobs = [job(n, epochs=2 + n % 3) for n in range(7)]
+    results = wf.train(jobs, max_concurrent=3, **FUSED)
+    check(jobs, results, least=0)
+    assert sum(result.fused_steps for result in results) > sum(result.steps for result in results) / 2
+    assert results[6].fused_steps > 0  # took a seat that another had left
+
+
+def test_batches_of_another_size_go_alone() -> None:
+    x, y = BATCHES[0]
+    jobs = [job(n, data=[*BATCHES, (x[:3], y[:3])], epochs=4) for n in range(3)]
+    results = wf.train(jobs, **FUSED)
+    check(jobs, results)
+    assert all(result.fused_steps <= result.steps - 4 for result in results)
+
+
+def test_a_slow_job_keeps_nobody() -> None:
+    def evaluate(model: nn.Module) -> float:
+        time.sleep(0.5)
+        return 0.0
+
+    jobs = [job(n, model=lambda: network(norm=True), epochs=8) for n in range(3)]
+    jobs.append(job(3, model=lambda: network(norm=True), evaluate=evaluate, epochs=2))
+    ended: list[str] = []
+    results = wf.train(jobs, callbacks=[lambda result: ended.append(result.name)], **FUSED)
+    check(jobs, results)
+    assert ended[-1] == "job-3"
+
+
+def test_a_failure_is_one_jobs_own() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[Any]:
+            yield from BATCHES[:6]
+            raise OSError("the disk is gone")
+
+    jobs = [job(n) for n in range(3)]
+    broken = job(3, data=Broken())
+    wild = job(4, optimizer=lambda p: torch.optim.SGD(p, lr=1e30, momentum=0.9), allow_non_finite=True)
+    results = wf.train([*jobs, broken, wild], on_error="continue", max_concurrent=5, **FUSED)
+    check(jobs, wf.Results(results[:3]))
+    assert results[3].status == "failed" and "the disk is gone" in str(results[3].error)
+    assert results[4].status == "completed" and results[4].losses[-1] != results[4].losses[-1]
+
+
+def test_what_is_replaced_in_between_is_seen() -> None:
+    def evaluate(model: nn.Module) -> float:
+        with torch.no_grad():
+            last = model[-1]
+            last.weight = nn.Parameter(last.weight.detach().clone())  # another object: the optimizer's goes its own way
+        return 0.0
+
+    jobs = [job(0, evaluate=evaluate), job(1), job(2)]
+    results = wf.train(jobs, **FUSED)
+    check(jobs, results)
+
+
+def test_a_group_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "WORTH", 0.0)
+    jobs = [job(n, epochs=12) for n in range(3)]
+    results = wf.train(jobs, exact=False, lanes=1, max_concurrent=3, memory="1GiB")
+    check(jobs, results)
+    assert all(result.fused_steps < result.steps / 2 for result in results)
+
+
+def test_jobs_that_cannot_share_operations_run_side_by_side() -> None:
+    def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0] + 0.01 * torch.randn_like(batch[0])), batch[1])
+
+    jobs = [job(n, loss=None, step=noisy) for n in range(3)]
+    results = wf.train(jobs, **FUSED)
+    assert [result.fused_steps for result in results] == [0, 0, 0]
+    assert [result.losses for result in results] == [result.losses for result in alone(jobs)]
+
+
+def test_a_shared_backbone_is_left_where_it_is() -> None:
+    backbone = nn.Linear(BATCHES[0][0][0].numel(), 32).requires_grad_(False)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), backbone, nn.ReLU(), nn.Linear(32, 4))
+
+    jobs = [job(n, model=build) for n in range(3)]
+    before = backbone.weight.data_ptr()
+    results = wf.train(jobs, **FUSED)
+    assert backbone.weight.data_ptr() == before
+    assert [r.status for r in results] == ["completed"] * 3
+    for mine, reference in zip(results, alone(jobs)):
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(reference.losses), **TOLERANCE)
+
+
+def test_an_operation_that_fails_leaves_the_jobs_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Group.begin
+    calls = 0
+
+    def failing(group: Group) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("no such luck")
+        begun(group)
+
+    monkeypatch.setattr(Group, "begin", failing)
+    jobs = [job(n) for n in range(3)]
+    check(jobs, wf.train(jobs, **FUSED))
+
+
+def test_own_loops_of_a_study() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(trial.number)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=trial.suggest_float("lr", 0.01, 0.1))
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, generator=generator)
+        for _ in range(4):
+            for batch in BATCHES:
+                loss = step(batch)
+        fused.append(step.fused_steps)
+        return loss.item()
+
+    fused: list[int] = []
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    wf.optimize(study, objective, n_trials=8, max_concurrent=4, **FUSED)
+    assert len(study.trials) == 8 and all(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
+    assert sum(fused) > 0
+
+
+def test_settings_that_contradict_each_other() -> None:
+    with pytest.raises(wf.InvalidJobError, match="exact=False"):
+        wf.train([job(0)], mode="fused")
+    with pytest.raises(wf.InvalidJobError, match="'auto', 'lanes' or 'fused'"):
+        wf.train([job(0)], mode="vmap")  # type: ignore[arg-type]
+    study = optuna.create_study()
+    with pytest.raises(wf.StudyError, match="exact=False"):
+        wf.optimize(study, lambda trial: 0.0, n_trials=1, max_concurrent=1, deterministic=True, exact=False)
+
+
+def test_nothing_is_left_in_an_engine() -> None:
+    with Engine(lanes=2, memory="1GiB") as engine:
+        before = engine.claimed()
+        wf.train([job(n) for n in range(4)], engine=engine, exact=False, mode="fused")
+        assert engine.claimed() == before and engine.fusing is None

@@ -1,0 +1,322 @@
+"""Which jobs run as one: groups of equal jobs are formed, joined, left, judged, and dissolved.
+
+A job that leaves takes its tensors with it, and its seat goes to the next one of the same structure. What a group cannot do, its
+jobs do alone, in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from waterflow import _C
+from waterflow.errors import InvalidJobError, JobCancelled, StepError, WaterflowError
+from waterflow.executor.captured import CapturedStep
+from waterflow.executor.fused_group import FusedPending, Group, Member, Seat, result_of
+from waterflow.executor.variants import Variant
+
+if TYPE_CHECKING:
+    from waterflow.executor.engine import Engine
+
+logger = logging.getLogger("waterflow")
+
+GATHERING_SECONDS = 0.3  # how long a job waits for others like it
+WORTH = 0.95  # of the time that its steps take alone: a group that takes more is not kept
+
+
+class Fusing:
+    """The groups of an engine. Thread-safe. ``forced``: groups are kept even where they are slower."""
+
+    def __init__(self, engine: Engine, forced: bool = False) -> None:
+        self.engine, self.forced = engine, forced
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)  # who sits where
+        self._expected = 0
+        self._seats: dict[Member, Seat] = {}
+        self._settled: set[Member] = set()  # on their own for good
+        self._waiting: dict[int, list[tuple[Member, Variant]]] = {}  # by capture
+        self._groups: list[Group] = []
+        self._refused: dict[int, CapturedStep] = {}
+
+    def expect(self, jobs: int) -> None:
+        """See ``expect``."""
+        with self._changed:
+            self._expected += jobs
+            self._changed.notify_all()
+
+    def submit(self, member: Member, variant: Variant, leaves: list[Any], form: Any) -> FusedPending | None:
+        """Hand a batch to the step's group; None where it is to run alone."""
+        if member in self._settled:
+            return None
+        seat = self._seat(member, variant)
+        if seat is None:
+            return None
+        with self._changed:
+            assert seat.readings is not None
+            pending = FusedPending(
+                seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update()
+            )
+            seat.queue.append(pending)
+            try:
+                seat.group.hand_in(pending)
+            except BaseException as error:
+                self._dissolve(seat.group, error)
+        return pending
+
+    # -- who sits where
+
+    def _seat(self, member: Member, variant: Variant) -> Seat | None:
+        with self._changed:
+            seat = self._seats.get(member)
+            if seat is not None:
+                fits = not seat.group.over and seat.group.plain is variant.plain
+                if fits and seat.readings is not None and (variant is seat.checked or seat.readings.current()):
+                    seat.checked = variant
+                    return seat
+                if fits:  # something of it was replaced
+                    self._dissolve(seat.group, None)
+                self._drain(seat)
+                if seat.group.over:
+                    self.leave(member)
+                return None
+            if variant.planned.wants_profile:  # alone first, to know what that takes
+                return None
+            if id(variant.plain) in self._refused or not _can_be_stacked(variant):
+                self._settle(member)
+                return None
+        _await_steps(member)
+        with self._changed:
+            return self._take_seat(id(variant.plain), member, variant)
+
+    def _settle(self, *members: Member) -> None:
+        self._settled.update(members)
+        self._changed.notify_all()
+
+    def _take_seat(self, key: int, member: Member, variant: Variant) -> Seat | None:
+        for group in self._groups:
+            if not group.over and group.plain is variant.plain and None in group.seats:
+                return self._join(group, member, variant)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append((member, variant))
+        until = time.perf_counter() + GATHERING_SECONDS
+        try:
+            while member not in self._seats and member not in self._settled:
+                left = until - time.perf_counter()
+                if self._all_here() or left <= 0:
+                    self._form(key)
+                    break
+                self._changed.wait(timeout=left)
+        finally:
+            if (member, variant) in self._waiting.get(key, []):
+                self._waiting[key].remove((member, variant))
+        return self._seats.get(member)
+
+    def _all_here(self) -> bool:
+        waiting = sum(map(len, self._waiting.values()))
+        return waiting + len(self._seats) + len(self._settled) >= self._expected
+
+    def _form(self, key: int) -> None:
+        """Groups of those that wait for one another, spread over the lanes."""
+        waiting = self._waiting.pop(key, [])
+        groups = max(1, min(self.engine.lanes, len(waiting) // 2))
+        for number in range(groups):
+            together = waiting[number::groups]
+            members = [member for member, _ in together]
+            if len(together) < 2:
+                self._settle(*members)
+                continue
+            try:
+                group = Group(self, together)
+            except WaterflowError as error:
+                logger.info("jobs like %r are not fused: %s", members[0].name, error)
+                self._refused[key] = together[0][1].plain
+                self._settle(*members)
+                continue
+            self._groups.append(group)
+            self._seats.update({seat.member: seat for seat in group.live()})
+        self._changed.notify_all()
+
+    def _join(self, group: Group, member: Member, variant: Variant) -> Seat:
+        while group.rounds:
+            group.begin()
+        self._await(group.last)
+        number = group.seats.index(None)
+        seat = group.seats[number] = Seat(group, number, member, variant)
+        group.bind()
+        self._seats[member] = seat
+        return seat
+
+    def leave(self, member: Member) -> None:
+        """The job goes its own way, and takes its tensors along."""
+        with self._changed:
+            self._settled.discard(member)
+            seat = self._seats.pop(member, None)
+            if seat is None or self.engine.over():
+                return
+            group = seat.group
+            self._drain(seat)
+            self._await(group.last)
+            _await_steps(member)
+            with torch.no_grad():
+                for tensor in seat.owner.tensors.values():
+                    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+                        tensor.data = tensor.detach().clone()
+            group.seats[seat.number] = None
+            if len(group.live()) < 2:
+                self._dissolve(group, None)
+            self._changed.notify_all()
+
+    def _dissolve(self, group: Group, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, JobCancelled):
+            logger.info("%s go on alone: %s", self.engine.names.get(group.job, "fused jobs"), error)
+        if error is None:  # what was handed in is done together
+            with contextlib.suppress(Exception):
+                while group.rounds:
+                    group.begin()
+        group.over = True
+        group.rounds.clear()
+        if group in self._groups:
+            self._groups.remove(group)
+        self._await(group.last)
+        self.engine.remove_job(group.job)
+        group.changed.notify_all()
+        self._changed.notify_all()
+
+    def judge(self, group: Group) -> None:
+        """Keep a group only where its steps take less time than alone."""
+        alone = statistics.median(seat.variant.planned.plan.seconds for seat in group.live())
+        together = statistics.median(group.times)
+        if together > WORTH * alone:
+            logger.info(
+                "%s go on alone: %.3g ms a step, %.3g alone", self.engine.names[group.job], together * 1e3, alone * 1e3
+            )
+            self._refused[id(group.plain)] = group.plain
+            self._dissolve(group, None)
+
+    # -- waiting for rounds
+
+    def await_run(self, pending: FusedPending) -> None:
+        """Until a step has ended in its group, or alone."""
+        self._begun(pending)
+        if pending.alone is not None:
+            pending.alone.wait()
+        elif pending.round is not None:
+            self._await(pending.round.run)
+
+    def finish(self, pending: FusedPending) -> Any:
+        """Its result; steps that the group could not do are done alone, in their order."""
+        seat, group = pending.seat, pending.seat.group
+        self.await_run(pending)
+        if pending.alone is None:
+            assert pending.round is not None and pending.round.run is not None
+            try:
+                outputs = pending.round.run.outputs()
+            except (_C.NodeError, _C.Cancelled) as error:
+                with self._changed:
+                    if not group.over:
+                        self._dissolve(group, error)
+                if pending.round.run.failed_node >= group.first_update:
+                    raise StepError(f"the update of {self.engine.names[group.job]} failed: {error}") from None
+            else:
+                with self._changed:
+                    group.ended(pending.round)
+                    if pending in seat.queue:
+                        seat.queue.remove(pending)
+                seat.member.ended(group.captured)
+                each = len(outputs) // group.size
+                return result_of(outputs[seat.number * each : (seat.number + 1) * each], group.plain)
+            self._begun(pending)
+        assert pending.alone is not None
+        return pending.alone.result()
+
+    def _begun(self, pending: FusedPending) -> None:
+        """Until its round has begun, or it has been handed to an engine alone."""
+        group = pending.seat.group
+        with self._changed:
+            while not group.over and (pending.round is None or pending.round.run is None):
+                first = group.rounds[0]
+                left = first.since + group.patience() - time.perf_counter()
+                if left <= 0:
+                    try:
+                        group.begin()
+                    except BaseException as error:
+                        self._dissolve(group, error)
+                else:
+                    group.changed.wait(timeout=left)
+            if group.over:
+                self._go_alone(pending.seat)
+
+    def _go_alone(self, seat: Seat) -> None:
+        """Hand all that the group has not done to the engine, step by step."""
+        for pending in seat.queue:
+            done = pending.round is not None and pending.round.run is not None and not pending.round.run.failed
+            if pending.alone is None and not done:
+                pending.alone = seat.member.go_alone(pending)
+        while seat.queue and seat.queue[0].alone is not None:
+            seat.queue.popleft()
+
+    def _drain(self, seat: Seat) -> None:
+        """Until all that the job has handed in is done; with it what others have handed in."""
+        while seat.queue and not seat.group.over and seat.queue[-1].round in seat.group.rounds:
+            try:
+                seat.group.begin()
+            except BaseException as error:
+                self._dissolve(seat.group, error)
+        if seat.group.over:
+            self._go_alone(seat)
+        self._await(seat.group.last)
+
+    def _await(self, run: _C.StepRun | None) -> None:
+        if run is not None:
+            self.engine.native.wait(run)
+
+
+def _await_steps(member: Member) -> None:
+    """Until all that the member has handed in alone is done: its tensors are about to move."""
+    for pending in member.under_way():
+        pending.wait()
+
+
+def _can_be_stacked(variant: Variant) -> bool:
+    """Whether a model's tensors are its own, each with memory for itself."""
+    if variant.captured is not variant.plain:
+        return False
+    tensors = [t for t in variant.owner.tensors.values() if t.numel()]
+    storages = {t.untyped_storage().data_ptr() for t in tensors}
+    return len(storages) == len(tensors) and all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+
+
+@contextlib.contextmanager
+def fusing_jobs(engine: Engine, exact: bool, mode: str) -> Iterator[None]:
+    """Within, equal jobs of the engine share operations, where ``exact=False`` and ``mode`` let them.
+
+    Raises InvalidJobError for settings that contradict each other.
+    """
+    if mode not in ("auto", "lanes", "fused"):
+        raise InvalidJobError(f"mode is 'auto', 'lanes' or 'fused'; got {mode!r}")
+    if mode == "fused" and exact:
+        raise InvalidJobError(
+            "jobs that run as one do not keep the bits that they have alone, and exact=True promises those; pass exact=False "
+            "beside mode='fused'"
+        )
+    if exact or mode == "lanes":
+        yield
+        return
+    before, engine.fusing = engine.fusing, Fusing(engine, mode == "fused")
+    try:
+        yield
+    finally:
+        engine.fusing = before
+
+
+def expect(engine: Engine, jobs: int) -> None:
+    """So many more jobs will come to the engine, or fewer: others of their kind wait a little for them."""
+    if engine.fusing is not None:
+        engine.fusing.expect(jobs)
