@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import waterflow as wf
+from benchmarks.zoo import SMALL
 from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import images
 from waterflow.executor import fusing
@@ -246,3 +248,25 @@ def test_nothing_is_left_in_an_engine() -> None:
         before = engine.claimed()
         wf.train([job(n) for n in range(4)], engine=engine, exact=False, mode="fused")
         assert engine.claimed() == before and engine.fusing is None
+
+
+@pytest.mark.parametrize("name", ["bert", "cnn_bn", "gpt2", "lstm", "lstm_cell", "mlp_dropout", "resnet50", "vit"])
+def test_models_of_the_zoo(name: str) -> None:
+    """In double precision, where rounding does not hide a mistake."""
+    zoo = SMALL[name]
+    generator = torch.Generator().manual_seed(0)
+    batches = [pytree.tree_map(_double, zoo.batch(2, generator)) for _ in range(8)]
+    jobs = [
+        wf.Job(name=f"{name}-{n}", model=lambda: zoo.build().double(), step=zoo.step, data=batches,
+               optimizer=zoo.optimizer, epochs=1, seed=n)
+        for n in range(3)
+    ]  # fmt: skip
+    results = wf.train(jobs, max_concurrent=3, **FUSED)
+    for mine, reference in zip(results, alone(jobs), strict=True):
+        assert mine.status == "completed", mine.traceback
+        assert mine.fused_steps > 0
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(reference.losses), rtol=1e-7, atol=1e-9)
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -153,8 +153,8 @@ class Step:
         self._member: Member | None = None
         fusing = self.engine.fusing if self.engine is not None else None
         if fusing is not None and accumulate == 1 and recompute is None:
-            alone = self._submit_alone, self._under_way.copy
-            self._member = Member(fusing, self.name, generator, optimizer, self._variants, *alone, self._fused)
+            own = self._submit_alone, self._under_way.copy, self._fused
+            self._member = Member(fusing, self.name, generator, optimizer, self._variants, *own)
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
@@ -246,10 +246,7 @@ class Step:
         if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, refused)
-        fused = (
-            self._member.fusing.submit(self._member, variant, leaves, batch_spec) if self._member and update else None
-        )
-        if fused is not None:
+        if self._member is not None and (fused := self._member.submit(variant, leaves, batch_spec)) is not None:
             self._note(variant)
             return fused
         return self._submit_captured(variant, leaves, batch_spec, update, by_caller)
