@@ -124,8 +124,8 @@ class Threads(OneAfterTheOther):
 class Steps(Threads):
     """waterflow: the same threads, a ``wf.Step`` in each, one engine with its defaults for all."""
 
-    def __init__(self, jobs: Sequence[MadeJob]) -> None:
-        self.engine = wf.Engine()
+    def __init__(self, jobs: Sequence[MadeJob], fused: bool = False) -> None:
+        self.engine = wf.Engine(exact=False, mode="fused") if fused else wf.Engine()
         super().__init__(jobs, partial(captured_step, engine=self.engine))
 
     def close(self) -> None:
@@ -157,10 +157,12 @@ class _Watched:
 
 
 class Train:
-    """waterflow: one call of ``wf.train`` with its defaults, from its start to its end."""
+    """waterflow: one call of ``wf.train`` with its defaults, from its start to its end; or all jobs fused."""
 
-    def __init__(self, jobs: Sequence[MadeJob]) -> None:
+    def __init__(self, jobs: Sequence[MadeJob], fused: bool = False) -> None:
         self.jobs = jobs
+        self.settings: dict[str, Any] = {"exact": False, "mode": "fused"} if fused else {}
+        self.settings["max_concurrent"] = len(jobs)
 
     def run(self, steps: Sequence[int]) -> list[Track]:
         """Optimizers are made anew by each call. Step times are those between batches; the last step is the call's end."""
@@ -173,7 +175,8 @@ class Train:
             for number, (job, data) in enumerate(zip(self.jobs, watched, strict=True))
         ]  # fmt: skip
         begin = time.perf_counter()
-        results = wf.train(jobs, callbacks=[lambda result: ended.setdefault(result.name, time.perf_counter())])
+        told = lambda result: ended.setdefault(result.name, time.perf_counter())  # noqa: E731
+        results = wf.train(jobs, callbacks=[told], **self.settings)
         end = time.perf_counter()
         tracks = []
         for number, (data, result) in enumerate(zip(watched, results, strict=True)):
@@ -202,6 +205,8 @@ RUNNERS: dict[str, Callable[[Sequence[MadeJob]], Runner]] = {
     "compiled ensemble": lambda jobs: EnsembleRunner(jobs, compiled=True),
     "steps": lambda jobs: Steps(jobs),
     "train": lambda jobs: Train(jobs),
+    "fused steps": lambda jobs: Steps(jobs, fused=True),
+    "fused train": lambda jobs: Train(jobs, fused=True),
 }
 
 

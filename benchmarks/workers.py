@@ -119,6 +119,8 @@ WAYS: dict[str, Way] = {
             takes_turns=True),
         Way("waterflow", "steps", threads=_one_thread, peer=False),
         Way("waterflow, train()", "train", peer=False),
+        Way("waterflow, fused", "fused steps", threads=_one_thread, fits=_stackable, peer=False),
+        Way("waterflow, fused train()", "fused train", fits=_stackable, peer=False),
     )
 }  # fmt: skip
 

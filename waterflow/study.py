@@ -8,8 +8,7 @@ from typing import Any, Literal
 import optuna
 
 from waterflow.errors import StudyError
-from waterflow.executor.engine import Engine
-from waterflow.executor.fusing import fusing_jobs
+from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job
 from waterflow.optuna_private import in_loop
@@ -36,7 +35,7 @@ def optimize(
     show_progress_bar: bool = False,
     deterministic: bool = False,
     exact: bool = True,
-    mode: Literal["auto", "lanes", "fused"] = "auto",
+    mode: Mode = "auto",
     timeline: Callable[[Timeline], None] | None = None,
 ) -> StudySummary:
     """``study.optimize``, with several trials training side by side on one device.
@@ -78,7 +77,7 @@ def optimize(
         raise StudyError(
             "deterministic=True and exact=False contradict each other: which trials run as one follows the clock"
         )
-    with Engine(device, memory=memory, lanes=lanes, intra_op=intra_op) as engine, fusing_jobs(engine, exact, mode):
+    with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine:
         if timeline is not None:
             engine.native.record_spans(True)
         coordinator = Coordinator(study, objective, engine, max_concurrent, deterministic, gc_after_trial)

@@ -15,8 +15,8 @@ from torch import nn
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError
-from waterflow.executor.engine import Engine, within
-from waterflow.executor.fusing import expect, fusing_jobs
+from waterflow.executor.engine import Engine, Mode, within
+from waterflow.executor.fusing import expect
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
@@ -53,7 +53,7 @@ def train(
     engine: Engine | None = None,
     max_concurrent: int | None = None,
     exact: bool = True,
-    mode: Literal["auto", "lanes", "fused"] = "auto",
+    mode: Mode = "auto",
     on_error: Literal["raise", "continue"] = "raise",
     callbacks: Sequence[Callback | Callable[[JobResult], None]] = (),
     show_progress_bar: bool = False,
@@ -69,7 +69,7 @@ def train(
         memory: The limit for all jobs together: bytes, a share of the free memory (0.8 by default), or ``"4GiB"``.
         lanes: Steps that run at the same time; default: one per core.
         intra_op: Threads inside one operation, on each lane. Another number changes the last bits of results.
-        engine: An engine that is open already, in the place of ``device``, ``memory``, ``lanes`` and ``intra_op``.
+        engine: An engine that is open already, in the place of ``device``, ``memory``, ``lanes``, ``intra_op``, ``exact`` and ``mode``.
         max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
         exact: Every job ends with the very bits that it would have alone. ``False`` lets equal jobs run as one batched step
             where that is measured to be faster; results then differ by rounding.
@@ -94,8 +94,7 @@ def train(
         return Results()
     with contextlib.ExitStack() as stack:
         if engine is None:
-            engine = stack.enter_context(Engine(device, memory=memory, lanes=lanes, intra_op=intra_op))
-        stack.enter_context(fusing_jobs(engine, exact, mode))
+            engine = stack.enter_context(Engine(device, memory, lanes, intra_op, exact=exact, mode=mode))
         if timeline is not None:
             engine.native.record_spans(True)
         with ProgressLine(len(given), "jobs", show_progress_bar) as progress:

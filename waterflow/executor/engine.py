@@ -9,22 +9,22 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
 from waterflow.executor import cuda_lanes
+from waterflow.executor.fusing import fusing_of
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
 
-if TYPE_CHECKING:
-    from waterflow.executor.fusing import Fusing
-
 logger = logging.getLogger("waterflow")
+
+Mode = Literal["auto", "lanes", "fused"]
 
 # Held back for eager work beside the steps (evaluation, the first look at what is not captured).
 RESERVE_SHARE = 0.05
@@ -66,6 +66,10 @@ class Engine:
     Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
     themselves (thread pools, workspaces inside oneDNN) is outside it.
 
+    With ``exact=False`` jobs that differ only in values may run as one batched step, and results then differ from those
+    alone by rounding: with ``mode="auto"`` where that is measured to take less time, with ``"fused"`` wherever it can be done;
+    ``"lanes"`` never does.
+
     For comparisons and tests: without ``arenas`` steps ask torch's own allocator for memory; with ``asynchronous``, the
     seed of random stalls, the CPU runs behind its host, as a GPU would: node groups are booked when they are issued, and
     run later. ``WATERFLOW_ASYNCHRONOUS`` in the environment sets it.
@@ -78,6 +82,8 @@ class Engine:
         lanes: int | None = None,
         intra_op: int = 1,
         reserve: int | None = None,
+        exact: bool = True,
+        mode: Mode = "auto",
         arenas: bool = True,
         asynchronous: int | None = None,
     ) -> None:
@@ -115,7 +121,7 @@ class Engine:
         self._looks = 0
         self._eager = threading.Lock()
         self._closed = False
-        self.fusing: Fusing | None = None  # set where equal jobs may share operations
+        self.fusing = fusing_of(self, exact, mode)
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()

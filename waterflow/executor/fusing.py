@@ -11,7 +11,6 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +118,8 @@ class Fusing:
         return self._seats.get(member)
 
     def _all_here(self) -> bool:
+        if self._expected == 0:  # nobody has said who comes
+            return False
         waiting = sum(map(len, self._waiting.values()))
         return waiting + len(self._seats) + len(self._settled) >= self._expected
 
@@ -293,9 +294,8 @@ def _can_be_stacked(variant: Variant) -> bool:
     return len(storages) == len(tensors) and all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
 
 
-@contextlib.contextmanager
-def fusing_jobs(engine: Engine, exact: bool, mode: str) -> Iterator[None]:
-    """Within, equal jobs of the engine share operations, where ``exact=False`` and ``mode`` let them.
+def fusing_of(engine: Engine, exact: bool, mode: str) -> Fusing | None:
+    """The groups of an engine whose equal jobs share operations where ``exact=False`` and ``mode`` let them; else None.
 
     Raises InvalidJobError for settings that contradict each other.
     """
@@ -306,14 +306,7 @@ def fusing_jobs(engine: Engine, exact: bool, mode: str) -> Iterator[None]:
             "jobs that run as one do not keep the bits that they have alone, and exact=True promises those; pass exact=False "
             "beside mode='fused'"
         )
-    if exact or mode == "lanes":
-        yield
-        return
-    before, engine.fusing = engine.fusing, Fusing(engine, mode == "fused")
-    try:
-        yield
-    finally:
-        engine.fusing = before
+    return None if exact or mode == "lanes" else Fusing(engine, mode == "fused")
 
 
 def expect(engine: Engine, jobs: int) -> None:
