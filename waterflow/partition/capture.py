@@ -36,7 +36,6 @@ from waterflow.partition.structure import lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
     in_forward,
-    no_collections,
     no_reports,
     noting_lines,
     substituted,
@@ -291,7 +290,7 @@ class _StepTracer:
             try:
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
-                with model_rates as self.stand_ins, self.mode, no_collections(), no_reports():
+                with model_rates as self.stand_ins, self.mode, no_reports():
                     self._lay_out()
                     return way()
             except CaptureError:
