@@ -243,18 +243,16 @@ class Fingerprint:
         for name, *attributes in global_reads(function.__code__):
             space = function.__globals__
             while name in space:
-                value = space[name]
-                if isinstance(value, types.ModuleType):
-                    if in_library(value) or not attributes:
-                        break
+                value, known = space[name], in_library(space[name])
+                if isinstance(value, types.ModuleType) and attributes and not known:
                     self._look(space, (name,), whole=False)
                     space, (name, *attributes) = vars(value), attributes
                     continue
-                if not in_library(value):
-                    self._path.append(name)
-                    self._look(space, (name,), whole=False)
-                    self._path.pop()
-                    found.append((name, self._entry(name, value)))
+                self._path.append(name)
+                self._look(space, (name,), whole=False)
+                self._path.pop()
+                # What a library says does not change; which of its functions a name stands for does.
+                found.append((name, self._identity(value) if known else self._entry(name, value)))
                 break
         return tuple(found)
 
