@@ -289,6 +289,10 @@ class Fingerprint:
         return ("class", cls.__qualname__, self._identity(library_base(cls)), attributes)
 
 
+# Which of the kernels for attention may be chosen (``torch.nn.attention.sdpa_kernel``).
+_ATTENTION = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled
+
+
 def ambient_key(device_type: str) -> tuple[Hashable, ...]:
     """Process and thread settings that change what tracing records."""
     return (
@@ -296,4 +300,5 @@ def ambient_key(device_type: str) -> tuple[Hashable, ...]:
         torch.get_autocast_dtype(device_type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
+        *(allowed() for allowed in _ATTENTION),
     )
