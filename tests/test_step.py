@@ -316,6 +316,26 @@ def test_values_that_the_step_function_reads_are_seen(holder: str, engine: Engin
     compare(making(Net), images(4), step=step, during=during, engine=engine)
 
 
+squashing: Any = torch.nn.functional.elu
+
+
+@pytest.mark.parametrize("others", [F.selu, torch.celu, nn.Softsign()], ids=["function", "builtin", "module"])
+def test_a_global_that_stands_for_another_function_is_seen(others: Any, engine: Engine | None) -> None:
+    """Functions of a library, too: ``activation = F.elu`` in a notebook's cell, and later ``F.selu``."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(squashing(model(batch[0])), batch[1])
+
+    def during(model: nn.Module, optimizer: Optimizer) -> Any:
+        def act(number: int) -> None:
+            global squashing
+            squashing = F.elu if number < 2 else others
+
+        return act
+
+    compare(making(Net), images(4), step=step, during=during, engine=engine)
+
+
 def test_settings_of_a_loss_module_are_seen(engine: Engine | None) -> None:
     def train(run: Any, **options: Any) -> Trained:
         loss = nn.CrossEntropyLoss(label_smoothing=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from itertools import groupby
 from typing import Any
@@ -17,6 +19,7 @@ from tests.partition.graphs import capture_of, instructions_of, spec_of
 from tests.support import Net, images, of_target, same_bits
 from waterflow.errors import CaptureError
 from waterflow.partition.capture import StepSpec, capture_step
+from waterflow.partition.surroundings import no_collections
 
 
 def spec_for(model: nn.Module, optimizer: Any, step: Any = None, **options: Any) -> StepSpec:
@@ -153,3 +156,17 @@ def test_seconds_are_told() -> None:
     spec, leaves, structure = spec_of("mlp_dropout")
     capture = capture_step(spec, leaves, structure)
     assert 0 < capture.seconds < 60 and capture.nodes >= len(instructions_of(capture.graph))
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_a_child_that_is_forked_meanwhile_collects_as_before(was_on: bool) -> None:
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with no_collections():
+            assert not gc.isenabled()
+            if (child := os.fork()) == 0:
+                os._exit(gc.isenabled())
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == was_on

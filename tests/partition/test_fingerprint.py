@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.zoo import SMALL
 from tests.support import Net
@@ -182,6 +183,9 @@ def test_objects() -> None:
 def test_what_is_around() -> None:
     plain = ambient_key("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ambient_key("cpu") != plain
+    assert ambient_key("cpu") == plain
+    with sdpa_kernel(SDPBackend.MATH):
         assert ambient_key("cpu") != plain
     assert ambient_key("cpu") == plain
     torch.set_default_dtype(torch.float64)

@@ -15,12 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.zoo import SMALL
 from tests.partition.graphs import capture_of, instructions_of, interpret, tensors_in
+from waterflow.partition import probe
 from waterflow.partition.liveness import lifetimes, operation_memory
 from waterflow.partition.offsets import resident
 from waterflow.partition.operators import storage_id
 
 # Their operators hide memory, which is asked of the kernels: see the probe.
-HIDING = {"lstm"}
+HIDING = {"lstm", "tacotron2"}
 
 
 def storages(value: Any) -> dict[int, int]:
@@ -59,8 +60,9 @@ def traced(step: Any, *inputs: torch.Tensor) -> fx.Graph:
         return make_fx(step)(*fakes).graph
 
 
-@pytest.mark.parametrize("name", sorted(set(SMALL) - HIDING - {"inception_v3", "nasnet", "tacotron2"}))
-def test_zoo(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(SMALL) - HIDING - {"inception_v3", "nasnet"}))
+def test_zoo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_REDUCED", {})  # the oracle looks at shapes alone
     graph = capture_of(name).graph
     instructions = instructions_of(graph)
     predicted = [(m.peak, m.after) for m in operation_memory(graph, instructions)]
@@ -69,9 +71,9 @@ def test_zoo(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["inception_v3", "nasnet", "tacotron2"])
-def test_large_models_of_the_zoo(name: str) -> None:
-    test_zoo(name)
+@pytest.mark.parametrize("name", ["inception_v3", "nasnet"])
+def test_large_models_of_the_zoo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_zoo(name, monkeypatch)
 
 
 def test_views_share_one_storage() -> None:

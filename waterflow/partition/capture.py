@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from waterflow.partition.cleanup import clean_up
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.gradients import gradients_of, to_be_changed
 from waterflow.partition.in_place import sum_in_place
 from waterflow.partition.optimizers import check_optimizer, state_keys
 from waterflow.partition.recorder import Recorder
@@ -36,7 +36,6 @@ from waterflow.partition.structure import lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
     in_forward,
-    no_collections,
     no_reports,
     noting_lines,
     substituted,
@@ -217,14 +216,15 @@ class _StepTracer:
             leaves = [self.tensors[name] for name in names]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
             with shown:  # backward passes of users' functions, hooks, and what is computed again
-                gradients = _gradients(scaled, leaves) if leaves else ()
+                gradients = gradients_of(scaled, leaves) if leaves else ()
             shown.check()
         self._mark()
         by_name = {name: g for name, g in zip(names, gradients) if g is not None}
+        results = [loss.detach(), *(value.detach() for value in metrics.values())]
         with torch.no_grad():
-            self._update(by_name)
+            self._update(by_name, results)
         self.metric_names = list(metrics)
-        return [loss.detach(), *(value.detach() for value in metrics.values())]
+        return results
 
     def _keep_assigned_buffers(self) -> None:
         """A buffer that forward assigned anew (``self.mean = ...``) lives on in the old one's memory."""
@@ -248,7 +248,7 @@ class _StepTracer:
     def _mark(self) -> None:
         self._marks.append(len(self._graph().nodes))
 
-    def _update(self, gradients: dict[str, torch.Tensor]) -> None:
+    def _update(self, gradients: dict[str, torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         spec = self.spec
         if spec.accumulate > 1:
             for name, gradient in gradients.items():
@@ -257,6 +257,8 @@ class _StepTracer:
         if not spec.update:
             return
         parameters = {name: self.tensors[name] for name in gradients}
+        if spec.accumulate == 1 and (spec.clip_norm is not None or spec.clip_value is not None):
+            gradients = to_be_changed(gradients, parameters, (*self.fakes, *results))
         for name, parameter in parameters.items():
             parameter.grad = gradients[name]
         if spec.clip_norm is not None:
@@ -294,7 +296,7 @@ class _StepTracer:
             try:
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
-                with model_rates as self.stand_ins, self.mode, no_collections(), no_reports():
+                with model_rates as self.stand_ins, self.mode, no_reports():
                     self._lay_out()
                     return way()
             except CaptureError:
@@ -337,12 +339,6 @@ class _StepTracer:
         forward, backward = self._marks
         for position, node in enumerate(graph.nodes):
             node.meta["phase"] = "forward" if position < forward else "backward" if position < backward else "update"
-
-
-def _gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-    """As ``torch.autograd.grad`` with ``allow_unused``, which would take function modes off for the backward pass."""
-    one = torch.ones_like(loss, memory_format=torch.preserve_format)
-    return _engine_run_backward((loss,), (one,), False, False, tuple(leaves), True, accumulate_grad=False)
 
 
 def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from waterflow.partition.operators import has_effect, is_view, schema_name
+from waterflow.partition.probe import keeps_more
 
 aten = torch.ops.aten
 
@@ -15,10 +16,11 @@ _PROFILER_MARKS = ("profiler::",)
 
 
 def clean_up(graph: fx.Graph) -> None:
-    """Drop detaches and profiler marks, merge equal views, cancel double transposes, drop dead nodes."""
+    """Drop detaches and profiler marks, merge equal views, cancel double transposes, drop dead nodes; lean results."""
     _drop_detaches(graph)
     _merge_views(graph)
     _drop_dead(graph)
+    _copy_results(graph)
     graph.lint()
 
 
@@ -71,3 +73,14 @@ def _drop_dead(graph: fx.Graph) -> None:
             continue
         if (node.op == "get_attr" or not has_effect(node)) and not node.users:
             graph.erase_node(node)
+
+
+def _copy_results(graph: fx.Graph) -> None:
+    """A scalar whose memory is as large as what it was reduced from is handed out as a copy, and lets that go."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for node in output.all_input_nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and keeps_more(node):
+            with graph.inserting_after(node):
+                copy = graph.call_function(aten.clone.default, (node,))
+            copy.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
+            output.replace_input_with(node, copy)

@@ -243,18 +243,16 @@ class Fingerprint:
         for name, *attributes in global_reads(function.__code__):
             space = function.__globals__
             while name in space:
-                value = space[name]
-                if isinstance(value, types.ModuleType):
-                    if in_library(value) or not attributes:
-                        break
+                value, known = space[name], in_library(space[name])
+                if isinstance(value, types.ModuleType) and attributes and not known:
                     self._look(space, (name,), whole=False)
                     space, (name, *attributes) = vars(value), attributes
                     continue
-                if not in_library(value):
-                    self._path.append(name)
-                    self._look(space, (name,), whole=False)
-                    self._path.pop()
-                    found.append((name, self._entry(name, value)))
+                self._path.append(name)
+                self._look(space, (name,), whole=False)
+                self._path.pop()
+                # What a library says does not change; which of its functions a name stands for does.
+                found.append((name, self._identity(value) if known else self._entry(name, value)))
                 break
         return tuple(found)
 
@@ -291,6 +289,10 @@ class Fingerprint:
         return ("class", cls.__qualname__, self._identity(library_base(cls)), attributes)
 
 
+# Which of the kernels for attention may be chosen (``torch.nn.attention.sdpa_kernel``).
+_ATTENTION = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled
+
+
 def ambient_key(device_type: str) -> tuple[Hashable, ...]:
     """Process and thread settings that change what tracing records."""
     return (
@@ -298,4 +300,5 @@ def ambient_key(device_type: str) -> tuple[Hashable, ...]:
         torch.get_autocast_dtype(device_type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
+        *(allowed() for allowed in _ATTENTION),
     )

@@ -13,7 +13,7 @@ from torch import fx
 
 from waterflow.partition.costs import bytes_moved
 from waterflow.partition.operators import is_view, storage_id, tensors_in, written_by
-from waterflow.partition.probe import Question, answers, questions
+from waterflow.partition.probe import Question, answers, questions, reduced_losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
     }
     hiding, asked = questions(instructions)
     told = dict(zip(hiding, answers(asked)))
+    reduced = dict(reduced_losses(instructions))
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -110,8 +111,8 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
                 birth[storage] = death[storage] = at
                 size[storage] = tensor.untyped_storage().nbytes()
                 reads[storage], writes[storage] = [], [at]
-        if at is not None and node in told:
-            for tensor, actual in zip(tensors_in(node.meta["val"]), told[node].results):
+        if at is not None and (found := told.get(node) or reduced.get(node)) is not None:
+            for tensor, actual in zip(tensors, found.results):
                 size[storage_id(tensor)] = actual
         used_at = position.get(node)
         if used_at is None:
@@ -141,6 +142,8 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
             at = position[node]
             hidden.append(Hidden(len(made) + len(temporaries), question, None))
             temporaries.append(Lifetime(at, at, answer.temporary, writes=(at,)))
+    at_losses = ((position[node], found.temporary) for node, found in reduced.items() if found.temporary)
+    temporaries += [Lifetime(at, at, beside, writes=(at,)) for at, beside in at_losses]
     return Followed(made, temporaries, of, asked, tuple(hidden))
 
 

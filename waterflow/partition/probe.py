@@ -3,6 +3,8 @@
 oneDNN's recurrent layers return a workspace whose size only they know, and need about as much beside it. Shape rules
 call it empty, which would put the prediction of a recurrent model off by more than half. They round those sizes, which
 is the one thing of a step's memory that lies on no line over its batch: so they are asked again for other batches.
+
+Losses that are reduced hide memory, too, in sizes that follow from shapes (``reduced_losses``): nothing is run for those.
 """
 
 from __future__ import annotations
@@ -17,8 +19,18 @@ import torch
 from torch import fx
 
 from waterflow import _C
+from waterflow.partition.operators import schema_name
 
 _HIDING = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+# How often the loss of single elements is there: in the memory that the reduced one keeps, and beside it.
+_REDUCED = {
+    "mse_loss": (1, 1),
+    "smooth_l1_loss": (1, 1),
+    "huber_loss": (0, 1),
+    "binary_cross_entropy": (1, 0),
+    "binary_cross_entropy_with_logits": (0, 2),
+    "soft_margin_loss": (1, 0),
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,29 @@ def questions(instructions: Sequence[fx.Node]) -> tuple[list[fx.Node], tuple[Que
 def hidden_memory(instructions: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, HiddenMemory]]:
     """Each instruction that hides memory, with what it was seen to take. Runs those operators, and no others."""
     asked, about = questions(instructions)
-    return zip(asked, answers(about))
+    yield from zip(asked, answers(about))
+    yield from reduced_losses(instructions)
+
+
+def reduced_losses(instructions: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, HiddenMemory]]:
+    """The losses that kernels reduce from one of single elements, with the memory that those take."""
+    for node in instructions:
+        kept, beside = _REDUCED.get(schema_name(node.target).removeprefix("aten::"), (0, 0))
+        if not kept and not beside:
+            continue
+        given = {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+                 for i, a in enumerate(node.target._schema.arguments)}  # fmt: skip
+        if given["reduction"] == 0:
+            continue
+        one, other = (given[name].meta["val"].shape for name in ("self", "target"))
+        result = node.meta["val"]
+        size = torch.broadcast_shapes(one, other).numel() * result.element_size()
+        yield node, HiddenMemory((size if kept else result.untyped_storage().nbytes(),), beside * size)
+
+
+def keeps_more(node: fx.Node) -> bool:
+    """Whether the memory behind an operation's result is larger than its shape says, for all the time that it is there."""
+    return any(hidden.results[0] > node.meta["val"].nbytes for _, hidden in reduced_losses([node]))
 
 
 def answers(about: tuple[Question, ...]) -> tuple[HiddenMemory, ...]:

@@ -169,15 +169,23 @@ def _equal(old: Any, new: Any) -> bool:
 def no_collections() -> Iterator[None]:
     """Captures and searches over sizes make many objects and little garbage: a fifth of their time went into looking for it.
 
-    A collector that was off stays off.
+    A collector that was off stays off. In a child that is forked meanwhile (a loader's worker) it is on.
     """
+    global _collector_is_off
     was_on = gc.isenabled()
+    _collector_is_off |= was_on
     gc.disable()
     try:
         yield
     finally:
         if was_on:
             gc.enable()
+            _collector_is_off = False
+
+
+_collector_is_off = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: gc.enable() if _collector_is_off else None)
 
 
 @contextlib.contextmanager
