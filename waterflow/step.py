@@ -341,7 +341,7 @@ class Step:
             self.planned_requests += run.planned
             self.missed_requests += run.missed
             pending.variant.planned.count_misses(run.missed)
-        self._note(pending.variant)
+        self.measured_height = max(self.measured_height, pending.variant.planned.measured_height)
         metrics = pending.variant.captured.capture.metrics
         if metrics:
             return outputs[0], dict(zip(metrics, outputs[1:]))
