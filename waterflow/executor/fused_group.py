@@ -254,4 +254,4 @@ def stacked(plain: CapturedStep, jobs: int) -> CapturedStep:
         made = stack(plain.capture, jobs)
         return assemble(made, f"{jobs} x {plain.predicted.name}", [*plain.keep, plain])
 
-    return captures.get(("stacked", id(plain), jobs), make)
+    return captures.get(("stacked", plain.capture.graph, jobs), make)
