@@ -109,11 +109,10 @@ def test_schedulers_and_metrics() -> None:
 
 
 def test_jobs_come_and_go() -> None:
-    jobs = [job(n, epochs=2 + n % 3) for n in range(7)]
+    jobs = [job(n, epochs=40 if n < 2 else 2) for n in range(7)]
     results = wf.train(jobs, max_concurrent=3, **FUSED)
-    check(jobs, results, least=0)
-    assert sum(result.fused_steps for result in results) > sum(result.steps for result in results) / 2
-    assert results[6].fused_steps > 0  # took a seat that another had left
+    check(jobs[2:], wf.Results(results[2:]))  # each took the seat that another had left
+    assert all(result.status == "completed" for result in results)
 
 
 def test_batches_of_another_size_go_alone() -> None:
