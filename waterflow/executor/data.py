@@ -40,7 +40,9 @@ class Batches:
                 "make a list of batches or a DataLoader"
             )
         self._source = _own_loader(source, order) if isinstance(source, DataLoader) else source
-        self._in_workers = isinstance(source, DataLoader) and source.num_workers > 0
+        # Nothing is drawn here for a batch by workers, nor for one that is there already.
+        in_workers = isinstance(source, DataLoader) and source.num_workers > 0
+        self._draws = not in_workers and type(source) not in (list, tuple)
         self._reading: Iterator[Any] | None = None
         self._passes = 0
 
@@ -57,7 +59,7 @@ class Batches:
         self._passes += 1
         for count in itertools.count():
             try:
-                with contextlib.nullcontext() if self._in_workers else self._own_numbers():
+                with self._own_numbers() if self._draws else contextlib.nullcontext():
                     batch = next(iterator)
             except StopIteration:
                 if count == 0:
