@@ -91,10 +91,11 @@ def test_dropout_is_on_where_it_is_timed(runner: str) -> None:
         if isinstance(module, (nn.Dropout, nn.LSTM)):
             setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", 0.0)
     without = float(job.workload.loss(job.model, job.batches[0]).detach())
-    made = RUNNERS[runner]([MadeJob(spec), MadeJob(spec)])
-    firsts = [track.losses[0] for track in made.run([1, 1])]
+    made = RUNNERS[runner]([MadeJob(spec) for _ in range(4)])
+    firsts = [track.losses[0] for track in made.run([1] * 4)]
     made.close()
-    assert all(first != pytest.approx(without, rel=1e-5) for first in firsts)
+    # A mask may change a loss by little: all four are near it only without masks.
+    assert not all(first == pytest.approx(without, rel=1e-5) for first in firsts)
 
 
 def test_an_ensemble_with_another_learning_rate_is_noticed(tiny: str) -> None:
