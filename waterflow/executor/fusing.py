@@ -11,6 +11,7 @@ import logging
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +64,19 @@ class Fusing:
                 seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update()
             )
             seat.queue.append(pending)
-            try:
+            with self._or_alone(seat.group):
                 seat.group.hand_in(pending)
-            except BaseException as error:
-                self._dissolve(seat.group, error)
         return pending
+
+    @contextlib.contextmanager
+    def _or_alone(self, group: Group) -> Iterator[None]:
+        """Where a round cannot begin, its jobs do it alone. Orders to break off go on to the caller."""
+        try:
+            yield
+        except BaseException as error:
+            self._dissolve(group, error)
+            if not isinstance(error, Exception):
+                raise
 
     # -- who sits where
 
@@ -245,10 +254,8 @@ class Fusing:
                 first = group.rounds[0]
                 left = first.since + group.patience() - time.perf_counter()
                 if left <= 0:
-                    try:
+                    with self._or_alone(group):
                         group.begin()
-                    except BaseException as error:
-                        self._dissolve(group, error)
                 else:
                     group.changed.wait(timeout=left)
             if group.over:
@@ -266,10 +273,8 @@ class Fusing:
     def _drain(self, seat: Seat) -> None:
         """Until all that the job has handed in is done; with it what others have handed in."""
         while seat.queue and not seat.group.over and seat.queue[-1].round in seat.group.rounds:
-            try:
+            with self._or_alone(seat.group):
                 seat.group.begin()
-            except BaseException as error:
-                self._dissolve(seat.group, error)
         if seat.group.over:
             self._go_alone(seat)
         self._await(seat.group.last)
