@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,13 @@ from torch.nn import functional as F
 
 import waterflow as wf
 from waterflow.batch_size import max_batch_size
+from waterflow.executor.memory_limit import parse_memory, reserve_of
 from waterflow.executor.presets import gpu
+from waterflow.partition.plan import format_bytes
 from waterflow.planner.search import largest_batch
 from waterflow.planner.sizes import StepSizes
+from waterflow.runner import STEPS_AHEAD
+from waterflow.together import fit_together
 
 
 def job(name: str = "net", width: int = 64, **options: Any) -> wf.Job:
@@ -31,17 +38,18 @@ def sizes_of(given: wf.Job) -> StepSizes:
     assert callable(given.model)
     model = given.model()
     step = wf.Step(model, loss=F.cross_entropy, optimizer=given.optimizer(model.parameters()))
-    return StepSizes(step, given.data[0])  # type: ignore[index]
+    return StepSizes(step, given.data[0], batches_held=STEPS_AHEAD)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 def test_the_answer_is_that_of_the_search(copies: int) -> None:
     found = max_batch_size(job(), copies=copies, memory="4MiB")
-    searched = largest_batch(sizes_of(job()), memory="4MiB", copies=copies)
+    room = (4 << 20) - reserve_of(4 << 20)
+    searched = largest_batch(sizes_of(job()), memory=room, copies=copies, claimed=True)
     assert found.size == searched.size and len(found.jobs) == copies and found.context == 0
     assert (found.run is None) == (copies == 1)
     if found.run is not None:
-        assert found.run.peak <= 4 << 20
+        assert found.run.peak <= room
         assert f"{copies} x net: {found.size}" in str(found)
     assert all(row.ratio <= 1 for row in found.jobs)
 
@@ -104,6 +112,12 @@ def test_a_height_in_bytes_holds_side_by_side() -> None:
         ({"gpu": "p100-16g", "memory": "20GiB"}, "more than p100-16g has for jobs: 15.6 GiB"),
         ({"memory": "4MiB", "copies": 0}, "copies=0"),
         ({"memory": "many"}, "cannot read 'many' as memory"),
+        ({"gpu": "a100"}, "did you mean a100-40g or a100-80g?"),
+        ({"gpu": 0}, "gpu must be a name, such as 'v100-32g', or a GPU; got 0"),
+        ({"memory": "4MiB", "copies": 1.5}, "a whole number of copies of it; got 1 job.s., copies=1.5"),
+        ({"memory": "24"}, "'24' is 24 B; did you mean '24GiB'"),
+        ({"memory": 24.5}, "24.5 is 24 B; did you mean '24.5GiB'"),
+        ({"memory": 24}, "24 is 24 B; did you mean '24GiB'"),
     ],
 )
 def test_wrong_questions(options: dict[str, Any], said: str) -> None:
@@ -111,13 +125,89 @@ def test_wrong_questions(options: dict[str, Any], said: str) -> None:
         max_batch_size(job(), **options)
     with pytest.raises(wf.InvalidJobError, match="there must be a job"):
         max_batch_size([], memory="4MiB")
+    for modules in (nn.Sequential(nn.Linear(2, 2)), [nn.Linear(2, 2)]):
+        with pytest.raises(wf.InvalidJobError, match=r"takes jobs; got a .*wf.Job\(name='net', model=lambda: net"):
+            max_batch_size(modules, memory="4MiB")  # type: ignore[arg-type]
+
+
+def test_a_batch_is_not_taken_from_an_iterator() -> None:
+    batches = iter(job().data)  # type: ignore[arg-type]
+    with pytest.raises(wf.InvalidJobError, match="data of job 'net' is an iterator, which can be read only once"):
+        max_batch_size(replace(job(), data=batches), memory="4MiB")
+    assert len(list(batches)) == 1
+    assert max_batch_size(replace(job(), data=lambda: iter(job().data)), memory="4MiB").size  # type: ignore[arg-type]
+
+
+def test_lists_are_no_tensors() -> None:
+    with pytest.raises(wf.InvalidJobError, match=r"batch of 'net' .* make its lists tensors, by torch\.tensor"):
+        max_batch_size(replace(job(), data=[([[1.0, 2.0]], [1])]), memory="4MiB")
+
+
+# -- what is told is what trains
+
+
+def wide(size: int, name: str = "wide") -> wf.Job:
+    layers = (nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return wf.Job(
+        name, lambda: nn.Sequential(*map(copy.deepcopy, layers)),
+        [(torch.zeros(size, 784), torch.zeros(size, dtype=torch.long))] * 4, torch.optim.AdamW, loss=F.cross_entropy,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", ["600MiB", "100MiB"])
+def test_the_told_batch_trains_and_a_larger_one_does_not(memory: str) -> None:
+    found = max_batch_size(wide(16), memory=memory)
+    limit = parse_memory(memory)
+    assert found.reserve == wf.Engine(memory=memory).reserve == found.to_dict()["reserve_bytes"] > 0
+    assert found.to_dict()["batches_held"] == 2
+    assert f"{format_bytes(found.reserve)} of it the reserve" in str(found) and "and 2 batches of " in str(found)
+    (result,) = wf.train([wide(found.size)], memory=memory)  # its steps are profiled, and claimed for anew
+    assert result.status == "completed" and result.measured_peak is not None
+    assert result.measured_peak + found.jobs[0].batch <= limit - found.reserve
+    with pytest.raises(wf.MemoryLimitError, match=f"the largest batch that fits is {found.size}"):
+        wf.train([wide(found.size + 1)], memory=memory)
+
+
+def test_copies_of_the_told_batch_are_under_way_together() -> None:
+    found = max_batch_size(wide(16), copies=2, memory="200MiB")
+    for size, together in ((found.size, ["a", "b"]), (found.size + found.size // 50, ["a"])):
+        assert fit_together([wide(size, "a"), wide(size, "b")], "200MiB", 2).together == together
+
+
+def test_a_share_above_that_beside_the_largest_is_no_limit() -> None:
+    found = max_batch_size(wide(16), copies=2, memory="200MiB")
+    assert "the limit" not in str(found)
+    (row, _) = found.to_dict()["jobs"]
+    assert 0 < row["room_beside_largest"] < 1 and "limit" not in row
+
+
+def test_what_is_said_of_recomputing_side_by_side() -> None:
+    assert "side by side no step recomputes: with recompute='auto'" in str(
+        max_batch_size(deep("auto"), copies=2, memory="4MiB")
+    )
+    assert "side by side" not in str(max_batch_size(deep("auto"), memory="4MiB"))
+    plain = wf.Job("plain", lambda: nn.Linear(32, 10), job().data, torch.optim.SGD, loss=F.mse_loss, recompute="auto")
+    plain = replace(plain, data=[(torch.zeros(16, 32), torch.zeros(16, 10))])
+    found = max_batch_size(plain, memory="4MiB")
+    assert f"plain alone, recomputing: no larger batch than {found.size} fits" in str(found)
+    with pytest.raises(wf.MemoryLimitError, match=r"recompute= of 8\.0 KiB says\. Allow at least .* its lowest height"):
+        max_batch_size(deep(8 << 10), memory="4MiB")
+
+
+def test_slower_than_turns_is_said() -> None:
+    found = max_batch_size(job(), copies=2, memory="4MiB")
+    assert found.run is not None
+    slow = replace(found, run=replace(found.run, makespan=2 * found.run.alone))
+    fast = replace(found, run=replace(found.run, makespan=found.run.alone // 2))
+    assert "slower than taking turns" in str(slow) and "slower" not in str(fast)
 
 
 def test_what_never_fits_and_what_is_not_known() -> None:
     with pytest.raises(
-        wf.MemoryLimitError, match=r"batch of 1 need .* parameters.* the limit is 19\.5 KiB.* raise memory="
+        wf.MemoryLimitError,
+        match=r"batch of 1 need .* parameters.* the limit is 14\.6 KiB.* raise memory= \(it is 19\.5 KiB, 4\.9 KiB",
     ):
-        max_batch_size(job(), memory=20_000)
+        max_batch_size(job(), memory="20kB")
 
     class Stops(nn.Module):
         def __init__(self) -> None:
@@ -127,6 +217,16 @@ def test_what_never_fits_and_what_is_not_known() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) if x.sum().item() >= 0 else x
 
-    with pytest.raises(wf.CaptureError, match="item"):
+    with pytest.raises(wf.CaptureError, match="job 'stops' cannot be captured, .*item"):
         max_batch_size(wf.Job("stops", Stops, [(torch.zeros(4, 32), torch.zeros(4, dtype=torch.long))],
                               torch.optim.SGD, loss=F.cross_entropy), memory="4MiB")  # fmt: skip
+
+
+def test_copies_have_names_of_their_own_in_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        "waterflow.batch_size.save_report", lambda path, jobs, **_: seen.append([name for name, _ in jobs])
+    )
+    max_batch_size(job(), copies=2, memory="4MiB").save_report(tmp_path / "plan.png")
+    max_batch_size([job("a"), job("b")], memory="4MiB").save_report(tmp_path / "plan.png")
+    assert seen == [["net 1", "net 2"], ["a", "b"]]

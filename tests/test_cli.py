@@ -242,7 +242,7 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     shown = run("plan", path, "--memory", "64MiB", "--copies", "2", "--report", folder / "plan.png").stdout
     assert is_png(folder / "plan.png") and "drawn: " in shown
     assert "64.0 MiB for jobs" in shown and "largest batches in 64.0 MiB" in shown
-    less = run("plan", config(folder, "jobs: [{name: deep, job: code.py:deep}]"), "--memory", "900kB").stdout
+    less = run("plan", config(folder, "jobs: [{name: deep, job: code.py:deep}]"), "--memory", "1300kB").stdout
     assert "fits alone with recompute" in less and "deep with recompute='auto' and its batch of 256: " in less
     path = config(folder, f"jobs:\n  - {{name: a, {PIECES}}}\n")
     tight = run("plan", path, "--memory", "300B")
@@ -251,15 +251,55 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     )
 
 
+def test_plan_draws_why_nothing_fits(folder: Path):
+    path = config(folder, f"jobs: [{{name: a, {PIECES}}}]")
+    for memory in ("300B", "600B"):  # less than the state, and than the step
+        drawn = run("plan", path, "--memory", memory, "--report", "tight.png")
+        assert drawn.exit_code == 0 and "drawn: a alone with a batch of 1: tight.png" in drawn.stdout
+        assert is_png(folder / "tight.png")
+        (folder / "tight.png").unlink()
+    told = json.loads(run("plan", path, "--memory", "300B", "--json").stdout)
+    assert told["fits"] is False and told["jobs"][0]["fits"] is False and told["largest"] is None
+    told = json.loads(run("plan", path, "--memory", "64MiB", "--json").stdout)
+    assert told["fits"] is True and told["jobs"][0]["fits"] is True
+    assert told["reserve_bytes"] == 16 << 20 and told["batches_held"] == 2 == told["largest"]["batches_held"]
+    assert json.loads(run("plan", path, "--json").stdout)["fits"] is True
+
+
+def test_plan_of_a_job_that_is_not_captured(folder: Path):
+    """It is named, and the others are planned; tables are not cut where nobody looks at a terminal."""
+    eager = f"{{name: eager, {PIECES.replace('cross_entropy', 'code.py:looks')}}}"
+    path = config(folder, f"jobs: [{eager}, {{name: a, {PIECES}}}]")
+    shown = run("plan", path, "--memory", "64MiB")
+    assert shown.exit_code == 0 and "largest batches in 64.0 MiB" in shown.stdout
+    assert "eager cannot be captured and trains eagerly, with memory that is not known before it runs" in shown.stdout
+    told = json.loads(run("plan", path, "--memory", "64MiB", "--json").stdout)
+    assert told["fits"] is None and told["sets"] == [["a"]]
+    assert told["jobs"][1]["name"] == "eager" and "values of its tensors" in told["jobs"][1]["opaque_reason"]
+    alone = run("plan", config(folder, f"jobs: [{eager}]"), "--memory", "64MiB", "--report", "plan.png")
+    assert alone.exit_code == 1 and "there is nothing to draw: no job could be captured" in alone.stderr
+    here = run("plan", path).stdout
+    assert "…" not in here and "eager cannot be captured: " in here and "runs eagerly: memory unknown" in here
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ((), "name a config, or a model by --model resnet50"),
-        (("--model", "resnet50"), "--model, --copies and --recompute need a device: add --gpu v100-32g"),
+        (("--model", "resnet50"), "--model, --copies, --recompute and --report need a device: add --gpu v100-32g"),
         (("--model", "resnet50", "--gpu", "v100-32g", "--recompute", "much"), "recompute must be 'auto'"),
         (("--model", "resnet5", "--gpu", "v100-32g"), "did you mean 'resnet50'"),
         (("--model", "code.py:model", "--gpu", "v100-32g"), "must return a waterflow.Job; it returned"),
-        (("--model", "resnet50", "--gpu", "v1000"), "did you mean v100-32g"),
+        (("--model", "resnet50", "--gpu", "v1000"), "--gpu: no GPU is called 'v1000'; did you mean v100-32g"),
+        (("--model", "resnet50", "--gpu", "p100-16g", "--memory", "20GiB"), "waterflow: --memory: memory='20GiB'"),
+        (("--model", "resnet50", "--memory", "24"), "--memory: memory='24' is 24 B; did you mean '24GiB'?"),
+        (("config.yaml", "--report", "plan.png"), "--report need a device"),
+        (("config.yaml", "--memory", "1GiB", "--groups"), "--groups shows plans for this machine"),
+        (("config.yaml", "--memory", "1GiB", "--report", "nowhere/plan.png"), "--report: there is no folder nowhere"),
+        (
+            ("config.yaml", "--memory", "1GiB", "--report", "plan.jpg"),
+            "--report: pictures are PNG files; call it 'plan.png'",
+        ),
     ],
 )
 def test_plan_tells_what_is_missing(folder: Path, arguments: tuple[str, ...], said: str):
@@ -273,15 +313,15 @@ def deep_with(folder: Path, recompute: str, memory: str = "") -> Path:
 
 def test_plan_of_jobs_that_recompute(folder: Path):
     """For a GPU, and for this machine."""
-    shown = run("plan", deep_with(folder, "auto"), "--memory", "900kB").stdout
+    shown = run("plan", deep_with(folder, "auto"), "--memory", "1300kB").stdout
     assert "fits, recomputing" in shown and "deep recomputes with its batch of 256: " in shown
     assert "deep alone, recomputing: " in shown
-    told = json.loads(run("plan", deep_with(folder, "auto"), "--memory", "900kB", "--json").stdout)
+    told = json.loads(run("plan", deep_with(folder, "auto"), "--memory", "1300kB", "--json").stdout)
     assert told["sets"] == [["deep"]] and told["jobs"][0]["recomputed"]["operations"] > 0
     assert told["largest"]["jobs"][0]["recomputed"]["size"] > 256 > told["largest"]["jobs"][0]["size"]
-    same = run("plan", deep_with(folder, "null"), "--memory", "900kB", "--recompute", "auto").stdout
+    same = run("plan", deep_with(folder, "null"), "--memory", "1300kB", "--recompute", "auto").stdout
     assert lines(same)[-4:] == lines(shown)[-4:]
-    unreachable = run("plan", deep_with(folder, "100kB"), "--memory", "900kB").stdout
+    unreachable = run("plan", deep_with(folder, "100kB"), "--memory", "1300kB").stdout
     assert "does not fit" in unreachable and "cannot be brought to its recompute=" in unreachable
     ended = run("plan", deep_with(folder, "auto", "memory: 1300kB\n"))
     assert ended.exit_code == 0 and "deep recomputes: " in ended.stdout and "together: deep" in ended.stdout

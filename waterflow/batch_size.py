@@ -1,18 +1,22 @@
 """``max_batch_size``: the largest batches at which jobs train together, on any GPU, without one.
 
-Steps are captured and never run. What the figures mean: ``planner/search.py``.
+Steps are captured and never run. What counts is what ``train`` counts: the engine's reserve is held back, and each job holds
+as many batches as it submits ahead. How the search goes: ``planner/search.py``.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from numbers import Integral
+from typing import Any, Literal
 
-from waterflow.errors import InvalidJobError
-from waterflow.executor.memory_limit import parse_memory
+from torch import nn
+
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
+from waterflow.executor.memory_limit import parse_memory, reserve_of
 from waterflow.executor.presets import GPU, gpu
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, simulate
 from waterflow.job import Job
@@ -23,7 +27,10 @@ from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
 from waterflow.planner.sets import Need, in_turns, largest_set
 from waterflow.planner.sizes import Batches, SizedStep, StepSizes
+from waterflow.runner import STEPS_AHEAD
 from waterflow.together import step_and_batch
+
+_LEAST_BARE = 1 << 20  # bytes: less is no memory that anybody has
 
 
 @dataclass(frozen=True)
@@ -37,19 +44,21 @@ class RecomputedBatch:
 
 @dataclass(frozen=True)
 class JobBatch:
-    """One job's largest batch beside the others, and alone. Bytes.
+    """One job's largest batch beside the others, and alone. Bytes; ``batch`` is one of those that it holds.
 
-    ``limit`` is the share of its room alone that is left beside what the others hold all the time: parameters, optimizer
-    state and a batch of each. ``recomputed`` is there for a job whose ``recompute=`` changes the batch that fits alone.
+    ``room_beside_largest`` is the share of its room alone that would be left if each other one held its largest batches alone
+    all the time. As all have smaller ones, ``ratio`` may be above it. ``recomputed`` is there for a job whose ``recompute=``
+    changes the batch that fits alone.
     """
 
     name: str
     size: int
     alone: int
-    limit: float
+    room_beside_largest: float
     persistent: int
     batch: int
     height: int
+    recompute: int | Literal["auto"] | None = None
     recomputed: RecomputedBatch | None = None
 
     @property
@@ -60,15 +69,19 @@ class JobBatch:
 
 @dataclass(frozen=True)
 class MaxBatchSize:
-    """The largest batches of jobs side by side in ``memory`` bytes; ``context`` bytes of the GPU were held back.
+    """The largest batches of jobs side by side, as ``train`` with a limit of ``memory`` bytes lets them in.
 
-    ``run`` is the simulated run with those batches, its times a model; None for a job alone. ``steps`` has each job's step.
+    ``reserve`` bytes of those are the engine's, ``context`` bytes of the GPU beside them were held back, and each job holds
+    ``batches_held`` batches. ``run`` is the simulated run with those batches, its times a model; None for a job alone.
+    ``steps`` has each job's step.
     """
 
     jobs: tuple[JobBatch, ...]
     memory: int
     context: int
     run: Simulated | None
+    reserve: int = 0
+    batches_held: int = STEPS_AHEAD
     steps: tuple[SizedStep, ...] = field(default=(), repr=False)
 
     @property
@@ -82,34 +95,52 @@ class MaxBatchSize:
     def save_report(self, path: str | os.PathLike[str], clock: Clock | None = None) -> None:
         """Draw a few steps with these batches: the arena's two stacks, the lanes, and the highest peak by line; a PNG."""
         names = [job.name for job in self.jobs]
-        save_report(path, list(zip(names, self.steps)), memory=self.memory, clock=clock)
+        numbered = [
+            f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)
+        ]
+        where = None if clock is None else clock.gpu.name
+        save_report(
+            path, list(zip(numbered, self.steps)), limit=self.memory, reserve=self.reserve, gpu=where, clock=clock
+        )
 
     def __str__(self) -> str:
         held = f", beside {format_bytes(self.context)} for the CUDA context" if self.context else ""
-        lines = [f"largest batches in {format_bytes(self.memory)}{held}"]
+        lines = [
+            f"largest batches in {format_bytes(self.memory)}, {format_bytes(self.reserve)} of it the reserve{held}"
+        ]
         for job, copies in Counter(self.jobs).items():
-            beside = (
-                f", {job.ratio:.1%} of {job.alone} alone (the limit: {job.limit:.1%})" if len(self.jobs) > 1 else ""
-            )
+            beside = f", {job.ratio:.1%} of {job.alone} alone" if len(self.jobs) > 1 else ""
             lines.append(
                 f"  {f'{copies} x ' if copies > 1 else ''}{job.name}: {job.size}{beside}; each holds "
-                f"{format_bytes(job.persistent)} and a batch of {format_bytes(job.batch)}, a step takes "
+                f"{format_bytes(job.persistent)} and {self.batches_held} batches of {format_bytes(job.batch)}, a step takes "
                 f"{format_bytes(job.height)} more"
             )
             if job.recomputed is not None:
                 again = job.recomputed
                 lines.append(f"  {job.name} alone, recomputing: {again.size}, {again.without} without; {again.cost}")
+            elif job.recompute == "auto":
+                lines.append(f"  {job.name} alone, recomputing: no larger batch than {job.alone} fits")
+        if len(self.jobs) > 1 and any(job.recompute == "auto" for job in self.jobs):
+            lines.append(
+                "  side by side no step recomputes: with recompute='auto' one does only where it would not fit alone; "
+                "recompute= with a height, such as '2GiB', makes it lower beside others, too"
+            )
         if self.run is not None:
             lines.append(
                 f"  simulated, every access checked: peak {format_bytes(self.run.peak)}; by a model of the GPU's rates "
                 f"two lanes are busy {self.run.overlap:.0%} of the time, {self.run.speed:.2f} times as fast as in turns"
             )
+            if round(self.run.speed, 2) < 1:
+                lines.append(
+                    "  by that model two lanes are slower than taking turns here: train(lanes=1) lets them do so"
+                )
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
         made: dict[str, Any] = {
-            "memory_bytes": self.memory, "context_bytes": self.context,
+            "memory_bytes": self.memory, "reserve_bytes": self.reserve, "context_bytes": self.context,
+            "batches_held": self.batches_held,
             "jobs": [asdict(job) | {"ratio": job.ratio} for job in self.jobs],
         }  # fmt: skip
         if self.run is not None:
@@ -126,7 +157,8 @@ def max_batch_size(
 
     Makes each model and reads one batch of its data, captures a few steps, and runs none: the jobs are simulated on the
     device with the engine's own placement and admission, every access checked. Different jobs get the same share of the
-    batch that each could train alone.
+    batch that each could train alone. ``train`` with the same ``memory=`` and these batches has all of them under way at the
+    same time, as far as graphs tell: what kernels take for themselves shows in the first steps only.
 
     A job with ``recompute=`` in bytes is planned with steps of that height. With ``"auto"`` an engine lowers a step only
     where it would not fit alone, so that side by side nothing changes: ``JobBatch.recomputed`` has the larger batch alone
@@ -142,47 +174,83 @@ def max_batch_size(
     none above does. Raises InvalidJobError for settings that cannot be, MemoryLimitError where not even the smallest batches fit, and
     CaptureError for a job whose step cannot be captured: its memory is not known before it runs.
     """
-    given = [jobs] if isinstance(jobs, Job) else list(jobs)
-    if not given or copies < 1:
-        raise InvalidJobError(f"there must be a job, and a copy of it; got {len(given)} job(s), copies={copies}")
+    given: list[Any] = [jobs] if isinstance(jobs, (Job, nn.Module)) else list(jobs)
+    for job in given:
+        if not isinstance(job, Job):
+            raise InvalidJobError(
+                f"max_batch_size takes jobs; got a {type(job).__name__}. Say what it is trained with: "
+                "wf.Job(name='net', model=lambda: net, data=loader, optimizer=..., loss=...)"
+            )
+    if not given or isinstance(copies, bool) or not isinstance(copies, Integral) or copies < 1:
+        raise InvalidJobError(
+            f"there must be a job, and a whole number of copies of it; got {len(given)} job(s), copies={copies!r}"
+        )
     device, limit, context = device_of(gpu, memory)
     looked: dict[int, StepSizes] = {}
     for job in given:
         if id(job) not in looked:
-            job.check()
-            looked[id(job)] = StepSizes(*step_and_batch(job))
+            looked[id(job)] = _looked_at(job)
     sizes = [looked[id(job)] for job in given for _ in range(copies)]
     return find(sizes, limit, context, Clock(device) if device is not None else None)
 
 
+def _looked_at(job: Job) -> StepSizes:
+    sizes = sizes_of(job)
+    try:
+        sizes.at(sizes.given)
+    except CaptureError as error:
+        why = f"job {job.name!r} cannot be captured, and its memory is not known before it runs: {error.reason}"
+        raise CaptureError(why, error.where) from None
+    return sizes
+
+
+def sizes_of(job: Job, captured: Callable[[], None] = lambda: None) -> StepSizes:
+    """The job's step with batches of any size, as ``train`` runs it; ``captured`` is called for each capture."""
+    job.check()
+    made = StepSizes(*step_and_batch(job), batches_held=STEPS_AHEAD)
+    made.on_capture = captured
+    return made
+
+
 def find(sizes: Sequence[StepSizes], limit: int, context: int = 0, clock: Clock | None = None) -> MaxBatchSize:
     """The same of steps that are there already; ``sizes`` has one for each job, equal jobs the same one."""
+    reserve = reserve_of(limit)
+    try:
+        return _find(sizes, limit, reserve, context, clock)
+    except MemoryLimitError as error:
+        kept = f"{format_bytes(limit)}, {format_bytes(reserve)} of it the reserve"
+        raise MemoryLimitError(f"{error} (it is {kept})", needed=error.needed + reserve, limit=limit) from None
+
+
+def _find(sizes: Sequence[StepSizes], limit: int, reserve: int, context: int, clock: Clock | None) -> MaxBatchSize:
+    room = limit - reserve
     if len(sizes) == 1:
-        alone = largest_batch(sizes[0], memory=limit)
+        alone = largest_batch(sizes[0], memory=room, claimed=True)
         row = _row(sizes[0], alone.step, alone, 1.0, _recomputed(sizes[0], alone))
-        return MaxBatchSize((row,), limit, context, None, (alone.step,))
-    found = largest_mix(sizes, memory=limit, clock=clock)
+        return MaxBatchSize((row,), limit, context, None, reserve, steps=(alone.step,))
+    found = largest_mix(sizes, memory=room, clock=clock, claimed=True)
     again = {each: _recomputed(each, alone) for each, alone in dict(zip(sizes, found.alone)).items()}
     rows = [_row(*row, again[row[0]]) for row in zip(sizes, found.steps, found.alone, found.limits)]
-    return MaxBatchSize(tuple(rows), limit, context, found.run, found.steps)
+    return MaxBatchSize(tuple(rows), limit, context, found.run, reserve, steps=found.steps)
 
 
 def _row(
     sizes: StepSizes, step: SizedStep, alone: LargestBatch, limit: float, recomputed: RecomputedBatch | None
 ) -> JobBatch:
-    height = step.offsets.height
-    return JobBatch(sizes.step.name, step.size, alone.size, limit, step.persistent, step.batch, height, recomputed)
+    return JobBatch(sizes.step.name, step.size, alone.size, limit, step.persistent, step.batch, step.height,
+                    sizes.step.recompute, recomputed)  # fmt: skip
 
 
 def _recomputed(sizes: StepSizes, alone: LargestBatch) -> RecomputedBatch | None:
     """The largest batch alone of a job that may recompute; None where it does not differ from the one without."""
     if sizes.step.recompute == "auto":
-        found = largest_recomputed(sizes, alone.memory, alone.size)
+        found = largest_recomputed(sizes, alone.memory, alone.size, batches=sizes.batches_held)
         return RecomputedBatch(found.size, alone.size, found.cost) if found is not None else None
     cost = sizes.cost(alone.size)
     if cost is None:
         return None
-    return RecomputedBatch(alone.size, largest_batch(sizes.without_recomputing(), memory=alone.memory).size, cost)
+    without = largest_batch(sizes.without_recomputing(), memory=alone.memory, claimed=True)
+    return RecomputedBatch(alone.size, without.size, cost)
 
 
 def device_of(name: str | GPU | None, memory: int | float | str | None) -> tuple[GPU | None, int, int]:
@@ -190,15 +258,26 @@ def device_of(name: str | GPU | None, memory: int | float | str | None) -> tuple
     if name is None:
         if memory is None:
             raise InvalidJobError("the device must be known: pass gpu='v100-32g' or another preset, or memory='24GiB'")
-        return None, parse_memory(memory), 0
+        return None, _limit(memory), 0
     device = name if isinstance(name, GPU) else gpu(name)
-    limit = device.usable if memory is None else parse_memory(memory, device.usable)
+    limit = device.usable if memory is None else _limit(memory, device.usable)
     if limit > device.usable:
         raise InvalidJobError(
             f"memory={memory!r} is more than {device.name} has for jobs: {format_bytes(device.usable)}, beside "
             f"{format_bytes(device.context)} for the CUDA context; lower it"
         )
     return device, limit, device.context
+
+
+def _limit(memory: int | float | str, available: int | None = None) -> int:
+    """The limit in bytes; a number without a unit that can only have been meant with one is refused."""
+    limit = parse_memory(memory, available)
+    bare = not isinstance(memory, str) or memory.strip()[-1:].isdigit()
+    share = isinstance(memory, float) or (isinstance(memory, str) and "." in memory)
+    if bare and limit < _LEAST_BARE and not (share and float(memory) <= 1):
+        number = memory.strip() if isinstance(memory, str) else memory
+        raise InvalidJobError(f"memory={memory!r} is {format_bytes(limit)}; did you mean '{number}GiB'?")
+    return limit
 
 
 __all__ = [

@@ -15,8 +15,9 @@ import waterflow
 from waterflow.batch_size import device_of
 from waterflow.config import TrainConfig, load_study, load_train
 from waterflow.executor.memory_limit import parse_recompute
+from waterflow.executor.presets import gpu as gpu_of
 from waterflow.gpu_plan import GPUPlan, job_named, plan_for_gpu, renamed
-from waterflow.partition.plan import format_bytes
+from waterflow.plan_tables import check_picture, gpu_table, here_table
 from waterflow.progress import ProgressLine, results_table
 from waterflow.references import ConfigError, one_line, wrong_use
 from waterflow.terminal import OtherPrograms, Pictures, Terminal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import optuna
 
 _MOST_ROWS = 50
+_PATIENCE = 2.0  # seconds before a plan shows how far it is
 _BUSY = 0.05  # share of the cores; above it, times are not to be trusted
 
 app = typer.Typer(
@@ -320,41 +322,42 @@ def plan(
     with Terminal(as_json, debug) as terminal:
         if config is None and not model:
             raise ConfigError("there must be jobs to plan for: name a config, or a model by --model resnet50")
-        if gpu is None and memory is None and (model or copies > 1 or recompute is not None):
+        here = gpu is None and memory is None
+        if here and (model or copies > 1 or recompute is not None or report is not None):
             raise ConfigError(
-                "--model, --copies and --recompute need a device: add --gpu v100-32g or another one, or --memory 24GiB"
+                "--model, --copies, --recompute and --report need a device: add --gpu v100-32g or another one, or "
+                "--memory 24GiB"
             )
+        if groups and not here:
+            raise ConfigError("--groups shows plans for this machine: leave out --gpu and --memory, or --groups")
+        if report is not None:
+            check_picture(report)
         with wrong_use("--recompute"):
             parse_recompute(recompute)
+        with wrong_use("--gpu"):
+            device = gpu_of(gpu) if gpu is not None else None
+        if not here:
+            with wrong_use("--memory"):
+                device_of(device, memory)
         settings = load_train(config) if config is not None else None
-        if gpu is not None or memory is not None:
-            with wrong_use("--gpu, --memory"):
-                device_of(gpu, memory)
+        if not here:
             named = [job_named(reference, Path()) for reference in model or ()]
             jobs = renamed([*(settings.jobs if settings else ()), *named])
             jobs = [replace(job, recompute=recompute or job.recompute) for job in jobs]
-            _plan_on_gpu(terminal, plan_for_gpu(jobs, copies=copies, gpu=gpu, memory=memory), report)
+            with ProgressLine(None, "captures", show=not as_json, delay=_PATIENCE) as progress:
+                found = plan_for_gpu(jobs, copies=copies, gpu=device, memory=memory, captured=progress.advance)
+            _plan_on_gpu(terminal, found, report)
         elif settings is not None:
             _plan_here(terminal, settings, groups)
 
 
 def _plan_on_gpu(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:
-    where = found.device.name if found.device is not None else "a device"
-    table = Table(title=f"{where}: {format_bytes(found.memory)} for jobs", title_justify="left", box=None)
-    columns = ("job", "batch", "held", "step", "", "largest batch", "alone", "ratio")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
-    rows = found.largest.jobs if found.largest is not None else ()
-    for i, need in enumerate(found.needs):
-        sizes = (str(rows[i].size), str(rows[i].alone), f"{rows[i].ratio:.3f}") if rows else ("", "", "")
-        held, height = format_bytes(need.held), format_bytes(need.height)
-        table.add_row(need.name, str(found.batches[i]), held, height, found.verdict(i), *sizes)
-    terminal.say(table)
+    terminal.say(gpu_table(found))
     for line in found.explanation():
         terminal.say(line)
-    if report is not None and found.largest is not None:
-        found.save_report(report)
-        terminal.say(f"[dim]drawn: {report}[/dim]")
+    if report is not None:
+        what = found.save_report(report)
+        terminal.say(f"[dim]drawn: {what}: {report}[/dim]")
     terminal.result(found.to_dict())
 
 
@@ -362,15 +365,7 @@ def _plan_here(terminal: Terminal, settings: TrainConfig, groups: bool) -> None:
     from waterflow.together import fit_together
 
     found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
-    table = Table(title="predicted, per job", title_justify="left", box=None)
-    for column in ("job", "persistent", "batch", "height", "peak", "operations", "groups", ""):
-        table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
-    for job in found.jobs:
-        p = job.plan
-        sizes = [format_bytes(n) for n in (p.persistent, p.batch, p.height, p.peak)] if p is not None else [""] * 4
-        counts = [str(p.operations), str(len(p.groups))] if p is not None else ["", ""]
-        table.add_row(job.name, *sizes, *counts, job.verdict)
-    terminal.say(table)
+    terminal.say(here_table(found))
     for line in found.explanation():
         terminal.say(line)
     for job in found.jobs:

@@ -5,44 +5,56 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from waterflow.batch_size import MaxBatchSize, device_of, find
-from waterflow.errors import MemoryLimitError
+from waterflow.batch_size import MaxBatchSize, device_of, find, sizes_of
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
+from waterflow.executor.memory_limit import reserve_of
 from waterflow.executor.presets import GPU
 from waterflow.executor.simulation import Clock
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
 from waterflow.partition.recompute import Recomputed
+from waterflow.planner.report import save_report
 from waterflow.planner.sets import Need, in_turns
-from waterflow.planner.sizes import StepSizes
+from waterflow.planner.sizes import SizedStep
 from waterflow.references import ConfigError, find_function, meant, one_line
-from waterflow.together import step_and_batch
+from waterflow.runner import STEPS_AHEAD
 
 
 @dataclass(frozen=True)
 class GPUPlan:
-    """What was found for jobs on one device. Bytes.
+    """What was found for jobs on one device, counted as ``train`` does with a limit of ``memory`` bytes.
 
-    ``needs`` is what each job takes with the batch that it has, ``turns`` the sets of jobs that train together, one after
-    the other, by their places; a job in none of them does not fit as it is. ``recomputed`` has what jobs make again, or
-    would, to fit alone. ``beyond`` has the jobs whose steps cannot be as low as their ``recompute=`` says, each with the
-    bytes that are too many. ``largest`` is None where not even the smallest batches of all fit together, for the ``reason``
-    given.
+    ``reserve`` bytes of them are the engine's. ``needs`` is what each job takes with the batch that it has, ``turns`` the sets
+    of jobs that train together, one after the other, by their places; a job in none of them does not fit as it is.
+    ``eager`` has, by name, why jobs cannot be captured: those are planned with no others. ``recomputed`` has what jobs make
+    again, or would, to fit alone. ``beyond`` has the jobs whose steps cannot be as low as their ``recompute=`` says, each with
+    the bytes that are too many. ``largest`` is None where not even the smallest batches of all fit together, for the
+    ``reason`` given; ``hindrance`` is then the job that takes most of them, and its step.
     """
 
     device: GPU | None
     memory: int
+    reserve: int
     batches: tuple[int, ...]
     needs: tuple[Need, ...]
     turns: tuple[tuple[int, ...], ...]
+    eager: dict[str, str]
     recomputed: dict[int, Recomputed]
     beyond: dict[int, int]
-    largest: MaxBatchSize | None
-    reason: str | None
+    largest: MaxBatchSize | None = None
+    reason: str | None = None
+    hindrance: tuple[str, SizedStep] | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether all jobs train together with the batches that they have; None where one's memory is not known."""
+        together = len(self.turns[0]) if self.turns else 0
+        return False if together < len(self.needs) else None if self.eager else True
 
     def verdict(self, number: int) -> str:
         """Of one job, with the batch that it has."""
@@ -62,8 +74,12 @@ class GPUPlan:
             lines.append(
                 f"with the batches that they have, {len(together)} of {len(self.needs)} jobs train together: all of them "
                 f"hold {format_bytes(held)}, the highest step ({high.name}) takes {format_bytes(high.height)} more, of "
-                f"{format_bytes(self.memory)}"
+                f"{format_bytes(self.memory - self.reserve)}"
             )
+        lines += [
+            f"{name} cannot be captured and trains eagerly, with memory that is not known before it runs: {why}"
+            for name, why in self.eager.items()
+        ]
         lines += [
             f"{self.needs[i].name} with recompute='auto' and its batch of {self.batches[i]}: {cost}"
             if self.verdict(i).startswith("fits alone")
@@ -79,59 +95,84 @@ class GPUPlan:
         lines += [self.reason] if self.reason is not None else []
         return lines
 
-    def save_report(self, path: Path) -> None:
-        """Draw the largest batches; nothing where there are none."""
+    def save_report(self, path: Path) -> str:
+        """Draw the largest batches, or what keeps the smallest from fitting; returns what is drawn, in words."""
+        clock = Clock(self.device) if self.device is not None else None
+        where = self.device.name if self.device is not None else None
         if self.largest is not None:
-            self.largest.save_report(path, Clock(self.device) if self.device is not None else None)
+            self.largest.save_report(path, clock)
+            return "the largest batches"
+        if self.hindrance is None:
+            raise InvalidJobError("there is nothing to draw: no job could be captured")
+        name, step = self.hindrance
+        save_report(path, [self.hindrance], limit=self.memory, reserve=self.reserve, gpu=where, clock=clock)
+        return f"{name} alone with a batch of {step.size}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
-        jobs = [
+        alone = {i for turn in self.turns for i in turn}
+        jobs: list[dict[str, Any]] = [
             {"name": need.name, "batch": batch, "held_bytes": need.held, "height_bytes": need.height,
-             "verdict": self.verdict(i),
+             "verdict": self.verdict(i), "fits": i in alone,
              "recomputed": dataclasses.asdict(self.recomputed[i]) if i in self.recomputed else None}
             for i, (need, batch) in enumerate(zip(self.needs, self.batches))
         ]  # fmt: skip
+        jobs += [
+            {"name": name, "verdict": "trains eagerly", "fits": None, "opaque_reason": why}
+            for name, why in self.eager.items()
+        ]
         return {
-            "gpu": self.device.name if self.device is not None else None, "memory_bytes": self.memory, "jobs": jobs,
+            "gpu": self.device.name if self.device is not None else None, "memory_bytes": self.memory,
+            "reserve_bytes": self.reserve, "batches_held": STEPS_AHEAD, "fits": self.fits, "jobs": jobs,
             "sets": [[self.needs[i].name for i in turn] for turn in self.turns],
             "largest": self.largest.to_dict() if self.largest is not None else None, "reason": self.reason,
         }  # fmt: skip
 
 
 def plan_for_gpu(
-    jobs: Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None, memory: int | float | str | None = None
-) -> GPUPlan:
-    """Capture the jobs' steps and find what fits; trains nothing. Arguments and errors are ``max_batch_size``'s."""
+    jobs: Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None, memory: int | float | str | None = None,
+    captured: Callable[[], None] = lambda: None,
+) -> GPUPlan:  # fmt: skip
+    """Capture the jobs' steps and find what fits; trains nothing. Arguments and errors are ``max_batch_size``'s.
+
+    A job that cannot be captured does not keep the others from being planned. ``captured`` is called for each capture.
+    """
     device, limit, context = device_of(gpu, memory)
-    looked = []
+    reserve = reserve_of(limit)
+    looked, eager = [], {}
     for job in jobs:
-        job.check()
-        looked.append(StepSizes(*step_and_batch(job)))
+        try:
+            each = sizes_of(job, captured)
+            each.at(each.given)
+            looked.append(each)
+        except CaptureError as error:
+            eager[job.name] = str(error)
     sizes = [each for each in looked for _ in range(copies)]
     steps = [each.at(each.given) for each in sizes]
     names = [f"{each.step.name} {i + 1}" if copies > 1 else each.step.name for each in looked for i in range(copies)]
-    largest = reason = None
+    largest = reason = hindrance = None
     try:
-        largest = find(sizes, limit, context, Clock(device) if device is not None else None)
+        largest = find(sizes, limit, context, Clock(device) if device is not None else None) if sizes else None
     except MemoryLimitError as error:
         reason = one_line(error)
+        smallest = [(each.step.name, each.smallest()) for each in looked]
+        hindrance = max(smallest, key=lambda job: job[1].held + job[1].height)
     recomputed: dict[int, Recomputed] = {}
     for i, each in enumerate(sizes):
         cost = None
-        if steps[i].held + steps[i].offsets.height > limit > steps[i].held:
+        if steps[i].held + steps[i].height > limit - reserve > steps[i].held:
             with contextlib.suppress(MemoryLimitError):
-                lower, cost = each.lowered(each.given, limit - steps[i].held)
+                lower, cost = each.lowered(each.given, limit - reserve - steps[i].held)
                 steps[i] = lower if each.step.recompute == "auto" else steps[i]
         elif steps[i].within:
             cost = each.cost(each.given)
         recomputed |= {i: cost} if cost is not None else {}
-    needs = tuple(Need(name, step.held, step.offsets.height) for name, step in zip(names, steps))
+    needs = tuple(Need(name, step.held, step.height) for name, step in zip(names, steps))
     beyond = {i: step.beyond for i, step in enumerate(steps) if step.beyond is not None and step.beyond > 0}
     fit = [i for i in range(len(needs)) if i not in beyond]
-    turns = tuple(tuple(fit[k] for k in turn) for turn in in_turns([needs[i] for i in fit], limit))
+    turns = tuple(tuple(fit[k] for k in turn) for turn in in_turns([needs[i] for i in fit], limit - reserve))
     batches = tuple(step.size for step in steps)
-    return GPUPlan(device, limit, batches, needs, turns, recomputed, beyond, largest, reason)
+    return GPUPlan(device, limit, reserve, batches, needs, turns, eager, recomputed, beyond, largest, reason, hindrance)
 
 
 def job_named(reference: str, folder: Path) -> Job:

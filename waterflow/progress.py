@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """Counts ``what`` on one line of the terminal; silent where ``show`` is false or there is no terminal."""
+    """Counts ``what`` on one line of the terminal; silent where ``show`` is false or there is no terminal.
 
-    def __init__(self, total: int | None, what: str, show: bool) -> None:
+    It appears after ``delay`` seconds.
+    """
+
+    def __init__(self, total: int | None, what: str, show: bool, delay: float = 0.0) -> None:
         visible = show and sys.stderr.isatty()
-        self._line: Any = tqdm(total=total, unit=f" {what}", dynamic_ncols=True) if visible else None
+        self._line: Any = tqdm(total=total, unit=f" {what}", dynamic_ncols=True, delay=delay) if visible else None
 
     def advance(self, note: str = "") -> None:
         """One more is done; ``note`` is shown behind the count."""

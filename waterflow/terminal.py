@@ -21,6 +21,7 @@ from waterflow.executor.timeline import Timeline
 from waterflow.references import ConfigError, one_line
 
 FAILED, WRONG_USE = 1, 2  # exit codes
+_ENDLESS = 10_000  # columns
 
 
 class Pictures:
@@ -82,11 +83,13 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
     def say(self, what: str | Table) -> None:
         """Show people a line or a table."""
         if not self._as_json:
-            self._console.print(what)
+            # Where nobody looks at a terminal, no column is cut.
+            wide = isinstance(what, Table) and not self._console.is_terminal and not self.holds(what)
+            self._console.print(what, width=_ENDLESS if wide else None)
 
     def holds(self, table: Table) -> bool:
         """Whether the table has room without being cut."""
-        endless = self._console.options.update(max_width=10_000)
+        endless = self._console.options.update(max_width=_ENDLESS)
         return self._console.measure(table, options=endless).maximum <= self._console.width
 
     def files(self, pictures: Pictures | None) -> None:

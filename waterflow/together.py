@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from waterflow.errors import CaptureError, MemoryLimitError
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.job import Job
@@ -80,6 +80,7 @@ class Together:
             f"{format_bytes(self.room)} for jobs, on {self.lanes} lanes"
         ]
         lines += [f"{job.name} recomputes: {job.recomputed}" for job in self.jobs if job.recomputed is not None]
+        lines += [f"{job.name} cannot be captured: {job.opaque_reason}" for job in self.jobs if job.opaque_reason]
         if self.together:
             lines.append(
                 f"together: {', '.join(self.together)}. Parameters, optimizer state and {STEPS_AHEAD} batches of each "
@@ -105,6 +106,7 @@ class Together:
             "lanes": self.lanes,
             "together": self.together,
             "claimed_bytes": self.claimed,
+            "fits": None if any(job.opaque_reason for job in self.jobs) else len(self.together) == len(self.jobs),
             "jobs": [job.to_dict(groups) for job in self.jobs],
         }
 
@@ -126,7 +128,7 @@ def fit_together(
                 _look_at(job, forecast, found, engine)
             except CaptureError as error:
                 forecast.opaque_reason = str(error)
-                forecast.verdict = f"runs eagerly, if it runs (memory unknown before its first step): {error}"
+                forecast.verdict = "runs eagerly: memory unknown before its first step"
             except Exception as error:
                 forecast.error, forecast.verdict = error, "fails"
         found.claimed = engine.claimed()
@@ -168,9 +170,16 @@ def _as_claimed(plan: Plan) -> Plan:
 
 
 def step_and_batch(job: Job) -> tuple[Step, Any]:
-    """The job's step, made and not called, and the first batch of its data."""
+    """The job's step, made and not called, and the first batch of its data. Raises InvalidJobError, as ``train`` does."""
+    if isinstance(job.data, Iterator):
+        raise InvalidJobError(
+            f"data of job {job.name!r} is an iterator, which can be read only once: a plan would take a batch that training "
+            "then lacks. Pass a list, a DataLoader, or a function that makes a fresh iterator"
+        )
     numbers = torch.Generator().manual_seed(job.seed or 0)
     model = job.model if isinstance(job.model, nn.Module) else job.model()
+    if not isinstance(model, nn.Module):
+        raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
     model.train()
     step = Step(
         model, optimizer=job.optimizer(model.parameters()), loss=job.loss, step=job.step, accumulate=job.accumulate,

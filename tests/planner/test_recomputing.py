@@ -65,7 +65,8 @@ def test_nothing_to_drop() -> None:
 
 def test_a_height_that_no_batch_is_brought_to() -> None:
     with pytest.raises(
-        wf.MemoryLimitError, match=r"'Deep' with a batch of 2 is .* higher at best than its recompute=9000"
+        wf.MemoryLimitError,
+        match=r"'Deep' with a batch of 2 is .* higher at best than its recompute= of 8\.8 KiB says\. Allow at least",
     ):
         largest_batch(sizes_of(recompute=9000), memory=MEMORY)
 

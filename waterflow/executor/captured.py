@@ -169,8 +169,13 @@ def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
 
 
 def _line_of(node: fx.Node) -> str:
+    """The user's line; the module, or else the operator, of a node that has none."""
     file, number, _ = node.meta.get("line", ("", 0, ""))
-    return f"{file}:{number}" if file else ""
+    return f"{file}:{number}" if file else node.meta.get("module") or f"{_short_name(node)}, {node.meta['phase']}"
+
+
+def _short_name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default")
 
 
 def input_bytes(capture: Capture) -> tuple[int, int]:

@@ -19,11 +19,13 @@ class WhatFits:
     """What would fit in the place of a step that does not, as far as it is known.
 
     ``largest`` is the first dimension of the largest batch that fits as the step is, or, where it may recompute as much as
-    it has to, without that; ``recomputed`` the same with it. ``helps`` tells of a step that may not recompute whether
+    it has to, without that; ``recomputed`` the same with it. Where not even the smallest batch fits, ``largest`` is 0 and
+    ``least`` has its size and the bytes that it needs. ``helps`` tells of a step that may not recompute whether
     ``recompute="auto"`` would make its batch fit.
     """
 
     largest: int | None = None
+    least: tuple[int, int] | None = None
     recomputed: int | None = None
     helps: bool | None = None
 
@@ -35,13 +37,19 @@ class WhatFits:
         if self.recomputed is not None and self.recomputed != self.largest:
             without = f"{self.largest} without recomputing" if self.largest else "none without recomputing"
             told.append(f"the largest batch that fits is {self.recomputed}, {without}")
-        elif self.largest is not None:
+        elif self.largest:
             told.append(f"the largest batch that fits is {self.largest}")
         if self.helps is not None:
             told.append("with recompute='auto' this one fits" if self.helps else "recompute='auto' would not be enough")
+        none_fits = self.least is not None and not self.largest and not self.recomputed
+        if self.least is not None and none_fits:
+            size, needed = self.least
+            told.insert(0, f"not even a batch of {size} does: it needs at least {format_bytes(needed)}, "
+                        f"{format_bytes(plan.persistent)} of it for parameters, buffers and optimizer state")  # fmt: skip
+        smaller = "Make the model smaller" if none_fits else "Lower the batch size"
         more = ", pass recompute='auto', or" if self.helps else " or"
-        said = "".join(f"; {part}" for part in told) + f". Lower the batch size{more} raise memory=."
-        return engine.too_large(plan, held, self.recomputed or self.largest, said)
+        said = "".join(f"; {part}" for part in told) + f". {smaller}{more} raise memory=."
+        return engine.too_large(plan, held, self.recomputed or self.largest or None, said)
 
 
 # Of a batch, as leaves and structure, for a step with this many bytes above what its graph knows: what fits.

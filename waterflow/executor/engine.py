@@ -17,7 +17,7 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
 from waterflow.executor import cuda_lanes
 from waterflow.executor.fusing import fusing_of
-from waterflow.executor.memory_limit import parse_memory
+from waterflow.executor.memory_limit import parse_memory, reserve_of
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
@@ -25,10 +25,6 @@ from waterflow.partition.plan import Plan, format_bytes
 logger = logging.getLogger("waterflow")
 
 Mode = Literal["auto", "lanes", "fused"]
-
-# Held back for eager work beside the steps (evaluation, the first look at what is not captured).
-RESERVE_SHARE = 0.05
-LEAST_RESERVE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -98,9 +94,7 @@ class Engine:
         gpu = cuda_lanes.prepare(self.device) if self.device.type == "cuda" else None
         self.device = gpu.device if gpu is not None else self.device
         self.limit = parse_memory(memory, gpu.free if gpu is not None else None)
-        if reserve is None:
-            reserve = min(max(int(self.limit * RESERVE_SHARE), LEAST_RESERVE), self.limit // 4)
-        self.reserve = reserve
+        self.reserve = reserve_of(self.limit) if reserve is None else reserve
         self.intra_op = intra_op
         default_lanes = cuda_lanes.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // intra_op)
         self.lanes = lanes if lanes is not None else default_lanes

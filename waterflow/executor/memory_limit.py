@@ -12,6 +12,14 @@ from waterflow.errors import InvalidJobError
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 DEFAULT_MEMORY = 0.8
+# Held back of a limit, for eager work beside the steps (evaluation, the first look at what is not captured).
+RESERVE_SHARE = 0.05
+LEAST_RESERVE = 64 << 20
+
+
+def reserve_of(limit: int) -> int:
+    """Bytes of a memory limit that an engine keeps from its jobs."""
+    return min(max(int(limit * RESERVE_SHARE), LEAST_RESERVE), limit // 4)
 
 
 def parse_memory(memory: int | float | str | None, available: int | None = None) -> int:

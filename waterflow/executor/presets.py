@@ -60,8 +60,11 @@ GPUS = (
 def gpu(name: str) -> GPU:
     """The GPU of this name, in any case. Raises InvalidJobError for one that is not known."""
     known = {each.name: each for each in GPUS}
+    if not isinstance(name, str):
+        raise InvalidJobError(f"gpu must be a name, such as 'v100-32g', or a GPU; got {name!r}")
     wanted = name.strip().lower()
     if wanted not in known:
-        nearest = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)[0]
-        raise InvalidJobError(f"no GPU is called {name!r}; did you mean {nearest}? Known are {', '.join(known)}")
+        alike = [each for each in known if wanted and each.startswith(wanted)]
+        meant = " or ".join(alike or difflib.get_close_matches(wanted, known, n=1, cutoff=0.0))
+        raise InvalidJobError(f"no GPU is called {name!r}; did you mean {meant}? Known are {', '.join(known)}")
     return known[wanted]

@@ -207,7 +207,7 @@ class _StepTracer:
         trained = {id(p) for p in self._trained.values()}
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             shown = Substitution(self.fakes_by_id)
-            with cast, shown, noting_lines(self._graph()):
+            with cast, shown, noting_lines(self._graph(), spec.model):
                 result = spec.compute_loss(spec.model, self.batch)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()

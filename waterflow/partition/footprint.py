@@ -17,8 +17,9 @@ class Footprint:
 
     ``lives`` is all that the step makes, ``costs`` what each operation asks of the device; ``persistent`` counts parameters, buffers
     and optimizer state, ``batch`` one batch. Where the batch is among the lives, ``batch`` is 0 and ``copied`` counts what
-    has to come with each step. The first ``forward`` operations are the forward pass. ``lines`` has the user's line behind
-    each operation, as ``file:line``. ``hidden`` names the lives whose sizes were ``asked``, as no shape tells them.
+    has to come with each step. The first ``forward`` operations are the forward pass. ``lines`` has what
+    made each operation: the user's ``file:line``, or else its module or its own name.
+    ``hidden`` names the lives whose sizes were ``asked``, as no shape tells them.
     """
 
     lives: tuple[Lifetime, ...]

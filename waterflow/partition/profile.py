@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,14 +85,14 @@ class StepProfile:
         ticks = self.ends[-1] + 1
         unit = self.alignment
         lives = [(births[i], deaths[i], -(-sizes[i] // unit) * unit) for i in planned]
-        placement = _C.place(lives, ticks, MOST_WORK)
+        places, reach = _placed(lives, self.ends)
         kept = [0] * ticks
         for birth, death, size in zip(births, deaths, sizes):
             if death < 0:
                 kept[birth] += size
-        heights = [height + held for height, held in zip(placement.heights, itertools.accumulate(kept))]
+        heights = [height + held for height, held in zip(reach, itertools.accumulate(kept))]
         offsets = [UNPLANNED] * len(sizes)
-        for i, offset in zip(planned, placement.offsets):
+        for i, offset in zip(planned, places):
             offsets[i] = offset
         memory, begin, before = [], 0, 0
         for end, of_graph in zip(self.ends, predicted):
@@ -99,5 +100,25 @@ class StepProfile:
             memory.append(OperationMemory(max(before, *heights[begin : end + 1]), after, of_graph.traffic))
             begin, before = end + 1, after
         births_, deaths_ = tuple(births), tuple(max(b, d) for b, d in zip(births, deaths))
-        places = tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first), tuple(self.ends)
-        return memory, PlannedRequests(*places, unit)
+        rows = tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first), tuple(self.ends)
+        return memory, PlannedRequests(*rows, unit)
+
+
+def _placed(lives: list[tuple[int, int, int]], ends: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Offsets of lives in ticks, and the furthest byte at each tick.
+
+    The search does not find the best of all. Where it stays above the bytes that are live, lives are also placed as the
+    graph knows them, by whole operations, which is how the step was planned before it ran: the lower of both is taken.
+    """
+    ticks = ends[-1] + 1
+    made = _C.place(lives, ticks, MOST_WORK)
+    change = [0] * (ticks + 1)
+    for birth, death, size in lives:
+        change[birth] += size
+        change[death + 1] -= size
+    if max(made.heights, default=0) > max(itertools.accumulate(change)):
+        coarse = [(bisect_left(ends, birth), bisect_left(ends, death), size) for birth, death, size in lives]
+        other = _C.place(coarse, len(ends), MOST_WORK)
+        if max(other.heights) < max(made.heights):
+            return other.offsets, _C.walk_offsets(lives, other.offsets, ticks).during
+    return made.offsets, made.heights

@@ -324,12 +324,14 @@ def in_forward(
 
 
 @contextlib.contextmanager
-def noting_lines(graph: fx.Graph) -> Iterator[None]:
+def noting_lines(graph: fx.Graph, model: nn.Module) -> Iterator[None]:
     """Within, each node that is made remembers the user's line in ``meta["line"]``: (file, number, function).
 
-    That is a line of the step. Whoever called it has others, and captures are shared.
+    That is a line of the step. Whoever called it has others, and captures are shared. Where there is none, as between the
+    layers of an ``nn.Sequential``, ``meta["module"]`` has the path and class of the model's module that made it.
     """
     create = graph.create_node
+    paths = {id(module): f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
     within: Any = sys._getframe(2)  # past contextlib's
 
     def create_node(*args: Any, **kwargs: Any) -> fx.Node:
@@ -339,6 +341,13 @@ def noting_lines(graph: fx.Graph) -> Iterator[None]:
             frame = frame.f_back
         if frame is not within:
             node.meta["line"] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return node
+        frame = sys._getframe(1)
+        while frame is not within:
+            if frame.f_code.co_name == "forward" and (path := paths.get(id(frame.f_locals.get("self")))):
+                node.meta["module"] = path
+                break
+            frame = frame.f_back
         return node
 
     graph.create_node = create_node  # type: ignore[method-assign]
@@ -360,8 +369,8 @@ def shown_line(line: tuple[str, int, str]) -> str:
 
 
 def user_line(trace: types.TracebackType | None) -> str:
-    """The innermost line of a traceback that is neither torch's nor waterflow's."""
+    """The innermost line of a traceback that is neither torch's nor waterflow's, and that can be shown."""
     for frame in reversed(traceback.extract_tb(trace)):
-        if _is_users_file(frame.filename):
+        if _is_users_file(frame.filename) and frame.line:
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
     return ""

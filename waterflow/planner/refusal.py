@@ -31,11 +31,14 @@ def what_fits(
         height = max(memory.peak for memory in sized.footprint.memory())
         return sized.persistent + batches * sized.batch + height + beyond
 
-    largest = recomputed = helps = None
+    largest = least = recomputed = helps = None
     with contextlib.suppress(WaterflowError, RuntimeError):
         sizes = StepSizes(step, batch, downwards=True)
-        with contextlib.suppress(MemoryLimitError):
+        try:
             largest = largest_claim(sizes, room, needs).size
+        except MemoryLimitError as error:
+            smallest = sizes.smallest()
+            largest, least = 0, (smallest.size, error.needed)
         if step.recompute == "auto":
             found = largest_recomputed(sizes, room, largest or 0, batches=batches, beyond=beyond)
             recomputed = found.size if found is not None else None
@@ -43,7 +46,7 @@ def what_fits(
             given = sizes.at(sizes.given)
             height = room - needs(given) + max(memory.peak for memory in given.footprint.memory())
             helps = height > 0 and _can_be_lowered(step, batch, height)
-    return WhatFits(largest, recomputed, helps)
+    return WhatFits(largest, least, recomputed, helps)
 
 
 def _can_be_lowered(step: Step, batch: Any, height: int) -> bool:

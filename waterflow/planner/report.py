@@ -12,7 +12,7 @@ import numpy as np
 
 from waterflow import _C
 from waterflow.executor.simulation import Clock, prepare, run
-from waterflow.partition.offsets import planned
+from waterflow.partition.offsets import ALIGNMENT, planned
 from waterflow.partition.plan import format_bytes
 from waterflow.planner.sizes import SizedStep
 
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 _HUES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#EE7733")
 _STEPS = 3
 _MOST_LINES = 14
-_GIB = float(1 << 30)
+_SMALLEST = 200  # parts of the whole: what is less has no bar of its own
+_WIDEST_CODE, _WIDEST_TITLE = 44, 120
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_TIMES = (("milliseconds", 1e6), ("microseconds", 1e3))
 
 
 def lines_at_peak(step: SizedStep) -> list[tuple[str, int]]:
-    """Which of the user's lines made what is live at the step's highest point, in bytes, the largest first."""
+    """What made that which is live at the step's highest point, in bytes, the largest first.
+
+    That is a line of the user's, or the module or operator where there is none.
+    """
     resident = step.offsets.resident
     at = max(range(len(resident)), key=resident.__getitem__)
     made: Counter[str] = Counter()
@@ -38,88 +44,134 @@ def lines_at_peak(step: SizedStep) -> list[tuple[str, int]]:
 
 
 def save_report(
-    path: str | os.PathLike[str], jobs: Sequence[tuple[str, SizedStep]], *, memory: int, clock: Clock | None = None
-) -> None:
-    """Simulate a few steps of the named jobs in ``memory`` bytes and draw them, as a PNG 1875 pixels wide.
+    path: str | os.PathLike[str], jobs: Sequence[tuple[str, SizedStep]], *, limit: int, reserve: int = 0,
+    gpu: str | None = None, clock: Clock | None = None,
+) -> None:  # fmt: skip
+    """Simulate a few steps of the named jobs in ``limit`` bytes without the ``reserve``, and draw them: a PNG 1875 pixels wide.
 
+    A single job that does not fit is drawn in as much as it needs, with a line where the limit is. Names must differ.
     Raises as ``simulate`` does. Times are a model.
     """
     from matplotlib.figure import Figure  # slow to import
 
     clock = clock or Clock()
+    room, memory = limit - reserve, limit - reserve
+    if len(jobs) == 1:
+        ((_, only),) = jobs
+        memory = max(room, only.held + only.offsets.height + ALIGNMENT)
     native, arena = prepare([step.job(name, _STEPS) for name, step in jobs], memory, 1, clock)
     spans = run(native, arena, clock=clock).spans
     named = [name for name, _ in jobs]
     highest = max(jobs, key=lambda job: job[1].offsets.height)
-    figure = Figure(figsize=(12.5, 10.5), dpi=150, layout="constrained")
-    stacks, lanes, lines = figure.subplots(3, 1, height_ratios=[4.2, 1.0, 3.6])
+    made = lines_at_peak(highest[1])
+    bars = min(len(made), _MOST_LINES + 1)
+    heights = (4.4, 0.5 + 0.35 * max(2, 0.6 * len(named)), 0.9 + 0.24 * bars)
+    figure = Figure(figsize=(12.5, sum(heights) + 1.6), dpi=150, layout="constrained")
+    stacks, lanes, lines = figure.subplots(3, 1, height_ratios=heights)
     lanes.sharex(stacks)
-    _draw_stacks(stacks, spans, arena, len(named))
-    held = memory - arena
+    figure.suptitle(_plain(_short(f"{gpu + ': ' if gpu else ''}{_listed(jobs)}", _WIDEST_TITLE)), fontsize=12)
+    unit = _unit(_UNITS, arena)
+    time = _unit(_TIMES, max((span.end for span in spans), default=0))
+    _draw_stacks(stacks, spans, arena, len(named), unit, time)
+    _draw_limit(stacks, room - (memory - arena), arena, unit)
     stacks.set_title(
-        f"{format_bytes(memory)}: {format_bytes(held)} held by all jobs all the time (parameters, optimizer state, a batch "
-        f"each), {format_bytes(arena)} for steps",
+        f"{format_bytes(limit)}: {format_bytes(reserve)} reserve, {format_bytes(memory - arena)} held all the time "
+        f"(parameters, optimizer state, batches), {format_bytes(max(0, room - memory + arena))} for steps",
         loc="left", fontsize=10.5,
     )  # fmt: skip
-    _draw_lanes(lanes, spans, named)
-    _draw_lines(lines, *highest)
+    _draw_lanes(lanes, spans, named, time)
+    lanes.set_xlabel(f"{time[0]}, by a model of the rates of a {clock.gpu.name}")
+    _draw_lines(lines, *highest, made)
     figure.savefig(path, format="png")
+
+
+def _listed(jobs: Sequence[tuple[str, SizedStep]]) -> str:
+    named = ", ".join(f"{name} with batches of {step.size}" for name, step in jobs)
+    return named if len(jobs) == 1 else f"{len(jobs)} jobs: {named}"
+
+
+def _unit(units: Sequence[tuple[str, float]], largest: float) -> tuple[str, float]:
+    """The largest unit of which there is at least one; the smallest where there is none."""
+    return next((each for each in units if largest >= each[1]), units[-1])
+
+
+def _short(text: str, most: int) -> str:
+    """Whole words of a text, as many as there is room for."""
+    return text if len(text) <= most else text[: most - 2].rsplit(" ", 1)[0] + " …"
+
+
+def _plain(text: str) -> str:
+    """Not taken for a formula."""
+    return text.replace("$", r"\$")
 
 
 def _label(line: str) -> str:
     """The end of its path, and what stands there."""
     file, _, number = line.rpartition(":")
     code = linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
-    return f"{code[:44]}   {os.sep.join(line.split(os.sep)[-2:])}" if code else line
+    return f"{_short(code, _WIDEST_CODE)}   {os.sep.join(line.split(os.sep)[-2:])}" if code else line
 
 
 def _hue(job: int) -> str:
     return _HUES[job % len(_HUES)]
 
 
-def _draw_stacks(ax: Axes, spans: Sequence[_C.SimulatedSpan], arena: int, jobs: int) -> None:
+def _draw_stacks(
+    ax: Axes, spans: Sequence[_C.SimulatedSpan], arena: int, jobs: int, unit: tuple[str, float], time: tuple[str, float]
+) -> None:
     """One lane's steps from the bottom, the other's from the top."""
+    top_of_all = arena / unit[1]
     for lane in (0, 1):
         for job in range(jobs):
             mine = [span for span in spans if span.lane == lane and span.job == job]
             if not mine:
                 continue
-            starts, ends = (np.array([getattr(span, name) for span in mine]) / 1e6 for name in ("start", "end"))
-            peaks, afters = (np.array([getattr(span, name) for span in mine]) / _GIB for name in ("peak", "after"))
+            starts, ends = (np.array([getattr(span, name) for span in mine]) / time[1] for name in ("start", "end"))
+            peaks, afters = (np.array([getattr(span, name) for span in mine]) / unit[1] for name in ("peak", "after"))
             # What a group leaves stays until the next one of its step begins; behind a step's last group, nothing.
             times = np.stack([starts, ends, ends, np.append(starts[1:], ends[-1])], axis=1).ravel()
             heights = np.stack([peaks, peaks, afters, afters], axis=1).ravel()
-            bottom = np.zeros_like(heights) if lane == 0 else arena / _GIB - heights
-            top = heights if lane == 0 else np.full_like(heights, arena / _GIB)
+            bottom = np.zeros_like(heights) if lane == 0 else top_of_all - heights
+            top = heights if lane == 0 else np.full_like(heights, top_of_all)
             ax.fill_between(times, bottom, top, color=_hue(job), alpha=0.75, lw=0)
-    ax.axhline(arena / _GIB, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
-    ax.set(ylim=(0, arena / _GIB * 1.02), ylabel="arena (GiB)")
+    ax.set(ylim=(0, top_of_all * 1.06), ylabel=f"memory of steps ({unit[0]})")
+    ax.margins(x=0.01)
     ax.tick_params(labelbottom=False)
 
 
-def _draw_lanes(ax: Axes, spans: Sequence[_C.SimulatedSpan], named: Sequence[str]) -> None:
+def _draw_limit(ax: Axes, left: int, arena: int, unit: tuple[str, float]) -> None:
+    """Where the limit is: ``left`` bytes are left for steps; none where what is held is more already."""
+    said = "the limit" if left >= 0 else f"the limit: {format_bytes(-left)} less than is held without a step"
+    at = min(max(left, 0), arena) / unit[1]
+    ax.axhline(at, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
+    ax.annotate(said, (1, at), xycoords=("axes fraction", "data"), xytext=(-4, 3), textcoords="offset points",
+                ha="right", va="bottom", fontsize=9, color="#333333", bbox={"fc": "w", "lw": 0, "pad": 1})  # fmt: skip
+
+
+def _draw_lanes(ax: Axes, spans: Sequence[_C.SimulatedSpan], named: Sequence[str], time: tuple[str, float]) -> None:
     for job, name in enumerate(named):
         for lane in (0, 1):
             mine = [span for span in spans if span.lane == lane and span.job == job]
-            bars = [(span.start / 1e6, (span.end - span.start) / 1e6) for span in mine]
+            bars = [(span.start / time[1], (span.end - span.start) / time[1]) for span in mine]
             ax.broken_barh(bars, (lane - 0.4, 0.8), facecolors=_hue(job), lw=0)
-        ax.plot([], [], color=_hue(job), lw=6, label=name.replace("$", r"\$").lstrip("_"))
+        ax.plot([], [], color=_hue(job), lw=6, label=_plain(_short(name, 30)).lstrip("_"))
     ax.set_yticks([0, 1], ["lane 0 (from below)", "lane 1 (from above)"], fontsize=9)
-    ax.set(ylim=(1.5, -0.5), xlabel="milliseconds, by a model of the GPU's rates")
+    ax.set(ylim=(1.5, -0.5))
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 
-def _draw_lines(ax: Axes, name: str, step: SizedStep) -> None:
+def _draw_lines(ax: Axes, name: str, step: SizedStep, made: list[tuple[str, int]]) -> None:
     """Where the highest step's peak comes from."""
-    made = lines_at_peak(step)
-    shown, rest = made[:_MOST_LINES], made[_MOST_LINES:]
-    if rest:
-        shown.append((f"{len(rest)} other lines", sum(size for _, size in rest)))
-    labels = [_label(line) for line, _ in shown]
-    ax.barh(range(len(shown)), [size / _GIB for _, size in shown], color="#4477AA")
-    ax.set_yticks(range(len(shown)), [label.replace("$", r"\$") for label in labels], fontsize=8)
-    ax.invert_yaxis()
     total = sum(size for _, size in made)
-    ax.set_title(f"live at the peak of {name} with batches of {step.size}, by line: {format_bytes(total)}".replace("$", r"\$"),
-                 loc="left", fontsize=10.5)  # fmt: skip
-    ax.set_xlabel("GiB")
+    shown = [entry for entry in made[:_MOST_LINES] if entry[1] * _SMALLEST >= total]
+    rest = made[len(shown) :]
+    if rest:
+        others = "1 other" if len(rest) == 1 else f"{len(rest)} others"
+        shown = [*shown, (others, sum(size for _, size in rest))]
+    unit = _unit(_UNITS, max((size for _, size in shown), default=0))
+    ax.barh(range(len(shown)), [size / unit[1] for _, size in shown], color="#4477AA")
+    ax.set_yticks(range(len(shown)), [_plain(_label(line)) for line, _ in shown], fontsize=8)
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    title = f"live at the peak of {name} with batches of {step.size}, by what made it: {format_bytes(total)}"
+    ax.set_title(_plain(_short(title, _WIDEST_TITLE)), loc="left", fontsize=10.5)
+    ax.set_xlabel(unit[0])

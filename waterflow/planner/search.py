@@ -72,13 +72,14 @@ class LargestMix:
 
 def largest_batch(
     sizes: StepSizes, *, memory: int | float | str, copies: int = 1, beside: Sequence[SimulatedJob] = (),
-    steps: int | None = None, clock: Clock | None = None,
+    steps: int | None = None, clock: Clock | None = None, claimed: bool = False,
 ) -> LargestBatch:  # fmt: skip
     """The largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
 
     Two lanes share one arena; each copy holds its persistent state on the device, and one batch unless ``sizes`` says
     otherwise, the next batch waits in host memory, and operations are issued one by one. Jobs ``beside`` them keep the
-    batches that they have. A single job with none beside it is counted by the bytes that are live at once.
+    batches that they have. A single job with none beside it is counted by the bytes that are live at once. All that is for
+    comparisons; ``claimed`` counts steps as an engine does when it lets jobs in: placed, with what they hand out.
 
     The search assumes that a larger batch needs no less, within the rounding of placement: the size that it returns fits,
     and the next one does not. With that size ``steps`` steps of all copies are then simulated; by default as many as show a
@@ -89,7 +90,7 @@ def largest_batch(
     limit = parse_memory(memory)
     if copies < 1:
         raise InvalidJobError(f"at least one copy of a job has to be there; got copies={copies}")
-    found = _largest([sizes] * copies, [1] * copies, limit, lambda steps: _needed(steps, beside, limit))[0]
+    found = _largest([sizes] * copies, [1] * copies, limit, lambda steps: _needed(steps, beside, limit, claimed))[0]
     if copies == 1 and not beside:
         return LargestBatch(copies, limit, found, None)
     run = run_copies(sizes, found.size, memory=limit, copies=copies, beside=beside, steps=steps, clock=clock)
@@ -97,8 +98,9 @@ def largest_batch(
 
 
 def largest_mix(
-    jobs: Sequence[StepSizes], *, memory: int | float | str, steps: int | None = None, clock: Clock | None = None
-) -> LargestMix:
+    jobs: Sequence[StepSizes], *, memory: int | float | str, steps: int | None = None, clock: Clock | None = None,
+    claimed: bool = False,
+) -> LargestMix:  # fmt: skip
     """The largest batches with which different jobs train side by side; see ``largest_batch``.
 
     All batches are the same share of the largest one that the job trains alone, so that none is starved.
@@ -106,9 +108,9 @@ def largest_mix(
     limit = parse_memory(memory)
     if not jobs:
         raise InvalidJobError("there must be a job to look for a batch of; got none")
-    alone = {id(job): largest_batch(job, memory=limit) for job in jobs}
+    alone = {id(job): largest_batch(job, memory=limit, claimed=claimed) for job in jobs}
     each = tuple(alone[id(job)] for job in jobs)
-    found = _largest(jobs, [one.size for one in each], limit, lambda steps: _needed(steps, (), limit))
+    found = _largest(jobs, [one.size for one in each], limit, lambda steps: _needed(steps, (), limit, claimed))
     named = [(f"{job.step.name}-{i}", step) for i, (job, step) in enumerate(zip(jobs, found))]
     count = steps if steps is not None else _enough_steps(found)
     run = simulate([step.job(name, count) for name, step in named], memory=limit, clock=clock)
@@ -178,9 +180,9 @@ def _largest(
         # A size that was only believed has been captured now: is it still the largest?
 
 
-def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: int) -> int:
+def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: int, claimed: bool) -> int:
     """Bytes that these jobs need together. Beyond the limit it may be less than that: nothing is placed to know it."""
-    if len(steps) == 1 and not beside:
+    if len(steps) == 1 and not beside and not claimed:
         return max(steps[0].alone, _least(steps, limit))
     held = sum(step.held for step in steps) + sum(job.persistent + job.batch for job in beside)
     least = max(held + max(step.resident for step in steps), _least(steps, limit))
@@ -189,7 +191,8 @@ def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: i
     distinct = {id(step): step for step in steps}.values()
     jobs = [step.job("", 1) for step in distinct]
     height = max(job.offsets.height for job in (*jobs, *beside))
-    return max(least, height - arena_of([*(step.job("", 1) for step in steps), *beside], 0))
+    needed = max(least, height - arena_of([*(step.job("", 1) for step in steps), *beside], 0))
+    return max(needed, held + max(step.height for step in steps)) if claimed else needed
 
 
 def _least(steps: Sequence[SizedStep], limit: int) -> int:
@@ -199,10 +202,12 @@ def _least(steps: Sequence[SizedStep], limit: int) -> int:
 
 def _too_small(jobs: Sequence[StepSizes], steps: Sequence[SizedStep], needed: int, limit: int) -> MemoryLimitError:
     for job, step in zip(jobs, steps):
-        if step.beyond is not None and not step.within:
+        allowed = job.step.recompute
+        if step.beyond is not None and not step.within and isinstance(allowed, int):
             return MemoryLimitError(
                 f"even the smallest batches must fit: {job.step.name!r} with a batch of {step.size} is "
-                f"{format_bytes(step.beyond)} higher at best than its recompute={job.step.recompute} says. Allow more",
+                f"{format_bytes(step.beyond)} higher at best than its recompute= of {format_bytes(allowed)} says. "
+                f"Allow at least {format_bytes(allowed + step.beyond)}, its lowest height",
                 needed=needed, limit=limit,
             )  # fmt: skip
     what = ", ".join(f"{job.step.name!r} with a batch of {step.size}" for job, step in zip(jobs, steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,12 +31,14 @@ class SizedStep:
     """A step with batches of one size. All in bytes.
 
     ``beyond`` is there for steps that recompute to stay below a height: what the lowest that can be made of them has more
-    than that, or, negative, less. A step that is not ``within`` its height is as low as it can be.
+    than that, or, negative, less. A step that is not ``within`` its height is as low as it can be. Its job holds
+    ``batches_held`` batches at a time.
     """
 
     size: int
     footprint: Footprint
     beyond: int | None = None
+    batches_held: int = 1
 
     @property
     def within(self) -> bool:
@@ -60,7 +63,7 @@ class SizedStep:
     @property
     def held(self) -> int:
         """What the job holds on the device all the time."""
-        return self.footprint.held
+        return self.persistent + self.batches_held * self.batch
 
     @functools.cached_property
     def resident(self) -> int:
@@ -78,6 +81,12 @@ class SizedStep:
         plan = make_plan("", self.footprint.memory(), persistent=self.persistent, batch=self.batch)
         return tuple(group.end for group in plan.groups)
 
+    @functools.cached_property
+    def height(self) -> int:
+        """What an engine lets the step take: placed memory and what it hands out, or, if more, what is live unplaced."""
+        kept = sum(life.size for life in self.footprint.lives if life.kept)
+        return max(self.offsets.height + kept, *(memory.peak for memory in self.footprint.memory()))
+
     @property
     def alone(self) -> int:
         """All that the job holds at its highest, where nothing is lost between its pieces."""
@@ -86,7 +95,7 @@ class SizedStep:
     def job(self, name: str, steps: int, grouped: bool = False) -> SimulatedJob:
         """The job that trains such steps, each operation a group, or ``grouped`` as planned."""
         return SimulatedJob(
-            name, self.offsets, self.persistent, self.batch, steps, ends=self.groups if grouped else None,
+            name, self.offsets, self.held - self.batch, self.batch, steps, ends=self.groups if grouped else None,
             forward=self.footprint.forward, copied=self.copied,
         )  # fmt: skip
 
@@ -99,7 +108,8 @@ class StepSizes:
     on lines through them, and ``captured`` shows whether they really do; where a capture says otherwise, a new line begins,
     and after a few of them every size is captured. Not thread-safe, as the step is not.
 
-    With ``batches="job"`` each job holds one batch on the device all the time, and the next one comes while a step runs.
+    With ``batches="job"`` each job holds ``batches_held`` batches on the device all the time, and the next one comes while a
+    step runs.
     With ``"lane"`` only a job in mid-step does: its batch comes at the step's beginning, which waits for it, lies in the
     lane's end of the arena, and gives its ground back behind the last operation that reads it.
 
@@ -107,15 +117,23 @@ class StepSizes:
     are. A step that recomputes to stay below so many bytes has other graphs for other sizes: each is captured.
     """
 
-    def __init__(self, step: Step, batch: Any, batches: Batches = "job", downwards: bool = False) -> None:
+    def __init__(
+        self, step: Step, batch: Any, batches: Batches = "job", downwards: bool = False, batches_held: int = 1
+    ) -> None:
         if batches not in ("job", "lane"):
             raise InvalidJobError(f'batches are held by a "job" or a "lane"; got {batches!r}')
         self.step = step
         self.batches = batches
+        self.batches_held = batches_held
+        self.on_capture: Callable[[], None] = lambda: None
         self._leaves, self._form = pytree.tree_flatten(batch)
         firsts = [t.shape[0] for t in self._leaves if isinstance(t, torch.Tensor) and t.dim() > 0]
         if not firsts:
-            raise InvalidJobError("a batch must have a dimension that can vary; this one holds no tensor with one")
+            lists = any(isinstance(leaf, (int, float)) for leaf in self._leaves)
+            advice = ": make its lists tensors, by torch.tensor" if lists else ""
+            raise InvalidJobError(
+                f"a batch of {step.name!r} must have a dimension that can vary; this one holds no tensor with one{advice}"
+            )
         self.given = max(sorted(set(firsts)), key=firsts.count)
         # Where normalization over the batch allows no single sample, two are the least.
         self.second = max(min(2, self.given), self.given // _APART) if downwards else _APART * self.given
@@ -144,7 +162,7 @@ class StepSizes:
         found = self._from_line(size)
         if found is None:
             return self.captured(size)
-        return self._believed.setdefault(size, SizedStep(size, found))
+        return self._believed.setdefault(size, self._sized(size, found))
 
     def captured(self, size: int) -> SizedStep:
         """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten.
@@ -191,7 +209,7 @@ class StepSizes:
     def _ask(self, size: int) -> SizedStep:
         step = self.at(size)
         if step.footprint.hidden and size not in self._asked:
-            step = self._asked[size] = SizedStep(size, step.footprint.asking())
+            step = self._asked[size] = self._sized(size, step.footprint.asking())
             self._believed.clear()  # what lies near it is known better now
         return step
 
@@ -228,15 +246,20 @@ class StepSizes:
         self._asked.clear()
 
     def _capture(self, size: int) -> SizedStep:
+        self.on_capture()
         batch, with_batch, most = self._batch(size), self.batches == "lane", self.step.recompute
         if self._height is not None or not isinstance(most, int):
-            return SizedStep(size, self.step.footprint_for(batch, self._height, with_batch))
+            return self._sized(size, self.step.footprint_for(batch, self._height, with_batch))
         lowest = self.lowest(size)
         found = self.step.footprint_for(batch, max(most, lowest), with_batch)
-        return SizedStep(size, found, lowest - most)
+        return self._sized(size, found, lowest - most)
+
+    def _sized(self, size: int, footprint: Footprint, beyond: int | None = None) -> SizedStep:
+        return SizedStep(size, footprint, beyond, self.batches_held)
 
     def lowest(self, size: int) -> int:
         """The least height of a step with batches of this size, with all that can be recomputed."""
+        self.on_capture()
         try:
             return self.step.plan_for(self._batch(size), 1).height
         except MemoryLimitError as error:
@@ -246,8 +269,9 @@ class StepSizes:
         """The same step as it is where its height does not matter."""
         if not isinstance(self.step.recompute, int):
             return self
-        made = StepSizes(self.step, pytree.tree_unflatten(self._leaves, self._form), self.batches)
-        made._height = _ANY_HEIGHT
+        batch = pytree.tree_unflatten(self._leaves, self._form)
+        made = StepSizes(self.step, batch, self.batches, batches_held=self.batches_held)
+        made._height, made.on_capture = _ANY_HEIGHT, self.on_capture
         return made
 
     def lowered(self, size: int, height: int) -> tuple[SizedStep, Recomputed | None]:
@@ -257,7 +281,7 @@ class StepSizes:
         """
         batch = self._batch(size)
         found = self.step.footprint_for(batch, height, self.batches == "lane")
-        return SizedStep(size, found), self.step.recomputed_for(batch, height)
+        return self._sized(size, found), self.step.recomputed_for(batch, height)
 
     def cost(self, size: int) -> Recomputed | None:
         """What a step with batches of this size makes again as it is; None for nothing. Raises as ``lowered`` does."""

@@ -1,0 +1,57 @@
+"""What ``waterflow plan`` shows of its findings: tables for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from waterflow.gpu_plan import GPUPlan
+from waterflow.partition.plan import format_bytes
+from waterflow.references import ConfigError
+from waterflow.together import Together
+
+
+def gpu_table(found: GPUPlan) -> Table:
+    """A row a job: what it takes with its batch, and its largest batch beside the others."""
+    where = found.device.name if found.device is not None else "a device"
+    columns = ("job", "batch", "held", "step", "", "largest batch", "alone", "ratio")
+    table = _table(
+        f"{where}: {format_bytes(found.memory)} for jobs, {format_bytes(found.reserve)} of it reserve", columns
+    )
+    rows = found.largest.jobs if found.largest is not None else ()
+    for i, need in enumerate(found.needs):
+        sizes = (str(rows[i].size), str(rows[i].alone), f"{rows[i].ratio:.3f}") if rows else ("", "", "")
+        held, height = format_bytes(need.held), format_bytes(need.height)
+        table.add_row(need.name, str(found.batches[i]), held, height, found.verdict(i), *sizes)
+    for name in found.eager:
+        table.add_row(name, "", "", "", "trains eagerly: not known")
+    return table
+
+
+def here_table(found: Together) -> Table:
+    """A row a job: its plan, and whether it would be under way."""
+    table = _table("predicted, per job", ("job", "persistent", "batch", "height", "peak", "operations", "groups", ""))
+    for job in found.jobs:
+        p = job.plan
+        sizes = [format_bytes(n) for n in (p.persistent, p.batch, p.height, p.peak)] if p is not None else [""] * 4
+        counts = [str(p.operations), str(len(p.groups))] if p is not None else ["", ""]
+        table.add_row(job.name, *sizes, *counts, job.verdict)
+    return table
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError where no picture can be drawn."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(
+            f"--report: pictures are PNG files; call it {path.with_suffix('.png').name!r}, got {path.name!r}"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"--report: there is no folder {path.parent}; make it, or name another")
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
+    return table
