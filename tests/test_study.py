@@ -439,6 +439,35 @@ def test_a_trial_that_is_too_large_fails_alone() -> None:
     assert [state.name for state in states(study)] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
 
 
+def test_what_is_said_of_trials_that_fail_as_they_may() -> None:
+    """Of our own errors, named in ``catch=``, what to change and no frames; a step of door one has its trial's number."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    log = logging.getLogger("optuna.study._optimize")
+    before, disabled = optuna.logging.get_verbosity(), log.disabled
+
+    def objective(trial: Trial) -> float:
+        if trial.number == 1:
+            raise ValueError("the user's own")
+        model = perceptron(4)
+        wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters()))(images(1, size=4096)[0])
+        return 0.0
+
+    log.addHandler(handler)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        run(objective, n_trials=2, max_concurrent=1, memory=100_000, catch=(wf.MemoryLimitError, ValueError))
+    finally:
+        optuna.logging.set_verbosity(before)
+        log.removeHandler(handler)
+        log.disabled = disabled
+    ours, theirs = [record for record in said if "failed with parameters" in record.msg]
+    assert ours.exc_info is None and isinstance(ours.error, wf.MemoryLimitError)  # type: ignore[attr-defined]
+    assert "job 'Sequential of trial 0' does not fit" in ours.getMessage()
+    assert theirs.exc_info and isinstance(theirs.error, ValueError)  # type: ignore[attr-defined]
+
+
 def test_as_many_as_memory_and_lanes_allow() -> None:
     study = new_study()
     summary = wf.optimize(study, hesitant(looping), n_trials=20, lanes=2)

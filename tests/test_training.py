@@ -409,6 +409,17 @@ def wide(batch: int, name: str = "wide") -> wf.Job:
     return make(name, model=lambda: Net(64), data=images(2, size=batch), evaluate=None, epochs=1)
 
 
+def test_a_job_of_which_no_batch_fits_is_told_what_its_state_needs() -> None:
+    with pytest.raises(
+        wf.MemoryLimitError, match=r"not even a batch of [12] fits: it needs at least (.*) KiB, "
+    ) as caught:
+        wf.train([wide(16)], memory=10_000)
+    assert (
+        "of it for parameters, buffers and optimizer state" in str(caught.value) and caught.value.largest_batch is None
+    )
+    assert "Make the model smaller" in str(caught.value) and "Lower the batch size" not in str(caught.value)
+
+
 @pytest.mark.parametrize("limit", [100_000, 1_000_000])
 def test_a_job_that_is_too_large_is_told_what_fits(limit: int) -> None:
     with pytest.raises(wf.MemoryLimitError, match=r"job 'wide' does not fit.*step reaches .*MiB.*limit of") as caught:

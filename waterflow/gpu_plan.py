@@ -77,7 +77,7 @@ class GPUPlan:
                 f"{format_bytes(self.memory - self.reserve)}"
             )
         lines += [
-            f"{name} cannot be captured and trains eagerly, with memory that is not known before it runs: {why}"
+            f"{name} cannot be captured: it would train eagerly, with memory that is not known before it runs: {why}"
             for name, why in self.eager.items()
         ]
         lines += [

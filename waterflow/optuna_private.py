@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from waterflow.errors import StudyError
+from waterflow.errors import StudyError, WaterflowError
 from waterflow.executor.engine import current_worker
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.runner import evaluating
@@ -87,9 +87,13 @@ def fail_stale(study: optuna.Study) -> None:
 
 
 def tell_quietly(
-    study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None
-) -> FrozenTrial:
-    """Tell, and log what became of the trial as Optuna does."""
+    study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None,
+    caught: tuple[type[BaseException], ...] = (),
+) -> FrozenTrial:  # fmt: skip
+    """Tell, and log what became of the trial as Optuna does; without a traceback for our own errors that are ``caught``.
+
+    Such an error says what to change, and the frames behind it are ours. Handlers find any error as ``record.error``.
+    """
     number = trial.number
     said: list[warnings.WarningMessage] = []
     if state is not None or _numbers(value, len(study.directions)):
@@ -106,9 +110,10 @@ def tell_quietly(
         log.info("Trial %d pruned. %s", number, error)
     else:
         why = repr(error) if error is not None else "; ".join(str(warning.message) for warning in said)
+        expected = isinstance(error, WaterflowError) and isinstance(error, caught)
         log.warning(
             "Trial %d failed with parameters: %s because of the following error: %s.", number, told.params, why,
-            exc_info=error,
+            exc_info=None if expected else error, extra={"error": error},
         )  # fmt: skip
         log.warning("Trial %d failed with value %r.", number, value)
     return told

@@ -24,7 +24,7 @@ from waterflow.executor.fused_group import FusedPending, Member
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
-from waterflow.executor.step_checks import check_arguments, default_random_state, device_of, node_error
+from waterflow.executor.step_checks import check_arguments, default_name, default_random_state, device_of, node_error
 from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
@@ -103,7 +103,7 @@ class Step:
         engine: Engine | None = None,
     ) -> None:
         self.engine = engine if engine is not None else current_engine()
-        self.name = name or type(model).__name__
+        self.name = name or default_name(model)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         self.model = model

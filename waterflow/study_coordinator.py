@@ -273,7 +273,7 @@ class Coordinator:
         trial, error = worker.trial, worker.error
         with _uninterrupted():
             try:
-                told = tell_quietly(self._study, trial, worker.value, worker.state, error)
+                told = tell_quietly(self._study, trial, worker.value, worker.state, error, catch)
             except Exception as failure:  # a sampler's own
                 self._failure = self._failure or failure
                 return

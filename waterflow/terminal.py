@@ -116,7 +116,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
             def emit(self, record: logging.LogRecord) -> None:
                 said = str(record.msg)
                 if "failed with parameters" in said and isinstance(record.args, tuple):
-                    error = record.exc_info[1] if record.exc_info else None
+                    error = getattr(record, "error", None)
                     number, why = int(str(record.args[0])), one_line(error) if error else str(record.args[-1])
                     terminal.failures[number] = why
                     terminal.fail(f"trial {number} failed: {why}", "".join(format_exception(error)) if error else None)

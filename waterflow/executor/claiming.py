@@ -44,7 +44,7 @@ class WhatFits:
         none_fits = self.least is not None and not self.largest and not self.recomputed
         if self.least is not None and none_fits:
             size, needed = self.least
-            told.insert(0, f"not even a batch of {size} does: it needs at least {format_bytes(needed)}, "
+            told.insert(0, f"not even a batch of {size} fits: it needs at least {format_bytes(needed)}, "
                         f"{format_bytes(plan.persistent)} of it for parameters, buffers and optimizer state")  # fmt: skip
         smaller = "Make the model smaller" if none_fits else "Lower the batch size"
         more = ", pass recompute='auto', or" if self.helps else " or"

@@ -11,7 +11,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from waterflow.errors import InvalidJobError, StepError
 from waterflow.executor.eager import wants_model
+from waterflow.executor.engine import current_worker
 from waterflow.partition.surroundings import shown_line
+
+
+def default_name(model: Any) -> str:
+    """The model's class, and the trial of a study that trains it."""
+    name, trial = type(model).__name__, current_worker()
+    return name if trial is None else f"{name} of trial {trial}"
 
 
 def default_random_state(device: torch.device) -> torch.Tensor:

@@ -32,7 +32,8 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
             advice = "; make it a tensor with torch.from_numpy" if type(leaf).__module__ == "numpy" else ""
             raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}{advice}")
     if not tensors:
-        raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}")
+        advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
+        raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
     return leaves, spec, tuple(key)
 
 
