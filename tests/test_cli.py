@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,9 @@ from typer.testing import CliRunner, Result
 
 from waterflow import demo
 from waterflow.cli import app
+from waterflow.config import load_train
+from waterflow.gpu_plan import plan_for_gpu
+from waterflow.progress import ProgressLine
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Used by the configs below.
@@ -264,6 +269,21 @@ def test_plan_draws_why_nothing_fits(folder: Path):
     assert told["fits"] is True and told["jobs"][0]["fits"] is True
     assert told["reserve_bytes"] == 16 << 20 and told["batches_held"] == 2 == told["largest"]["batches_held"]
     assert json.loads(run("plan", path, "--json").stdout)["fits"] is True
+
+
+def test_a_long_plan_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = []
+    for delay in (0.0, 60.0):
+        monkeypatch.setattr(sys, "stderr", screen := Screen())
+        with ProgressLine(None, "captures", show=True, delay=delay) as progress:
+            [(job, *_)] = [load_train(config(folder, f"jobs: [{{name: a, {PIECES}}}]")).jobs]
+            plan_for_gpu([job], memory="64MiB", captured=progress.advance)
+        shown.append(screen.getvalue())
+    assert re.search(r"[2-9] captures", shown[0]) and shown[1].strip() == ""
 
 
 def test_plan_of_a_job_that_is_not_captured(folder: Path):

@@ -125,6 +125,10 @@ class MaxBatchSize:
                 "  side by side no step recomputes: with recompute='auto' one does only where it would not fit alone; "
                 "recompute= with a height, such as '2GiB', makes it lower beside others, too"
             )
+        lines.append(
+            "  counted as train(memory=) does, but for what kernels take for themselves: a job's first steps show that, and "
+            "beside convolutions it can be a few percent of the step"
+        )
         if self.run is not None:
             lines.append(
                 f"  simulated, every access checked: peak {format_bytes(self.run.peak)}; by a model of the GPU's rates "
