@@ -299,6 +299,10 @@ def test_plan_of_a_job_that_is_not_captured(folder: Path):
     told = json.loads(run("plan", path, "--memory", "64MiB", "--json").stdout)
     assert told["fits"] is None and told["sets"] == [["a"]]
     assert told["jobs"][1]["name"] == "eager" and "values of its tensors" in told["jobs"][1]["opaque_reason"]
+    broken = config(folder, f"jobs: [{{name: bad, {PIECES.replace(':model', ':broken')}}}]")
+    assert (
+        "job 'bad' cannot be planned: RuntimeError: no weights today" in run("plan", broken, "--memory", "64MiB").stderr
+    )
     alone = run("plan", config(folder, f"jobs: [{eager}]"), "--memory", "64MiB", "--report", "plan.png")
     assert alone.exit_code == 1 and "there is nothing to draw: no job could be captured" in alone.stderr
     here = run("plan", path).stdout

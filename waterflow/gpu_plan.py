@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from waterflow.batch_size import MaxBatchSize, device_of, find, sizes_of
-from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError, WaterflowError
 from waterflow.executor.memory_limit import reserve_of
 from waterflow.executor.presets import GPU
 from waterflow.executor.simulation import Clock
@@ -147,6 +147,10 @@ def plan_for_gpu(
             looked.append(each)
         except CaptureError as error:
             eager[job.name] = str(error)
+        except WaterflowError:
+            raise
+        except Exception as error:
+            raise InvalidJobError(f"job {job.name!r} cannot be planned: {one_line(error)}") from error
     sizes = [each for each in looked for _ in range(copies)]
     steps = [each.at(each.given) for each in sizes]
     names = [f"{each.step.name} {i + 1}" if copies > 1 else each.step.name for each in looked for i in range(copies)]
