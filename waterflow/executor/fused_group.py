@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
@@ -35,9 +36,21 @@ LEAST_PATIENCE, MOST_PATIENCE = 2e-3, 50e-3
 TRIED_ROUNDS = 24  # before a group's speed is judged
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, by which its object is not kept."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = found()
+        assert bound is not None
+        return bound(*args)
+
+    return call
+
+
 @dataclass(eq=False)
 class Member:
-    """A step that may run together with others.
+    """A step that may run together with others, and is not kept by it.
 
     ``submit_alone`` hands a batch in past its group, ``under_way`` has all that was handed in so, and ``ended`` takes note of
     a step that its group has done.
@@ -52,9 +65,9 @@ class Member:
     under_way: Callable[[], Iterable[Pending]]
     ended: Callable[[CapturedStep], None]
 
-    def submit(self, variant: Variant, leaves: list[Any], form: Any) -> FusedPending | None:
-        """Hand a batch to the member's group; None where it is to run alone."""
-        return self.fusing.submit(self, variant, leaves, form)
+    def submit(self, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
+        """Hand a batch to the member's group; None where it is to run alone. ``step`` is kept until it has its result."""
+        return self.fusing.submit(self, variant, leaves, form, step)
 
     def numbers(self) -> list[dict[str, Any]]:
         """Learning rates and all else that may change from step to step."""
@@ -86,6 +99,7 @@ class FusedPending:
     readings: _C.Readings
     numbers: list[dict[str, Any]]  # of the optimizer's groups, as they were then
     first: set[str]
+    step: Any  # which stays until then
     round: Round | None = None
     alone: Pending | None = None  # the step's own, where the group could not do it
 

@@ -11,6 +11,7 @@ import logging
 import statistics
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ class Fusing:
         self._changed = threading.Condition(self.lock)  # who sits where
         self._expected = 0
         self._seats: dict[Member, Seat] = {}
+        self._gone: deque[Member] = deque()  # whose steps were collected
         self._settled: set[Member] = set()  # on their own for good
         self._waiting: dict[int, list[tuple[Member, Variant]]] = {}  # by capture
         self._groups: list[Group] = []
@@ -50,8 +52,24 @@ class Fusing:
             self._expected += jobs
             self._changed.notify_all()
 
-    def submit(self, member: Member, variant: Variant, leaves: list[Any], form: Any) -> FusedPending | None:
+    def forget(self, member: Member) -> None:
+        """Its step is gone. May be called wherever objects are collected: what cannot be done there is done soon."""
+        self._gone.append(member)
+        if self.engine.native.on_a_lane or self.lock._is_owned():  # type: ignore[attr-defined]
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self.lock.release()
+
+    def _let_go(self) -> None:
+        while self._gone:
+            self.leave(self._gone.popleft())
+
+    def submit(self, member: Member, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
         """Hand a batch to the step's group; None where it is to run alone."""
+        self._let_go()
         if member in self._settled:
             return None
         seat = self._seat(member, variant)
@@ -60,7 +78,7 @@ class Fusing:
         with self._changed:
             assert seat.readings is not None
             pending = FusedPending(
-                seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update()
+                seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update(), step
             )
             seat.queue.append(pending)
             try:
@@ -72,6 +90,9 @@ class Fusing:
     # -- who sits where
 
     def _seat(self, member: Member, variant: Variant) -> Seat | None:
+        seat = self._seats.get(member)
+        if seat is not None and seat.group.plain is variant.plain:  # what it did alone meanwhile comes first
+            _await_steps(member)
         with self._changed:
             seat = self._seats.get(member)
             if seat is not None:
