@@ -221,6 +221,9 @@ class _Stacking:
         """One call for each job, on its slices."""
         if any(not (self.values[c].stacked or self.values[c].apart) for c in written_by(node)):
             raise CaptureError(f"{node.target} changes what all jobs share")
+        computes = node.meta["phase"] != "update"
+        if computes and written_by(node) and not _returns_what_it_changes(node.target):
+            raise CaptureError(f"{node.target} changes one tensor and returns another, which would be missing with its job")
         made = []
         for job in range(self.jobs):
             before = next(reversed(self.recorder.graph.nodes))
@@ -233,7 +236,7 @@ class _Stacking:
         for source in written_by(node):
             if self.values[source].stacked and isinstance(node.meta.get("val"), torch.Tensor):
                 return self.values[source]  # it has been written into, slice by slice
-        if node.meta["phase"] != "update" and any(storage_id(t) in self.written for t in tensors_in(node.meta["val"])):
+        if computes and any(storage_id(t) in self.written for t in tensors_in(node.meta["val"])):
             # What is written into must be one memory for all, as views of it would look at copies.
             if is_view(node.target):
                 raise CaptureError(f"{node.target} is written through, and looks at one job at a time")
@@ -348,6 +351,11 @@ def _draws(node: fx.Node) -> bool:
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     given = {a.name: value for a, value in zip(schema.arguments, node.args)} | dict(node.kwargs)
     return "dropout_p" not in defaults or bool(given.get("dropout_p", defaults["dropout_p"]))
+
+
+def _returns_what_it_changes(target: Any) -> bool:
+    returns = target._schema.returns
+    return all(r.alias_info is not None and r.alias_info.is_write for r in returns)
 
 
 def _has_batching_rule(target: Any) -> bool:
