@@ -192,7 +192,7 @@ class Group:
         stacks: dict[str, torch.Tensor] = {}
         for given in self.captured.capture.inputs:
             if given.kind in ("parameter", "buffer") and given.job < 0:
-                stacks[given.name] = torch.stack([owner.tensors[given.name].detach() for owner in owners])
+                stacks[given.name] = _stack([owner.tensors[given.name].detach() for owner in owners])
                 for seat in live:
                     seat.owner.tensors[given.name].data = stacks[given.name][seat.number]
         self.binding, self.slots, self.leaves = bind_stacked(self.captured, owners, stacks)
@@ -253,6 +253,13 @@ class Group:
             self.times.append(one.run.busy_ns * 1e-9 / self.size)
             if len(self.times) == TRIED_ROUNDS and not self.fusing.forced:
                 self.fusing.judge(self)
+
+
+def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """In one memory, in which each lies as before: kernels of updates walk it side by side with the optimizer's state."""
+    one = tensors[0]
+    sizes, strides = [len(tensors), *one.shape], [one.numel(), *one.stride()]
+    return torch.stack(tensors, out=one.new_empty_strided(sizes, strides))
 
 
 def result_of(outputs: list[torch.Tensor], plain: CapturedStep) -> Any:
