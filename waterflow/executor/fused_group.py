@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from waterflow import _C
-from waterflow.errors import CaptureError
+from waterflow.errors import CaptureError, MemoryLimitError
 from waterflow.executor.binding import Owner, bind_readings, bind_stacked
 from waterflow.executor.captured import CapturedStep, assemble, captures
 from waterflow.executor.pending import Pending
@@ -177,9 +177,10 @@ class Group:
         if plan is self._claimed:
             return
         own = replace(plan, persistent=0, batch=2 * plan.batch)  # its jobs have claimed the rest
-        if not self.engine.would_fit(own, self.job):
-            raise CaptureError("there is no memory for the steps of several jobs at once")
-        self.engine.claim(self.job, own)
+        try:  # others cannot leave, and give memory back, while this waits: it holds their lock
+            self.engine.claim(self.job, own, patient=False)
+        except MemoryLimitError:
+            raise CaptureError("there is no memory for the steps of several jobs at once") from None
         self._claimed = plan
 
     def bind(self) -> None:

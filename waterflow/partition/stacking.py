@@ -223,7 +223,9 @@ class _Stacking:
             raise CaptureError(f"{node.target} changes what all jobs share")
         computes = node.meta["phase"] != "update"
         if computes and written_by(node) and not _returns_what_it_changes(node.target):
-            raise CaptureError(f"{node.target} changes one tensor and returns another, which would be missing with its job")
+            raise CaptureError(
+                f"{node.target} changes one tensor and returns another, which would be missing with its job"
+            )
         made = []
         for job in range(self.jobs):
             before = next(reversed(self.recorder.graph.nodes))
