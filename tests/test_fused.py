@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import threading
 import time
 import weakref
@@ -174,6 +175,23 @@ def test_a_group_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     results = wf.train(jobs, exact=False, lanes=1, max_concurrent=3, memory="1GiB")
     check(jobs, results)
     assert all(result.fused_steps < result.steps / 2 for result in results)
+
+
+@pytest.mark.parametrize(("lanes", "kept"), [(1, True), (2, False)])
+def test_a_group_is_weighed_against_all_lanes(monkeypatch: pytest.MonkeyPatch, lanes: int, kept: bool) -> None:
+    """Two jobs as one, on one lane, in 0.8 of the time that they take alone: two lanes would take half."""
+    judge = fusing.Fusing.judge
+
+    def timed(self: fusing.Fusing, group: Group) -> None:
+        alone = statistics.median(seat.variant.planned.plan.seconds for seat in group.live())
+        group.times[:] = [0.8 * alone] * len(group.times)
+        judge(self, group)
+        over.append(group.over)
+
+    over: list[bool] = []
+    monkeypatch.setattr(fusing.Fusing, "judge", timed)
+    wf.train([job(n, epochs=20) for n in range(2)], exact=False, lanes=lanes, max_concurrent=2, memory="1GiB")
+    assert over == [not kept]
 
 
 def test_jobs_that_cannot_share_operations_run_side_by_side() -> None:
@@ -417,3 +435,16 @@ def _doubles(batch: Any) -> Any:
 
 def _double(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def test_jobs_of_a_known_kind_claim_their_memory() -> None:
+    claimed: list[int] = []
+    with Engine(lanes=2, memory="1GiB", exact=False, mode="fused") as engine:
+        for _ in range(2):  # the second time their plan is known before their first step
+            evaluate = lambda model: float(claimed.append(engine.claimed()) or 0.0)  # noqa: E731
+            jobs = [job(n, evaluate=evaluate if n == 0 else None) for n in range(3)]
+            results = wf.train(jobs, engine=engine, max_concurrent=3)
+            assert all(result.fused_steps for result in results)
+    state = sum(t.nbytes for t in results[0].state_dict.values())
+    assert min(claimed) >= 2 * state  # at least its own, with momentum
+    assert claimed[len(claimed) // 2] >= 6 * state  # and those of the others, which are there all along

@@ -106,7 +106,9 @@ class Fusing:
                 if seat.group.over:
                     self.leave(member)
                 return None
-            if variant.planned.wants_profile:  # alone first, to know what that takes
+            if (
+                variant.planned.wants_profile or variant.claimed is None
+            ):  # alone first, to know what that takes, and claim it
                 return None
             if id(variant.plain) in self._refused or not _can_be_stacked(variant):
                 self._settle(member)
@@ -212,10 +214,13 @@ class Fusing:
         self._changed.notify_all()
 
     def judge(self, group: Group) -> None:
-        """Keep a group only where its steps take less time than alone."""
+        """Keep a group only where its steps take less time than alone, on the lanes that its jobs would then share."""
         alone = statistics.median(seat.variant.planned.plan.seconds for seat in group.live())
         together = statistics.median(group.times)
-        if together > WORTH * alone:
+        size = len(group.live())
+        jobs = max(size, self._expected, len(self._seats) + len(self._settled))
+        lanes = min(size, max(1.0, self.engine.lanes * size / jobs))  # the group has one, whatever it has of jobs
+        if together > WORTH * alone / lanes:
             logger.info(
                 "%s go on alone: %.3g ms a step, %.3g alone", self.engine.names[group.job], together * 1e3, alone * 1e3
             )
