@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import statistics
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import optuna
@@ -20,6 +25,7 @@ from tests.support import images
 from waterflow.executor import fusing
 from waterflow.executor.engine import Engine
 from waterflow.executor.fused_group import Group
+from waterflow.partition.plan import opaque_plan
 
 BATCHES = images(8)
 TOLERANCE = {
@@ -171,6 +177,23 @@ def test_a_group_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(result.fused_steps < result.steps / 2 for result in results)
 
 
+@pytest.mark.parametrize(("lanes", "kept"), [(1, True), (2, False)])
+def test_a_group_is_weighed_against_all_lanes(monkeypatch: pytest.MonkeyPatch, lanes: int, kept: bool) -> None:
+    """Two jobs as one, on one lane, in 0.8 of the time that they take alone: two lanes would take half."""
+    judge = fusing.Fusing.judge
+
+    def timed(self: fusing.Fusing, group: Group) -> None:
+        alone = statistics.median(seat.variant.planned.plan.seconds for seat in group.live())
+        group.times[:] = [0.8 * alone] * len(group.times)
+        judge(self, group)
+        over.append(group.over)
+
+    over: list[bool] = []
+    monkeypatch.setattr(fusing.Fusing, "judge", timed)
+    wf.train([job(n, epochs=20) for n in range(2)], exact=False, lanes=lanes, max_concurrent=2, memory="1GiB")
+    assert over == [not kept]
+
+
 def test_jobs_that_cannot_share_operations_run_side_by_side() -> None:
     def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0] + 0.01 * torch.randn_like(batch[0])), batch[1])
@@ -267,5 +290,161 @@ def test_models_of_the_zoo(name: str) -> None:
         torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(reference.losses), rtol=1e-7, atol=1e-9)
 
 
+class Bag(nn.Module):
+    """Its sums of embeddings are computed job by job: that operation has no rule for several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = nn.EmbeddingBag(10, 8, mode="sum")
+        self.numbers = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sums(x) * self.numbers
+
+
+def _zero_dimensions(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    return (output.mean().sum(0) * output).square().mean()
+
+
+def _drawn_into_a_tensor_of_its_own(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    return (output * torch.empty(output.shape, dtype=output.dtype).bernoulli_(0.5)).square().mean()
+
+
+def _written_through_a_view(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    sums = model.sums(x)
+    sums.view(-1).mul_(2)
+    sums.t().add_(1)
+    return (sums * model.numbers).square().mean()
+
+
+def _noise_is_returned_beside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.rrelu(model(x), training=True).square().mean()
+
+
+def _parameters_change_in_forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.numbers.mul_(0.9)
+    return model(x).square().mean()
+
+
+def _batch_changes_in_forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.add_(1).remainder_(10)
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "fused"),
+    [
+        (_zero_dimensions, True), (_written_through_a_view, True), (_drawn_into_a_tensor_of_its_own, False),
+        (_noise_is_returned_beside, False), (_parameters_change_in_forward, False), (_batch_changes_in_forward, False),
+    ],
+)  # fmt: skip
+def test_rare_operations(step: Callable[..., torch.Tensor], fused: bool) -> None:
+    """Each job has its own batches; in double precision. What cannot be done together runs alone."""
+
+    def jobs() -> list[wf.Job]:
+        made = []
+        for n in range(3):
+            generator = torch.Generator().manual_seed(n)
+            data = [torch.randint(0, 10, (4, 5), generator=generator) for _ in range(8)]
+            made.append(job(n, model=lambda: Bag().double(), data=data, loss=None, step=step, epochs=2))
+        return made
+
+    results = wf.train(jobs(), max_concurrent=3, **FUSED)
+    for mine, reference in zip(results, alone(jobs()), strict=True):
+        assert (mine.fused_steps > 0) == fused
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(reference.losses), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_parameters_of_another_layout(name: str) -> None:
+    def build() -> nn.Module:
+        model = network(0.0).double()
+        model[1].weight = nn.Parameter(model[1].weight.detach().t().contiguous().t())
+        return model
+
+    jobs = [job(n, model=build, data=[_doubles(b) for b in BATCHES], optimizer=OPTIMIZERS[name](n)) for n in range(3)]
+    results = wf.train(jobs, max_concurrent=3, **FUSED)
+    for mine, reference in zip(results, alone(jobs), strict=True):
+        assert mine.fused_steps > mine.steps / 2
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(reference.losses), rtol=1e-7, atol=1e-9)
+        assert mine.state_dict["1.weight"].stride() == reference.state_dict["1.weight"].stride()
+
+
+def test_steps_alone_end_before_the_next_ones_together() -> None:
+    """Large batches of another size run alone; what the job hands in behind them must not overtake them."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 3)).double()
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = [2, 400] * 12
+    data = [
+        (torch.randn(n, 64, generator=generator).double(), torch.randint(3, (n,), generator=generator)) for n in sizes
+    ]
+    jobs = [job(n, model=build, data=data, epochs=2, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)) for n in range(3)]
+    results = wf.train(jobs, max_concurrent=3, **FUSED)
+    for mine, reference in zip(results, alone(jobs), strict=True):
+        assert mine.fused_steps > 0
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(reference.losses), rtol=1e-7, atol=1e-9)
+
+
+def test_steps_that_nobody_holds_are_let_go() -> None:
+    def trained(number: int) -> weakref.ref[nn.Module]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+        ready.wait()
+        for batch in BATCHES:
+            step(batch)
+        fused.append(step.fused_steps)
+        return weakref.ref(model)
+
+    fused: list[int] = []
+    ready = threading.Barrier(2)
+    with Engine(lanes=2, memory="1GiB", exact=False, mode="fused") as engine:
+        with ThreadPoolExecutor(2) as pool:
+            models = list(pool.map(trained, range(2)))
+        gc.collect()
+        assert sum(fused) > 0
+        assert engine.claimed() == 0
+        assert [model() for model in models] == [None, None]
+
+
+def test_a_group_does_not_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who would give it back need the lock that it holds."""
+    claim = Engine.claim
+
+    def crowded(engine: Engine, number: int, plan: Any, **settings: Any) -> None:
+        if "jobs as one" in engine.names[number]:
+            other = engine.add_job("other")
+            height = max(plan.height, *(c.height for c in engine._claims.values()))
+            claim(engine, other, opaque_plan("other", 0, persistent=engine.room - engine.claimed() - height, batch=0))
+        claim(engine, number, plan, **settings)
+
+    monkeypatch.setattr(Engine, "claim", crowded)
+    results = wf.train([job(n) for n in range(2)], **FUSED)
+    assert [(result.status, result.fused_steps) for result in results] == [("completed", 0)] * 2
+
+
+def _doubles(batch: Any) -> Any:
+    return pytree.tree_map(_double, batch)
+
+
 def _double(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def test_jobs_of_a_known_kind_claim_their_memory() -> None:
+    claimed: list[int] = []
+    with Engine(lanes=2, memory="1GiB", exact=False, mode="fused") as engine:
+        for _ in range(2):  # the second time their plan is known before their first step
+            evaluate = lambda model: float(claimed.append(engine.claimed()) or 0.0)  # noqa: E731
+            jobs = [job(n, evaluate=evaluate if n == 0 else None) for n in range(3)]
+            results = wf.train(jobs, engine=engine, max_concurrent=3)
+            assert all(result.fused_steps for result in results)
+    state = sum(t.nbytes for t in results[0].state_dict.values())
+    assert min(claimed) >= 2 * state  # at least its own, with momentum
+    assert claimed[len(claimed) // 2] >= 6 * state  # and those of the others, which are there all along

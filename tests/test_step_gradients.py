@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
+import waterflow as wf
 from tests.support import compare
 
 SIZES = 67, 129
@@ -123,3 +124,26 @@ INSIDE = {
 def test_gradients_from_inside_are_not_lost(kind: str, no_captures: Any) -> None:
     step, reason = INSIDE[kind]
     compare(making(Layers), batches(), step=step, opaque=reason)
+
+
+def test_a_gradient_that_is_one_number_spread_out() -> None:
+    """Kernels of updates walk gradients as raw memory: one without strides of its own is copied before."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.Parameter(torch.linspace(-1, 1, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scales.sum() * x
+
+    x = torch.arange(1.0, 5.0)
+    model, reference = Scaled(), Scaled()
+    step = wf.Step(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), step=lambda m, b: m(b).sum())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        step(x)
+        optimizer.zero_grad()
+        reference(x).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.scales, reference.scales)

@@ -20,7 +20,7 @@ from waterflow.executor import eager
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
-from waterflow.executor.fused_group import FusedPending, Member
+from waterflow.executor.fused_group import FusedPending, Member, weakly
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
@@ -153,8 +153,9 @@ class Step:
         self._member: Member | None = None
         fusing = self.engine.fusing if self.engine is not None else None
         if fusing is not None and accumulate == 1 and recompute is None:
-            own = self._submit_alone, self._under_way.copy, self._fused
+            own = weakly(self._submit_alone), self._under_way.copy, weakly(self._fused)
             self._member = Member(fusing, self.name, generator, optimizer, self._variants, *own)
+            weakref.finalize(self, fusing.forget, self._member)
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
@@ -246,7 +247,7 @@ class Step:
         if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, refused)
-        if self._member is not None and (fused := self._member.submit(variant, leaves, batch_spec)) is not None:
+        if self._member is not None and (fused := self._member.submit(variant, leaves, batch_spec, self)) is not None:
             self._note(variant)
             return fused
         return self._submit_captured(variant, leaves, batch_spec, update, by_caller)

@@ -144,11 +144,11 @@ class Engine:
             self.native.remove_job(job)
         self.release(job)
 
-    def claim(self, job: int, plan: Plan, *, batches: int = 1) -> None:
+    def claim(self, job: int, plan: Plan, *, batches: int = 1, patient: bool = True) -> None:
         """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
 
         What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
-        does not fit into an empty device, or when everyone who holds memory waits for more.
+        does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``.
         """
         wanted = plan.persistent + plan.batch * batches
         mine = self._claims.get(job)
@@ -174,7 +174,7 @@ class Engine:
                         self._book(job, plan.name, wanted)
                         return
                     self._waiting[owner] = (job, wanted, plan.height)
-                    if self._nobody_goes_on(job):
+                    if not patient or self._nobody_goes_on(job):
                         raise self._stuck(job, plan, wanted)
                     worker = current_worker()
                     if self.clock is None or worker is None or not self.clock.suspend(worker):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from waterflow import _C
-from waterflow.errors import CaptureError
+from waterflow.errors import CaptureError, MemoryLimitError
 from waterflow.executor.binding import Owner, bind_readings, bind_stacked
 from waterflow.executor.captured import CapturedStep, assemble, captures
 from waterflow.executor.pending import Pending
@@ -35,9 +36,21 @@ LEAST_PATIENCE, MOST_PATIENCE = 2e-3, 50e-3
 TRIED_ROUNDS = 24  # before a group's speed is judged
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, by which its object is not kept."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = found()
+        assert bound is not None
+        return bound(*args)
+
+    return call
+
+
 @dataclass(eq=False)
 class Member:
-    """A step that may run together with others.
+    """A step that may run together with others, and is not kept by it.
 
     ``submit_alone`` hands a batch in past its group, ``under_way`` has all that was handed in so, and ``ended`` takes note of
     a step that its group has done.
@@ -52,9 +65,9 @@ class Member:
     under_way: Callable[[], Iterable[Pending]]
     ended: Callable[[CapturedStep], None]
 
-    def submit(self, variant: Variant, leaves: list[Any], form: Any) -> FusedPending | None:
-        """Hand a batch to the member's group; None where it is to run alone."""
-        return self.fusing.submit(self, variant, leaves, form)
+    def submit(self, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
+        """Hand a batch to the member's group; None where it is to run alone. ``step`` is kept until it has its result."""
+        return self.fusing.submit(self, variant, leaves, form, step)
 
     def numbers(self) -> list[dict[str, Any]]:
         """Learning rates and all else that may change from step to step."""
@@ -86,6 +99,7 @@ class FusedPending:
     readings: _C.Readings
     numbers: list[dict[str, Any]]  # of the optimizer's groups, as they were then
     first: set[str]
+    step: Any  # which stays until then
     round: Round | None = None
     alone: Pending | None = None  # the step's own, where the group could not do it
 
@@ -163,9 +177,10 @@ class Group:
         if plan is self._claimed:
             return
         own = replace(plan, persistent=0, batch=2 * plan.batch)  # its jobs have claimed the rest
-        if not self.engine.would_fit(own, self.job):
-            raise CaptureError("there is no memory for the steps of several jobs at once")
-        self.engine.claim(self.job, own)
+        try:  # others cannot leave, and give memory back, while this waits: it holds their lock
+            self.engine.claim(self.job, own, patient=False)
+        except MemoryLimitError:
+            raise CaptureError("there is no memory for the steps of several jobs at once") from None
         self._claimed = plan
 
     def bind(self) -> None:
@@ -178,7 +193,7 @@ class Group:
         stacks: dict[str, torch.Tensor] = {}
         for given in self.captured.capture.inputs:
             if given.kind in ("parameter", "buffer") and given.job < 0:
-                stacks[given.name] = torch.stack([owner.tensors[given.name].detach() for owner in owners])
+                stacks[given.name] = _stack([owner.tensors[given.name].detach() for owner in owners])
                 for seat in live:
                     seat.owner.tensors[given.name].data = stacks[given.name][seat.number]
         self.binding, self.slots, self.leaves = bind_stacked(self.captured, owners, stacks)
@@ -239,6 +254,13 @@ class Group:
             self.times.append(one.run.busy_ns * 1e-9 / self.size)
             if len(self.times) == TRIED_ROUNDS and not self.fusing.forced:
                 self.fusing.judge(self)
+
+
+def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """In one memory, in which each lies as before: kernels of updates walk it side by side with the optimizer's state."""
+    one = tensors[0]
+    sizes, strides = [len(tensors), *one.shape], [one.numel(), *one.stride()]
+    return torch.stack(tensors, out=one.new_empty_strided(sizes, strides))
 
 
 def result_of(outputs: list[torch.Tensor], plain: CapturedStep) -> Any:

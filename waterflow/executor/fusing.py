@@ -11,6 +11,7 @@ import logging
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class Fusing:
         self._changed = threading.Condition(self.lock)  # who sits where
         self._expected = 0
         self._seats: dict[Member, Seat] = {}
+        self._gone: deque[Member] = deque()  # whose steps were collected
         self._settled: set[Member] = set()  # on their own for good
         self._waiting: dict[int, list[tuple[Member, Variant]]] = {}  # by capture
         self._groups: list[Group] = []
@@ -51,8 +53,24 @@ class Fusing:
             self._expected += jobs
             self._changed.notify_all()
 
-    def submit(self, member: Member, variant: Variant, leaves: list[Any], form: Any) -> FusedPending | None:
+    def forget(self, member: Member) -> None:
+        """Its step is gone. May be called wherever objects are collected: what cannot be done there is done soon."""
+        self._gone.append(member)
+        if self.engine.native.on_a_lane or self.lock._is_owned():  # type: ignore[attr-defined]
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self.lock.release()
+
+    def _let_go(self) -> None:
+        while self._gone:
+            self.leave(self._gone.popleft())
+
+    def submit(self, member: Member, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
         """Hand a batch to the step's group; None where it is to run alone."""
+        self._let_go()
         if member in self._settled:
             return None
         seat = self._seat(member, variant)
@@ -61,7 +79,7 @@ class Fusing:
         with self._changed:
             assert seat.readings is not None
             pending = FusedPending(
-                seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update()
+                seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update(), step
             )
             seat.queue.append(pending)
             with self._or_alone(seat.group):
@@ -81,6 +99,9 @@ class Fusing:
     # -- who sits where
 
     def _seat(self, member: Member, variant: Variant) -> Seat | None:
+        seat = self._seats.get(member)
+        if seat is not None and seat.group.plain is variant.plain:  # what it did alone meanwhile comes first
+            _await_steps(member)
         with self._changed:
             seat = self._seats.get(member)
             if seat is not None:
@@ -94,7 +115,9 @@ class Fusing:
                 if seat.group.over:
                     self.leave(member)
                 return None
-            if variant.planned.wants_profile:  # alone first, to know what that takes
+            if (
+                variant.planned.wants_profile or variant.claimed is None
+            ):  # alone first, to know what that takes, and claim it
                 return None
             if id(variant.plain) in self._refused or not _can_be_stacked(variant):
                 self._settle(member)
@@ -200,10 +223,13 @@ class Fusing:
         self._changed.notify_all()
 
     def judge(self, group: Group) -> None:
-        """Keep a group only where its steps take less time than alone."""
+        """Keep a group only where its steps take less time than alone, on the lanes that its jobs would then share."""
         alone = statistics.median(seat.variant.planned.plan.seconds for seat in group.live())
         together = statistics.median(group.times)
-        if together > WORTH * alone:
+        size = len(group.live())
+        jobs = max(size, self._expected, len(self._seats) + len(self._settled))
+        lanes = min(size, max(1.0, self.engine.lanes * size / jobs))  # the group has one, whatever it has of jobs
+        if together > WORTH * alone / lanes:
             logger.info(
                 "%s go on alone: %.3g ms a step, %.3g alone", self.engine.names[group.job], together * 1e3, alone * 1e3
             )

@@ -277,7 +277,7 @@ class _Lowering:
             return [
                 (1, i, list(parameter.meta["val"].stride()))
                 for i, parameter in enumerate(values[0])
-                if parameter.meta["val"].dim() > 1
+                if parameter.meta["val"].dim()
             ]
         return []
 

@@ -378,7 +378,10 @@ def _update_groups(graph: fx.Graph, tracer: _StepTracer) -> dict[str, int]:
     groups = {}
     for node in graph.nodes:
         if node.op == "call_function" and fake_rules.is_update(node.target):
-            groups[node.name] = group_of[names[node.args[0][0]]]
+            parameter = node.args[0][0]
+            while parameter not in names:  # the forward pass has changed it in place
+                parameter = parameter.args[0]
+            groups[node.name] = group_of[names[parameter]]
     return groups
 
 

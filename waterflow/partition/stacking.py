@@ -25,7 +25,7 @@ from waterflow.errors import CaptureError
 from waterflow.partition.capture import Capture
 from waterflow.partition.cleanup import clean_up
 from waterflow.partition.fake_rules import TracingMode
-from waterflow.partition.operators import is_random, running_statistics, storage_id, tensors_in, written_by
+from waterflow.partition.operators import is_random, is_view, running_statistics, storage_id, tensors_in, written_by
 from waterflow.partition.recorder import NotPlain, Recorder
 from waterflow.partition.spec import GraphInput
 from waterflow.partition.stacking_rules import RULES, is_pointwise, pointwise
@@ -64,7 +64,7 @@ def stack(capture: Capture, jobs: int) -> Capture:
             return _Stacking(capture, jobs).run(started)
     except CaptureError:
         raise
-    except (RuntimeError, NotPlain, TypeError, ValueError) as error:
+    except (RuntimeError, NotPlain, TypeError, ValueError, IndexError) as error:
         text = str(error).strip().splitlines()
         raise CaptureError(
             f"jobs cannot share operations: {type(error).__name__}: {text[0] if text else ''}"
@@ -163,6 +163,12 @@ class _Stacking:
             if node.op == "call_function" and node.meta["phase"] != "update"
             for source in (*written_by(node), *running_statistics(node))
         }
+        for node, given in zip(self.capture.graph.nodes, self.capture.inputs):  # placeholders come first
+            if given.kind in ("parameter", "batch") and any(_shares(one, node) for one in changed):
+                what = f"{given.kind} {given.name!r}" if given.name else "its batch"
+                raise CaptureError(
+                    f"the forward pass changes {what}, which is a copy, or another job's, where jobs are one"
+                )
         for node in self.buffers:
             if any(_shares(one, node) for one in changed):
                 buffer = self.values[node].made
@@ -213,6 +219,13 @@ class _Stacking:
 
     def _each(self, node: fx.Node) -> _Value:
         """One call for each job, on its slices."""
+        if any(not (self.values[c].stacked or self.values[c].apart) for c in written_by(node)):
+            raise CaptureError(f"{node.target} changes what all jobs share")
+        computes = node.meta["phase"] != "update"
+        if computes and written_by(node) and not _returns_what_it_changes(node.target):
+            raise CaptureError(
+                f"{node.target} changes one tensor and returns another, which would be missing with its job"
+            )
         made = []
         for job in range(self.jobs):
             before = next(reversed(self.recorder.graph.nodes))
@@ -225,6 +238,15 @@ class _Stacking:
         for source in written_by(node):
             if self.values[source].stacked and isinstance(node.meta.get("val"), torch.Tensor):
                 return self.values[source]  # it has been written into, slice by slice
+        if computes and any(storage_id(t) in self.written for t in tensors_in(node.meta["val"])):
+            # What is written into must be one memory for all, as views of it would look at copies.
+            if is_view(node.target):
+                raise CaptureError(f"{node.target} is written through, and looks at one job at a time")
+            if isinstance(node.meta["val"], torch.Tensor):
+                return _Value(aten.stack.default(made), stacked=True)
+            return _Value(
+                tuple(aten.stack.default(list(m)) if m[0] is not None else None for m in zip(*made)), stacked=True
+            )
         return _Value(made, apart=True)
 
     def _name(self, node: fx.Node, new: fx.Node) -> None:
@@ -331,6 +353,11 @@ def _draws(node: fx.Node) -> bool:
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     given = {a.name: value for a, value in zip(schema.arguments, node.args)} | dict(node.kwargs)
     return "dropout_p" not in defaults or bool(given.get("dropout_p", defaults["dropout_p"]))
+
+
+def _returns_what_it_changes(target: Any) -> bool:
+    returns = target._schema.returns
+    return all(r.alias_info is not None and r.alias_info.is_write for r in returns)
 
 
 def _has_batching_rule(target: Any) -> bool:

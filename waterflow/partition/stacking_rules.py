@@ -101,6 +101,8 @@ def _by_dimension(*places: int) -> Callable[[Stacking, fx.Node], Any]:
         if len(node.args) <= max(places) or not stacking.all_stacked(*node.all_input_nodes):
             return NotImplemented
         args = stacking.stacked_args(node)
+        if args[0].dim() == 1:  # a number of each job has no dimension, though its -1 and 0 are let pass
+            return NotImplemented
         for place in places:
             given = args[place]
             if given is None or (isinstance(given, (list, tuple)) and not given):
