@@ -448,3 +448,21 @@ def test_jobs_of_a_known_kind_claim_their_memory() -> None:
     state = sum(t.nbytes for t in results[0].state_dict.values())
     assert min(claimed) >= 2 * state  # at least its own, with momentum
     assert claimed[len(claimed) // 2] >= 6 * state  # and those of the others, which are there all along
+
+
+def test_empty_seats_are_claimed() -> None:
+    class Watch(wf.Callback):
+        def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
+            if job.name == "job-2" and epoch == 38:
+                claimed.append(engine.claimed())
+
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4096), nn.ReLU(), nn.Linear(4096, 4))
+
+    claimed: list[int] = []
+    jobs = [job(n, model=wide, epochs=2 if n < 2 else 40) for n in range(4)]
+    with Engine(lanes=1, memory="1GiB", exact=False, mode="fused") as engine:
+        results = wf.train(jobs, engine=engine, max_concurrent=4, callbacks=[Watch()])
+    assert all(result.fused_steps for result in results)
+    model = sum(p.nbytes for p in wide().parameters())
+    assert claimed[0] >= 6 * model  # two jobs with their momentum, and two seats

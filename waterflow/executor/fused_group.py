@@ -158,10 +158,11 @@ class Group:
         self.times: list[float] = []  # seconds of a job's step
         phases = [node.meta["phase"] for node in self.captured.lowered.instructions]
         self.first_update = phases.index("update") if "update" in phases else len(phases)
-        self._claimed: Plan | None = None
+        self._claimed: tuple[Plan, int] | None = None
+        self.seat_bytes = 0  # of stacks, for each seat
         self.job = self.engine.add_job(f"{self.size} jobs as one, {members[0][0].name} and others")
         try:
-            self._claim()
+            self.claim()
             for number, (member, variant) in enumerate(members):
                 self.seats[number] = Seat(self, number, member, variant)
             self.bind()
@@ -171,17 +172,17 @@ class Group:
 
     # -- memory
 
-    def _claim(self) -> None:
-        """Claim memory for rounds. Raises CaptureError where others would have to leave for it."""
-        plan = self.planned.plan
-        if plan is self._claimed:
+    def claim(self) -> None:
+        """Claim memory for rounds, and for empty seats. Raises CaptureError where others would have to leave for it."""
+        plan, empty = self.planned.plan, self.seats.count(None) * self.seat_bytes
+        if self._claimed is not None and plan is self._claimed[0] and empty == self._claimed[1]:
             return
-        own = replace(plan, persistent=0, batch=2 * plan.batch)  # its jobs have claimed the rest
+        own = replace(plan, persistent=empty, batch=2 * plan.batch)  # its jobs have claimed the rest
         try:  # others cannot leave, and give memory back, while this waits: it holds their lock
             self.engine.claim(self.job, own, patient=False)
         except MemoryLimitError:
             raise CaptureError("there is no memory for the steps of several jobs at once") from None
-        self._claimed = plan
+        self._claimed = plan, empty
 
     def bind(self) -> None:
         """Lay the tensors of all seats into new stacks. No round may be under way."""
@@ -196,6 +197,7 @@ class Group:
                 stacks[given.name] = _stack([owner.tensors[given.name].detach() for owner in owners])
                 for seat in live:
                     seat.owner.tensors[given.name].data = stacks[given.name][seat.number]
+        self.seat_bytes = sum(each.nbytes for each in stacks.values()) // self.size
         self.binding, self.slots, self.leaves = bind_stacked(self.captured, owners, stacks)
         self.binding.set_generators([seat.member.generator if seat is not None else None for seat in self.seats])
         for seat in live:
@@ -230,7 +232,7 @@ class Group:
         tensors = [torch.stack([p.leaves[leaf] for p in present]) for leaf in self.leaves]
         whole = len(given) == self.size
         one.profiled = whole and self.planned.wants_profile
-        self._claim()
+        self.claim()
         readings = [pending.readings for pending in given.values()]
         run = self.binding.run(self.planned.native, tensors, self.slots, one.profiled, readings)
         if not whole:

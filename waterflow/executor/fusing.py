@@ -204,6 +204,9 @@ class Fusing:
             group.seats[seat.number] = None
             if len(group.live()) < 2:
                 self._dissolve(group, None)
+            else:
+                with self._or_alone(group):
+                    group.claim()
             self._changed.notify_all()
 
     def _dissolve(self, group: Group, error: BaseException | None) -> None:
