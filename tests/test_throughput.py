@@ -209,7 +209,7 @@ def test_goals_are_against_the_best_of_their_peers() -> None:
 
 
 def test_a_goal_without_its_peer_does_not_hold() -> None:
-    entries = goals.rows({"mlp x8": {SOLO: [1.0, 1.0], "waterflow": [9.0, 9.0], "process per job": [1.5, 1.6]}})
+    entries = goals.rows({"mlp x8": {SOLO: [1.0, 1.0], "waterflow, fused": [9.0, 9.0], "process per job": [1.5, 1.6]}})
     assert [entry["holds"] for entry in entries] == [True, False, False]
     assert "was not measured" in entries[1]["against"]
 
