@@ -115,9 +115,8 @@ class Fusing:
                 if seat.group.over:
                     self.leave(member)
                 return None
-            if (
-                variant.planned.wants_profile or variant.claimed is None
-            ):  # alone first, to know what that takes, and claim it
+            # Alone first, to know what that takes, and to claim it.
+            if variant.planned.wants_profile or variant.claimed is None:
                 return None
             if id(variant.plain) in self._refused or not _can_be_stacked(variant):
                 self._settle(member)
