@@ -229,10 +229,10 @@ class Engine:
         """The most that a worker's jobs held together, or wait to hold, and their largest height; None before a claim."""
         return self._asked.get(worker)
 
-    def would_fit(self, plan: Plan, job: int = -1) -> bool:
-        """Whether a job with this plan, a further one or one that is here, could claim its memory now."""
+    def would_fit(self, plan: Plan) -> bool:
+        """Whether a further job with this plan could claim its memory now."""
         with self._guard:
-            return self._fits(job, plan.persistent + plan.batch, plan.height)
+            return self._fits(-1, plan.persistent + plan.batch, plan.height)
 
     def release(self, job: int) -> None:
         """Give back what a job claimed."""

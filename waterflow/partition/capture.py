@@ -64,7 +64,6 @@ class Capture:
     early_updates: int  # places before the step's end where parameters change
     apart: bool  # no two of the step's tensors lie on the same bytes
     seconds: float
-    jobs: int = 1  # in a step of several, stacked
 
     @property
     def nodes(self) -> int:

@@ -111,7 +111,7 @@ class _Stacking:
         clean_up(made)
         return replace(
             self.capture, graph=made, inputs=tuple(self.inputs), update_groups=self.update_groups,
-            dropout_rates=self.dropout_rates, jobs=self.jobs, seconds=time.perf_counter() - started,
+            dropout_rates=self.dropout_rates, seconds=time.perf_counter() - started,
         )  # fmt: skip
 
     # -- inputs
