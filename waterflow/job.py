@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
@@ -167,7 +167,14 @@ class JobResult:
 
 
 class Results(list[JobResult]):
-    """The results of several jobs, in the order in which they were handed in."""
+    """The results of several jobs, in the order in which they were handed in.
+
+    ``decisions`` tells in words what the engine tried with ``mode="auto"``, and what it kept.
+    """
+
+    def __init__(self, results: Iterable[JobResult] = (), decisions: Sequence[str] = ()) -> None:
+        super().__init__(results)
+        self.decisions = tuple(decisions)
 
     @property
     def failed(self) -> Results:

@@ -24,7 +24,14 @@ from waterflow.executor.fused_group import FusedPending, Member, weakly
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
-from waterflow.executor.step_checks import check_arguments, default_name, default_random_state, device_of, node_error
+from waterflow.executor.step_checks import (
+    check_arguments,
+    check_device,
+    default_name,
+    default_random_state,
+    device_of,
+    node_error,
+)
 from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
@@ -124,11 +131,8 @@ class Step:
             clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model),
             early_updates=early_updates,
         )  # fmt: skip
-        if self.engine is not None and self._spec.device != self.engine.device:
-            raise InvalidJobError(
-                f"model of step {self.name!r} is on {self._spec.device}, its engine trains on {self.engine.device}; "
-                f"move the model with model.to({str(self.engine.device)!r}) before making the step"
-            )
+        if self.engine is not None:
+            check_device(self.name, self._spec.device, self.engine.device)
         if generator is None and self.engine is not None:
             generator = torch.Generator(self.engine.device)
             generator.set_state(default_random_state(self.engine.device))
@@ -137,7 +141,9 @@ class Step:
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self.recompute = height = parse_recompute(recompute)
-        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, height)
+        exact = self.engine is None or self.engine.exact
+        called = type(model).__name__
+        self._variants = Variants(self._spec, generator, threads, called, ordered, self._hold, height, exact)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
@@ -316,6 +322,7 @@ class Step:
         try:
             if self.engine is not None:
                 self.engine.native.wait(run)
+                self.engine.look()
             elif not run.done:
                 raise JobCancelled(f"step {self.name!r}: an earlier step of this job failed")
             outputs = run.outputs()
@@ -330,6 +337,8 @@ class Step:
         except BaseException:
             self._fall(pending)
             raise
+        if self._member is not None:
+            self._member.busy_ns = min(self._member.busy_ns, run.busy_ns)
         if pending in self._under_way:
             self._under_way.remove(pending)
             self.steps += 1

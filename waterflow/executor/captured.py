@@ -113,6 +113,7 @@ class CapturedStep:
     memory: list[OperationMemory]
     predicted: Plan
     keep: list[Any]  # what the key counts by identity
+    exact: bool = True  # the bits of the captured operations
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -138,6 +139,10 @@ class CapturedStep:
             self.predicted.forward, tuple(map(_line_of, instructions)), followed.asked, followed.hidden,
         )  # fmt: skip
 
+    def inexact(self) -> CapturedStep:
+        """The same by operations that are measured to be faster, and may round otherwise."""
+        return assemble(self.capture, self.predicted.name, [*self.keep, self], exact=False)
+
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""
         with self._lock:
@@ -155,9 +160,9 @@ def build(
         return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
 
 
-def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
+def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -> CapturedStep:
     """Lower and plan a capture. Raises CaptureError."""
-    lowered = lower(capture)
+    lowered = lower(capture, exact)
     memory = operation_memory(capture.graph, lowered.instructions)
     if not memory:
         raise CaptureError("the step computes nothing")
@@ -165,7 +170,7 @@ def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
     phases = [node.meta.get("phase") for node in lowered.instructions]
     forward = next((i for i, phase in enumerate(phases) if phase != "forward"), len(phases))
     predicted = make_plan(name, memory, persistent=persistent, batch=batch, forward=forward)
-    return CapturedStep(capture, lowered, memory, predicted, keep)
+    return CapturedStep(capture, lowered, memory, predicted, keep, exact)
 
 
 def _line_of(node: fx.Node) -> str:

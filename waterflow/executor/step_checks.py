@@ -82,3 +82,12 @@ def node_error(step: str, node: fx.Node, message: str) -> StepError:
     where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
     phase = node.meta.get("phase", "")
     return StepError(f"{node.target} in the {phase} of step {step!r} failed: {message.strip()}{where}")
+
+
+def check_device(name: str, model: torch.device, engine: torch.device) -> None:
+    """Raise InvalidJobError where the model of a step is on another device than its engine."""
+    if model != engine:
+        raise InvalidJobError(
+            f"model of step {name!r} is on {model}, its engine trains on {engine}; move the model with "
+            f"model.to({str(engine)!r}) before making the step"
+        )

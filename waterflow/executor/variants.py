@@ -94,12 +94,12 @@ class Variants:
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
     profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
-    are brought to that height.
+    are brought to that height. Where they need not be ``exact`` they may round otherwise than the user's operations.
     """
 
     def __init__(
         self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None, recompute: Recompute = None,
+        hold: Hold | None, recompute: Recompute = None, exact: bool = True,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
@@ -108,6 +108,7 @@ class Variants:
         self._own_plans = own_plans
         self._hold = hold
         self._recompute = recompute
+        self._exact = exact
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
@@ -196,7 +197,7 @@ class Variants:
         """The form of a captured step that is at most ``height`` bytes high; found, or made."""
         if height is None or not plain.capture.apart:
             return plain
-        return captures.get((structure, key, height), lambda: recomputing(plain, height))
+        return captures.get((structure, key, height, plain.exact), lambda: recomputing(plain, height))
 
     def _capture(
         self, spec: StepSpec, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None
@@ -219,6 +220,8 @@ class Variants:
             structure = (structure, rates(spec.model))
             spec = replace(spec, rates_matter=True)
             found = captures.get((structure, key), make)
+        if not self._exact:
+            found = captures.get((structure, key, "inexact", self._threads), found.inexact)
         return found, structure, looked
 
     # -- what the variants share
