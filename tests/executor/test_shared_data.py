@@ -275,11 +275,43 @@ def test_nobody_waits_for_one_that_waits_for_memory() -> None:
     assert time.monotonic() - began < data.patience / 2
 
 
+def test_nobody_waits_for_a_job_that_has_read_all() -> None:
+    data = wf.SharedData(loader(), patience=1000.0)
+    short, long = data.reader(1), data.reader(2)
+    once, twice = in_threads(lambda: list(short.epoch()), lambda: read(long))
+    assert len(once) == BATCHES and list(map(len, twice)) == [BATCHES] * 2
+    short.close()
+
+
+def test_a_job_that_comes_when_its_first_batch_is_about_to_go() -> None:
+    reading, go = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in range(4):
+            if number == 1:
+                reading.set()
+                assert go.wait(timeout=30)
+            yield torch.rand(2)
+
+    data = wf.SharedData(batches, ahead=1, patience=1000.0)
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.append(read(data.reader(1))), daemon=True)
+    first.start()
+    assert reading.wait(timeout=30)
+    late = data.reader(1)
+    go.set()
+    while data._parties[0].item(1) is None:
+        time.sleep(0.001)
+    (got,) = in_threads(lambda: read(late))
+    first.join(timeout=30)
+    assert [got] == found and len(got[0]) == 4
+
+
 def test_a_job_that_was_never_run_holds_nobody_up_for_ever() -> None:
     data = wf.SharedData(loader(), patience=0.1)
     ghost = data.reader(1)
     assert len(in_threads(lambda: read(data.reader(1)))[0][0]) == BATCHES
-    data.patience = 1000.0
+    data.patience, ghost = 1000.0, data.reader(1)
     del ghost
     assert len(in_threads(lambda: read(data.reader(1)))[0][0]) == BATCHES
 
@@ -365,6 +397,19 @@ def test_no_worker_process_is_left(fails: bool) -> None:
     results = wf.train([job(f"j{i}", data) for i in range(2)], on_error="continue")
     assert {result.status for result in results} == {"failed" if fails else "completed"}
     assert {process.pid for process in multiprocessing.active_children()} <= before
+
+
+def test_the_last_to_leave_ends_the_workers_of_its_pass() -> None:
+    data = wf.SharedData(loader(num_workers=1))
+    one, other = data.reader(1), data.reader(1)
+    next(one.epoch())
+    source = one.party.source  # held here: nothing ends by being forgotten
+    workers = list(source._batches._reading._workers)
+    one.close()
+    assert all(worker.is_alive() for worker in workers)
+    other.close()
+    other.close()
+    assert workers and not any(worker.is_alive() for worker in workers)
 
 
 def test_nothing_to_read_and_what_cannot_be_shared() -> None:

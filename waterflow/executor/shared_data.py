@@ -161,11 +161,10 @@ class SharedData:
             return mine
         for party in self._parties:
             at = party.number_of(reader.place)
-            # The oldest item goes when the one that is being read comes.
-            if at is not None and party.readers and party.head()[0] + (party.busy in party.readers) - at <= self.ahead:
+            if at is not None and party.readers:
                 return self._join(reader, party, at)
         if mine is not None and reader.at == mine.head()[0]:
-            return mine
+            return mine  # else it came when its batch was just about to go
         for party in self._parties:
             if party.readers and party.head()[1:] == reader.place:
                 return self._join(reader, party, party.head()[0])
@@ -215,8 +214,8 @@ class SharedData:
         number, epoch, index = place
         try:
             try:
-                if source is None or (source.epoch, source.index) != (epoch, index):
-                    source = _Pass(self._open(epoch), epoch)
+                if source is None:
+                    source = _Pass(self._open(epoch))
                 batch = source.read(index)
                 item = _Item(number, epoch, index, batch, last=batch is _END)
             except Exception as error:
@@ -323,18 +322,17 @@ class _Party:
 class _Pass:
     """One pass over an epoch, and how far it has come."""
 
-    def __init__(self, batches: Batches, epoch: int) -> None:
-        self.epoch = epoch
-        self.index = 0
+    def __init__(self, batches: Batches) -> None:
+        self._read = 0
         self._batches = batches
         self._iterator = batches.epoch()
 
     def read(self, index: int) -> Any:
         """The batch at ``index``, or the end; those before it are let go."""
-        while self.index < index:
+        while self._read < index:
             next(self._iterator, _END)
-            self.index += 1
-        self.index += 1
+            self._read += 1
+        self._read += 1
         return next(self._iterator, _END)
 
     def close(self) -> None:
