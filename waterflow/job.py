@@ -16,6 +16,7 @@ from waterflow.errors import InvalidJobError
 if TYPE_CHECKING:
     import pandas
 
+    from waterflow.executor.shared_data import SharedData
     from waterflow.partition.recompute import Recomputed
 
 Status = Literal["completed", "failed", "pruned", "cancelled"]
@@ -32,7 +33,7 @@ class Job:
         data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one. A
             function that makes an iterator is called for each epoch.
             A DataLoader that several jobs share is shuffled for each with the job's own random numbers; an iterable
-            that keeps a generator of its own is better made by a function.
+            that keeps a generator of its own is better made by a function. One ``SharedData`` of several jobs is read once.
         optimizer: A function of the parameters that makes a ``torch.optim`` optimizer.
         loss: ``loss(output, target)`` for batches ``(input, ..., target)``, or a function of (model, batch).
         step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
@@ -48,7 +49,7 @@ class Job:
 
     name: str
     model: Callable[[], nn.Module] | nn.Module
-    data: Iterable[Any] | Callable[[], Iterable[Any]]
+    data: Iterable[Any] | Callable[[], Iterable[Any]] | SharedData
     optimizer: Callable[[Any], torch.optim.Optimizer]
     loss: Callable[..., Any] | nn.Module | None = None
     step: Callable[[nn.Module, Any], Any] | None = None
@@ -77,7 +78,7 @@ class Job:
                 f"job {self.name!r}: optimizer must be a function of the parameters, such as "
                 f"lambda params: torch.optim.AdamW(params, lr=1e-3); got {_shown(self.optimizer)}"
             )
-        if not callable(self.data) and not hasattr(self.data, "__iter__"):
+        if not callable(self.data) and not hasattr(self.data, "__iter__") and not hasattr(self.data, "reader"):
             advice = "; read it through a DataLoader" if isinstance(self.data, Dataset) else ""
             raise InvalidJobError(
                 f"job {self.name!r}: data must be iterable or a function that makes an iterable; "

@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
 from waterflow.executor import eager
+from waterflow.executor.batch_copies import copied
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
-from waterflow.executor.fused_group import FusedPending, Member, weakly
+from waterflow.executor.fused_group import FusedPending, Member, result_of, weakly
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
@@ -154,6 +155,7 @@ class Step:
         self._last_plan: Plan | None = None
         self.job: int | None = None
         self.batches_ahead = 1
+        self.shared_batches = False  # with other jobs: a step that changes its batch then has a copy
         self._worker = current_worker()
         self.fused_steps = 0  # done together with those of other jobs
         self._member: Member | None = None
@@ -277,7 +279,7 @@ class Step:
         plan, native, profiled = planned.plan, planned.native, planned.wants_profile
         behind = variant.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
-        run = variant.binding.run(native, variant.given(leaves, wait), variant.slots, profiled)
+        run = variant.binding.run(native, variant.given(leaves, wait, self.shared_batches), variant.slots, profiled)
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)
@@ -352,10 +354,7 @@ class Step:
             self.missed_requests += run.missed
             pending.variant.planned.count_misses(run.missed)
         self.measured_height = max(self.measured_height, pending.variant.planned.measured_height)
-        metrics = pending.variant.captured.capture.metrics
-        if metrics:
-            return outputs[0], dict(zip(metrics, outputs[1:]))
-        return outputs[0]
+        return result_of(outputs, pending.variant.captured)
 
     def _fall(self, pending: Pending) -> None:
         """A step failed: it, and those handed in behind it, are as if they had not been."""
@@ -381,6 +380,7 @@ class Step:
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
+        batch = copied(batch) if self.shared_batches else batch
 
         def work() -> None:
             if refused is not None:

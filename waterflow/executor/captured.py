@@ -22,6 +22,7 @@ from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.liveness import OperationMemory, follow, operation_memory
+from waterflow.partition.operators import running_statistics, storage_id, written_by
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
@@ -123,6 +124,18 @@ class CapturedStep:
         """The model's buffers that a step changes."""
         given = self.capture.inputs
         return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
+
+    @functools.cached_property
+    def changed_leaves(self) -> frozenset[int]:
+        """The leaves of the batch that a step changes in place, through views of them, too."""
+        changed = {
+            storage_id(source.meta["val"])
+            for node in self.capture.graph.nodes
+            for source in (*written_by(node), *running_statistics(node))
+        }
+        given = zip(self.capture.graph.nodes, self.capture.inputs)  # placeholders come first
+        batch = [(node, one.leaf) for node, one in given if one.kind == "batch"]
+        return frozenset(leaf for node, leaf in batch if storage_id(node.meta["val"]) in changed)
 
     def footprint(self, with_batch: bool = False) -> Footprint:
         """What the step asks of memory, as far as the graph knows it.

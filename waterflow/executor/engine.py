@@ -238,6 +238,10 @@ class Engine:
         """The most that a worker's jobs held together, or wait to hold, and their largest height; None before a claim."""
         return self._asked.get(worker)
 
+    def waits(self, thread: int | None) -> bool:
+        """Whether a thread waits for memory that others hold."""
+        return thread in self._waiting
+
     def would_fit(self, plan: Plan) -> bool:
         """Whether a further job with this plan could claim its memory now."""
         with self._guard:

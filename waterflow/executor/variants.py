@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.executor.batch_copies import copies_of
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.recomputing import recomputing
@@ -68,12 +69,15 @@ class Variant:
     guarded: bool = False  # whether there is such memory
     claimed: Plan | None = None
 
-    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
+    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None, shared: bool = False) -> list[Any]:
         """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.
 
-        ``before_copies`` is called before any is made: a step that still runs may change them, too.
+        ``before_copies`` is called before any is made: a step that still runs may change them, too. Of a batch that is
+        ``shared`` with other jobs, a step that changes it has copies.
         """
         given = [leaves[i] for i in self.leaves]
+        if shared and self.captured.changed_leaves:
+            given = copies_of(given)
         if not self.guarded:
             return given
         inside = [i for i, tensor in enumerate(given) if self.changed_early.have(tensor)]
