@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
+from waterflow.errors import CaptureError, JobCancelled
 from waterflow.executor import eager
+from waterflow.executor import step_checks as checks
 from waterflow.executor.batch_copies import copied
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
@@ -25,14 +26,6 @@ from waterflow.executor.fused_group import FusedPending, Member, result_of, weak
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
-from waterflow.executor.step_checks import (
-    check_arguments,
-    check_device,
-    default_name,
-    default_random_state,
-    device_of,
-    node_error,
-)
 from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
@@ -111,9 +104,9 @@ class Step:
         engine: Engine | None = None,
     ) -> None:
         self.engine = engine if engine is not None else current_engine()
-        self.name = name or default_name(model)
+        self.name = name or checks.default_name(model)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
-        check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
+        checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         self.model = model
         self.optimizer = optimizer
         self.accumulate = accumulate
@@ -129,14 +122,13 @@ class Step:
             holders.check(self._hold, holder, [p for group in optimizer.param_groups for p in group["params"]])
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
-            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model),
+            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=checks.device_of(model),
             early_updates=early_updates,
         )  # fmt: skip
-        if self.engine is not None:
-            check_device(self.name, self._spec.device, self.engine.device)
+        checks.check_device(self.name, self._spec.device, self.engine)
         if generator is None and self.engine is not None:
             generator = torch.Generator(self.engine.device)
-            generator.set_state(default_random_state(self.engine.device))
+            generator.set_state(checks.default_random_state(self.engine.device))
         self.generator = generator
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
@@ -159,8 +151,7 @@ class Step:
         self._worker = current_worker()
         self.fused_steps = 0  # done together with those of other jobs
         self._member: Member | None = None
-        fusing = self.engine.fusing if self.engine is not None else None
-        if fusing is not None and accumulate == 1 and recompute is None:
+        if (fusing := getattr(self.engine, "fusing", None)) is not None and accumulate == 1 and recompute is None:
             own = weakly(self._submit_alone), self._under_way.copy, weakly(self._fused)
             self._member = Member(fusing, self.name, generator, optimizer, self._variants, *own)
             weakref.finalize(self, fusing.forget, self._member)
@@ -335,7 +326,7 @@ class Step:
             self._fall(pending)
             assert pending.variant is not None
             node = pending.variant.captured.lowered.instructions[run.failed_node]
-            raise node_error(self.name, node, str(error)) from None
+            raise checks.node_error(self.name, node, str(error)) from None
         except BaseException:
             self._fall(pending)
             raise

@@ -18,7 +18,7 @@ from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
 from waterflow.executor import cuda_lanes
 from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
-from waterflow.executor.memory_limit import parse_memory, reserve_of
+from waterflow.executor.memory_limit import Claim, parse_memory, reserve_of
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
@@ -41,20 +41,6 @@ class EngineFigures:
     busy_by_lane: tuple[float, ...]
     scheduling_seconds: float
     peak_held: int
-
-
-@dataclass
-class Claim:
-    """What one job holds for as long as it is in the engine, and the largest height that its steps reach.
-
-    ``owner`` is the thread that claimed it, ``worker`` what that is known as to a study.
-    """
-
-    name: str
-    owner: int
-    worker: int | None
-    bytes: int
-    height: int
 
 
 class Engine:
