@@ -122,10 +122,10 @@ class Threads(OneAfterTheOther):
 
 
 class Steps(Threads):
-    """waterflow: the same threads, a ``wf.Step`` in each, one engine with its defaults for all."""
+    """waterflow: the same threads, a ``wf.Step`` in each, one engine for all, which keeps the bits of each job alone or not."""
 
-    def __init__(self, jobs: Sequence[MadeJob], fused: bool = False) -> None:
-        self.engine = wf.Engine(exact=False, mode="fused") if fused else wf.Engine()
+    def __init__(self, jobs: Sequence[MadeJob], keeps_bits: bool = True) -> None:
+        self.engine = wf.Engine(exact=keeps_bits)
         super().__init__(jobs, partial(captured_step, engine=self.engine))
 
     def close(self) -> None:
@@ -157,12 +157,11 @@ class _Watched:
 
 
 class Train:
-    """waterflow: one call of ``wf.train`` with its defaults, from its start to its end; or all jobs fused."""
+    """waterflow: one call of ``wf.train``, from its start to its end."""
 
-    def __init__(self, jobs: Sequence[MadeJob], fused: bool = False) -> None:
+    def __init__(self, jobs: Sequence[MadeJob], keeps_bits: bool = True) -> None:
         self.jobs = jobs
-        self.settings: dict[str, Any] = {"exact": False, "mode": "fused"} if fused else {}
-        self.settings["max_concurrent"] = len(jobs)
+        self.settings: dict[str, Any] = {"exact": keeps_bits, "max_concurrent": len(jobs)}
 
     def run(self, steps: Sequence[int]) -> list[Track]:
         """Optimizers are made anew by each call. Step times are those between batches; the last step is the call's end."""
@@ -205,8 +204,8 @@ RUNNERS: dict[str, Callable[[Sequence[MadeJob]], Runner]] = {
     "compiled ensemble": lambda jobs: EnsembleRunner(jobs, compiled=True),
     "steps": lambda jobs: Steps(jobs),
     "train": lambda jobs: Train(jobs),
-    "fused steps": lambda jobs: Steps(jobs, fused=True),
-    "fused train": lambda jobs: Train(jobs, fused=True),
+    "inexact steps": lambda jobs: Steps(jobs, keeps_bits=False),
+    "inexact train": lambda jobs: Train(jobs, keeps_bits=False),
 }
 
 

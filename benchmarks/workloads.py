@@ -29,7 +29,7 @@ class Workload:
     """A model with its batches, loss and optimizer.
 
     ``build`` takes the dropout rate, ``dropout`` the one to train with. ``loss`` maps a model and a batch to a scalar.
-    ``steps`` is what one measured round has of all jobs together, about a second of eager work on two cores.
+    ``steps`` is what one measured round has of all jobs together, a second or two of eager work on two cores.
     """
 
     name: str
@@ -250,8 +250,8 @@ _SLOW_SGD = _SGD | {"lr": 0.001}
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("mlp", LAUNCH_BOUND, deep_mlp, _pairs(4, 64), _squared_error, AdamW, _ADAMW, 400),
-        Workload("transformer", LAUNCH_BOUND, tiny_transformer, _pairs(4, 16, 32), _squared_error, AdamW, _ADAMW, 80,
+        Workload("mlp", LAUNCH_BOUND, deep_mlp, _pairs(4, 64), _squared_error, AdamW, _ADAMW, 1600),
+        Workload("transformer", LAUNCH_BOUND, tiny_transformer, _pairs(4, 16, 32), _squared_error, AdamW, _ADAMW, 320,
                  dropout=0.1),
         Workload("lenet", MEDIUM, lenet, _pictures(64, 32, 10), _classify, SGD, _SGD, 160),
         Workload("resnet8", MEDIUM, resnet8, _pictures(32, 32, 10), _classify, SGD, _SGD, 40),
