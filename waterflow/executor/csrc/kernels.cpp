@@ -173,24 +173,34 @@ at::Tensor safe_softmax(const at::Tensor& self, int64_t dim, std::optional<at::S
   return result;
 }
 
-// Two rows of `from`, each 2 * count long or more, to maxima of 2x2 squares. A later value wins if it is greater or
-// no number; `at` is the place of the first in its plane.
-WATERFLOW_VECTORS void pool_pairs(const float* __restrict upper, const float* __restrict lower, int32_t at,
-                                  int32_t width, int64_t count, float* __restrict to, int64_t* __restrict indices) {
+// A later value wins if it is greater or no number. In bits: a branch would be guessed wrong half of the time.
+WATERFLOW_INLINE void take_later(float value, int32_t place, float& most, int32_t& found) {
+  const int32_t wins = -static_cast<int32_t>((value > most) | (value != value));
+  int32_t bits, before;
+  std::memcpy(&bits, &value, sizeof(bits));
+  std::memcpy(&before, &most, sizeof(before));
+  bits = (bits & wins) | (before & ~wins);
+  std::memcpy(&most, &bits, sizeof(bits));
+  found = (place & wins) | (found & ~wins);
+}
+
+// The four values of each 2x2 square, and the place of the first in its plane.
+struct Squares {
+  static constexpr int64_t kMost = 512;
+  float a[kMost], b[kMost], c[kMost], d[kMost];
+  int32_t first[kMost];
+};
+
+WATERFLOW_VECTORS void pool_squares(const Squares& given, int32_t width, int64_t count, float* __restrict to,
+                                    int64_t* __restrict indices) {
   for (int64_t i = 0; i < count; ++i) {
-    float most = upper[2 * i];
+    float most = given.a[i];
     int32_t found = 0;
-    const float b = upper[2 * i + 1], c = lower[2 * i], d = lower[2 * i + 1];
-    bool later = (b > most) | (b != b);
-    most = later ? b : most;
-    found = later ? 1 : found;
-    later = (c > most) | (c != c);
-    most = later ? c : most;
-    found = later ? width : found;
-    later = (d > most) | (d != d);
-    to[i] = later ? d : most;
-    found = later ? width + 1 : found;
-    indices[i] = at + 2 * static_cast<int32_t>(i) + found;
+    take_later(given.b[i], 1, most, found);
+    take_later(given.c[i], width, most, found);
+    take_later(given.d[i], width + 1, most, found);
+    to[i] = most;
+    indices[i] = given.first[i] + found;
   }
 }
 
@@ -207,19 +217,38 @@ std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& self, at::IntArray
       !all(stride, 2) || !all(padding, 0) || !all(dilation, 1) || (ceil_mode && (height % 2 || width % 2))) {
     return at::max_pool2d_with_indices(self, kernel, stride, padding, dilation, ceil_mode);
   }
-  const int64_t planes = self.size(0) * self.size(1), rows = height / 2, columns = width / 2;
+  const int64_t rows = height / 2, columns = width / 2;
   const std::array<int64_t, 4> sizes{self.size(0), self.size(1), rows, columns};
   const at::Tensor result = at::detail::empty_cpu(sizes, at::kFloat);
   const at::Tensor indices = at::detail::empty_cpu(sizes, at::kLong);
   const auto* from = self.const_data_ptr<float>();
   auto* to = result.mutable_data_ptr<float>();
   auto* places = indices.mutable_data_ptr<int64_t>();
-  for (int64_t plane = 0; plane < planes; ++plane, from += height * width) {
-    for (int64_t row = 0; row < rows; ++row, to += columns, places += columns) {
-      const auto* upper = from + 2 * row * width;
-      pool_pairs(upper, upper + width, static_cast<int32_t>(2 * row * width), static_cast<int32_t>(width), columns, to,
-                 places);
+  // Rows may be short: squares of many are gathered first.
+  Squares squares;
+  int64_t row = 0, column = 0;
+  for (int64_t done = 0; done < result.numel();) {
+    const int64_t count = std::min(Squares::kMost, result.numel() - done);
+    for (int64_t filled = 0; filled < count;) {
+      const int64_t taken = std::min(columns - column, count - filled);
+      const int64_t first = 2 * row * width + 2 * column;
+      const auto *upper = from + first, *lower = upper + width;
+      for (int64_t i = 0; i < taken; ++i, ++filled) {
+        squares.a[filled] = upper[2 * i];
+        squares.b[filled] = upper[2 * i + 1];
+        squares.c[filled] = lower[2 * i];
+        squares.d[filled] = lower[2 * i + 1];
+        squares.first[filled] = static_cast<int32_t>(first + 2 * i);
+      }
+      column += taken;
+      if (column < columns) continue;
+      column = 0;
+      if (++row < rows) continue;
+      row = 0;
+      from += height * width;
     }
+    pool_squares(squares, static_cast<int32_t>(width), count, to + done, places + done);
+    done += count;
   }
   return {result, indices};
 }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kWords = at::MERSENNE_STATE_N, kAhead = at::MERSENNE_STATE_M;
 
-inline __attribute__((always_inline)) uint32_t twisted(uint32_t u, uint32_t v) {
+WATERFLOW_INLINE uint32_t twisted(uint32_t u, uint32_t v) {
   return (((u & at::UMASK) | (v & at::LMASK)) >> 1) ^ (-(v & 1) & at::MATRIX_A);
 }
 
@@ -66,8 +66,8 @@ void draw(at::mt19937_data_pod& state, uint32_t* to, int64_t count) {
 
 // A uniform number is 53 bits of two words, the higher first; `high` and `low` are the bound's.
 template <typename T>
-inline __attribute__((always_inline)) void choose(const uint32_t* __restrict words, int64_t count, uint32_t high,
-                                                  uint32_t low, T yes, T no, T* __restrict to) {
+WATERFLOW_INLINE void choose(const uint32_t* __restrict words, int64_t count, uint32_t high, uint32_t low, T yes, T no,
+                             T* __restrict to) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t top = words[2 * i] & 0x1fffff, bottom = words[2 * i + 1];
     to[i] = ((top < high) | ((top == high) & (bottom < low))) ? yes : no;
