@@ -13,7 +13,7 @@ from torch import fx
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.faster_products import faster_form
-from waterflow.executor.shortcuts import aliases, bypassed, short_form, wraps_numbers
+from waterflow.executor.shortcuts import Mask, aliases, bypassed, masks, short_form, wraps_numbers
 from waterflow.partition.capture import Capture
 from waterflow.partition.fake_rules import is_update
 from waterflow.partition.operators import is_random, is_view, storage_id, taking_generator
@@ -64,6 +64,8 @@ class _Lowering:
         for slot, node in enumerate(placeholders):
             self.slots[node] = slot
         calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.masks = masks(calls, self.capture.dropout_rates)
+        self.done = {node for mask in self.masks.values() for node in (mask.filled, mask.divided)}
         self.numbers = self._group_numbers(calls)
         for node in nodes:
             if node.op == "get_attr":
@@ -83,7 +85,10 @@ class _Lowering:
         body = [node for node in calls if node not in fixed and node not in idle]
         results: dict[fx.Node, list[int]] = {}
         for node in body:
-            results[node], next_slot = self._number_results(node, next_slot)
+            if node in self.done:  # made in place
+                self.slots[node] = self.slots[node.args[0]]
+            else:
+                results[node], next_slot = self._number_results(node, next_slot)
         for node in nodes:  # chains of getitem on what is no tensor list do not occur below autograd
             if node.target is operator.getitem and node not in self.slots:
                 raise CaptureError(f"the graph indexes into {node.args[0]}, which is no operation's result")
@@ -96,6 +101,10 @@ class _Lowering:
         for node in body:
             if node in self.bases:
                 self._add_alias(program, node, results[node], drops[node])
+            elif node in self.done:
+                program.add_nothing(drops=sorted(drops[node]), job=node.meta.get("job", -1))
+            elif node in self.masks:
+                self._add_mask(program, self.masks[node], results[node], drops[node])
             else:
                 self._add(program, node, results[node], drops[node], view=False)
         program.set_outputs(
@@ -132,6 +141,8 @@ class _Lowering:
         for (node_name, argument_name), (module, share) in self.capture.dropout_rates.items():
             if node_name not in by_name:
                 continue  # cleaned away
+            if argument_name == "other" and by_name[node_name] in self.done:
+                continue  # the mask's other number is the same
             wrapped, job = wraps_numbers(by_name[node_name].target), by_name[node_name].meta.get("job", -1)
             given = GraphInput("wrapped" if wrapped else "number", name=module, key=share, job=job)
             if given not in rates:
@@ -259,6 +270,28 @@ class _Lowering:
             random=node.meta.get("job", 0) if random else -1,
             view=view,
             job=node.meta.get("job", -1),
+        )
+
+    def _add_mask(self, program: _C.Program, mask: Mask, results: list[int], drops: set[int]) -> None:
+        """One operator for all three nodes of a mask, where the first of them stands."""
+        like, job = self.slots[mask.empty.args[0]], mask.empty.meta.get("job", -1)
+        rate = self.numbers.get((mask.filled, "p"))
+        schema = torch.ops.waterflow.dropout_mask.default._schema
+        program.add(
+            name=schema.name,
+            overload=schema.overload_name,
+            arguments=[
+                ("slot", like, like in drops),
+                ("constant", mask.kept) if rate is None else ("slot", rate, False),
+                ("generator", max(job, 0)),
+            ],
+            results=results,
+            drops=sorted(drops - {like}),
+            expected=[],
+            result_is_list=False,
+            random=-1,
+            view=False,
+            job=job,
         )
 
     def _add_alias(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int]) -> None:

@@ -1,12 +1,14 @@
 """Shorter ways to the same bits: what torch's operators do before they reach a kernel, done once instead.
 
-A step of a launch-bound model spends most of its time on the way to kernels. Nothing here changes which kernel runs on
-which numbers, or runs one of another arithmetic.
+A step of a launch-bound model spends most of its time on the way to kernels. Nothing here runs a kernel of another
+arithmetic: those of our own (``csrc/masks.cpp``, ``csrc/kernels.cpp``, ``csrc/products.cpp``) give the bits of torch's, and call torch's where
+tensors turn out to be others than they are made for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +23,105 @@ _OF_TENSORS = {
     getattr(aten, name).Scalar: getattr(aten, name).Tensor
     for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
 }
+# Kernels of our own for tensors of float32 on the CPU, of at least one element.
+_OF_FLOATS = {
+    aten.relu.default: "relu",
+    aten.threshold_backward.default: "threshold_backward",
+    aten._safe_softmax.default: "_safe_softmax",
+    aten.max_pool2d_with_indices.default: "max_pool2d_with_indices",
+    aten.mm.default: "small_mm",
+    aten.addmm.default: "small_addmm",
+    aten.sum.dim_IntList: "sum_of_few_rows",
+}
+_OF_EQUAL_SHAPES = {aten.mul.Tensor: "mul", aten.add.Tensor: "add"}
 # Returns an alias, though its schema does not say so.
 _UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
 
 
 def short_form(target: Any, values: Sequence[Any]) -> Any:
     """The operator to call in the place of ``target`` with the same arguments."""
+    ours = _own_kernel(target, values)
+    if ours is not None:
+        return getattr(torch.ops.waterflow, ours).default
     if target in _OF_TENSORS:
         return _OF_TENSORS[target]
     if target is aten._foreach_add_.Scalar and isinstance(values[1], (int, float)) and _are_counters(values[0]):
         return torch.ops.waterflow.count_up_.default
     return target
+
+
+def _own_kernel(target: Any, values: Sequence[Any]) -> str | None:
+    """The name of our operator for what is known of the arguments; it looks at the tensors themselves, too."""
+    if target is aten.bernoulli_.float:
+        return "bernoulli_" if _is_plain(values[0], (torch.float32, torch.float64)) else None
+    if not values or not _is_plain(values[0], (torch.float32,)):
+        return None
+    if target in _OF_EQUAL_SHAPES:
+        same = _is_plain(values[1], (torch.float32,)) and _looks_like(values[0], values[1])
+        return _OF_EQUAL_SHAPES[target] if same and (len(values) == 2 or values[2] == 1) else None
+    if target is aten.mul.Scalar:
+        return "mul_number" if type(values[1]) in (int, float) else None
+    if target is aten.clone.default:
+        return "clone" if values[1] == torch.contiguous_format else None
+    return _OF_FLOATS.get(target)
+
+
+def _is_plain(value: Any, dtypes: Collection[torch.dtype]) -> bool:
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return False
+    return tensor.device.type == "cpu" and tensor.dtype in dtypes
+
+
+def _looks_like(one: fx.Node, other: fx.Node) -> bool:
+    first, second = one.meta["val"], other.meta["val"]
+    return bool(first.shape == second.shape and first.stride() == second.stride())
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A dropout mask as the graph makes it: an empty tensor, filled with ones and zeros, divided by the share kept."""
+
+    empty: fx.Node
+    filled: fx.Node
+    divided: fx.Node
+
+    @property
+    def kept(self) -> float:
+        """The share of ones."""
+        return _share(self.filled)
+
+
+def _share(filled: fx.Node) -> Any:
+    return filled.args[1] if len(filled.args) > 1 else 0.5  # the default is left out
+
+
+def masks(calls: Sequence[fx.Node], rates: Mapping[tuple[str, str], Any]) -> dict[fx.Node, Mask]:
+    """The masks that one operator can make, by the node of their empty tensor.
+
+    Nothing stands between the three nodes, nobody else looks at the first two, and both numbers are one: the same
+    constant or, in ``rates``, the same module's.
+    """
+    found = {}
+    for empty, filled, divided in zip(calls, calls[1:], calls[2:]):
+        if (
+            empty.target is aten.empty_like.default
+            and filled.target is aten.bernoulli_.float
+            and divided.target in (aten.div_.Scalar, aten.div_.Tensor)
+            and not empty.kwargs.keys() - {"pin_memory"}
+            and not filled.kwargs
+            and len(empty.args) == 1
+            and filled.args[0] is empty
+            and divided.args == (filled, _share(filled))
+            and type(_share(filled)) is float
+            and list(empty.users) == [filled]
+            and list(filled.users) == [divided]
+            and len({node.meta.get("job", -1) for node in (empty, filled, divided)}) == 1
+            and rates.get((filled.name, "p")) == rates.get((divided.name, "other"))
+            and _is_plain(empty.args[0], (torch.float32, torch.float64))
+        ):
+            found[empty] = Mask(empty, filled, divided)
+    return found
 
 
 def wraps_numbers(target: Any) -> bool:

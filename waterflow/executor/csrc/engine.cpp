@@ -156,8 +156,8 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
   leave_to_lanes(job, job.queue.size());  // their callers are not waiting for them
   run->job = id;
   if (lanes_[0]->current) run->behind_caller(lanes_[0]->current->device());
+  if (job.queue.empty()) arrive(job);
   job.queue.push_back(std::move(run));
-  note_pause(job);
   if (after && after->done && after->error) {
     fail_queue(job, std::make_exception_ptr(Cancelled(kEarlierFailed)), dropped, job.queue.size() - 1);
     return;
@@ -171,8 +171,7 @@ void Engine::batch_arrives(Job& job) {
   job.batch_arrived = true;
   job.barriers[0].arrive();
   if (job.barriers[0].waiting_for() == 1) {
-    job.waiting_since = now_ns();
-    ready_.push_back(&job);
+    line_up(job);
   }
 }
 
@@ -202,7 +201,7 @@ Engine::Lane* Engine::start(Job& job, Lane* here) {
   for (auto& ground : grounds_) {
     if (ground.get() != lane->ground) ground->admission.stop_waiting(job.id);
   }
-  begin_turn(*lane, job);
+  end_waits_for(job.id);
   lane->ground->begin(lane->end, job.id, *run.plan, run.plan->requests != nullptr && run.frame && !run.profile);
   return lane;
 }

@@ -41,7 +41,6 @@ struct Lane {
   std::optional<c10::Stream> current;  // the same as torch knows it, on a GPU
   EngineJob* job = nullptr;
   bool taken = false;                                     // a caller runs the step, or is about to
-  int64_t turn_of = -1, turn_began = 0;                   // the job whose steps follow one another here
   int64_t kept_for = -1, kept_since = 0, kept_until = 0;  // the job whose next step it waits for
   bool watched = false;                                   // its thread looks whether that job comes back
   std::condition_variable wake;
@@ -56,8 +55,9 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
   int64_t steps = 0;
   int64_t largest = 0;  // what its steps have reached so far
   int64_t waiting_since = 0;
-  int64_t pause_ns = 0;  // that its lane was kept for it until its next step came, on average
-  int32_t not_kept = 0;  // steps since that took too long
+  int64_t served_ns = 0;  // by lanes
+  int64_t pause_ns = 0;   // that its lane was kept for it until its next step came, on average
+  int32_t not_kept = 0;   // steps since that took too long
   int32_t lane = -1;
   bool batch_arrived = false;
   bool running = false;
@@ -197,10 +197,11 @@ class Engine {
   Lane* start(Job& job, Lane* here);
   Lane* free_lane(const Job& job, Lane* here);
   bool open_to(const Lane& lane, const Job& job) const;
-  void begin_turn(Lane& lane, const Job& job);
+  void line_up(Job& job);
+  void arrive(Job& job);
   void keep_for(Lane& lane, Job& job, const StepRun& run);
   bool returns_within(Job& job, int64_t patience);
-  void note_pause(Job& job);
+  void note_pause(Job& job, const Lane& lane);
   void end_waits();
   void end_waits_for(Id job);
   void look_after(Lane& lane);
@@ -226,7 +227,7 @@ class Engine {
   bool on_cuda_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::unordered_map<Id, std::shared_ptr<Job>> jobs_;
-  std::deque<Job*> ready_;  // a step is there and only room and a lane are missing, first come first
+  std::deque<Job*> ready_;  // a step is there and only room and a lane are missing; who has had least comes first
   std::condition_variable idle_;
   Id next_id_ = 0;
   int64_t peak_held_ = 0;

@@ -206,6 +206,7 @@ void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   if (arenas_) keep_pages_within();
   progress_ns_ += run.plan->expected_ns > 0 ? run.plan->expected_ns : run.busy_ns;
   ++job.steps;
+  job.served_ns += run.busy_ns;
   const bool stopped = run.error != nullptr || !job.cancelled.empty();
   job.queue.pop_front();
   // The first look at an opaque step was given all there is.
@@ -224,8 +225,7 @@ void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   }
   job.barriers[0].arrive();  // the step before
   if (job.barriers[0].waiting_for() == 1) {
-    job.waiting_since = now_ns();
-    ready_.push_back(&job);
+    line_up(job);
   }
   idle_.notify_all();
   if (!job.stopped_inside) return;

@@ -23,25 +23,34 @@ Engine::Lane* Engine::free_lane(const Job& job, Lane* here) {
   return found;
 }
 
-void Engine::begin_turn(Lane& lane, const Job& job) {
-  for (auto& each : lanes_) {
-    if (each->kept_for == job.id) each->kept_for = -1;
+// The step before and the batch are there: behind all that have had less of the lanes.
+void Engine::line_up(Job& job) {
+  job.waiting_since = now_ns();
+  const auto later = [&](const Job* each) { return each->served_ns > job.served_ns; };
+  ready_.insert(std::find_if(ready_.begin(), ready_.end(), later), &job);
+}
+
+// A job that comes, or comes back, is not owed the time in which it wanted nothing.
+void Engine::arrive(Job& job) {
+  std::optional<int64_t> least;
+  for (const auto& [id, other] : jobs_) {
+    if (other.get() != &job && !other->queue.empty())
+      least = std::min(least.value_or(other->served_ns), other->served_ns);
   }
-  if (lane.turn_of == job.id) return;
-  lane.turn_of = job.id;
-  lane.turn_began = now_ns();
+  for (const auto& lane : lanes_) {
+    if (lane->kept_for == job.id) note_pause(job, *lane);
+  }
+  if (least) job.served_ns = std::max(job.served_ns, *least - kTurnNs);
 }
 
 // A step has ended there: should its job's next one come before those that wait?
 void Engine::keep_for(Lane& lane, Job& job, const StepRun& run) {
   const int64_t now = now_ns();
-  const bool others = std::any_of(ready_.begin(), ready_.end(), [&](const Job* each) { return each != &job; });
+  const auto other = std::find_if(ready_.begin(), ready_.end(), [&](const Job* each) { return each != &job; });
+  if (other == ready_.end() || stop_ || job.served_ns >= (*other)->served_ns + kTurnNs) return;
   const int64_t patience = std::max(kShortPauseNs, run.busy_ns / 8);
   const bool queued = !job.queue.empty();
-  if (!others || stop_ || now - lane.turn_began >= kTurnNs || !(queued || returns_within(job, patience))) {
-    lane.turn_of = -1;
-    return;
-  }
+  if (!queued && !returns_within(job, patience)) return;
   for (const auto& ground : grounds_) {
     if (ground->admission.anyone_waiting()) return;  // for room, which comes first
   }
@@ -60,10 +69,14 @@ bool Engine::returns_within(Job& job, int64_t patience) {
   return job.pause_ns <= patience;
 }
 
-// The job has handed in a step: how long did that take?
-void Engine::note_pause(Job& job) {
-  for (const auto& lane : lanes_) {
-    if (lane->kept_for == job.id) job.pause_ns = (3 * job.pause_ns + now_ns() - lane->kept_since) / 4;
+void Engine::note_pause(Job& job, const Lane& lane) {
+  job.pause_ns = (3 * job.pause_ns + now_ns() - lane.kept_since) / 4;
+}
+
+// The lane is kept no longer: the job has come back, or somebody else is to have it.
+void Engine::end_waits_for(Id job) {
+  for (auto& lane : lanes_) {
+    if (lane->kept_for == job) lane->kept_for = -1;
   }
 }
 
@@ -73,14 +86,8 @@ void Engine::end_waits() {
   for (auto& lane : lanes_) {
     if (lane->kept_for < 0 || now < lane->kept_until) continue;
     const auto found = jobs_.find(lane->kept_for);
-    if (found != jobs_.end()) found->second->pause_ns = 4 * (now - lane->kept_since);
-    lane->kept_for = lane->turn_of = -1;
-  }
-}
-
-void Engine::end_waits_for(Id job) {
-  for (auto& lane : lanes_) {
-    if (lane->kept_for == job) lane->kept_for = lane->turn_of = -1;
+    if (found != jobs_.end()) note_pause(*found->second, *lane);
+    lane->kept_for = -1;
   }
 }
 

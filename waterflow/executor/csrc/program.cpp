@@ -75,8 +75,10 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
   if (instruction.job >= 0 && !frame.left_out.empty() && frame.left_out[instruction.job]) {
     return leave_out(instruction, frame);
   }
-  if (instruction.alias) {
-    slots[instruction.results[0]] = make_alias(*instruction.alias, slots[instruction.alias->source].toTensor());
+  if (!instruction.op) {
+    if (const auto& alias = instruction.alias) {
+      slots[instruction.results[0]] = make_alias(*alias, slots[alias->source].toTensor());
+    }
     for (auto slot : instruction.drops) slots[slot] = c10::IValue();
     return;
   }

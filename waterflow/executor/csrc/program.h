@@ -44,7 +44,7 @@ struct Alias {
 };
 
 struct Instruction {
-  std::optional<c10::OperatorHandle> op;  // none for an alias
+  std::optional<c10::OperatorHandle> op;  // none for an alias, and where another did the work
   std::optional<Alias> alias;
   std::vector<Argument> arguments;
   std::vector<int32_t> results;  // slot per result; -1 drops it

@@ -93,6 +93,15 @@ void bind_programs(py::module_& m) {
           },
           py::arg("source"), py::arg("result"), py::arg("sizes"), py::arg("strides"), py::arg("offset"),
           py::arg("expected"), py::arg("drops"), py::arg("job"))
+      .def(
+          "add_nothing",
+          [](Program& self, std::vector<int32_t> drops, int32_t job) {
+            Instruction instruction;
+            instruction.drops = std::move(drops);
+            instruction.job = job;
+            self.add(std::move(instruction));
+          },
+          py::arg("drops"), py::arg("job"))
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
       .def("__len__", &Program::size);

@@ -1,0 +1,91 @@
+"""Small products and sums of our own: torch's bits, whatever the layout."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+ours = torch.ops.waterflow
+SIZES = (1, 2, 3, 4, 7, 16, 33, 64, 100)
+
+
+def same_bits(mine: torch.Tensor, reference: torch.Tensor) -> None:
+    assert mine.shape == reference.shape and mine.stride() == reference.stride() and mine.dtype == reference.dtype
+    assert torch.equal(mine.reshape(-1).view(torch.uint8), reference.reshape(-1).view(torch.uint8))
+
+
+def matrices(rows: int, columns: int) -> list[torch.Tensor]:
+    """By rows, by columns, parts of larger ones, repeated rows, every second column."""
+    return [
+        torch.randn(rows, columns),
+        torch.randn(columns, rows).t(),
+        torch.randn(rows + 2, columns + 3)[1:-1, 2:-1],
+        torch.randn(columns + 3, rows + 1)[3:, 1:].t(),
+        torch.randn(1, columns).expand(rows, columns),
+        torch.randn(rows, 2 * columns)[:, ::2],
+    ]
+
+
+@pytest.mark.parametrize("inner", SIZES)
+def test_products_of_all_sizes(inner: int) -> None:
+    for rows, columns in itertools.product(SIZES, repeat=2):
+        for turned in itertools.product((False, True), repeat=2):
+            a = torch.randn(inner, rows).t() if turned[0] else torch.randn(rows, inner)
+            b = torch.randn(columns, inner).t() if turned[1] else torch.randn(inner, columns)
+            bias = torch.randn(columns)
+            same_bits(ours.small_mm(a, b), torch.mm(a, b))
+            same_bits(ours.small_addmm(bias, a, b), torch.addmm(bias, a, b))
+
+
+def test_products_of_all_layouts() -> None:
+    for a, b in itertools.product(matrices(5, 12), matrices(12, 9)):
+        same_bits(ours.small_mm(a, b), torch.mm(a, b))
+        for bias in (torch.randn(9), torch.randn(18)[::2], torch.randn(5, 9), torch.randn(())):
+            same_bits(ours.small_addmm(bias, a, b), torch.addmm(bias, a, b))
+
+
+def test_special_values() -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-42, 3e38])
+    a, b = values.repeat(9, 1), values.repeat(9, 1).t().contiguous()
+    same_bits(ours.small_mm(a, b).nan_to_num(7.0), torch.mm(a, b).nan_to_num(7.0))
+    zeros = torch.full((3, 64), -0.0)
+    same_bits(ours.sum_of_few_rows(zeros, [0]), zeros.sum(0))
+
+
+def test_factors_and_other_kinds_go_to_torch() -> None:
+    a, b, bias = torch.randn(4, 5), torch.randn(5, 6), torch.randn(6)
+    same_bits(ours.small_addmm(bias, a, b, beta=0.5, alpha=2), torch.addmm(bias, a, b, beta=0.5, alpha=2))
+    for dtype in (torch.float64, torch.bfloat16):
+        x, y, z = a.to(dtype), b.to(dtype), bias.to(dtype)
+        same_bits(ours.small_mm(x, y), torch.mm(x, y))
+        same_bits(ours.small_addmm(z, x, y), torch.addmm(z, x, y))
+    empty = torch.randn(4, 0)
+    same_bits(ours.small_mm(empty, torch.randn(0, 6)), torch.zeros(4, 6))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        ours.small_mm(a, a)
+    with pytest.raises(RuntimeError):
+        ours.small_addmm(torch.randn(5), a, b)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 15, 16, 17, 40])
+@pytest.mark.parametrize("columns", [1, 8, 63, 64, 65, 96, 128, 192, 4096])
+def test_sums_of_rows(rows: int, columns: int) -> None:
+    for matrix in (torch.randn(rows, columns), torch.randn(columns, rows).t(), torch.randn(rows, columns) * 1e20):
+        for keep in (False, True):
+            same_bits(ours.sum_of_few_rows(matrix, [0], keep), matrix.sum([0], keep))
+        same_bits(ours.sum_of_few_rows(matrix, [1]), matrix.sum([1]))
+        same_bits(ours.sum_of_few_rows(matrix, [0, 1]), matrix.sum([0, 1]))
+        same_bits(ours.sum_of_few_rows(matrix, [0], dtype=torch.float64), matrix.sum([0], dtype=torch.float64))
+
+
+def test_the_short_way_is_taken() -> None:
+    """Else the tests above would compare torch with itself."""
+    a, b, bias = torch.randn(4, 64), torch.randn(64, 64), torch.randn(64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ours.small_mm(a, b)
+        ours.small_addmm(bias, a, b)
+        ours.sum_of_few_rows(a, [0])
+    called = {event.key for event in profile.key_averages()}
+    assert "waterflow::small_mm" in called and not called & {"aten::mm", "aten::addmm", "aten::sum"}
