@@ -25,6 +25,7 @@ from waterflow.partition.liveness import OperationMemory, follow, operation_memo
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
+from waterflow.partition.regions import Compiled
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.surroundings import no_collections
 
@@ -114,6 +115,7 @@ class CapturedStep:
     predicted: Plan
     keep: list[Any]  # what the key counts by identity
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
+    compiled: Compiled | None = None  # what of it is native code, where that was asked for
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -14,6 +14,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
+from waterflow.executor.compiling import Compile, compiling
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.dropout_rates import RatesMatter, rates
@@ -49,7 +50,7 @@ class Ranges:
 class Variant:
     """The step for batches of one shape: what was captured for it, bound to this job.
 
-    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes.
+    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes or is compiled.
     """
 
     key: tuple[Hashable, bool, Hashable]
@@ -94,12 +95,12 @@ class Variants:
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
     profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
-    are brought to that height.
+    are brought to that height; ``compile`` makes native code of them.
     """
 
     def __init__(
         self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None, recompute: Recompute = None,
+        hold: Hold | None, recompute: Recompute = None, compile: Compile = None,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
@@ -108,6 +109,7 @@ class Variants:
         self._own_plans = own_plans
         self._hold = hold
         self._recompute = recompute
+        self._compile = compile
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
@@ -145,6 +147,9 @@ class Variants:
         spec = self._spec if key[1] else replace(self._spec, update=False)
         plain, structure, looked = self._capture(spec, key, leaves, batch_spec)
         captured = self._form(plain, structure, key, self._height(key))
+        if self._compile is not None:
+            wanted = (structure, key, self._compile, self._threads)
+            captured = captures.get(wanted, lambda: compiling(plain, self._threads, self._compile == "inductor-always"))
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
