@@ -113,9 +113,7 @@ class Step:
         self.name = name or default_name(model)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
-        self.model = model
-        self.optimizer = optimizer
-        self.accumulate = accumulate
+        self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
         self.steps = 0
         self.predicted_height = 0
@@ -143,9 +141,9 @@ class Step:
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
-        self.recompute = height = parse_recompute(recompute)
-        native = check_compile(compile, self._spec.device.type, recompute)
-        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, height, native)
+        self.recompute = parse_recompute(recompute)
+        forms = self.recompute, check_compile(compile, self._spec.device.type, recompute)
+        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)

@@ -191,6 +191,6 @@ def main(task: str, answer: str) -> None:
         try:
             answers.append(compile_region(one))
         except Exception as error:
-            print(traceback.format_exc(), file=sys.stderr)
+            sys.stderr.write(traceback.format_exc())
             answers.append(Answer(error=f"{type(error).__name__}: {str(error).strip()[:400]}"))
     Path(answer).write_bytes(pickle.dumps(answers))

@@ -36,7 +36,9 @@ def check_compile(compile: Any, device_type: str, recompute: Any) -> Compile:
     if compile not in ("inductor", "inductor-always"):
         raise InvalidJobError(f"compile must be 'inductor', 'inductor-always' or None; got {compile!r}")
     if device_type != "cpu":
-        raise InvalidJobError(f"compile={compile!r} needs a model on the CPU; got one on {device_type!r}. Pass compile=None")
+        raise InvalidJobError(
+            f"compile={compile!r} needs a model on the CPU; got one on {device_type!r}. Pass compile=None"
+        )
     if recompute is not None:
         raise InvalidJobError(
             f"compile={compile!r} and recompute={recompute!r} exclude each other: what native code holds cannot be made again. "
@@ -55,8 +57,9 @@ def compiling(captured: CapturedStep, threads: int, always: bool) -> CapturedSte
     regions = Regions(captured.capture)
     of = len(captured.lowered.instructions)
     if not regions.found:
-        reason = "no operations that belong together could be compiled"
-        return _unchanged(captured, Compiled(0, of, 0, 0, reason=reason))
+        return _unchanged(
+            captured, Compiled(0, of, 0, 0, reason="no operations that belong together could be compiled")
+        )
     try:
         with _one_at_a_time:
             answers = dict(zip(regions.found, _ask([_task(r, threads) for r in regions.found.values()])))
@@ -68,12 +71,13 @@ def compiling(captured: CapturedStep, threads: int, always: bool) -> CapturedSte
     if errors:
         _warn(errors[0])
     used = {stage: a for stage, a in good.items() if always or a.seconds[1] <= WORTH * a.seconds[0]}
-    slower = None if len(used) == len(good) else "the others were not faster" if used else "none was faster"
-    reason = errors[0] if errors else slower
-    plain, native = (sum(answer.seconds[way] for answer in used.values()) for way in (0, 1))
+    reason = errors[0] if errors else None
+    if reason is None and len(used) < len(good):
+        reason = "the others were not faster" if used else "none was faster"
+    before, after = (sum(answer.seconds[way] for answer in used.values()) for way in (0, 1))
     told = Compiled(
         operations=sum(len(regions.found[stage].nodes) for stage in used), of=of, regions=len(used),
-        found=len(regions.found), speedup=plain / native if native else 1.0, seconds=time.perf_counter() - begin,
+        found=len(regions.found), speedup=before / after if after else 1.0, seconds=time.perf_counter() - begin,
         reason=reason,
     )  # fmt: skip
     if not used:
@@ -123,6 +127,12 @@ def _ask(tasks: list[Task]) -> list[Answer]:
 
 def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def as_captured(captured: CapturedStep, told: Compiled) -> CapturedStep:
+    """The step without the native code that was made of it, as that does not fit into memory."""
+    reason = "native code holds more memory than the limit leaves"
+    return _unchanged(captured, Compiled(0, told.of, 0, told.found, seconds=told.seconds, reason=reason))
 
 
 def _unchanged(captured: CapturedStep, told: Compiled) -> CapturedStep:

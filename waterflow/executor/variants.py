@@ -14,7 +14,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
-from waterflow.executor.compiling import Compile, compiling
+from waterflow.executor.compiling import Compile, as_captured, compiling
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.dropout_rates import RatesMatter, rates
@@ -111,6 +111,7 @@ class Variants:
         self._recompute = recompute
         self._compile = compile
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
+        self._too_high: dict[Hashable, CapturedStep] = {}  # steps whose native code holds more than there is
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._first_step: dict[str, bool] = {}
@@ -130,7 +131,11 @@ class Variants:
         """The variant in a form that is at most ``height`` bytes high; None for steps that are not to, or cannot.
 
         What profiles have shown to come on top of the graph's memory counts. Raises MemoryLimitError where there is none.
+        A compiled step goes back to how it was captured, which holds less.
         """
+        if (told := variant.captured.compiled) is not None and told.regions:
+            self._too_high[variant.structure, variant.key] = as_captured(variant.plain, told)
+            return self._make(variant.key, leaves, batch_spec)
         if self._recompute != "auto" or not variant.plain.capture.apart:
             return None
         beyond = variant.planned.plan.height - height
@@ -148,8 +153,10 @@ class Variants:
         plain, structure, looked = self._capture(spec, key, leaves, batch_spec)
         captured = self._form(plain, structure, key, self._height(key))
         if self._compile is not None:
-            wanted = (structure, key, self._compile, self._threads)
-            captured = captures.get(wanted, lambda: compiling(plain, self._threads, self._compile == "inductor-always"))
+            always, threads = self._compile == "inductor-always", self._threads
+            captured = self._too_high.get((structure, key)) or captures.get(
+                (structure, key, always, threads), lambda: compiling(plain, threads, always)
+            )
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)

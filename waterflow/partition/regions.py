@@ -18,7 +18,14 @@ import torch
 from torch import fx, nn
 
 from waterflow.partition.capture import Capture
-from waterflow.partition.operators import is_random, is_repeatable, running_statistics, storage_id, tensors_in, written_by
+from waterflow.partition.operators import (
+    is_random,
+    is_repeatable,
+    running_statistics,
+    storage_id,
+    tensors_in,
+    written_by,
+)
 
 aten = torch.ops.aten
 
