@@ -19,31 +19,15 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import waterflow as wf
+from tests.partition.test_regions import Net
 from tests.support import Trained, assert_same, same_bits
 from waterflow.executor import compiling
 from waterflow.executor.captured import captures
 from waterflow.executor.compile_worker import Answer
 from waterflow.executor.variants import Variant
-from waterflow.partition.operators import is_random
-from waterflow.partition.regions import Regions
-from waterflow.partition.structure import flatten
 
 aten = torch.ops.aten
 BATCHES = [(torch.randn(6, 8, dtype=torch.float64), torch.randint(4, (6,))) for _ in range(3)]
-
-
-class Net(nn.Module):
-    """Dropout in two places, one of them behind a view that is laid out otherwise."""
-
-    def __init__(self, rate: float = 0.4) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-        self.norm, self.drop = nn.LayerNorm(16), nn.Dropout(rate)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.drop(F.relu(self.first(x)))
-        x = self.drop(self.norm(self.second(x)).t()).t()
-        return self.third(F.gelu(x))
 
 
 def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -95,52 +79,6 @@ def fresh_captures() -> Iterator[None]:
     yield
     captures.clear()
     captures._entries.update(kept)
-
-
-def _capture() -> Any:
-    _, _, step = make()
-    return step._variants.captured(*flatten(BATCHES[0])).capture
-
-
-# -- what is compiled
-
-
-def test_random_operations_and_updates_are_no_part_of_regions() -> None:
-    regions = Regions(_capture())
-    assert [r.nodes[0].meta["phase"] for r in regions.found.values()] == ["forward", "backward"]
-    inside = {node for region in regions.found.values() for node in region.nodes}
-    for node in inside:
-        assert (
-            not is_random(node.target) and node.meta["phase"] != "update" and node.target is not aten.empty_like.default
-        )
-    assert not any(source.name in {n for n, _ in regions._capture.dropout_rates} for source in inside)
-
-
-def test_random_operations_keep_their_order() -> None:
-    capture = _capture()
-    replaced = Regions(capture).replaced({})
-    before, after = ([n.name for n in c.graph.nodes if is_random(n.target)] for c in (capture, replaced))
-    assert before == after and len(before) == 3
-
-
-def test_what_is_changed_in_place_stays_outside_of_other_regions() -> None:
-    """A sum that one region makes and an update reads is changed between them: by an operation that is called as it is."""
-
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        made = model(batch[0])
-        made.mul_(torch.ones_like(made).uniform_(0.5, 1.0))  # a random number between two regions
-        return F.cross_entropy(made.tanh(), batch[1])
-
-    torch.manual_seed(0)
-    model = Net(0.0).double()
-    given = wf.Step(model, step=step, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    regions = Regions(given._variants.captured(*flatten(BATCHES[0])).capture)
-    assert regions.found
-    for region in regions.found.values():
-        made = {storage for node in region.nodes for storage in regions._storages[node]}
-        for node in region.nodes:
-            if node.target._schema.is_mutable:  # type: ignore[union-attr]
-                assert made.issuperset(regions._storages[node.args[0]])  # type: ignore[index]
 
 
 # -- numbers
