@@ -286,10 +286,10 @@ class Step:
         return self._hand_in(pending, plan, update)
 
     def _note(self, variant: Variant) -> None:
-        for what in ("recomputed", "compiled"):
+        for what, does in (("recomputed", "recomputes"), ("compiled", "compiles")):
             if (now := getattr(variant.captured, what)) != getattr(self, what):
                 setattr(self, what, now)
-                logger.info("step %r, %s: %s", self.name, what, now or "nothing")
+                logger.info("step %r %s: %s", self.name, does, now or "nothing")
         self._last_plan = variant.planned.plan
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         self.measured_height = max(self.measured_height, variant.planned.measured_height)
