@@ -36,7 +36,8 @@ std::vector<at::Tensor> compiled(int64_t region, at::TensorList inputs) {
 
 }  // namespace
 
-CompiledRegion::CompiledRegion(const std::string& path) : runner_(path, std::max(2u, std::thread::hardware_concurrency())) {
+CompiledRegion::CompiledRegion(const std::string& path)
+    : runner_(path, std::max(2u, std::thread::hardware_concurrency())) {
   std::unique_lock held(loaded().lock);
   number_ = loaded().next++;
   loaded().by_number[number_] = this;

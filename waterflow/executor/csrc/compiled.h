@@ -9,9 +9,10 @@
 
 namespace waterflow {
 
-// A shared object that torch's Inductor made ahead of time. `waterflow::compiled` finds it by its number as long as it lives:
-// programs that call it keep it. Thread-safe: torch's container has as many instances as threads can call it at once, and a
-// lock for taking one. It needs no interpreter lock, and asks torch's allocator for memory on the calling thread.
+// A shared object that torch's Inductor made ahead of time. `waterflow::compiled` finds it by its number as long as it
+// lives: programs that call it keep it. Thread-safe: torch's container has as many instances as threads can call it at
+// once, and a lock for taking one. It needs no interpreter lock, and asks torch's allocator for memory on the calling
+// thread.
 class CompiledRegion {
  public:
   explicit CompiledRegion(const std::string& path);
