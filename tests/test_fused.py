@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ import waterflow as wf
 from benchmarks.zoo import SMALL
 from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import images
-from waterflow.executor import fusing
+from waterflow.executor import fused_group, fusing
 from waterflow.executor.engine import Engine
 from waterflow.executor.fused_group import Group
 from waterflow.partition.plan import opaque_plan
@@ -171,26 +170,31 @@ def test_what_is_replaced_in_between_is_seen() -> None:
 
 def test_a_group_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "WORTH", 0.0)
+    monkeypatch.setattr(fusing, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(fused_group, "TRIED_SECONDS", 0.001)
     jobs = [job(n, epochs=12) for n in range(3)]
     results = wf.train(jobs, exact=False, lanes=1, max_concurrent=3, memory="1GiB")
     check(jobs, results)
     assert all(result.fused_steps < result.steps / 2 for result in results)
 
 
-@pytest.mark.parametrize(("lanes", "kept"), [(1, True), (2, False)])
-def test_a_group_is_weighed_against_all_lanes(monkeypatch: pytest.MonkeyPatch, lanes: int, kept: bool) -> None:
-    """Two jobs as one, on one lane, in 0.8 of the time that they take alone: two lanes would take half."""
+@pytest.mark.parametrize(("share", "kept"), [(0.9, False), (1.2, True)])
+def test_a_group_is_weighed_against_its_jobs_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch, share: float, kept: bool
+) -> None:
+    """What counts is the sum of their steps a second, before and after."""
     judge = fusing.Fusing.judge
 
-    def timed(self: fusing.Fusing, group: Group) -> None:
-        alone = statistics.median(seat.variant.planned.plan.seconds for seat in group.live())
-        group.times[:] = [0.8 * alone] * len(group.times)
+    def paced(self: fusing.Fusing, group: Group) -> None:
+        group.tried.per_second = share * sum(seat.member.alone.per_second for seat in group.live()) / len(group.live())
         judge(self, group)
         over.append(group.over)
 
     over: list[bool] = []
-    monkeypatch.setattr(fusing.Fusing, "judge", timed)
-    wf.train([job(n, epochs=20) for n in range(2)], exact=False, lanes=lanes, max_concurrent=2, memory="1GiB")
+    monkeypatch.setattr(fusing.Fusing, "judge", paced)
+    monkeypatch.setattr(fused_group, "TRIED_SECONDS", 0.001)
+    monkeypatch.setattr(fusing, "SHORT_SECONDS", 1.0)
+    wf.train([job(n, epochs=30) for n in range(2)], exact=False, max_concurrent=2, memory="1GiB")
     assert over == [not kept]
 
 
@@ -258,7 +262,7 @@ def test_own_loops_of_a_study() -> None:
 def test_settings_that_contradict_each_other() -> None:
     with pytest.raises(wf.InvalidJobError, match="exact=False"):
         wf.train([job(0)], mode="fused")
-    with pytest.raises(wf.InvalidJobError, match="'auto', 'lanes' or 'fused'"):
+    with pytest.raises(wf.InvalidJobError, match="'auto', 'lanes', 'turns' or 'fused'"):
         wf.train([job(0)], mode="vmap")  # type: ignore[arg-type]
     study = optuna.create_study()
     with pytest.raises(wf.StudyError, match="exact=False"):

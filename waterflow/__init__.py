@@ -24,6 +24,7 @@ from waterflow.errors import (
 )
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.engine import current_device as device
+from waterflow.executor.shared_data import SharedData
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Results
 from waterflow.partition.offsets import Offsets
@@ -48,6 +49,7 @@ __all__ = [
     "Plan",
     "Recomputed",
     "Results",
+    "SharedData",
     "Step",
     "StepError",
     "StudyError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from waterflow.errors import InvalidJobError
 if TYPE_CHECKING:
     import pandas
 
+    from waterflow.executor.shared_data import SharedData
     from waterflow.partition.recompute import Recomputed
     from waterflow.partition.regions import Compiled
 
@@ -33,7 +34,7 @@ class Job:
         data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one. A
             function that makes an iterator is called for each epoch.
             A DataLoader that several jobs share is shuffled for each with the job's own random numbers; an iterable
-            that keeps a generator of its own is better made by a function.
+            that keeps a generator of its own is better made by a function. One ``SharedData`` of several jobs is read once.
         optimizer: A function of the parameters that makes a ``torch.optim`` optimizer.
         loss: ``loss(output, target)`` for batches ``(input, ..., target)``, or a function of (model, batch).
         step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
@@ -49,7 +50,7 @@ class Job:
 
     name: str
     model: Callable[[], nn.Module] | nn.Module
-    data: Iterable[Any] | Callable[[], Iterable[Any]]
+    data: Iterable[Any] | Callable[[], Iterable[Any]] | SharedData
     optimizer: Callable[[Any], torch.optim.Optimizer]
     loss: Callable[..., Any] | nn.Module | None = None
     step: Callable[[nn.Module, Any], Any] | None = None
@@ -79,7 +80,7 @@ class Job:
                 f"job {self.name!r}: optimizer must be a function of the parameters, such as "
                 f"lambda params: torch.optim.AdamW(params, lr=1e-3); got {_shown(self.optimizer)}"
             )
-        if not callable(self.data) and not hasattr(self.data, "__iter__"):
+        if not callable(self.data) and not hasattr(self.data, "__iter__") and not hasattr(self.data, "reader"):
             advice = "; read it through a DataLoader" if isinstance(self.data, Dataset) else ""
             raise InvalidJobError(
                 f"job {self.name!r}: data must be iterable or a function that makes an iterable; "
@@ -171,7 +172,14 @@ class JobResult:
 
 
 class Results(list[JobResult]):
-    """The results of several jobs, in the order in which they were handed in."""
+    """The results of several jobs, in the order in which they were handed in.
+
+    ``decisions`` tells in words what the engine tried with ``mode="auto"``, and what it kept.
+    """
+
+    def __init__(self, results: Iterable[JobResult] = (), decisions: Sequence[str] = ()) -> None:
+        super().__init__(results)
+        self.decisions = tuple(decisions)
 
     @property
     def failed(self) -> Results:

@@ -22,6 +22,7 @@ from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.fused_group import FusedPending
 from waterflow.executor.pending import Pending
+from waterflow.executor.shared_data import Reader, SharedData
 from waterflow.job import Job, JobResult, Metrics, Status, as_metrics
 from waterflow.partition.plan import format_bytes, opaque_plan
 from waterflow.step import Step
@@ -105,14 +106,14 @@ class JobRunner:
         self.job = job
         self.engine = engine
         self.step: Step | None = None
-        self.batches_per_epoch: int | None = None
         self._on_epoch = on_epoch
         self._stop: str | None = None
         self._started = time.perf_counter()
         self._losses: list[float] = []
         self._metrics: list[Metrics] = []
         self._eager_height: int | None = None
-        self._batches: Batches | None = None
+        self._batches: Batches | Reader | None = None
+        self._thread: int | None = None
         self._scheduler: Any = None
         self._user_code = UserCode()
         self._lock = threading.Lock()
@@ -121,6 +122,8 @@ class JobRunner:
             seed = job.seed if job.seed is not None else draw_seed()
         self._numbers = torch.Generator().manual_seed(seed)
         self._data_numbers = torch.Generator().manual_seed(seed)
+        if isinstance(job.data, SharedData):  # from now on other jobs wait for this one
+            self._batches = job.data.reader(job.epochs, self._check_stop, self._held_up)
 
     def stop(self, reason: str = "stopped") -> None:
         """End the job at its next group boundary, and wait for that."""
@@ -139,6 +142,7 @@ class JobRunner:
     def run(self) -> JobResult:
         """Train to the end; errors of the job end up in its result, whatever their kind."""
         status: Status = "completed"
+        self._thread = threading.get_ident()
         error: BaseException | None = None
         try:
             with self._user_code.here():
@@ -196,9 +200,10 @@ class JobRunner:
         step.batches_ahead = STEPS_AHEAD
         with self._lock:
             self.step = step
-        self._batches = Batches(job.name, job.data, self._data_numbers)
-        with contextlib.suppress(TypeError):
-            self.batches_per_epoch = len(self._batches)
+        if isinstance(job.data, SharedData):
+            step.shared_batches = True
+        else:
+            self._batches = Batches(job.name, job.data, self._data_numbers)
 
     def _train(self) -> None:
         for epoch in range(self.job.epochs):
@@ -320,6 +325,10 @@ class JobRunner:
                 "at once, or raise memory=.",
                 needed=error.needed, limit=error.limit,
             ) from None  # fmt: skip
+
+    def _held_up(self) -> bool:
+        """Whether the job may wait for what other jobs hold: memory, or its turn in a study."""
+        return self.engine is not None and (self.engine.clock is not None or self.engine.waits(self._thread))
 
     def _check_stop(self) -> None:
         if self._stop is not None:

@@ -15,17 +15,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
+from waterflow.errors import CaptureError, JobCancelled
 from waterflow.executor import eager
+from waterflow.executor import step_checks as checks
+from waterflow.executor.batch_copies import copied
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.compiling import Compile, check_compile
 from waterflow.executor.engine import Engine, current_engine, current_worker
-from waterflow.executor.fused_group import FusedPending, Member, weakly
+from waterflow.executor.fused_group import FusedPending, Member, result_of, weakly
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
-from waterflow.executor.step_checks import check_arguments, default_name, default_random_state, device_of, node_error
 from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
@@ -110,9 +111,9 @@ class Step:
         engine: Engine | None = None,
     ) -> None:
         self.engine = engine if engine is not None else current_engine()
-        self.name = name or default_name(model)
+        self.name = name or checks.default_name(model)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
-        check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
+        checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
         self.steps = 0
@@ -126,23 +127,20 @@ class Step:
             holders.check(self._hold, holder, [p for group in optimizer.param_groups for p in group["params"]])
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
-            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model),
+            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=checks.device_of(model),
             early_updates=early_updates,
         )  # fmt: skip
-        if self.engine is not None and self._spec.device != self.engine.device:
-            raise InvalidJobError(
-                f"model of step {self.name!r} is on {self._spec.device}, its engine trains on {self.engine.device}; "
-                f"move the model with model.to({str(self.engine.device)!r}) before making the step"
-            )
+        checks.check_device(self.name, self._spec.device, self.engine)
         if generator is None and self.engine is not None:
             generator = torch.Generator(self.engine.device)
-            generator.set_state(default_random_state(self.engine.device))
+            generator.set_state(checks.default_random_state(self.engine.device))
         self.generator = generator
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self.recompute = parse_recompute(recompute)
-        forms = self.recompute, check_compile(compile, self._spec.device.type, recompute)
+        native = check_compile(compile, self._spec.device.type, recompute)
+        forms = self.recompute, self.engine is None or self.engine.exact, native
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
@@ -155,10 +153,11 @@ class Step:
         self._last_plan: Plan | None = None
         self.job: int | None = None
         self.batches_ahead = 1
+        self.shared_batches = False  # with other jobs: a step that changes its batch then has a copy
         self._worker = current_worker()
         self.fused_steps = 0  # done together with those of other jobs
         self._member: Member | None = None
-        fusing = self.engine.fusing if self.engine is not None else None
+        fusing = getattr(self.engine, "fusing", None)
         if fusing is not None and accumulate == 1 and recompute is None and compile is None:
             own = weakly(self._submit_alone), self._under_way.copy, weakly(self._fused)
             self._member = Member(fusing, self.name, generator, optimizer, self._variants, *own)
@@ -278,7 +277,7 @@ class Step:
         plan, native, profiled = planned.plan, planned.native, planned.wants_profile
         behind = variant.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
-        run = variant.binding.run(native, variant.given(leaves, wait), variant.slots, profiled)
+        run = variant.binding.run(native, variant.given(leaves, wait, self.shared_batches), variant.slots, profiled)
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)
@@ -316,6 +315,7 @@ class Step:
         try:
             if self.engine is not None:
                 self.engine.native.wait(run)
+                self.engine.look()
             elif not run.done:
                 raise JobCancelled(f"step {self.name!r}: an earlier step of this job failed")
             outputs = run.outputs()
@@ -326,10 +326,12 @@ class Step:
             self._fall(pending)
             assert pending.variant is not None
             node = pending.variant.captured.lowered.instructions[run.failed_node]
-            raise node_error(self.name, node, str(error)) from None
+            raise checks.node_error(self.name, node, str(error)) from None
         except BaseException:
             self._fall(pending)
             raise
+        if self._member is not None:
+            self._member.busy_ns = min(self._member.busy_ns, run.busy_ns)
         if pending in self._under_way:
             self._under_way.remove(pending)
             self.steps += 1
@@ -343,10 +345,7 @@ class Step:
             self.missed_requests += run.missed
             pending.variant.planned.count_misses(run.missed)
         self.measured_height = max(self.measured_height, pending.variant.planned.measured_height)
-        metrics = pending.variant.captured.capture.metrics
-        if metrics:
-            return outputs[0], dict(zip(metrics, outputs[1:]))
-        return outputs[0]
+        return result_of(outputs, pending.variant.captured)
 
     def _fall(self, pending: Pending) -> None:
         """A step failed: it, and those handed in behind it, are as if they had not been."""
@@ -372,6 +371,7 @@ class Step:
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
+        batch = copied(batch) if self.shared_batches else batch
 
         def work() -> None:
             if refused is not None:

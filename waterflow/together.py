@@ -14,6 +14,7 @@ from torch import nn
 from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
+from waterflow.executor.shared_data import SharedData
 from waterflow.job import Job
 from waterflow.partition.plan import Plan, format_bytes
 from waterflow.partition.recompute import Recomputed
@@ -186,5 +187,7 @@ def step_and_batch(job: Job) -> tuple[Step, Any]:
         clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
         recompute=job.recompute, generator=numbers, name=job.name,
     )  # fmt: skip
-    with contextlib.closing(Batches(job.name, job.data, numbers)) as batches:
+    data = job.data
+    source = data.reader() if isinstance(data, SharedData) else Batches(job.name, data, numbers)
+    with contextlib.closing(source) as batches:
         return step, next(iter(batches.epoch()))

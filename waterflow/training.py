@@ -73,8 +73,8 @@ def train(
         max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
         exact: Every job ends with the very bits that it would have alone. ``False`` lets equal jobs run as one batched step
             where that is measured to be faster; results then differ by rounding.
-        mode: ``"lanes"`` runs steps side by side; ``"fused"`` runs equal jobs as one wherever it can be done, and needs
-            ``exact=False``; ``"auto"`` measures what is faster.
+        mode: ``"lanes"`` runs steps side by side, ``"turns"`` one at a time; ``"fused"`` runs equal jobs as one wherever it can
+            be done, and needs ``exact=False``; ``"auto"`` measures what is faster. ``Results.decisions`` tells what it found.
         on_error: ``"raise"`` stops the others when a job fails and raises its error; ``"continue"`` leaves the error
             in the job's result.
         callbacks: ``Callback`` objects, or functions that are called with each result.
@@ -118,6 +118,7 @@ class _Training:
         self._callbacks = callbacks
         self._progress = progress
         self._results: dict[int, JobResult] = {}
+        self._decided = len(engine.decisions)
         self._running: dict[int, JobRunner] = {}
         self._waiting = deque(enumerate(jobs))
         # While jobs run, torch's generator stands in for theirs.
@@ -155,7 +156,8 @@ class _Training:
             join_all(threads, BREAK_OFF_SECONDS)
         if self._failure is not None:
             raise self._failure
-        return Results(self._results[number] for number in range(len(self._jobs)))
+        decisions = [str(decision) for decision in self._engine.decisions[self._decided :]]
+        return Results((self._results[number] for number in range(len(self._jobs))), decisions)
 
     def _runner(self, number: int, job: Job) -> JobRunner:
         def on_epoch(epoch: int, metrics: Metrics) -> None:

@@ -22,6 +22,7 @@ from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.liveness import OperationMemory, follow, operation_memory
+from waterflow.partition.operators import running_statistics, storage_id, written_by
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
@@ -114,6 +115,7 @@ class CapturedStep:
     memory: list[OperationMemory]
     predicted: Plan
     keep: list[Any]  # what the key counts by identity
+    exact: bool = True  # the bits of the captured operations
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
     compiled: Compiled | None = None  # what of it is native code, where that was asked for
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
@@ -124,6 +126,18 @@ class CapturedStep:
         """The model's buffers that a step changes."""
         given = self.capture.inputs
         return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
+
+    @functools.cached_property
+    def changed_leaves(self) -> frozenset[int]:
+        """The leaves of the batch that a step changes in place, through views of them, too."""
+        changed = {
+            storage_id(source.meta["val"])
+            for node in self.capture.graph.nodes
+            for source in (*written_by(node), *running_statistics(node))
+        }
+        given = zip(self.capture.graph.nodes, self.capture.inputs)  # placeholders come first
+        batch = [(node, one.leaf) for node, one in given if one.kind == "batch"]
+        return frozenset(leaf for node, leaf in batch if storage_id(node.meta["val"]) in changed)
 
     def footprint(self, with_batch: bool = False) -> Footprint:
         """What the step asks of memory, as far as the graph knows it.
@@ -139,6 +153,10 @@ class CapturedStep:
             tuple(followed.lives()), tuple(map(operation_cost, instructions)), self.predicted.persistent, held, copied,
             self.predicted.forward, tuple(map(_line_of, instructions)), followed.asked, followed.hidden,
         )  # fmt: skip
+
+    def inexact(self) -> CapturedStep:
+        """The same by operations that are measured to be faster, and may round otherwise."""
+        return assemble(self.capture, self.predicted.name, [*self.keep, self], exact=False)
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""
@@ -157,9 +175,9 @@ def build(
         return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
 
 
-def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
+def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -> CapturedStep:
     """Lower and plan a capture. Raises CaptureError."""
-    lowered = lower(capture)
+    lowered = lower(capture, exact)
     memory = operation_memory(capture.graph, lowered.instructions)
     if not memory:
         raise CaptureError("the step computes nothing")
@@ -167,7 +185,7 @@ def assemble(capture: Capture, name: str, keep: list[Any]) -> CapturedStep:
     phases = [node.meta.get("phase") for node in lowered.instructions]
     forward = next((i for i, phase in enumerate(phases) if phase != "forward"), len(phases))
     predicted = make_plan(name, memory, persistent=persistent, batch=batch, forward=forward)
-    return CapturedStep(capture, lowered, memory, predicted, keep)
+    return CapturedStep(capture, lowered, memory, predicted, keep, exact)
 
 
 def _line_of(node: fx.Node) -> str:

@@ -53,12 +53,16 @@ class Like:
 
 @dataclass(frozen=True)
 class Task:
-    """One region to compile, and the number of threads that its kernels may use."""
+    """One region to compile, for kernels that use so many threads.
+
+    ``exact``: it is measured against the very operations that were captured, not their faster forms.
+    """
 
     module: fx.GraphModule
     inputs: tuple[Like, ...]
     outputs: tuple[Like, ...]
     threads: int
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def compile_region(task: Task) -> Answer:
     with torch.no_grad():
         path = torch._inductor.aot_compile(task.module, tuple(inputs), options=options)
     region = _C.CompiledRegion(path)
-    plain = _Timed(_captured(task.module, inputs), inputs)
+    plain = _Timed(_captured(task.module, inputs), inputs, task.exact)
     native = _Timed(_calling(region.number, task), inputs)
     made, expected = native(), plain()
     _check(made, expected, task.outputs)
@@ -99,8 +103,8 @@ def compile_region(task: Task) -> Answer:
 class _Timed:
     """A region as the engine would run it, on tensors made for it."""
 
-    def __init__(self, capture: Capture, inputs: Sequence[torch.Tensor]) -> None:
-        lowered = lower(capture)
+    def __init__(self, capture: Capture, inputs: Sequence[torch.Tensor], exact: bool = True) -> None:
+        lowered = lower(capture, exact)
         count = len(lowered.instructions)
         self._binding = _C.Binding(lowered.program)
         self._binding.set_generators([None])

@@ -62,7 +62,9 @@ def compiling(captured: CapturedStep, threads: int, always: bool) -> CapturedSte
         )
     try:
         with _one_at_a_time:
-            answers = dict(zip(regions.found, _ask([_task(r, threads) for r in regions.found.values()])))
+            answers = dict(
+                zip(regions.found, _ask([_task(r, threads, captured.exact) for r in regions.found.values()]))
+            )
     except _NoCompiler as error:
         _warn(str(error))
         return _unchanged(captured, Compiled(0, of, 0, len(regions.found), reason=str(error)))
@@ -88,7 +90,7 @@ def compiling(captured: CapturedStep, threads: int, always: bool) -> CapturedSte
         _warn(str(error))
         return _unchanged(captured, Compiled(0, of, 0, len(regions.found), reason=str(error)))
     loaded = {stage: Loaded(region.number, used[stage].temporary, used[stage].same) for stage, region in native.items()}
-    made = assemble(regions.replaced(loaded), captured.predicted.name, captured.keep)
+    made = assemble(regions.replaced(loaded), captured.predicted.name, captured.keep, captured.exact)
     for region in native.values():
         made.lowered.program.keep(region)
     made.compiled = told
@@ -99,9 +101,9 @@ class _NoCompiler(Exception):
     """Nothing could be compiled."""
 
 
-def _task(region: Region, threads: int) -> Task:
+def _task(region: Region, threads: int, exact: bool) -> Task:
     inputs, outputs = (tuple(Like.of(n.meta["val"]) for n in nodes) for nodes in (region.inputs, region.outputs))
-    return Task(region.module, inputs, outputs, threads)
+    return Task(region.module, inputs, outputs, threads, exact)
 
 
 def _ask(tasks: list[Task]) -> list[Answer]:
@@ -136,9 +138,8 @@ def as_captured(captured: CapturedStep, told: Compiled) -> CapturedStep:
 
 
 def _unchanged(captured: CapturedStep, told: Compiled) -> CapturedStep:
-    made = CapturedStep(captured.capture, captured.lowered, captured.memory, captured.predicted, captured.keep)
-    made.compiled = told
-    return made
+    given = captured.capture, captured.lowered, captured.memory, captured.predicted, captured.keep, captured.exact
+    return CapturedStep(*given, compiled=told)
 
 
 def _warn(reason: str) -> None:

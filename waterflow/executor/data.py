@@ -22,40 +22,43 @@ class Batches:
     whose samplers draw from a generator of the job's own; all that is drawn in this process beside that (an iterable's
     own numbers, transforms) comes from the process's default generator, which stands in for a second one of the job,
     under one lock. Both begin where ``generator`` stands.
+
+    Without a name they belong to no job. ``passes`` were made over the data before.
     """
 
     def __init__(
-        self, name: str, data: Iterable[Any] | Callable[[], Iterable[Any]], generator: torch.Generator
-    ) -> None:
-        self._name = name
+        self, name: str | None, data: Iterable[Any] | Callable[[], Iterable[Any]], generator: torch.Generator,
+        passes: int = 0,
+    ) -> None:  # fmt: skip
+        self._what = "shared data" if name is None else f"data of job {name!r}"
         self._generator = generator
         order = torch.Generator()
         order.set_state(generator.get_state())
-        self._make = data if callable(data) and not isinstance(data, Iterable) else lambda: data
+        self._make: Callable[[], Any] = data if is_function(data) else lambda: data  # type: ignore[assignment]
         with self._own_numbers():
             source = self._make()
         if not isinstance(source, Iterable):
             raise InvalidJobError(
-                f"data of job {name!r} made a {type(source).__name__}, which cannot be iterated; "
+                f"{self._what} made a {type(source).__name__}, which cannot be iterated; "
                 "make a list of batches or a DataLoader"
             )
-        self._source = _own_loader(source, order) if isinstance(source, DataLoader) else source
+        self.source = _own_loader(source, order) if isinstance(source, DataLoader) else source
         # Nothing is drawn here for a batch by workers, nor for one that is there already.
         in_workers = isinstance(source, DataLoader) and source.num_workers > 0
         self._draws = not in_workers and type(source) not in (list, tuple)
         self._reading: Iterator[Any] | None = None
-        self._passes = 0
+        self._passes, self._before = 0, passes
 
     def __len__(self) -> int:
         """Batches of an epoch; TypeError where the source does not tell."""
-        return len(self._source)  # type: ignore[arg-type]
+        return len(self.source)  # type: ignore[arg-type]
 
     def epoch(self) -> Iterator[Any]:
         """One pass over the data. Raises InvalidJobError when it holds no batch."""
         with self._own_numbers():
-            if self._passes and isinstance(self._source, Iterator):
-                self._source = self._make()
-            iterator = self._reading = iter(self._source)
+            if self._passes and isinstance(self.source, Iterator):
+                self.source = self._make()
+            iterator = self._reading = iter(self.source)
         self._passes += 1
         for count in itertools.count():
             try:
@@ -74,15 +77,21 @@ class Batches:
             shutdown()
 
     def _empty(self) -> str:
-        if self._passes > 1:
+        epoch = self._before + self._passes
+        if epoch > 1:
             return (
-                f"data of job {self._name!r} gave no batch in epoch {self._passes}: it can be read only once. "
+                f"{self._what} gave no batch in epoch {epoch}: it can be read only once. "
                 "Pass a list, a DataLoader, or a function that makes a fresh iterator"
             )
-        return f"data of job {self._name!r} is empty: there is nothing to train on"
+        return f"{self._what} is empty: there is nothing to train on"
 
     def _own_numbers(self) -> contextlib.AbstractContextManager[Any]:
         return _C.GeneratorSwap(self._generator)
+
+
+def is_function(data: Any) -> bool:
+    """Whether the data of a job is a function that makes it."""
+    return callable(data) and not isinstance(data, Iterable)
 
 
 def _own_loader(loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:

@@ -17,14 +17,15 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
 from waterflow.executor import cuda_lanes
 from waterflow.executor.fusing import fusing_of
-from waterflow.executor.memory_limit import parse_memory, reserve_of
+from waterflow.executor.lanes_in_use import Decision, LanesInUse
+from waterflow.executor.memory_limit import Claim, parse_memory, reserve_of
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
 
 logger = logging.getLogger("waterflow")
 
-Mode = Literal["auto", "lanes", "fused"]
+Mode = Literal["auto", "lanes", "turns", "fused"]
 
 
 @dataclass(frozen=True)
@@ -42,29 +43,16 @@ class EngineFigures:
     peak_held: int
 
 
-@dataclass
-class Claim:
-    """What one job holds for as long as it is in the engine, and the largest height that its steps reach.
-
-    ``owner`` is the thread that claimed it, ``worker`` what that is known as to a study.
-    """
-
-    name: str
-    owner: int
-    worker: int | None
-    bytes: int
-    height: int
-
-
 class Engine:
     """Runs the steps of many jobs on one device under one memory limit.
 
     Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
     themselves (thread pools, workspaces inside oneDNN) is outside it.
 
+    ``mode="auto"`` uses as many lanes as are measured to get the most work done, ``"lanes"`` all of them, ``"turns"`` one.
     With ``exact=False`` jobs that differ only in values may run as one batched step, and results then differ from those
-    alone by rounding: with ``mode="auto"`` where that is measured to take less time, with ``"fused"`` wherever it can be done;
-    ``"lanes"`` never does.
+    alone by rounding: with ``"auto"`` where that is measured to be faster, with ``"fused"`` wherever it can be done.
+    ``decisions`` has what was tried, and what was kept.
 
     For comparisons and tests: without ``arenas`` steps ask torch's own allocator for memory; with ``asynchronous``, the
     seed of random stalls, the CPU runs behind its host, as a GPU would: node groups are booked when they are issued, and
@@ -115,10 +103,17 @@ class Engine:
         self._looks = 0
         self._eager = threading.Lock()
         self._closed = False
+        self.exact = exact
         self.fusing = fusing_of(self, exact, mode)
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
+        self.decisions: list[Decision] = []
+        self._lanes_in_use: LanesInUse | None = None
+        if mode == "turns":
+            self.native.set_active_lanes(1)
+        elif mode == "auto" and self.lanes > 1:
+            self._lanes_in_use = LanesInUse(self.native, self.decisions)
         self.names: dict[int, str] = {}
         self.persistent_log: list[tuple[int, int, str, int]] = []
 
@@ -238,6 +233,10 @@ class Engine:
         """The most that a worker's jobs held together, or wait to hold, and their largest height; None before a claim."""
         return self._asked.get(worker)
 
+    def waits(self, thread: int | None) -> bool:
+        """Whether a thread waits for memory that others hold."""
+        return thread in self._waiting
+
     def would_fit(self, plan: Plan) -> bool:
         """Whether a further job with this plan could claim its memory now."""
         with self._guard:
@@ -295,6 +294,12 @@ class Engine:
             scheduling_seconds=self.native.scheduling_ns * 1e-9,
             peak_held=self.native.peak_held,
         )
+
+    def look(self) -> None:
+        """Look at how the lanes do, where it is time to; a step has ended."""
+        in_use = self._lanes_in_use
+        if in_use is not None and in_use.now() >= in_use.next_look:
+            in_use.look(len(self._claims))
 
     # -- work that is not captured
 

@@ -8,7 +8,7 @@ changes.
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 import weakref
 from collections import deque
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0  # steps' times that a round waits for a missing job, and ...
 LEAST_PATIENCE, MOST_PATIENCE = 2e-3, 50e-3
-TRIED_ROUNDS = 24  # before a group's speed is judged
+TRIED_STEPS, TRIED_SECONDS = 16, 0.25  # over which a pace is measured, at least
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +46,29 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return bound(*args)
 
     return call
+
+
+@dataclass(eq=False)
+class Pace:
+    """Steps a second on the clock of the wall, counted from the first step on until it is ``known``."""
+
+    per_second: float = 0.0
+    _steps: int = -1
+    _began: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether it has been measured for long enough."""
+        return self.per_second > 0
+
+    def note(self) -> None:
+        """A step has ended."""
+        now = time.perf_counter()
+        if self._steps < 0:
+            self._began = now
+        self._steps += 1
+        if self._steps >= TRIED_STEPS and now - self._began >= TRIED_SECONDS:
+            self.per_second = self._steps / (now - self._began)
 
 
 @dataclass(eq=False)
@@ -64,6 +87,8 @@ class Member:
     submit_alone: Callable[[list[Any], Any, Hashable], Pending]
     under_way: Callable[[], Iterable[Pending]]
     ended: Callable[[CapturedStep], None]
+    alone: Pace = field(default_factory=Pace)  # beside other jobs, before it joins one of their groups
+    busy_ns: float = math.inf  # of its shortest step alone
 
     def submit(self, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
         """Hand a batch to the member's group; None where it is to run alone. ``step`` is kept until it has its result."""
@@ -100,7 +125,7 @@ class FusedPending:
     numbers: list[dict[str, Any]]  # of the optimizer's groups, as they were then
     first: set[str]
     step: Any  # which stays until then
-    round: Round | None = None
+    round: Round | None = None  # None before it is handed in
     alone: Pending | None = None  # the step's own, where the group could not do it
 
     def wait(self) -> None:
@@ -114,11 +139,12 @@ class FusedPending:
 
 @dataclass(eq=False)
 class Round:
-    """One step of a group: what has been handed in, by seat, and the run that it became."""
+    """One step of a group: what has been handed in, by seat, and the run that it becomes, waited for from the beginning."""
 
     given: dict[int, FusedPending] = field(default_factory=dict)
     since: float = field(default_factory=time.perf_counter)
-    run: _C.StepRun | None = None
+    run: _C.StepRun = field(default_factory=_C.StepRun)
+    begun: bool = False
     profiled: bool = False
     judged: bool = False
 
@@ -153,9 +179,8 @@ class Group:
         self.seats: list[Seat | None] = [None] * self.size
         self.rounds: deque[Round] = deque()  # not begun
         self.over = False
-        self.changed = threading.Condition(fusing.lock)  # rounds began, or it is over
         self.last: _C.StepRun | None = None
-        self.times: list[float] = []  # seconds of a job's step
+        self.tried = Pace()  # of whole rounds
         phases = [node.meta["phase"] for node in self.captured.lowered.instructions]
         self.first_update = phases.index("update") if "update" in phases else len(phases)
         self._claimed: tuple[Plan, int] | None = None
@@ -234,12 +259,11 @@ class Group:
         one.profiled = whole and self.planned.wants_profile
         self.claim()
         readings = [pending.readings for pending in given.values()]
-        run = self.binding.run(self.planned.native, tensors, self.slots, one.profiled, readings)
+        run = self.binding.run(self.planned.native, tensors, self.slots, one.profiled, readings, one.run)
         if not whole:
             run.left_out = [number not in given for number in range(self.size)]
         self.engine.native.submit(self.job, run, self.last)
-        one.run = self.last = run
-        self.changed.notify_all()
+        self.last, one.begun = run, True
 
     def patience(self) -> float:
         """Seconds that a round waits for who is missing."""
@@ -247,14 +271,14 @@ class Group:
 
     def ended(self, one: Round) -> None:
         """A round ran well: learn from it."""
-        if one.judged or one.run is None:
+        if one.judged:
             return
         one.judged = True
         if one.profiled:
             self.planned.add_profile(StepProfile.of(one.run, self.engine.device))
-        elif len(one.given) == self.size and len(self.times) < TRIED_ROUNDS:
-            self.times.append(one.run.busy_ns * 1e-9 / self.size)
-            if len(self.times) == TRIED_ROUNDS and not self.fusing.forced:
+        elif len(one.given) == self.size and not self.tried.known:
+            self.tried.note()
+            if self.tried.known and not self.fusing.forced:
                 self.fusing.judge(self)
 
 
@@ -276,6 +300,6 @@ def stacked(plain: CapturedStep, jobs: int) -> CapturedStep:
 
     def make() -> CapturedStep:
         made = stack(plain.capture, jobs)
-        return assemble(made, f"{jobs} x {plain.predicted.name}", [*plain.keep, plain])
+        return assemble(made, f"{jobs} x {plain.predicted.name}", [*plain.keep, plain], plain.exact)
 
-    return captures.get(("stacked", plain.capture.graph, jobs), make)
+    return captures.get(("stacked", plain.capture.graph, jobs, plain.exact), make)

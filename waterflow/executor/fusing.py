@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, StepError, WaterflowError
 from waterflow.executor.captured import CapturedStep
 from waterflow.executor.fused_group import FusedPending, Group, Member, Seat, result_of
+from waterflow.executor.lanes_in_use import Decision
 from waterflow.executor.variants import Variant
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("waterflow")
 
 GATHERING_SECONDS = 0.3  # how long a job waits for others like it
-WORTH = 0.95  # of the time that its steps take alone: a group that takes more is not kept
+SHORT_SECONDS = 20e-6  # operations that take longer on average gain nothing from being launched together
+WORTH = 0.95  # of a group's pace: one that is not faster than its jobs were before by that is not kept
 
 
 class Fusing:
@@ -118,12 +119,19 @@ class Fusing:
             # Alone first, to know what that takes, and to claim it.
             if variant.planned.wants_profile or variant.claimed is None:
                 return None
-            if id(variant.plain) in self._refused or not _can_be_stacked(variant):
+            if not self.forced and not member.alone.known:
+                member.alone.note()
+                return None
+            if id(variant.plain) in self._refused or not self._worth_a_trial(member, variant):
                 self._settle(member)
                 return None
         _await_steps(member)
         with self._changed:
             return self._take_seat(id(variant.plain), member, variant)
+
+    def _worth_a_trial(self, member: Member, variant: Variant) -> bool:
+        short = member.busy_ns < SHORT_SECONDS * 1e9 * variant.planned.plan.operations
+        return (short or self.forced) and _can_be_stacked(variant)
 
     def _settle(self, *members: Member) -> None:
         self._settled.update(members)
@@ -216,25 +224,25 @@ class Fusing:
                 while group.rounds:
                     group.begin()
         group.over = True
+        for one in group.rounds:
+            self.engine.native.call_off(one.run)
         group.rounds.clear()
         if group in self._groups:
             self._groups.remove(group)
         self._await(group.last)
         self.engine.remove_job(group.job)
-        group.changed.notify_all()
         self._changed.notify_all()
 
     def judge(self, group: Group) -> None:
-        """Keep a group only where its steps take less time than alone, on the lanes that its jobs would then share."""
-        alone = statistics.median(seat.variant.planned.plan.seconds for seat in group.live())
-        together = statistics.median(group.times)
-        size = len(group.live())
-        jobs = max(size, self._expected, len(self._seats) + len(self._settled))
-        lanes = min(size, max(1.0, self.engine.lanes * size / jobs))  # the group has one, whatever it has of jobs
-        if together > WORTH * alone / lanes:
-            logger.info(
-                "%s go on alone: %.3g ms a step, %.3g alone", self.engine.names[group.job], together * 1e3, alone * 1e3
-            )
+        """Keep a group only where its jobs make more steps in sum than each did before, beside the others."""
+        members = [seat.member for seat in group.live()]
+        alone, together = sum(member.alone.per_second for member in members), group.tried.per_second * len(members)
+        kept = together * WORTH >= alone
+        self.engine.decisions.append(
+            Decision(time.perf_counter(), self.engine.names[group.job], kept, (alone, together))
+        )
+        logger.info("%s", self.engine.decisions[-1])
+        if not kept:
             self._refused[id(group.plain)] = group.plain
             self._dissolve(group, None)
 
@@ -242,18 +250,29 @@ class Fusing:
 
     def await_run(self, pending: FusedPending) -> None:
         """Until a step has ended in its group, or alone."""
-        self._begun(pending)
+        group, one = pending.seat.group, pending.round
+        while pending.alone is None and one is not None and not group.over and not one.run.done:
+            if one.begun:
+                self._await(one.run)
+            elif not self.engine.native.wait_for(one.run, max(0.0, one.since + group.patience() - time.perf_counter())):
+                with self._changed:
+                    while not group.over and not one.begun:  # with who is there
+                        with self._or_alone(group):
+                            group.begin()
+        if group.over:
+            with self._changed:
+                self._go_alone(pending.seat)
         if pending.alone is not None:
             pending.alone.wait()
-        elif pending.round is not None:
-            self._await(pending.round.run)
+        elif one is not None:
+            self._await(one.run)
 
     def finish(self, pending: FusedPending) -> Any:
         """Its result; steps that the group could not do are done alone, in their order."""
         seat, group = pending.seat, pending.seat.group
         self.await_run(pending)
         if pending.alone is None:
-            assert pending.round is not None and pending.round.run is not None
+            assert pending.round is not None
             try:
                 outputs = pending.round.run.outputs()
             except (_C.NodeError, _C.Cancelled) as error:
@@ -268,31 +287,18 @@ class Fusing:
                     if pending in seat.queue:
                         seat.queue.remove(pending)
                 seat.member.ended(group.captured)
+                self.engine.look()
                 each = len(outputs) // group.size
                 return result_of(outputs[seat.number * each : (seat.number + 1) * each], group.plain)
-            self._begun(pending)
+            with self._changed:
+                self._go_alone(pending.seat)
         assert pending.alone is not None
         return pending.alone.result()
-
-    def _begun(self, pending: FusedPending) -> None:
-        """Until its round has begun, or it has been handed to an engine alone."""
-        group = pending.seat.group
-        with self._changed:
-            while not group.over and (pending.round is None or pending.round.run is None):
-                first = group.rounds[0]
-                left = first.since + group.patience() - time.perf_counter()
-                if left <= 0:
-                    with self._or_alone(group):
-                        group.begin()
-                else:
-                    group.changed.wait(timeout=left)
-            if group.over:
-                self._go_alone(pending.seat)
 
     def _go_alone(self, seat: Seat) -> None:
         """Hand all that the group has not done to the engine, step by step."""
         for pending in seat.queue:
-            done = pending.round is not None and pending.round.run is not None and not pending.round.run.failed
+            done = pending.round is not None and pending.round.begun and not pending.round.run.failed
             if pending.alone is None and not done:
                 pending.alone = seat.member.go_alone(pending)
         while seat.queue and seat.queue[0].alone is not None:
@@ -332,14 +338,14 @@ def fusing_of(engine: Engine, exact: bool, mode: str) -> Fusing | None:
 
     Raises InvalidJobError for settings that contradict each other.
     """
-    if mode not in ("auto", "lanes", "fused"):
-        raise InvalidJobError(f"mode is 'auto', 'lanes' or 'fused'; got {mode!r}")
+    if mode not in ("auto", "lanes", "turns", "fused"):
+        raise InvalidJobError(f"mode is 'auto', 'lanes', 'turns' or 'fused'; got {mode!r}")
     if mode == "fused" and exact:
         raise InvalidJobError(
             "jobs that run as one do not keep the bits that they have alone, and exact=True promises those; pass exact=False "
             "beside mode='fused'"
         )
-    return None if exact or mode == "lanes" else Fusing(engine, mode == "fused")
+    return None if exact or mode in ("lanes", "turns") else Fusing(engine, mode == "fused")
 
 
 def expect(engine: Engine, jobs: int) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from waterflow import _C
 from waterflow.errors import CaptureError
+from waterflow.executor.faster_products import faster_form
 from waterflow.executor.shortcuts import aliases, bypassed, short_form, wraps_numbers
 from waterflow.partition.capture import Capture
 from waterflow.partition.fake_rules import is_update
@@ -41,14 +42,18 @@ class Lowered:
     written: tuple[int, ...]
 
 
-def lower(capture: Capture) -> Lowered:
-    """Build the program of a captured step. Raises CaptureError for nodes that are no dispatcher calls."""
-    return _Lowering(capture).run()
+def lower(capture: Capture, exact: bool = True) -> Lowered:
+    """Build the program of a captured step. Raises CaptureError for nodes that are no dispatcher calls.
+
+    Where it need not be ``exact`` results may differ by rounding from those of the captured operations.
+    """
+    return _Lowering(capture, exact).run()
 
 
 class _Lowering:
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, exact: bool) -> None:
         self.capture = capture
+        self.exact = exact
         self.inputs = list(capture.inputs)
         self.slots: dict[fx.Node, int] = {}
         self.constants: list[tuple[int, torch.Tensor]] = []
@@ -218,7 +223,7 @@ class _Lowering:
             target = taking_generator(target) or target
         schema = target._schema
         values = [given.get(argument.name, argument.default_value) for argument in schema.arguments]
-        target = short_form(target, values)
+        target = short_form(target if self.exact else faster_form(target, values), values)
         schema = target._schema
         arguments: list[tuple[Any, ...]] = []
         moved: set[int] = set()

@@ -1,10 +1,11 @@
-"""How much memory an engine may use: what users write, and what the machine has."""
+"""How much memory an engine may use: what users write, what the machine has, and what a job claims of it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+from dataclasses import dataclass
 from typing import Literal
 
 from waterflow.errors import InvalidJobError
@@ -15,6 +16,20 @@ DEFAULT_MEMORY = 0.8
 # Held back of a limit, for eager work beside the steps (evaluation, the first look at what is not captured).
 RESERVE_SHARE = 0.05
 LEAST_RESERVE = 64 << 20
+
+
+@dataclass
+class Claim:
+    """What one job holds for as long as it is in the engine, and the largest height that its steps reach.
+
+    ``owner`` is the thread that claimed it, ``worker`` what that is known as to a study.
+    """
+
+    name: str
+    owner: int
+    worker: int | None
+    bytes: int
+    height: int
 
 
 def reserve_of(limit: int) -> int:

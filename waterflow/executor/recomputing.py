@@ -50,7 +50,7 @@ def recomputing(captured: CapturedStep, limit: int) -> CapturedStep:
 
 
 def _repeating(captured: CapturedStep, table: StorageTable, chosen: Recomputation) -> CapturedStep:
-    made = assemble(repeat(captured.capture, table, chosen), captured.predicted.name, captured.keep)
+    made = assemble(repeat(captured.capture, table, chosen), captured.predicted.name, captured.keep, captured.exact)
     # First calls that only the backward pass had a use for have gone: a little more may be free than was counted on.
     made.recomputed = replace(chosen.cost(), freed=captured.predicted.height - made.predicted.height)
     return made

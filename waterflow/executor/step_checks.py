@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from waterflow.errors import InvalidJobError, StepError
 from waterflow.executor.eager import wants_model
-from waterflow.executor.engine import current_worker
+from waterflow.executor.engine import Engine, current_worker
 from waterflow.partition.surroundings import shown_line
 
 
@@ -82,3 +82,12 @@ def node_error(step: str, node: fx.Node, message: str) -> StepError:
     where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
     phase = node.meta.get("phase", "")
     return StepError(f"{node.target} in the {phase} of step {step!r} failed: {message.strip()}{where}")
+
+
+def check_device(name: str, model: torch.device, engine: Engine | None) -> None:
+    """Raise InvalidJobError where the model of a step is on another device than its engine."""
+    if engine is not None and model != engine.device:
+        raise InvalidJobError(
+            f"model of step {name!r} is on {model}, its engine trains on {engine.device}; move the model with "
+            f"model.to({str(engine.device)!r}) before making the step"
+        )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from waterflow.executor.engine import Engine
+    from waterflow.executor.lanes_in_use import Decision
 
 Ints = npt.NDArray[np.int64]
 JOB, STEP, GROUP, LANE, START, END, HELD, HELD_BY_JOB = range(8)  # columns of `Span` in csrc/engine.h
@@ -70,6 +71,7 @@ class Timeline:
         limit: Bytes that the engine may hold; ``reserve`` of them are kept for work beside the steps.
         started_ns: When the engine started, on the clock of the spans.
         dropped: Groups that ran and were not recorded.
+        decisions: What the engine tried, and what it kept.
     """
 
     spans: Ints
@@ -80,6 +82,7 @@ class Timeline:
     started_ns: int
     lanes: int
     dropped: int = 0
+    decisions: tuple[Decision, ...] = ()
 
     @classmethod
     def of(cls, engine: Engine, dropped: int = 0) -> Timeline:
@@ -87,6 +90,7 @@ class Timeline:
         return cls(
             engine.native.take_spans().numpy(), dict(engine.names), tuple(engine.persistent_log),
             engine.limit, engine.reserve, engine.started_ns, engine.lanes, dropped,
+            tuple(engine.decisions),
         )  # fmt: skip
 
     def memory_over_time(self, columns: int = 2000) -> MemoryOverTime:
@@ -119,7 +123,7 @@ class Timeline:
 
         ``wall_seconds`` from the first recorded group to the last; ``busy_share`` of it for each lane;
         ``overlap``, the share of it with at least two lanes busy; ``peak_bytes`` and ``limit_bytes``, persistent
-        state included; ``steps``, how many of each job were recorded.
+        state included; ``steps``, how many of each job were recorded; ``decisions`` of the engine, in words.
         """
         _, claims, _, total = self._held()
         (begin, end), labels = self._extent(), self._labels()
@@ -137,6 +141,7 @@ class Timeline:
             "peak_bytes": int(max(booked.max(), total.max())),
             "limit_bytes": self.limit,
             "steps": {labels[job]: count for job, count in sorted(steps.items())},
+            "decisions": [str(decision) for decision in self.decisions],
         }
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -162,6 +167,8 @@ class Timeline:
         for seconds, (state, steps) in zip(memory.seconds.tolist(), series.tolist()):
             args = {"persistent": state, "steps": steps}
             events.append({"ph": "C", "pid": 1, "name": "held MiB", "ts": seconds * 1e6, "args": args})
+        for decision in self.decisions:
+            events.append({"ph": "i", "pid": 1, "name": str(decision), "s": "p", "ts": self._seconds(decision) * 1e6})
         other = {"dropped_groups": len(self.spans) - len(kept) + self.dropped, "limit_bytes": self.limit}
         with (gzip.open if os.fspath(path).endswith(".gz") else open)(path, "wt", encoding="utf-8") as file:
             file.write(json.dumps({"traceEvents": events, "otherData": other}, separators=(",", ":")))
@@ -184,6 +191,10 @@ class Timeline:
         self._draw_lanes(bottom, hues, facts["busy_share"])
         text = f"peak {format_bytes(facts['peak_bytes'])}, lanes overlap {facts['overlap']:.0%} of the time"
         top.set_title(f"{sum(facts['steps'].values()):,} steps, {text}", loc="left", fontsize=10.5)
+        for decision in self.decisions:
+            label = f" {decision.tried[:24]}: {'kept' if decision.kept else 'not kept'}"
+            bottom.axvline(self._seconds(decision), color="#333333", linestyle=":", lw=1)
+            bottom.text(self._seconds(decision), -0.46, label, va="top", fontsize=7, clip_on=True)
         figure.legend(loc="outside right upper", frameon=False, fontsize=9, title_fontsize=9, alignment="left",
                       title="dark: persistent state\nlight: running step")  # fmt: skip
         figure.savefig(path, format="png")
@@ -233,6 +244,9 @@ class Timeline:
         ticks = [f"lane {lane}, {share:.0%} busy" for lane, share in enumerate(busy_share)]
         ax.set_yticks(range(self.lanes), ticks, fontsize=9 if self.lanes <= 12 else 6)
         ax.set(ylim=(self.lanes - 0.5, -0.5), xlim=seconds[[0, -1]], xlabel="seconds since the engine started")
+
+    def _seconds(self, decision: Decision) -> float:
+        return decision.at - self.started_ns / 1e9  # perf_counter is the clock of the spans
 
     def _extent(self) -> tuple[int, int]:
         if len(self.spans) == 0:

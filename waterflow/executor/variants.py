@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.executor.batch_copies import copies_of
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.compiling import Compile, as_captured, compiling
@@ -69,12 +70,15 @@ class Variant:
     guarded: bool = False  # whether there is such memory
     claimed: Plan | None = None
 
-    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
+    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None, shared: bool = False) -> list[Any]:
         """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.
 
-        ``before_copies`` is called before any is made: a step that still runs may change them, too.
+        ``before_copies`` is called before any is made: a step that still runs may change them, too. Of a batch that is
+        ``shared`` with other jobs, a step that changes it has copies.
         """
         given = [leaves[i] for i in self.leaves]
+        if shared and self.captured.changed_leaves:
+            given = copies_of(given)
         if not self.guarded:
             return given
         inside = [i for i, tensor in enumerate(given) if self.changed_early.have(tensor)]
@@ -95,12 +99,13 @@ class Variants:
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
     profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
-    are brought to that height; ``compile`` makes native code of them.
+    are brought to that height; ``compile`` makes native code of them. Where they need not be ``exact`` they may round otherwise
+    than the user's operations.
     """
 
     def __init__(
         self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None, recompute: Recompute = None, compile: Compile = None,
+        hold: Hold | None, recompute: Recompute = None, exact: bool = True, compile: Compile = None,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
@@ -109,6 +114,7 @@ class Variants:
         self._own_plans = own_plans
         self._hold = hold
         self._recompute = recompute
+        self._exact = exact
         self._compile = compile
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
         self._too_high: dict[Hashable, CapturedStep] = {}  # steps whose native code holds more than there is
@@ -155,7 +161,7 @@ class Variants:
         if self._compile is not None:
             always, threads = self._compile == "inductor-always", self._threads
             captured = self._too_high.get((structure, key)) or captures.get(
-                (structure, key, always, threads), lambda: compiling(plain, threads, always)
+                (structure, key, always, threads, plain.exact), lambda: compiling(plain, threads, always)
             )
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
@@ -208,7 +214,7 @@ class Variants:
         """The form of a captured step that is at most ``height`` bytes high; found, or made."""
         if height is None or not plain.capture.apart:
             return plain
-        return captures.get((structure, key, height), lambda: recomputing(plain, height))
+        return captures.get((structure, key, height, plain.exact), lambda: recomputing(plain, height))
 
     def _capture(
         self, spec: StepSpec, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None
@@ -231,6 +237,8 @@ class Variants:
             structure = (structure, rates(spec.model))
             spec = replace(spec, rates_matter=True)
             found = captures.get((structure, key), make)
+        if not self._exact:
+            found = captures.get((structure, key, "inexact", self._threads), found.inexact)
         return found, structure, looked
 
     # -- what the variants share

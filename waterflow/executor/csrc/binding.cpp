@@ -173,8 +173,8 @@ static at::Tensor without_python(const at::Tensor& tensor) {
 
 std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
                                       std::vector<std::pair<int32_t, at::Tensor>> batch, bool profile,
-                                      const std::vector<const Readings*>& others) {
-  auto run = std::make_shared<StepRun>();
+                                      const std::vector<const Readings*>& others, std::shared_ptr<StepRun> run) {
+  if (run == nullptr) run = std::make_shared<StepRun>();
   run->plan = std::move(plan);
   run->frame = frame_;
   run->profile = profile;

@@ -46,9 +46,11 @@ class Binding {
     std::vector<std::pair<int32_t, c10::IValue>> values;
   };
   Readings look();
-  // A step with this batch, and with what other bindings of the program have read.
+  // A step with this batch, and with what other bindings of the program have read. `run`, which somebody may wait for
+  // already, becomes that step; a new one where it is null.
   std::shared_ptr<StepRun> run(std::shared_ptr<const GroupPlan> plan, std::vector<std::pair<int32_t, at::Tensor>> batch,
-                               bool profile, const std::vector<const Readings*>& others = {});
+                               bool profile, const std::vector<const Readings*>& others = {},
+                               std::shared_ptr<StepRun> run = nullptr);
 
  private:
   struct Watch {

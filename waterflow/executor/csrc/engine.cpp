@@ -53,6 +53,7 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
     }
     lanes_.push_back(std::move(lane));
   }
+  active_ = lanes;
   std::mutex started_lock;
   std::condition_variable started_one;
   int32_t started = 0;
@@ -156,6 +157,7 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
   run->job = id;
   if (lanes_[0]->current) run->behind_caller(lanes_[0]->current->device());
   job.queue.push_back(std::move(run));
+  note_pause(job);
   if (after && after->done && after->error) {
     fail_queue(job, std::make_exception_ptr(Cancelled(kEarlierFailed)), dropped, job.queue.size() - 1);
     return;
@@ -174,20 +176,12 @@ void Engine::batch_arrives(Job& job) {
   }
 }
 
-Engine::Lane* Engine::free_lane(Lane* here) {
-  if (here != nullptr && here->job == nullptr) return here;
-  for (auto& lane : lanes_) {
-    if (lane->job == nullptr) return lane.get();
-  }
-  return nullptr;
-}
-
 // A step begins where a lane is free and its arena has room.
 Engine::Lane* Engine::start(Job& job, Lane* here) {
   StepRun& run = *job.queue.front();
   Ground* tried = nullptr;
   const auto let_in = [&](Lane& lane) {
-    if (lane.job != nullptr || lane.ground == tried) return false;
+    if (!open_to(lane, job) || lane.ground == tried) return false;
     tried = lane.ground;
     auto& admission = lane.ground->admission;
     if (run.plan->heights.largest() > admission.pending_capacity().value_or(admission.capacity())) return false;
@@ -196,14 +190,19 @@ Engine::Lane* Engine::start(Job& job, Lane* here) {
     return false;
   };
   Lane* lane = nullptr;
+  here = free_lane(job, here);
   if (here != nullptr && let_in(*here)) lane = here;
   for (size_t i = 0; lane == nullptr && i < lanes_.size(); ++i) {
     if (let_in(*lanes_[i])) lane = lanes_[i].get();
   }
-  if (lane == nullptr) return nullptr;
+  if (lane == nullptr) {
+    end_waits_for(job.id);
+    return nullptr;
+  }
   for (auto& ground : grounds_) {
     if (ground.get() != lane->ground) ground->admission.stop_waiting(job.id);
   }
+  begin_turn(*lane, job);
   lane->ground->begin(lane->end, job.id, *run.plan, run.plan->requests != nullptr && run.frame && !run.profile);
   return lane;
 }
@@ -251,10 +250,10 @@ void Engine::offer_room(Lane* here) {
     if (!ground->admission.anyone_waiting()) continue;
     for (Id id : ground->admission.waiting()) grant(find(id), here);
   }
+  end_waits();
   for (size_t i = 0; i < ready_.size();) {
-    if (free_lane(here) == nullptr) return;
     Job* job = ready_[i];
-    if (!grant(*job, here)) ++i;
+    if (free_lane(*job, here) == nullptr || !grant(*job, here)) ++i;
   }
 }
 
@@ -273,6 +272,7 @@ void Engine::fail_queue(Job& job, const std::exception_ptr& error, Dropped& drop
 // A job with nothing queued and nothing running: its barriers wait for the next step's parties.
 void Engine::settle(Job& job) {
   leave_ground(job);
+  end_waits_for(job.id);
   ready_.erase(std::remove(ready_.begin(), ready_.end(), &job), ready_.end());
   for (auto& barrier : job.barriers) barrier.rearm();
   job.barriers[0].arrive();  // the step before

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -39,7 +40,10 @@ struct Lane {
   StreamId stream = -1;                // of the device, where that runs behind the host
   std::optional<c10::Stream> current;  // the same as torch knows it, on a GPU
   EngineJob* job = nullptr;
-  bool taken = false;  // a caller runs the step, or is about to
+  bool taken = false;                                     // a caller runs the step, or is about to
+  int64_t turn_of = -1, turn_began = 0;                   // the job whose steps follow one another here
+  int64_t kept_for = -1, kept_since = 0, kept_until = 0;  // the job whose next step it waits for
+  bool watched = false;                                   // its thread looks whether that job comes back
   std::condition_variable wake;
   int64_t busy_ns = 0;
   std::thread thread;
@@ -52,6 +56,8 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
   int64_t steps = 0;
   int64_t largest = 0;  // what its steps have reached so far
   int64_t waiting_since = 0;
+  int64_t pause_ns = 0;  // that its lane was kept for it until its next step came, on average
+  int32_t not_kept = 0;  // steps since that took too long
   int32_t lane = -1;
   bool batch_arrived = false;
   bool running = false;
@@ -78,6 +84,11 @@ class Engine {
   static constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
   static constexpr int32_t kLaterGroupParties = 2;  // the group before, room
   static constexpr size_t kGroupsAhead = 2;         // of the device, on each lane
+  static constexpr int64_t kTurnNs = 20'000'000;    // of a job, while others wait
+  static constexpr int64_t kShortPauseNs =
+      150'000;  // of a job between steps, for which its lane waits; or an eighth of a step
+  static constexpr int32_t kStepsNotKept = 16;
+  static constexpr std::chrono::milliseconds kLook{3};
   static constexpr const char* kEarlierFailed = "an earlier step of this job failed";
 
  public:
@@ -107,6 +118,8 @@ class Engine {
   // on the calling thread, as soon as it may: that saves handing it to another and being woken by that. On a lane only
   // a step that is done may be waited for.
   bool wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds);
+  // A step that somebody waits for, and that was never handed in, will not come.
+  void call_off(const std::shared_ptr<StepRun>& run);
   // Its callers wait no longer: the job's steps are for the lanes' own threads.
   void leave(Id job);
   // Cancels queued steps, and the one that runs at its next group boundary. `reason` is in their error. Waits for that
@@ -116,6 +129,12 @@ class Engine {
   bool set_capacity(int64_t bytes);
   int64_t capacity() const;
   int64_t held() const;
+  // How many lanes take new steps, the first ones; all at the beginning.
+  void set_active_lanes(int32_t count);
+  int32_t active_lanes() const {
+    std::lock_guard<std::mutex> guard(lock_);
+    return active_;
+  }
   bool has_arenas() const { return arenas_; }
   int64_t pages_in_use() const;  // bytes of arenas that may have pages
   int64_t peak_held() const { return locked(peak_held_); }
@@ -176,7 +195,15 @@ class Engine {
   void offer_room(Lane* here);
   bool grant(Job& job, Lane* here);
   Lane* start(Job& job, Lane* here);
-  Lane* free_lane(Lane* here);
+  Lane* free_lane(const Job& job, Lane* here);
+  bool open_to(const Lane& lane, const Job& job) const;
+  void begin_turn(Lane& lane, const Job& job);
+  void keep_for(Lane& lane, Job& job, const StepRun& run);
+  bool returns_within(Job& job, int64_t patience);
+  void note_pause(Job& job);
+  void end_waits();
+  void end_waits_for(Id job);
+  void look_after(Lane& lane);
   void share_out();
   int64_t held_by_all() const;
   void leave_ground(Job& job);
@@ -209,6 +236,7 @@ class Engine {
   int64_t groups_done_ = 0;
   int64_t progress_ns_ = 0;
   int64_t scheduling_ns_ = 0;
+  int32_t active_ = 0;
   bool stop_ = false;
   bool recording_ = false;
   size_t most_spans_ = 0;

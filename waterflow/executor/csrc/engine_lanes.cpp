@@ -9,7 +9,16 @@ namespace waterflow {
 void Engine::lane_main(Lane& lane) {
   std::unique_lock<std::mutex> lock(lock_);
   while (true) {
-    lane.wake.wait(lock, [&] { return (lane.job != nullptr && !lane.taken) || (stop_ && lane.job == nullptr); });
+    const auto has_to_do = [&] { return (lane.job != nullptr && !lane.taken) || (stop_ && lane.job == nullptr); };
+    if (lane.watched) {
+      if (!lane.wake.wait_for(lock, kLook, has_to_do)) {
+        look_after(lane);
+        continue;
+      }
+    } else {
+      lane.wake.wait(lock, [&] { return has_to_do() || lane.watched; });
+      if (!has_to_do()) continue;
+    }
     if (lane.job == nullptr) return;
     Dropped dropped;
     run_step(lock, lane, dropped);
@@ -186,6 +195,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   lane.taken = false;
   end_step(job, run, dropped);
   const int64_t before = now_ns();
+  keep_for(lane, job, run);
   offer_room(&lane);
   scheduling_ns_ += now_ns() - before;
 }
@@ -245,6 +255,14 @@ bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
     if (stop_ || (lane->job != nullptr && !lane->taken)) lane->wake.notify_all();
   }
   return run->done;
+}
+
+void Engine::call_off(const std::shared_ptr<StepRun>& run) {
+  std::lock_guard<std::mutex> guard(lock_);
+  if (run->done || run->job >= 0) return;
+  run->error = std::make_exception_ptr(Cancelled("the steps that it was to run with were called off"));
+  run->done = true;
+  run->finished.notify_all();
 }
 
 void Engine::leave(Id job) {

@@ -14,5 +14,5 @@ void count_up(at::TensorList counters, const at::Scalar& by) {
 }  // namespace
 }  // namespace waterflow
 
-TORCH_LIBRARY(waterflow, m) { m.def("count_up_(Tensor(a!)[] self, Scalar scalar) -> ()"); }
+TORCH_LIBRARY_FRAGMENT(waterflow, m) { m.def("count_up_(Tensor(a!)[] self, Scalar scalar) -> ()"); }
 TORCH_LIBRARY_IMPL(waterflow, CPU, m) { m.impl("count_up_", &waterflow::count_up); }

@@ -143,7 +143,8 @@ void bind_programs(py::module_& m) {
       .def(
           "run",
           [](Binding& self, std::shared_ptr<GroupPlan> plan, const py::sequence& tensors,
-             const std::vector<int32_t>& slots, bool profile, const std::vector<const Binding::Readings*>& others) {
+             const std::vector<int32_t>& slots, bool profile, const std::vector<const Binding::Readings*>& others,
+             std::shared_ptr<StepRun> run) {
             std::vector<std::pair<int32_t, at::Tensor>> batch;
             batch.reserve(slots.size());
             for (size_t i = 0; i < slots.size(); ++i) {
@@ -151,10 +152,10 @@ void bind_programs(py::module_& m) {
               TORCH_CHECK(THPVariable_Check(tensor.ptr()), "a batch entry is not a tensor");
               batch.emplace_back(slots[i], THPVariable_Unpack(tensor.ptr()));
             }
-            return self.run(std::move(plan), std::move(batch), profile, others);
+            return self.run(std::move(plan), std::move(batch), profile, others, std::move(run));
           },
           py::arg("plan"), py::arg("tensors"), py::arg("slots"), py::arg("profile"),
-          py::arg("others") = std::vector<const Binding::Readings*>());
+          py::arg("others") = std::vector<const Binding::Readings*>(), py::arg("into") = nullptr);
 }
 
 }  // namespace waterflow

@@ -1,0 +1,131 @@
+"""How many lanes are in use: tried, and undone where it brings nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import waterflow as wf
+from waterflow.executor.engine import Engine
+from waterflow.executor.lanes_in_use import FIRST_SECONDS, WINDOW_SECONDS, Decision, LanesInUse
+
+BATCHES = [(torch.randn(4, 8), torch.randn(4, 2)) for _ in range(6)]
+
+
+@dataclass
+class Machine:
+    """Lanes that do as much work as ``speeds`` says for each number of them."""
+
+    speeds: dict[int, float]
+    lanes: int = 4
+    in_use: int = 4
+    seconds: float = 0.0
+    steps_done: int = 0
+    progress_ns: int = 0
+    used: list[int] = field(default_factory=list)
+
+    def set_active_lanes(self, count: int) -> None:
+        self.in_use = count
+        self.used.append(count)
+
+    def work(self, seconds: float, looker: LanesInUse, jobs: int) -> None:
+        for _ in range(int(seconds / 0.01)):
+            self.seconds += 0.01
+            self.steps_done += 10
+            self.progress_ns += int(self.speeds[self.in_use] * 0.01e9)
+            looker.look(jobs)
+
+
+def lanes_of(machine: Machine) -> tuple[LanesInUse, list[Decision]]:
+    decisions: list[Decision] = []
+    return LanesInUse(machine, decisions, lambda: machine.seconds), decisions
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"),
+    [({1: 1.0, 2: 2.0, 4: 3.9}, 4), ({1: 1.0, 2: 1.6, 4: 1.2}, 2), ({1: 1.0, 2: 0.8, 4: 0.5}, 1), ({1: 1.0, 2: 1.0, 4: 1.0}, 4)],
+)  # fmt: skip
+def test_the_number_that_gets_the_most_done_is_kept(speeds: dict[int, float], best: int) -> None:
+    machine = Machine(speeds)
+    looker, decisions = lanes_of(machine)
+    machine.work(120, looker, jobs=8)
+    assert looker.count == best and machine.in_use == best
+    assert any(decision.kept for decision in decisions) == (best != 4)
+
+
+def test_trials_that_bring_nothing_become_rare() -> None:
+    machine = Machine({1: 1.0, 2: 2.0, 4: 4.0})
+    looker, decisions = lanes_of(machine)
+    machine.work(600, looker, jobs=8)
+    assert 4 <= len(decisions) <= 9
+    lost = sum(WINDOW_SECONDS for count in machine.used if count != 4)
+    assert lost < 0.01 * 600
+
+
+def test_a_trial_ends_where_a_job_comes_or_goes() -> None:
+    machine = Machine({1: 9.0, 2: 9.0, 4: 1.0})
+    looker, decisions = lanes_of(machine)
+    machine.work(FIRST_SECONDS + WINDOW_SECONDS, looker, jobs=8)
+    while machine.in_use == 4:
+        machine.work(0.02, looker, jobs=8)
+    machine.work(0.3, looker, jobs=7)
+    assert machine.in_use == 4 and not decisions
+
+
+def test_a_job_alone_is_left_alone() -> None:
+    machine = Machine({1: 9.0, 2: 9.0, 4: 1.0})
+    looker, decisions = lanes_of(machine)
+    machine.work(60, looker, jobs=1)
+    assert not decisions and machine.in_use == 4
+
+
+def test_a_decision_in_words() -> None:
+    told = str(Decision(1.0, "taking turns on one lane", False, (1.9, 1.0, 2.0)))
+    assert told == "taking turns on one lane: not kept (speed 1, 1.9 before, then 2)"
+
+
+def jobs(count: int) -> list[wf.Job]:
+    return [
+        wf.Job(name=str(n), model=lambda: nn.Linear(8, 2), data=BATCHES, loss=nn.functional.mse_loss, epochs=3, seed=n,
+               optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def test_taking_turns_gives_the_same_bits() -> None:
+    both = [wf.train(jobs(3), lanes=2, mode=mode, memory="1GiB") for mode in ("turns", "lanes")]
+    assert [r.losses for r in both[0]] == [r.losses for r in both[1]]
+
+
+def test_one_lane_runs_one_step_at_a_time() -> None:
+    with Engine(lanes=2, mode="turns", memory="1GiB") as engine:
+        engine.native.record_spans(True)
+        wf.train(jobs(4), engine=engine)
+        spans = engine.native.take_spans()
+    order = spans[spans[:, 4].argsort()]
+    assert set(order[:, 3].tolist()) == {0}
+    assert bool((order[1:, 4] >= order[:-1, 5]).all())
+
+
+def test_lanes_in_use_are_between_one_and_all() -> None:
+    with Engine(lanes=2, memory="1GiB") as engine:
+        for count in (0, 3):
+            with pytest.raises(ValueError, match="between 1 and 2"):
+                engine.native.set_active_lanes(count)
+        engine.native.set_active_lanes(1)
+        assert engine.native.active_lanes == 1
+
+
+def test_fewer_and_more_lanes_while_jobs_run() -> None:
+    """Lanes that are taken out of use end their steps; none is lost when they come back."""
+    with Engine(lanes=4, memory="1GiB") as engine:
+
+        def change(result: wf.JobResult) -> None:
+            engine.native.set_active_lanes(1 + int(result.name) % 4)
+
+        results = wf.train(jobs(12), engine=engine, callbacks=[change], max_concurrent=8)
+    alone = [wf.train([job], lanes=1, memory="1GiB")[0] for job in jobs(12)]
+    assert [r.losses for r in results] == [r.losses for r in alone]

@@ -1,0 +1,67 @@
+"""Copies of a batch that other jobs read, too, for a step that changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from waterflow.partition.operators import storage_id
+from waterflow.partition.structure import extent_bytes
+
+ALIGNMENT = 16  # bytes: of the largest elements
+
+
+def copied(batch: Any) -> Any:
+    """The batch with copies in the place of its tensors."""
+    leaves, form = pytree.tree_flatten(batch)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for i, copy in zip(places, copies_of([leaves[i] for i in places])):
+        leaves[i] = copy
+    return pytree.tree_unflatten(leaves, form)
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the same strides, which lie on the same bytes of a storage where the tensors do."""
+    copies: list[Any] = [None if _is_plain(tensor) else tensor.detach().clone() for tensor in tensors]
+    spans = [
+        (storage_id(tensor), tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), i)
+        for i, tensor in enumerate(tensors)
+        if copies[i] is None
+    ]
+    overlapping: list[list[int]] = []
+    held, end = -1, 0
+    for storage, begin, stop, i in sorted(spans):
+        if storage == held and begin < end:
+            overlapping[-1].append(i)
+            end = max(end, stop)
+        else:
+            overlapping.append([i])
+            held, end = storage, stop
+    for together in overlapping:
+        for i, copy in zip(together, _copied_together([tensors[i] for i in together])):
+            copies[i] = copy
+    return [copy.requires_grad_(tensor.requires_grad) for copy, tensor in zip(copies, tensors)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    dense = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() > 0
+    return dense and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    storage = tensors[0].untyped_storage()
+    start = storage.data_ptr()
+    first = tensors[0].data_ptr() - start
+    first -= first % ALIGNMENT  # so that each tensor begins at a whole number of its elements
+    end = max(tensor.data_ptr() + extent_bytes(tensor) for tensor in tensors) - start
+    raw = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    block = raw.set_(storage, first, (end - first,)).clone().untyped_storage()
+    return [
+        tensor.detach().new_empty(0).set_(
+            block, (tensor.data_ptr() - start - first) // tensor.element_size(), tensor.shape, tensor.stride()
+        )
+        for tensor in tensors
+    ]  # fmt: skip

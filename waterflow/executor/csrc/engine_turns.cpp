@@ -1,0 +1,105 @@
+// Whose turn it is on a lane: a job that comes back at once goes on for a while before the next one has its turn.
+//
+// Going from job to job at each step would find the caches full of another's weights, and hand a thread over each time.
+#include <algorithm>
+
+#include "engine.h"
+
+namespace waterflow {
+
+// Whether a step of this job may start there.
+bool Engine::open_to(const Lane& lane, const Job& job) const {
+  return lane.job == nullptr && lane.index < active_ && (lane.kept_for < 0 || lane.kept_for == job.id);
+}
+
+// The lane that is free for this job: the one that is kept for it, the one asked for, or any.
+Engine::Lane* Engine::free_lane(const Job& job, Lane* here) {
+  Lane* found = nullptr;
+  for (auto& lane : lanes_) {
+    if (!open_to(*lane, job)) continue;
+    if (lane->kept_for == job.id) return lane.get();
+    if (found == nullptr || lane.get() == here) found = lane.get();
+  }
+  return found;
+}
+
+void Engine::begin_turn(Lane& lane, const Job& job) {
+  for (auto& each : lanes_) {
+    if (each->kept_for == job.id) each->kept_for = -1;
+  }
+  if (lane.turn_of == job.id) return;
+  lane.turn_of = job.id;
+  lane.turn_began = now_ns();
+}
+
+// A step has ended there: should its job's next one come before those that wait?
+void Engine::keep_for(Lane& lane, Job& job, const StepRun& run) {
+  const int64_t now = now_ns();
+  const bool others = std::any_of(ready_.begin(), ready_.end(), [&](const Job* each) { return each != &job; });
+  const int64_t patience = std::max(kShortPauseNs, run.busy_ns / 8);
+  const bool queued = !job.queue.empty();
+  if (!others || stop_ || now - lane.turn_began >= kTurnNs || !(queued || returns_within(job, patience))) {
+    lane.turn_of = -1;
+    return;
+  }
+  for (const auto& ground : grounds_) {
+    if (ground->admission.anyone_waiting()) return;  // for room, which comes first
+  }
+  lane.kept_for = job.id;
+  lane.kept_since = now;
+  lane.kept_until = now + 2 * patience;
+  if (queued || lane.watched) return;
+  lane.watched = true;
+  lane.wake.notify_all();
+}
+
+// Now and then one that took too long is given another chance: whoever finds all lanes taken when it comes back is late
+// for that reason alone.
+bool Engine::returns_within(Job& job, int64_t patience) {
+  if (job.pause_ns > patience && ++job.not_kept >= kStepsNotKept) job.pause_ns = job.not_kept = 0;
+  return job.pause_ns <= patience;
+}
+
+// The job has handed in a step: how long did that take?
+void Engine::note_pause(Job& job) {
+  for (const auto& lane : lanes_) {
+    if (lane->kept_for == job.id) job.pause_ns = (3 * job.pause_ns + now_ns() - lane->kept_since) / 4;
+  }
+}
+
+// Lanes whose jobs have not come back go to others.
+void Engine::end_waits() {
+  const int64_t now = now_ns();
+  for (auto& lane : lanes_) {
+    if (lane->kept_for < 0 || now < lane->kept_until) continue;
+    const auto found = jobs_.find(lane->kept_for);
+    if (found != jobs_.end()) found->second->pause_ns = 4 * (now - lane->kept_since);
+    lane->kept_for = lane->turn_of = -1;
+  }
+}
+
+void Engine::end_waits_for(Id job) {
+  for (auto& lane : lanes_) {
+    if (lane->kept_for == job) lane->kept_for = lane->turn_of = -1;
+  }
+}
+
+// On the lane's own thread, now and then while it is watched.
+void Engine::look_after(Lane& lane) {
+  const bool kept = lane.kept_for >= 0;
+  end_waits();
+  if (kept && lane.kept_for < 0) offer_room(&lane);
+  lane.watched = lane.kept_for >= 0 || (lane.job != nullptr && lane.taken);
+}
+
+void Engine::set_active_lanes(int32_t count) {
+  std::lock_guard<std::mutex> guard(lock_);
+  if (count < 1 || count > lanes()) {
+    throw std::invalid_argument("between 1 and " + std::to_string(lanes()) + " lanes can be in use; got " +
+                                std::to_string(count));
+  }
+  active_ = count;
+  offer_room(nullptr);
+}
+
+}  // namespace waterflow

@@ -1,0 +1,135 @@
+"""How many lanes are in use: as many as get the most work done, found by trying."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+logger = logging.getLogger("waterflow")
+
+WINDOW_SECONDS, WINDOW_STEPS = 0.25, 32  # over which work is measured, at least
+FIRST_SECONDS, MOST_SECONDS = 5.0, 300.0  # of work between two trials; twice as long after each that brought nothing
+GAIN = 1.05  # what a trial must bring
+
+
+class Lanes(Protocol):
+    """What is asked of an engine's lanes; ``progress_ns`` counts steps by the time that each takes alone."""
+
+    lanes: int
+    steps_done: int
+    progress_ns: int
+
+    def set_active_lanes(self, count: int) -> None:
+        """How many take new steps from now on."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was tried, and whether it was kept; ``at`` on the clock of ``time.perf_counter``, in seconds.
+
+    ``speeds``: before, with it, and where there is a third without it again; in sum of all jobs. Of lanes they are normalized
+    speeds, of jobs that run as one steps a second.
+    """
+
+    at: float
+    tried: str
+    kept: bool
+    speeds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        before, with_it, *again = (f"{speed:.4g}" for speed in self.speeds)
+        then = f", then {again[0]}" if again else ""
+        return f"{self.tried}: {'kept' if self.kept else 'not kept'} (speed {with_it}, {before} before{then})"
+
+
+@dataclass
+class LanesInUse:
+    """Tries half as many lanes, down to jobs that take turns on one, and twice as many again. Thread-safe.
+
+    A trial is one window between two windows of what was before, so that what drifts does not count for it; it ends where jobs come or
+    go. Bits do not depend on lanes.
+    """
+
+    native: Lanes
+    decisions: list[Decision]
+    now: Callable[[], float] = time.perf_counter
+    next_look: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.count = self.native.lanes
+        self._pause = FIRST_SECONDS
+        self._trial: int | None = None
+        self._windows: list[float] = []
+        self._jobs = 0
+        self._down = True
+        self._begin(self._pause)
+
+    def look(self, jobs: int) -> None:
+        """Where a window is over: learn from it, and begin the next one. ``jobs`` is how many are in the engine now."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._look(jobs)
+        finally:
+            self._lock.release()
+
+    def _look(self, jobs: int) -> None:
+        now = self.now()
+        if now < self.next_look:
+            return
+        if jobs != self._jobs or jobs < 2:  # other jobs, other speeds; alone a job has its lane
+            self._jobs = jobs
+            self._use(self.count)
+            self._trial, self._windows = None, []
+            self._begin(WINDOW_SECONDS if jobs > 1 else self._pause)
+            return
+        if self.native.steps_done - self._steps < WINDOW_STEPS:
+            self.next_look = now + WINDOW_SECONDS
+            return
+        speed = (self.native.progress_ns - self._progress) * 1e-9 / (now - self._since)
+        if self._trial is None:
+            self._trial = self._other()
+        if self._trial is None:
+            self._begin(MOST_SECONDS)
+            return
+        self._windows.append(speed)
+        if len(self._windows) == 3:
+            self._decide(now)
+            return
+        self._use(self._trial if len(self._windows) == 1 else self.count)
+        self._begin(WINDOW_SECONDS)
+
+    def _other(self) -> int | None:
+        """What to try: half as many, or twice as many, in turn."""
+        fewer, more = self.count // 2, min(2 * self.count, self.native.lanes)
+        found = [count for count in ((fewer, more) if self._down else (more, fewer)) if count not in (0, self.count)]
+        return found[0] if found else None
+
+    def _decide(self, now: float) -> None:
+        assert self._trial is not None
+        before, tried, after = self._windows
+        kept = tried > GAIN * max(before, after)
+        what = "taking turns on one lane" if self._trial == 1 else f"{self._trial} lanes"
+        self.decisions.append(Decision(now, what, kept, (before, tried, after)))
+        logger.info("%s", self.decisions[-1])
+        self._down = kept == (self._trial < self.count)
+        if kept:
+            self.count = self._trial
+            self._pause = FIRST_SECONDS
+        else:
+            self._pause = min(2 * self._pause, MOST_SECONDS)
+        self._use(self.count)
+        self._trial, self._windows = None, []
+        self._begin(self._pause)
+
+    def _use(self, count: int) -> None:
+        self.native.set_active_lanes(count)
+
+    def _begin(self, seconds: float) -> None:
+        self._since, self._steps, self._progress = self.now(), self.native.steps_done, self.native.progress_ns
+        self.next_look = self._since + seconds
