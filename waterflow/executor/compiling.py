@@ -109,18 +109,24 @@ def _task(region: Region, threads: int, exact: bool) -> Task:
 def _ask(tasks: list[Task]) -> list[Answer]:
     """Answers in the order of the tasks. Raises _NoCompiler where the other process fails as a whole."""
     call = "import sys; from waterflow.executor.compile_worker import main; main(*sys.argv[1:])"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no further processes, which might outlive it
+    }
     with tempfile.TemporaryDirectory(prefix="waterflow-") as folder:
-        task, answer = Path(folder, "task"), Path(folder, "answer")
+        task, answer, errors = (Path(folder, name) for name in ("task", "answer", "errors"))
         task.write_bytes(pickle.dumps(tasks))
         try:
-            ended = subprocess.run(
-                [sys.executable, "-c", call, str(task), str(answer)], env=environment, stdin=subprocess.DEVNULL,
-                capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
-            )  # fmt: skip
+            # Into a file: who waits for the end of a pipe waits for all that have inherited it.
+            with errors.open("w") as written:
+                ended = subprocess.run(
+                    [sys.executable, "-c", call, str(task), str(answer)], env=environment, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL, stderr=written, timeout=TIMEOUT_SECONDS,
+                )  # fmt: skip
+            told = errors.read_text(errors="replace")
             if not answer.exists():
-                raise _NoCompiler(_last_line(ended.stderr) or f"the compiling process ended with {ended.returncode}")
-            for line in ended.stderr.splitlines():
+                raise _NoCompiler(_last_line(told) or f"the compiling process ended with {ended.returncode}")
+            for line in told.splitlines():
                 logger.debug("compiling: %s", line)
             return pickle.loads(answer.read_bytes())  # type: ignore[no-any-return]
         except (OSError, subprocess.TimeoutExpired) as error:
