@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from waterflow.executor.shared_data import SharedData
     from waterflow.partition.recompute import Recomputed
+    from waterflow.partition.regions import Compiled
 
 Status = Literal["completed", "failed", "pruned", "cancelled"]
 Metrics = dict[str, float]
@@ -43,7 +44,7 @@ class Job:
             with the model in evaluation mode and without gradients. The first number is the job's ``value``.
         epochs: How often the data is read.
         seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
-        accumulate, clip_grad_norm, clip_grad_value, autocast, recompute: As in ``Step``.
+        accumulate, clip_grad_norm, clip_grad_value, autocast, recompute, compile: As in ``Step``.
         allow_non_finite: Train on after the loss became NaN or infinite; else the job fails at the epoch's end.
     """
 
@@ -63,6 +64,7 @@ class Job:
     clip_grad_value: float | None = None
     autocast: torch.dtype | None = None
     recompute: int | float | str | None = None
+    compile: Literal["inductor", "inductor-always"] | None = None
     allow_non_finite: bool = False
 
     def check(self) -> None:
@@ -116,8 +118,8 @@ class JobResult:
     the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
     count persistent state, one batch, and the step, and are None where the job did not come that far.
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
-    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass.
-    ``fused_steps`` ran as one with those of other jobs.
+    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass,
+    ``compiled`` what of it was native code. ``fused_steps`` ran as one with those of other jobs.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again.
     """
@@ -133,6 +135,7 @@ class JobResult:
     planned_requests: int = 0
     missed_requests: int = 0
     recomputed: Recomputed | None = None
+    compiled: Compiled | None = None
     fused_steps: int = 0
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
@@ -162,6 +165,7 @@ class JobResult:
             "planned_requests": self.planned_requests,
             "missed_requests": self.missed_requests,
             "recomputed": None if self.recomputed is None else asdict(self.recomputed),
+            "compiled": None if self.compiled is None else asdict(self.compiled),
             "opaque_reason": self.opaque_reason,
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
         }

@@ -195,7 +195,7 @@ class JobRunner:
         step = Step(
             model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
             clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
-            recompute=job.recompute, generator=self._numbers, name=job.name, engine=self.engine,
+            recompute=job.recompute, compile=job.compile, generator=self._numbers, name=job.name, engine=self.engine,
         )  # fmt: skip
         step.batches_ahead = STEPS_AHEAD
         with self._lock:
@@ -358,8 +358,8 @@ class JobRunner:
             traceback="".join(traceback.format_exception(error)) if error is not None else None,
             **({} if step is None else {
                 "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
-                "missed_requests": step.missed_requests, "recomputed": step.recomputed, "fused_steps": step.fused_steps,
-                "state_dict": step.model.state_dict(),
+                "missed_requests": step.missed_requests, "recomputed": step.recomputed, "compiled": step.compiled,
+                "fused_steps": step.fused_steps, "state_dict": step.model.state_dict(),
             }),
         )  # fmt: skip
 

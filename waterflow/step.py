@@ -21,6 +21,7 @@ from waterflow.executor import step_checks as checks
 from waterflow.executor.batch_copies import copied
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
+from waterflow.executor.compiling import Compile, check_compile
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.fused_group import FusedPending, Member, result_of, weakly
 from waterflow.executor.memory_limit import parse_recompute
@@ -32,6 +33,7 @@ from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
+from waterflow.partition.regions import Compiled
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
 from waterflow.partition.surroundings import surrounding_autocast
@@ -77,6 +79,10 @@ class Step:
         recompute: Lets activations go after the forward pass and makes the cheapest of them again in the backward pass,
             with the same bits: until the step is at most so many bytes high (``"2GiB"``; without kernels' temporaries), or
             with ``"auto"`` until it fits into its engine's memory, where it does not. ``recomputed`` tells what it costs.
+        compile: ``"inductor"`` lets torch's Inductor make native code of all but random operations and the update, and uses
+            what it measures to be faster, once for all steps alike: results differ by rounding, from process to process, too.
+            ``"inductor-always"`` uses all and repeats. A step's first call on batches of another shape waits for the compiler,
+            from seconds to minutes, while other jobs go on. ``compiled`` tells what became of it. CPU only.
         name: Shown in messages and plans.
         engine: Whose lanes to run on. Default: the engine that the calling thread belongs to, if any.
 
@@ -100,6 +106,7 @@ class Step:
         early_updates: bool = True,
         generator: torch.Generator | None = None,
         recompute: int | float | str | None = None,
+        compile: Compile = None,
         name: str | None = None,
         engine: Engine | None = None,
     ) -> None:
@@ -107,9 +114,7 @@ class Step:
         self.name = name or checks.default_name(model)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
-        self.model = model
-        self.optimizer = optimizer
-        self.accumulate = accumulate
+        self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
         self.steps = 0
         self.predicted_height = 0
@@ -133,16 +138,17 @@ class Step:
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
-        self.recompute = height = parse_recompute(recompute)
-        exact = self.engine is None or self.engine.exact
-        called = type(model).__name__
-        self._variants = Variants(self._spec, generator, threads, called, ordered, self._hold, height, exact)
+        self.recompute = parse_recompute(recompute)
+        native = check_compile(compile, self._spec.device.type, recompute)
+        forms = self.recompute, self.engine is None or self.engine.exact, native
+        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator)
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
         self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
         self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
+        self.compiled: Compiled | None = None  # what of the last step was native code, where that was asked for
         self._closed = False
         self._last_plan: Plan | None = None
         self.job: int | None = None
@@ -151,7 +157,8 @@ class Step:
         self._worker = current_worker()
         self.fused_steps = 0  # done together with those of other jobs
         self._member: Member | None = None
-        if (fusing := getattr(self.engine, "fusing", None)) is not None and accumulate == 1 and recompute is None:
+        fusing = getattr(self.engine, "fusing", None)
+        if fusing is not None and accumulate == 1 and recompute is None and compile is None:
             own = weakly(self._submit_alone), self._under_way.copy, weakly(self._fused)
             self._member = Member(fusing, self.name, generator, optimizer, self._variants, *own)
             weakref.finalize(self, fusing.forget, self._member)
@@ -275,12 +282,13 @@ class Step:
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first)
         self._note(variant)
-        if variant.captured.recomputed != self.recomputed:
-            self.recomputed = variant.captured.recomputed
-            logger.info("step %r recomputes: %s", self.name, self.recomputed or "nothing")
         return self._hand_in(pending, plan, update)
 
     def _note(self, variant: Variant) -> None:
+        for what, does in (("recomputed", "recomputes"), ("compiled", "compiles")):
+            if (now := getattr(variant.captured, what)) != getattr(self, what):
+                setattr(self, what, now)
+                logger.info("step %r %s: %s", self.name, does, now or "nothing")
         self._last_plan = variant.planned.plan
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         self.measured_height = max(self.measured_height, variant.planned.measured_height)
@@ -295,20 +303,12 @@ class Step:
                 if before is None or not before.failed:
                     pending.run.run_alone()
             else:
-                self._enqueue(pending.run, plan, before)
+                assert self.job is not None
+                self.engine.submit(self.job, pending.run, plan, before)
         except BaseException:
             self._fall(pending)
             raise
         return pending
-
-    def _enqueue(self, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
-        assert self.engine is not None and self.job is not None
-        try:
-            self.engine.native.submit(self.job, run, before)
-        except _C.Cancelled as error:
-            raise JobCancelled(f"step {self.name!r}: {error}") from None
-        except ValueError as error:
-            raise self.engine.too_large(plan, plan.persistent + plan.batch) from error
 
     def _finish(self, pending: Pending) -> Any:
         run = pending.run

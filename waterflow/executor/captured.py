@@ -26,6 +26,7 @@ from waterflow.partition.operators import running_statistics, storage_id, writte
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
+from waterflow.partition.regions import Compiled
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.surroundings import no_collections
 
@@ -116,6 +117,7 @@ class CapturedStep:
     keep: list[Any]  # what the key counts by identity
     exact: bool = True  # the bits of the captured operations
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
+    compiled: Compiled | None = None  # what of it is native code, where that was asked for
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

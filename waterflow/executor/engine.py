@@ -139,6 +139,15 @@ class Engine:
             self.native.remove_job(job)
         self.release(job)
 
+    def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
+        """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""
+        try:
+            self.native.submit(job, run, before)
+        except _C.Cancelled as error:
+            raise JobCancelled(f"step {self.names[job]!r}: {error}") from None
+        except ValueError as error:
+            raise self.too_large(plan, plan.persistent + plan.batch) from error
+
     def claim(self, job: int, plan: Plan, *, batches: int = 1, patient: bool = True) -> None:
         """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
 

@@ -15,6 +15,7 @@ from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.executor.batch_copies import copies_of
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
+from waterflow.executor.compiling import Compile, as_captured, compiling
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.dropout_rates import RatesMatter, rates
@@ -50,7 +51,7 @@ class Ranges:
 class Variant:
     """The step for batches of one shape: what was captured for it, bound to this job.
 
-    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes.
+    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes or is compiled.
     """
 
     key: tuple[Hashable, bool, Hashable]
@@ -98,12 +99,13 @@ class Variants:
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
     profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
-    are brought to that height. Where they need not be ``exact`` they may round otherwise than the user's operations.
+    are brought to that height; ``compile`` makes native code of them. Where they need not be ``exact`` they may round otherwise
+    than the user's operations.
     """
 
     def __init__(
         self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None, recompute: Recompute = None, exact: bool = True,
+        hold: Hold | None, recompute: Recompute = None, exact: bool = True, compile: Compile = None,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
@@ -113,7 +115,9 @@ class Variants:
         self._hold = hold
         self._recompute = recompute
         self._exact = exact
+        self._compile = compile
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
+        self._too_high: dict[Hashable, CapturedStep] = {}  # steps whose native code holds more than there is
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._first_step: dict[str, bool] = {}
@@ -133,7 +137,11 @@ class Variants:
         """The variant in a form that is at most ``height`` bytes high; None for steps that are not to, or cannot.
 
         What profiles have shown to come on top of the graph's memory counts. Raises MemoryLimitError where there is none.
+        A compiled step goes back to how it was captured, which holds less.
         """
+        if (told := variant.captured.compiled) is not None and told.regions:
+            self._too_high[variant.structure, variant.key] = as_captured(variant.plain, told)
+            return self._make(variant.key, leaves, batch_spec)
         if self._recompute != "auto" or not variant.plain.capture.apart:
             return None
         beyond = variant.planned.plan.height - height
@@ -150,6 +158,11 @@ class Variants:
         spec = self._spec if key[1] else replace(self._spec, update=False)
         plain, structure, looked = self._capture(spec, key, leaves, batch_spec)
         captured = self._form(plain, structure, key, self._height(key))
+        if self._compile is not None:
+            always, threads = self._compile == "inductor-always", self._threads
+            captured = self._too_high.get((structure, key)) or captures.get(
+                (structure, key, always, threads, plain.exact), lambda: compiling(plain, threads, always)
+            )
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)

@@ -92,6 +92,8 @@ class Program {
     outputs_ = std::move(slots);
     shared_ = std::move(shared);
   }
+  // What its instructions call lives as long as it does.
+  void keep(std::shared_ptr<void> called) { kept_.push_back(std::move(called)); }
   void set_written(std::vector<int32_t> slots) { written_ = std::move(slots); }
 
   int32_t inputs() const { return inputs_; }
@@ -123,6 +125,7 @@ class Program {
   std::vector<int32_t> outputs_;
   std::vector<bool> shared_;
   std::vector<int32_t> written_;  // inputs that the step changes in place
+  std::vector<std::shared_ptr<void>> kept_;
 };
 
 // The values of one job while a step runs.

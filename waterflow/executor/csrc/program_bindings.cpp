@@ -4,6 +4,7 @@
 #include <torch/extension.h>
 
 #include "binding.h"
+#include "compiled.h"
 #include "program.h"
 
 namespace py = pybind11;
@@ -62,6 +63,9 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
 }  // namespace
 
 void bind_programs(py::module_& m) {
+  py::class_<CompiledRegion, std::shared_ptr<CompiledRegion>>(m, "CompiledRegion")
+      .def(py::init<const std::string&>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("number", &CompiledRegion::number);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<int32_t, int32_t, int32_t>(), py::arg("inputs"), py::arg("fixed"), py::arg("slots"))
       .def(
@@ -104,6 +108,7 @@ void bind_programs(py::module_& m) {
           py::arg("drops"), py::arg("job"))
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
+      .def("keep", [](Program& self, std::shared_ptr<CompiledRegion> region) { self.keep(std::move(region)); })
       .def("__len__", &Program::size);
 
   py::class_<Binding, std::shared_ptr<Binding>> binding(m, "Binding");
