@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch._inductor
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -82,6 +81,8 @@ class Answer:
 
 def compile_region(task: Task) -> Answer:
     """Compile, check and measure one region."""
+    import torch._inductor  # slow to import, and of no use to a process that trains
+
     torch.set_num_threads(task.threads)
     torch.manual_seed(0)
     inputs = [like.make() for like in task.inputs]
