@@ -31,7 +31,8 @@ Mode = Literal["auto", "lanes", "fused"]
 class EngineFigures:
     """What an engine's lanes did: counts, seconds summed over lanes, and the most bytes that steps held at once.
 
-    ``scheduling_seconds`` is the time inside admission and barriers, waiting for the engine's lock included.
+    ``scheduling_seconds`` is the time inside admission and barriers, waiting for the engine's lock included. ``graphs``
+    counts device graphs: captured, launched, dropped as something had changed; and the bytes that they hold.
     """
 
     steps: int
@@ -40,6 +41,7 @@ class EngineFigures:
     busy_by_lane: tuple[float, ...]
     scheduling_seconds: float
     peak_held: int
+    graphs: dict[str, int]
 
 
 @dataclass
@@ -66,6 +68,9 @@ class Engine:
     alone by rounding: with ``mode="auto"`` where that is measured to take less time, with ``"fused"`` wherever it can be done;
     ``"lanes"`` never does.
 
+    On a GPU the node groups of a step are captured as CUDA graphs and launched again, unless ``device_graphs=False`` or
+    ``WATERFLOW_DEVICE_GRAPHS=0`` is set.
+
     For comparisons and tests: without ``arenas`` steps ask torch's own allocator for memory; with ``asynchronous``, the
     seed of random stalls, the CPU runs behind its host, as a GPU would: node groups are booked when they are issued, and
     run later. ``WATERFLOW_ASYNCHRONOUS`` in the environment sets it.
@@ -82,6 +87,7 @@ class Engine:
         mode: Mode = "auto",
         arenas: bool = True,
         asynchronous: int | None = None,
+        device_graphs: bool = True,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
@@ -100,7 +106,9 @@ class Engine:
         self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
-        settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": self.room, "behind": asynchronous}
+        graphs = self.reserve // 4 if device_graphs and os.environ.get("WATERFLOW_DEVICE_GRAPHS") != "0" else 0
+        settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": self.room, "behind": asynchronous,
+                    "graphs": graphs}  # fmt: skip
         if gpu is not None:
             settings |= {"behind": None, **cuda_lanes.native_settings(gpu, self.lanes, self.limit)}
             arenas = arenas and gpu.planned
@@ -142,6 +150,7 @@ class Engine:
         """
         with contextlib.suppress(ValueError):
             self.native.remove_job(job)
+        self._tell_refusals()
         self.release(job)
 
     def claim(self, job: int, plan: Plan, *, batches: int = 1, patient: bool = True) -> None:
@@ -278,6 +287,7 @@ class Engine:
     def figures(self) -> EngineFigures:
         """What the lanes have done so far."""
         busy = [ns * 1e-9 for ns in self.native.lane_busy_ns]
+        self._tell_refusals()
         return EngineFigures(
             steps=self.native.steps_done,
             groups=self.native.groups_done,
@@ -285,7 +295,12 @@ class Engine:
             busy_by_lane=tuple(busy),
             scheduling_seconds=self.native.scheduling_ns * 1e-9,
             peak_held=self.native.peak_held,
+            graphs=self.native.graphs,
         )
+
+    def _tell_refusals(self) -> None:
+        for job, why in self.native.take_graph_refusals():
+            logger.info("steps of job %r run without device graphs: %s", self.names.get(job, job), why)
 
     # -- work that is not captured
 
@@ -338,6 +353,7 @@ class Engine:
             shorten_switches(-1)
             self._changed.notify_all()
         self.native.close()
+        self._tell_refusals()
 
     def __enter__(self) -> Engine:
         return self

@@ -20,6 +20,7 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
   instruction.results = std::move(results);
   instruction.drops = std::move(drops);
   instruction.result_is_list = result_is_list;
+  instruction.draws = random >= 0;
   const auto& schema = op.schema();
   TORCH_CHECK(arguments.size() == schema.arguments().size(), name, " takes ", schema.arguments().size(),
               " arguments; got ", arguments.size());
@@ -95,6 +96,8 @@ void bind_programs(py::module_& m) {
           py::arg("expected"), py::arg("drops"), py::arg("job"))
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
+      .def("set_not_graphed", &Program::set_not_graphed)
+      .def_property_readonly("not_graphed", &Program::not_graphed)
       .def("__len__", &Program::size);
 
   py::class_<Binding, std::shared_ptr<Binding>> binding(m, "Binding");
