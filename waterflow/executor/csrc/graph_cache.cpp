@@ -27,11 +27,12 @@ GraphCache::Terms GraphCache::terms_of(const StepRun& run, const Placer& placer)
 }
 
 GraphCache::GraphCache(std::vector<GraphLane> lanes, int64_t most) : lanes_(std::move(lanes)), most_(most) {
-  // Pools stay from one capture to the next, for they come and go with a wait for the whole device.
+  // Pools stay from one capture to the next, for they come and go with a wait for the whole device. All that lies there
+  // is what steps hand out.
   for (const auto& lane : lanes_) {
     if (!lane.current) continue;
     auto& pools = CudaMemory::of(lane.device->index()).graphs();
-    pools.begin(lane.pool, [](CUstream_st*) { return false; });
+    pools.begin(lane.pool, [](CUstream_st*) { return false; }, lane.device->granularity());
     pools.end(lane.pool);
   }
 }
@@ -94,6 +95,7 @@ std::shared_ptr<StepGraphs> GraphCache::capture(Entry& entry, StepRun& run, Plac
   try {
     auto made = std::make_shared<StepGraphs>(lanes_.at(static_cast<size_t>(entry.lane)), run, placer, room);
     Guard guard(lock_);
+    if (counts_.bytes + made->bytes() > most_) throw NotGraphed("another job has taken what the reserve has for them");
     entry.graphs = made;
     entry.tries = 0;
     ++entry.captures;

@@ -24,7 +24,8 @@ class InPool {
   explicit InPool(const GraphLane& lane) : id_(lane.pool) {
     if (!lane.current) return;
     pools_ = &CudaMemory::of(lane.device->index()).graphs();
-    pools_->begin(id_, [on = lane.capture_handle](CUstream_st* stream) { return stream == on; });
+    const auto mine = [on = lane.capture_handle](CUstream_st* stream) { return stream == on; };
+    pools_->begin(id_, mine, lane.device->granularity());
   }
   ~InPool() {
     if (pools_ == nullptr) return;
