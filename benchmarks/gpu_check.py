@@ -87,6 +87,8 @@ def parts() -> list[Part]:
         Part("build", build, 280, (), lambda output: {}),
         Part("tests", tests, 170, ("passed", "failed", "skipped"), read_tests),
         Part("requests", own("requests"), 40, ("planned_ns", "unplanned_ns", "torch_ns"), read_result),
+        Part("device graphs", own("graphs"), 60, ("bitwise", "plain_steps_per_second", "graph_steps_per_second",
+                                                  "graphs_launched"), read_result),
         Part("solo", own("jobs", "1"), 50, ("samples_per_second", "reserved_bytes", "limit_bytes"), read_result),
         Part("two jobs", own("jobs", "2"), 60, ("samples_per_second", "reserved_bytes", "limit_bytes"), read_result),
         Part("four jobs", own("jobs", "4"), 70, ("samples_per_second", "reserved_bytes", "limit_bytes"), read_result),

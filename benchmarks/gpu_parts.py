@@ -86,6 +86,31 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
+def graphs(steps: int = 60) -> dict[str, Any]:
+    """A launch-bound job with its node groups as device graphs and without: equal bits, and steps in a second."""
+    figures: dict[str, Any] = {}
+    ends: list[list[torch.Tensor]] = []
+    for name, on in (("plain", False), ("graph", True)):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(16) for layer in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))]
+        model = nn.Sequential(*layers, nn.Linear(64, 10)).cuda()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        numbers = torch.Generator("cuda").manual_seed(1)
+        batch = torch.randn(BATCH, 64).cuda(), torch.randint(0, 10, (BATCH,)).cuda()
+        with wf.Engine("cuda", memory="1GiB", lanes=1, device_graphs=on) as engine:
+            step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, generator=numbers)
+            losses = [step(batch) for _ in range(WARM)]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            losses += [step(batch) for _ in range(steps)]
+            torch.cuda.synchronize()
+            figures[f"{name}_steps_per_second"] = steps / (time.perf_counter() - start)
+            figures["graphs_launched"] = engine.figures().graphs["launched"]
+        ends.append([*losses, *(p.detach().clone() for p in model.parameters())])
+    figures["bitwise"] = all(torch.equal(a, b) for a, b in zip(*ends))
+    return figures
+
+
 def jobs(count: int) -> dict[str, Any]:
     """So many jobs side by side on as many lanes: samples of all of them in a second, and memory against the limit."""
     rates: list[float] = []
@@ -133,7 +158,8 @@ def jobs(count: int) -> dict[str, Any]:
 def main() -> int:
     """Command line: the name of a part, and its arguments."""
     name, *arguments = sys.argv[1:]
-    parts = {"device": device, "requests": requests, "torch_requests": torch_requests, "jobs": jobs}
+    parts = {"device": device, "requests": requests, "torch_requests": torch_requests, "graphs": graphs,
+             "jobs": jobs}  # fmt: skip
     print(MARK + json.dumps(parts[name](*(int(one) for one in arguments))))
     return 0
 

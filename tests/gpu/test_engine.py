@@ -116,6 +116,28 @@ def _alone(name: str, seed: int) -> Result:
     return losses, {k: v.clone() for k, v in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("name", list(MODELS))
+def test_device_graphs_are_bitwise_as_without(name: str) -> None:
+    """Random numbers, a rate that changes in each step and a number that changes once included."""
+
+    def run(graphs: bool) -> tuple[Result, torch.Tensor, dict[str, int]]:
+        model, optimizer, batches, generator = job(name, 5)
+        with wf.Engine("cuda", memory="2GiB", lanes=2, device_graphs=graphs) as engine:
+            step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, generator=generator)
+            losses = []
+            for index, batch in enumerate(batches * 3):
+                optimizer.param_groups[0]["lr"] = 1e-3 / (1 + index)
+                optimizer.param_groups[0]["weight_decay"] = 0.01 if index > STEPS * 2 else 0.0
+                losses.append(step(batch))
+            values = [float(loss) for loss in losses]
+            counts = engine.figures().graphs
+        return (values, {k: v.clone() for k, v in model.state_dict().items()}), generator.get_state(), counts
+
+    (mine, numbers, counts), (plain, expected, none) = run(True), run(False)
+    assert same(mine, plain) and torch.equal(numbers, expected)
+    assert counts["launched"] > 0 and not any(none.values())
+
+
 def test_bitwise_as_eager_without_random_numbers() -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
         model, _, batches, _ = job("convolutions", 3)

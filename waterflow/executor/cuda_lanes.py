@@ -32,10 +32,10 @@ def prepare(device: torch.device) -> CudaLanes:
 
 
 def native_settings(lanes: CudaLanes, count: int, limit: int) -> dict[str, Any]:
-    """For ``_C.Engine``: the device, and ``count`` streams; torch never gives one of its own back."""
+    """For ``_C.Engine``: the device, and two streams for each of ``count`` lanes; torch never gives one of its own back."""
     if lanes.planned:
         cuda.install(lanes.device, limit)
-    streams = [torch.cuda.Stream(lanes.device) for _ in range(count)]
+    streams = [torch.cuda.Stream(lanes.device) for _ in range(2 * count)]
     return {
         "cuda": _C.cuda_device(lanes.device.index),
         "handles": [stream.cuda_stream for stream in streams],

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ import torch
 from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError
 from waterflow.executor import cuda_lanes
+from waterflow.executor.figures import EngineFigures
 from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_limit import Claim, parse_memory, reserve_of
@@ -28,21 +28,6 @@ logger = logging.getLogger("waterflow")
 Mode = Literal["auto", "lanes", "turns", "fused"]
 
 
-@dataclass(frozen=True)
-class EngineFigures:
-    """What an engine's lanes did: counts, seconds summed over lanes, and the most bytes that steps held at once.
-
-    ``scheduling_seconds`` is the time inside admission and barriers, waiting for the engine's lock included.
-    """
-
-    steps: int
-    groups: int
-    busy_seconds: float
-    busy_by_lane: tuple[float, ...]
-    scheduling_seconds: float
-    peak_held: int
-
-
 class Engine:
     """Runs the steps of many jobs on one device under one memory limit.
 
@@ -53,6 +38,9 @@ class Engine:
     With ``exact=False`` jobs that differ only in values may run as one batched step, and results then differ from those
     alone by rounding: with ``"auto"`` where that is measured to be faster, with ``"fused"`` wherever it can be done.
     ``decisions`` has what was tried, and what was kept.
+
+    On a GPU the node groups of a step are captured as CUDA graphs and launched again, unless ``device_graphs=False`` or
+    ``WATERFLOW_DEVICE_GRAPHS=0`` is set.
 
     For comparisons and tests: without ``arenas`` steps ask torch's own allocator for memory; with ``asynchronous``, the
     seed of random stalls, the CPU runs behind its host, as a GPU would: node groups are booked when they are issued, and
@@ -70,6 +58,7 @@ class Engine:
         mode: Mode = "auto",
         arenas: bool = True,
         asynchronous: int | None = None,
+        device_graphs: bool = True,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
@@ -88,7 +77,9 @@ class Engine:
         self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
-        settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": self.room, "behind": asynchronous}
+        graphs = self.reserve // 4 if device_graphs and os.environ.get("WATERFLOW_DEVICE_GRAPHS") != "0" else 0
+        settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": self.room, "behind": asynchronous,
+                    "graphs": graphs}  # fmt: skip
         if gpu is not None:
             settings |= {"behind": None, **cuda_lanes.native_settings(gpu, self.lanes, self.limit)}
             arenas = arenas and gpu.planned
@@ -137,6 +128,7 @@ class Engine:
         """
         with contextlib.suppress(ValueError):
             self.native.remove_job(job)
+        self._tell_refusals()
         self.release(job)
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
@@ -286,6 +278,7 @@ class Engine:
     def figures(self) -> EngineFigures:
         """What the lanes have done so far."""
         busy = [ns * 1e-9 for ns in self.native.lane_busy_ns]
+        self._tell_refusals()
         return EngineFigures(
             steps=self.native.steps_done,
             groups=self.native.groups_done,
@@ -293,6 +286,7 @@ class Engine:
             busy_by_lane=tuple(busy),
             scheduling_seconds=self.native.scheduling_ns * 1e-9,
             peak_held=self.native.peak_held,
+            graphs=self.native.graphs,
         )
 
     def look(self) -> None:
@@ -300,6 +294,10 @@ class Engine:
         in_use = self._lanes_in_use
         if in_use is not None and in_use.now() >= in_use.next_look:
             in_use.look(len(self._claims))
+
+    def _tell_refusals(self) -> None:
+        for job, why in self.native.take_graph_refusals():
+            logger.info("steps of job %r run without device graphs: %s", self.names.get(job, job), why)
 
     # -- work that is not captured
 
@@ -352,6 +350,7 @@ class Engine:
             shorten_switches(-1)
             self._changed.notify_all()
         self.native.close()
+        self._tell_refusals()
 
     def __enter__(self) -> Engine:
         return self

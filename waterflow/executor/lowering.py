@@ -16,7 +16,7 @@ from waterflow.executor.faster_products import faster_form
 from waterflow.executor.shortcuts import Mask, aliases, bypassed, masks, short_form, wraps_numbers
 from waterflow.partition.capture import Capture
 from waterflow.partition.fake_rules import is_update
-from waterflow.partition.operators import is_random, is_view, storage_id, taking_generator
+from waterflow.partition.operators import is_random, is_view, storage_id, taking_generator, tensors_in
 from waterflow.partition.optimizers import FIRST_STEP_FLAG, GROUP_NUMBERS
 from waterflow.partition.spec import GraphInput
 
@@ -112,6 +112,7 @@ class _Lowering:
         )
         written = sorted(self._written(body, len(placeholders)))
         program.set_written(written)
+        program.set_not_graphed(self._not_graphed(placeholders, body, written))
         return Lowered(program, tuple(self.inputs), tuple(self.constants), tuple(body), tuple(written))
 
     # -- inputs that are numbers
@@ -224,6 +225,22 @@ class _Lowering:
                     written |= {self.slots[v] for v in values if isinstance(v, fx.Node)}
         return {slot for slot in written if slot < placeholders}
 
+    def _not_graphed(self, placeholders: Sequence[fx.Node], body: Sequence[fx.Node], written: Sequence[int]) -> str:
+        """Why the step cannot be device graphs, whose host does nothing but launch them; empty where it can."""
+        for node in body:
+            if node.target.namespace not in ("aten", "prims"):
+                return f"it calls {node.target}, which is none of torch's own operators"
+        if any(self.inputs[slot].kind == "batch" for slot in written):
+            return "it changes its batch"
+        given = list(zip(placeholders, self.inputs))
+        devices = {n.meta["val"].device for n, g in given if g.kind == "parameter"}
+        brought = ("batch", "rate")  # what each step brings along
+        lasting = [n for n, g in given if g.kind not in brought and n.users]
+        for node in (*lasting, *body):
+            if any(tensor.device not in devices for tensor in tensors_in(node.meta.get("val"))):
+                return f"{node} is not on the device of the parameters"
+        return ""
+
     # -- instructions
 
     def _add(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int], *, view: bool) -> None:
@@ -289,7 +306,7 @@ class _Lowering:
             drops=sorted(drops - {like}),
             expected=[],
             result_is_list=False,
-            random=-1,
+            random=max(job, 0),
             view=False,
             job=job,
         )

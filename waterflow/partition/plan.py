@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -58,7 +59,7 @@ class Plan:
     requests: PlannedRequests | None = field(default=None, repr=False)
     forward: int = 0
 
-    @property
+    @functools.cached_property
     def height(self) -> int:
         """The highest point of the step, in bytes above what persists."""
         return max((group.peak for group in self.groups), default=0)
@@ -68,7 +69,7 @@ class Plan:
         """All that the job holds at its highest: persistent state, one batch, and the step's height."""
         return self.persistent + self.batch + self.height
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         """Measured time of one step alone; 0 before it was profiled."""
         return sum(group.seconds for group in self.groups)

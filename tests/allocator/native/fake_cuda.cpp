@@ -9,10 +9,13 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
+#include <vector>
 
 namespace {
 
-constexpr int OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_STARTED = 3, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_READY = 600;
+constexpr int OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_STARTED = 3, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_READY = 600,
+              IN_CAPTURE = 900, SPOILED = 901;
 constexpr size_t GRANULE = size_t{2} << 20;
 constexpr int DEVICES = 2;
 
@@ -47,6 +50,17 @@ struct Event {
   int64_t position = -1;  // never recorded
 };
 
+struct Node {
+  void (*function)(void*);
+  void* data;
+};
+struct Capture {
+  std::thread::id thread;
+  int mode;
+  bool spoiled = false;
+  std::vector<Node> nodes = {};
+};
+
 std::mutex lock;
 bool started = false;
 size_t total = size_t{1} << 30, used = 0;
@@ -58,6 +72,8 @@ std::map<uint64_t, Physical> physical;
 std::map<uint64_t, Mapping> mappings;
 std::map<uint64_t, Stream> streams;
 std::map<uint64_t, Event> events;
+std::map<uint64_t, Capture> captures;  // by stream
+std::map<uint64_t, std::vector<Node>> graphs, executables;
 std::map<std::string, int64_t> counts;
 std::string calls, failing;
 int64_t failing_at = 0;
@@ -65,6 +81,7 @@ int failing_with = 0;
 int64_t stream_handle_shift = 0;  // 0: handles are fresh; otherwise the last destroyed one comes back
 uint64_t last_destroyed = 0;
 thread_local uint64_t context = 0;
+thread_local int capture_mode = 0;  // 0: global, 1: of the thread, 2: relaxed
 
 int called(const char* name, const std::string& with = {}) {
   calls += std::string(name) + "(" + with + ")\n";
@@ -81,6 +98,25 @@ std::string text(uint64_t number) { return std::to_string(number); }
   if (const int failed = called(__VA_ARGS__)) return failed;
 #define NEEDS_CONTEXT \
   if (context == 0) return NO_CONTEXT;
+
+// A call that a capture cannot stand: it fails, and the capture with it.
+bool spoils() {
+  bool any = false;
+  for (auto& [stream, capture] : captures) {
+    const bool mine = capture.thread == std::this_thread::get_id();
+    if (capture_mode == 2 || (mine ? capture.mode == 2 : capture.mode != 0 || capture_mode != 0)) continue;
+    any = capture.spoiled = true;
+  }
+  return any;
+}
+#define NOT_IN_CAPTURE \
+  if (spoils()) return IN_CAPTURE;
+// Nobody but the capturing thread may know of a stream that is captured.
+#define NOT_CAPTURED(stream)                                                                     \
+  if (auto found = captures.find(reinterpret_cast<uint64_t>(stream)); found != captures.end()) { \
+    found->second.spoiled = true;                                                                \
+    return IN_CAPTURE;                                                                           \
+  }
 
 Stream* stream_of(void* handle) {
   auto found = streams.find(reinterpret_cast<uint64_t>(handle));
@@ -183,6 +219,7 @@ FAKE int cuCtxGetCurrent(void** out) { return *out = reinterpret_cast<void*>(con
 FAKE int cuCtxSetCurrent(void* made) { return context = reinterpret_cast<uint64_t>(made), OK; }
 FAKE int cuCtxSynchronize() {
   CALL("cuCtxSynchronize");
+  NOT_IN_CAPTURE
   NEEDS_CONTEXT
   for (auto& [id, stream] : streams) stream.stalled = false;
   return OK;
@@ -220,6 +257,7 @@ FAKE int cuMemAddressFree(unsigned long long at, size_t bytes) {
 }
 FAKE int cuMemCreate(unsigned long long* handle, size_t bytes, const Prop* prop, unsigned long long flags) {
   CALL("cuMemCreate", text(bytes));
+  NOT_IN_CAPTURE
   if (bytes == 0 || bytes % GRANULE != 0 || flags != 0) return INVALID;
   if (prop->type != 1 || prop->location_type != 1 || prop->location_id >= DEVICES) return INVALID;
   if (bytes > total - used) return NO_MEMORY;
@@ -241,6 +279,7 @@ FAKE int cuMemRelease(unsigned long long handle) {
 FAKE int cuMemMap(unsigned long long at, size_t bytes, size_t offset, unsigned long long handle,
                   unsigned long long flags) {
   CALL("cuMemMap", text(bytes));
+  NOT_IN_CAPTURE
   auto found = physical.find(handle);
   if (found == physical.end() || found->second.released || offset != 0 || flags != 0) return INVALID;
   if (bytes != found->second.bytes || at % GRANULE != 0 || !reserved(at, bytes) || any_mapped(at, bytes))
@@ -252,6 +291,7 @@ FAKE int cuMemMap(unsigned long long at, size_t bytes, size_t offset, unsigned l
 }
 FAKE int cuMemUnmap(unsigned long long at, size_t bytes) {
   CALL("cuMemUnmap", text(bytes));
+  NOT_IN_CAPTURE
   if (!whole_mappings(at, bytes)) return INVALID;
   for (auto next = mappings.find(at); next != mappings.end() && next->first < at + bytes;) {
     mmap(reinterpret_cast<void*>(next->first), next->second.bytes, PROT_NONE,
@@ -272,6 +312,7 @@ FAKE int cuMemSetAccess(unsigned long long at, size_t bytes, const AccessDesc* a
 }
 FAKE int cuMemAlloc_v2(unsigned long long* at, size_t bytes) {
   CALL("cuMemAlloc", text(bytes));
+  NOT_IN_CAPTURE
   NEEDS_CONTEXT
   if (bytes == 0) return INVALID;
   if (bytes > total - used) return NO_MEMORY;
@@ -282,6 +323,7 @@ FAKE int cuMemAlloc_v2(unsigned long long* at, size_t bytes) {
 }
 FAKE int cuMemFree_v2(unsigned long long at) {
   CALL("cuMemFree");
+  NOT_IN_CAPTURE
   NEEDS_CONTEXT
   auto found = plain.find(at);
   if (found == plain.end()) return INVALID;
@@ -292,6 +334,7 @@ FAKE int cuMemFree_v2(unsigned long long at) {
 }
 FAKE int cuMemHostAlloc(void** at, size_t bytes, unsigned flags) {
   CALL("cuMemHostAlloc", text(bytes) + "," + text(flags));
+  NOT_IN_CAPTURE
   NEEDS_CONTEXT
   *at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   pinned.emplace(reinterpret_cast<uint64_t>(*at), bytes);
@@ -299,6 +342,7 @@ FAKE int cuMemHostAlloc(void** at, size_t bytes, unsigned flags) {
 }
 FAKE int cuMemFreeHost(void* at) {
   CALL("cuMemFreeHost");
+  NOT_IN_CAPTURE
   NEEDS_CONTEXT
   auto found = pinned.find(reinterpret_cast<uint64_t>(at));
   if (found == pinned.end()) return INVALID;
@@ -329,6 +373,7 @@ FAKE int cuStreamGetId(void* stream, unsigned long long* id) {
 }
 FAKE int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
   CALL("cuStreamWaitEvent", text(reinterpret_cast<uint64_t>(stream)) + "," + text(reinterpret_cast<uint64_t>(event)));
+  NOT_CAPTURED(stream)
   Stream* const on = stream_of(stream);
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (on == nullptr || found == events.end()) return BAD_HANDLE;
@@ -345,6 +390,7 @@ FAKE int cuEventCreate(void** event, unsigned flags) {
 }
 FAKE int cuEventRecord(void* event, void* stream) {
   CALL("cuEventRecord", text(reinterpret_cast<uint64_t>(event)) + "," + text(reinterpret_cast<uint64_t>(stream)));
+  NOT_CAPTURED(stream)
   Stream* const on = stream_of(stream);
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (on == nullptr || found == events.end()) return BAD_HANDLE;
@@ -353,12 +399,14 @@ FAKE int cuEventRecord(void* event, void* stream) {
 }
 FAKE int cuEventQuery(void* event) {
   CALL("cuEventQuery");
+  NOT_IN_CAPTURE
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (found == events.end()) return BAD_HANDLE;
   return done(found->second.stream, found->second.position) ? OK : NOT_READY;
 }
 FAKE int cuEventSynchronize(void* event) {
   CALL("cuEventSynchronize");
+  NOT_IN_CAPTURE
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (found == events.end()) return BAD_HANDLE;
   // The host would sit there until the work is done; so it is done.
@@ -372,8 +420,64 @@ FAKE int cuEventDestroy_v2(void* event) {
   return events.erase(reinterpret_cast<uint64_t>(event)) ? OK : BAD_HANDLE;
 }
 FAKE int cuThreadExchangeStreamCaptureMode(int* mode) {
-  thread_local int current = 0;
-  std::swap(*mode, current);
+  std::swap(*mode, capture_mode);
+  return OK;
+}
+FAKE int cuStreamBeginCapture_v2(void* stream, int mode) {
+  CALL("cuStreamBeginCapture", text(reinterpret_cast<uint64_t>(stream)) + "," + text(static_cast<uint64_t>(mode)));
+  const auto on = reinterpret_cast<uint64_t>(stream);
+  if (stream == nullptr || stream_of(stream) == nullptr) return IN_CAPTURE;
+  return captures.emplace(on, Capture{std::this_thread::get_id(), mode}).second ? OK : INVALID;
+}
+FAKE int cuStreamEndCapture(void* stream, void** graph) {
+  std::lock_guard<std::mutex> guard(lock);
+  auto found = captures.find(reinterpret_cast<uint64_t>(stream));
+  if (found == captures.end() || found->second.thread != std::this_thread::get_id()) return INVALID;
+  const Capture done = found->second;
+  captures.erase(found);  // also where it fails
+  *graph = nullptr;
+  if (const int failed = called("cuStreamEndCapture", text(reinterpret_cast<uint64_t>(stream)))) return failed;
+  if (done.spoiled) return SPOILED;
+  *graph = reinterpret_cast<void*>(next_handle);
+  graphs.emplace(next_handle++, done.nodes);
+  return OK;
+}
+FAKE int cuGraphInstantiateWithFlags(void** made, void* graph, unsigned long long flags) {
+  CALL("cuGraphInstantiate");
+  auto found = graphs.find(reinterpret_cast<uint64_t>(graph));
+  if (found == graphs.end() || flags != 0) return INVALID;
+  *made = reinterpret_cast<void*>(next_handle);
+  executables.emplace(next_handle++, found->second);
+  return OK;
+}
+FAKE int cuGraphLaunch(void* graph, void* stream) {
+  std::vector<Node> nodes;
+  {
+    CALL("cuGraphLaunch", text(reinterpret_cast<uint64_t>(graph)) + "," + text(reinterpret_cast<uint64_t>(stream)));
+    NOT_CAPTURED(stream)
+    auto found = executables.find(reinterpret_cast<uint64_t>(graph));
+    if (found == executables.end() || stream_of(stream) == nullptr) return BAD_HANDLE;
+    nodes = found->second;
+  }
+  for (const Node& node : nodes) node.function(node.data);
+  return OK;
+}
+FAKE int cuGraphExecDestroy(void* graph) {
+  CALL("cuGraphExecDestroy");
+  return executables.erase(reinterpret_cast<uint64_t>(graph)) ? OK : INVALID;
+}
+FAKE int cuGraphDestroy(void* graph) {
+  CALL("cuGraphDestroy");
+  return graphs.erase(reinterpret_cast<uint64_t>(graph)) ? OK : INVALID;
+}
+FAKE int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+  {
+    CALL("cuLaunchHostFunc");
+    if (stream_of(stream) == nullptr) return BAD_HANDLE;
+    auto found = captures.find(reinterpret_cast<uint64_t>(stream));
+    if (found != captures.end()) return found->second.nodes.push_back({function, data}), OK;
+  }
+  function(data);
   return OK;
 }
 
@@ -391,10 +495,18 @@ FAKE void fake_stall(void* stream, int on) { stream_of(stream)->stalled = on != 
 FAKE void fake_reuse_streams(int on) { stream_handle_shift = on; }
 FAKE const char* fake_calls() { return calls.c_str(); }
 FAKE void fake_forget_calls() { calls.clear(), counts.clear(); }
-// What is held: reservations, handles, mappings, own streams, events, pinned, plain, contexts; by index.
+// What is held: reservations, handles, mappings, own streams, events, pinned, plain, contexts, graphs and
+// executables, captures; by index.
 FAKE int64_t fake_held(int what) {
-  const size_t held[] = {
-      reservations.size(), physical.size(), mappings.size(), streams.size() - streams.count(0),
-      events.size(),       pinned.size(),   plain.size(),    static_cast<size_t>(retained[0] + retained[1])};
+  const size_t held[] = {reservations.size(),
+                         physical.size(),
+                         mappings.size(),
+                         streams.size() - streams.count(0),
+                         events.size(),
+                         pinned.size(),
+                         plain.size(),
+                         static_cast<size_t>(retained[0] + retained[1]),
+                         graphs.size() + executables.size(),
+                         captures.size()};
   return static_cast<int64_t>(held[what]);
 }

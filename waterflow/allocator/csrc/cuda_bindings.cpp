@@ -129,6 +129,22 @@ void bind_cuda(py::module_& m) {
             return device.adopt_stream(reinterpret_cast<cu::Stream>(handle));
           },
           py::arg("handle"), unlocked())
+      .def("begin_capture", &CudaDevice::begin_capture, py::arg("stream"), unlocked())
+      .def(
+          "end_capture",
+          [](CudaDevice& device, StreamId stream) { return reinterpret_cast<uintptr_t>(device.end_capture(stream)); },
+          py::arg("stream"), unlocked())
+      .def("abandon_capture", &CudaDevice::abandon_capture, py::arg("stream"), unlocked())
+      .def(
+          "launch",
+          [](CudaDevice& device, uintptr_t graph, StreamId stream) {
+            device.launch(reinterpret_cast<cu::Executable>(graph), stream);
+          },
+          py::arg("graph"), py::arg("stream"), unlocked())
+      .def(
+          "destroy",
+          [](CudaDevice& device, uintptr_t graph) { device.destroy(reinterpret_cast<cu::Executable>(graph)); },
+          py::arg("graph"), unlocked())
       .def("synchronize_all", &CudaDevice::synchronize_all, unlocked())
       .def("allocate_pinned", &CudaDevice::allocate_pinned, py::arg("bytes"), unlocked())
       .def("free_pinned", &CudaDevice::free_pinned, py::arg("at"), unlocked())

@@ -40,6 +40,17 @@ class CudaDevice : public LaneDevice {
   void enqueue(StreamId, std::function<void()> work) override { work(); }
   void synchronize_all();
 
+  // -- graphs. What the calling thread issues on a stream between `begin_capture` and `end_capture` is not run but
+  // kept; nobody may record or wait on that stream meanwhile. Other threads do what they like: a call that a capture
+  // cannot stand fails on the calling thread alone, and the capture with it.
+  void begin_capture(StreamId stream);
+  cu::Executable end_capture(StreamId stream);
+  void abandon_capture(StreamId stream) noexcept;
+  void launch(cu::Executable graph, StreamId stream);
+  void destroy(cu::Executable graph) noexcept;
+  // A call of the host in a stream's order.
+  void launch_host(StreamId stream, cu::HostFunction function, void* data);
+
   // -- physical memory without an address, for arenas. It counts as grown.
   bool make_page(int64_t bytes, cu::Handle* page);  // false where there is none left
   void drop_page(cu::Handle page, int64_t bytes);

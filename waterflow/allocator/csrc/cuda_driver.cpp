@@ -39,7 +39,7 @@ CudaDriver::CudaDriver(const std::string& library) : library_(library) {
 #define X(member, name, parameters)                                                                            \
   member = reinterpret_cast<cu::Result(*) parameters>(dlsym(opened, name));                                    \
   if (member == nullptr) {                                                                                     \
-    throw CudaError("the CUDA driver " + library + " has no " name ". It is older than CUDA 11.2: update it.", \
+    throw CudaError("the CUDA driver " + library + " has no " name ". It is older than CUDA 11.4: update it.", \
                     cu::NO_DEVICE);                                                                            \
   }
   WATERFLOW_CUDA_FUNCTIONS(X)

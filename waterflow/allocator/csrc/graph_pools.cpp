@@ -8,7 +8,6 @@ namespace {
 using Guard = std::lock_guard<std::mutex>;
 
 constexpr int64_t ALIGNMENT = 512;
-constexpr int64_t SEGMENT = int64_t{32} << 20;
 
 int64_t up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -27,9 +26,11 @@ GraphPools::~GraphPools() {
   }
 }
 
-void GraphPools::begin(GraphPoolId pool, GraphFilter filter) {
+void GraphPools::begin(GraphPoolId pool, GraphFilter filter, int64_t segment) {
   Guard guard(lock_);
-  ++pools_[pool].graphs;
+  auto& mine = pools_[pool];
+  if (mine.segments.empty()) mine.segment = segment;
+  ++mine.graphs;
   active_.emplace_back(pool, std::move(filter));
   capturing_ = static_cast<int64_t>(active_.size());
 }
@@ -79,7 +80,7 @@ uintptr_t GraphPools::allocate(int64_t bytes, cu::Stream stream, bool* mine) {
     auto segment = std::find_if(pool.segments.begin(), pool.segments.end(),
                                 [&](const Segment& one) { return one.bytes - one.used >= size; });
     if (segment == pool.segments.end()) {
-      const int64_t whole = up(std::max(size, SEGMENT), device_->granularity());
+      const int64_t whole = up(std::max(size, pool.segment), device_->granularity());
       const uintptr_t base = device_->reserve(whole);
       if (base == 0) return 0;
       if (!device_->grow(base, whole)) {

@@ -24,10 +24,13 @@ using GraphFilter = std::function<bool(CUstream_st*)>;
 // be asked and nothing may wait: within a pool memory goes from hand to hand on one stream only. Thread-safe.
 class GraphPools {
  public:
+  static constexpr int64_t SEGMENT = int64_t{32} << 20;
+
   explicit GraphPools(std::shared_ptr<CudaDevice> device) : device_(std::move(device)) {}
   ~GraphPools();
 
-  void begin(GraphPoolId pool, GraphFilter filter);
+  // A fresh pool grows by `segment` bytes at least.
+  void begin(GraphPoolId pool, GraphFilter filter, int64_t segment = SEGMENT);
   void end(GraphPoolId pool);
   void release(GraphPoolId pool);
 
@@ -42,7 +45,7 @@ class GraphPools {
     int64_t bytes, used = 0;
   };
   struct Pool {
-    int64_t graphs = 0;
+    int64_t graphs = 0, segment = SEGMENT;
     std::vector<Segment> segments;
     std::map<std::pair<cu::Stream, int64_t>, std::vector<uintptr_t>> spare;
     int64_t live = 0;

@@ -11,6 +11,7 @@
 #include "barrier.h"
 #include "binding.h"
 #include "engine.h"
+#include "graph_cache.h"
 #include "program.h"
 
 namespace py = pybind11;
@@ -255,7 +256,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<uint64_t> behind,
                        OrderFault fault, std::shared_ptr<CudaDevice> cuda, std::vector<uintptr_t> handles,
-                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& streams) {
+                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& streams, int64_t graphs) {
              std::optional<Behind> how;
              if (behind) how = Behind{{*behind, 0.2, 2000}, fault};
              std::optional<OnCuda> on_cuda;
@@ -266,6 +267,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                  on_cuda->streams.push_back(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(index),
                                                                  static_cast<c10::DeviceType>(type)));
                }
+               on_cuda->take_captures(lanes, graphs);
              }
              // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
              std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas, how, on_cuda),
@@ -287,10 +289,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true,
            py::arg("behind") = std::nullopt, py::arg("fault") = OrderFault::none, py::arg("cuda") = nullptr,
            py::arg("handles") = std::vector<uintptr_t>{},
-           py::arg("streams") = std::vector<std::tuple<int64_t, int64_t, int64_t>>{},
+           py::arg("streams") = std::vector<std::tuple<int64_t, int64_t, int64_t>>{}, py::arg("graphs") = 0,
            "With `cuda`, a CudaDevice: lanes on the driver's streams `handles`, which are torch's `streams` (id, "
            "device index "
-           "and type); without those, for tests, the host's memory is planned in the device's arenas.")
+           "and type); without those, for tests, the host's memory is planned in the device's arenas. `graphs`: bytes "
+           "that copies of inputs of device graphs may take; torch's streams are then two for each lane.")
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,
@@ -316,6 +319,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                const auto counts = self.placed();
                                return std::make_tuple(counts.planned, counts.missed, counts.outside);
                              }))
+      .def_property_readonly("graphs", unlocked([](const Engine& self) {
+                               const auto counts = self.graphs() ? self.graphs()->counts() : GraphCounts{};
+                               return std::map<std::string, int64_t>{{"captured", counts.captured},
+                                                                     {"launched", counts.launched},
+                                                                     {"dropped", counts.dropped},
+                                                                     {"bytes", counts.bytes}};
+                             }))
+      .def(
+          "take_graph_refusals",
+          [](const Engine& self) {
+            return self.graphs() ? self.graphs()->take_refusals() : std::vector<std::pair<int64_t, std::string>>{};
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("steps_done", unlocked(&Engine::steps_done))
       .def_property_readonly("progress_ns", unlocked(&Engine::progress_ns))
       .def_property_readonly("groups_done", unlocked(&Engine::groups_done))

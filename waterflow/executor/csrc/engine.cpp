@@ -7,6 +7,7 @@
 
 #include "../../allocator/csrc/cpu_arena.h"
 #include "../../allocator/csrc/cuda_arena.h"
+#include "graph_cache.h"
 
 namespace waterflow {
 int64_t Engine::now_ns() {
@@ -54,6 +55,7 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
     lanes_.push_back(std::move(lane));
   }
   active_ = lanes;
+  if (cuda && arenas && cuda->graph_bytes > 0) make_graph_lanes(*cuda);
   std::mutex started_lock;
   std::condition_variable started_one;
   int32_t started = 0;
@@ -75,6 +77,7 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
 Engine::~Engine() { close(); }
 
 void Engine::Dropped::let_go() {
+  graphs.clear();
   for (auto& run : runs) {
     run->inputs.clear();
     run->opaque = nullptr;
@@ -99,6 +102,7 @@ void Engine::close() {
   for (auto& lane : lanes_) {
     if (lane->thread.joinable()) lane->thread.join();
   }
+  if (graphs_) graphs_->close();
   device_.reset();
   std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
@@ -312,11 +316,12 @@ void Engine::remove_job(Id id) {
   if (job->leaving) throw std::invalid_argument("job " + std::to_string(id) + " is leaving this engine already");
   job->leaving = true;
   if (!stop_job(lock, *job, "its job was removed", dropped)) return;
-  forget(id);
+  forget(id, dropped);
   offer_room(nullptr);
 }
 
-void Engine::forget(Id id) {
+void Engine::forget(Id id, Dropped& dropped) {
+  if (graphs_) dropped.graphs = graphs_->forget(id);
   jobs_.erase(id);
   if (grounds_.size() > 1) share_out();
 }

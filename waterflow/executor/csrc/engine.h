@@ -31,6 +31,7 @@ struct Span {
 };
 
 struct EngineJob;
+class GraphCache;  // graph_cache.h
 
 // A place for one step at a time, with a thread of its own for steps that no caller runs.
 struct Lane {
@@ -77,18 +78,20 @@ struct OnCuda {
   std::shared_ptr<CudaDevice> device;
   std::vector<cu::Stream> handles;
   std::vector<c10::Stream> streams;
+  // Device graphs: bytes that copies of inputs may take, 0 for none; and on torch's streams another one for each lane.
+  int64_t graph_bytes = 0;
+  std::vector<cu::Stream> capture_handles;
+  std::vector<c10::Stream> capture_streams;
   bool for_torch() const { return !streams.empty(); }
+  // The streams behind those of lanes are for captures.
+  void take_captures(int32_t lanes, int64_t bytes);
 };
 
 class Engine {
   static constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
   static constexpr int32_t kLaterGroupParties = 2;  // the group before, room
   static constexpr size_t kGroupsAhead = 2;         // of the device, on each lane
-  static constexpr int64_t kTurnNs = 20'000'000;    // of a job, while others wait
-  static constexpr int64_t kShortPauseNs =
-      150'000;  // of a job between steps, for which its lane waits; or an eighth of a step
-  static constexpr int32_t kStepsNotKept = 16;
-  static constexpr std::chrono::milliseconds kLook{3};
+  static constexpr std::chrono::milliseconds kLook{1};
   static constexpr const char* kEarlierFailed = "an earlier step of this job failed";
 
  public:
@@ -148,6 +151,8 @@ class Engine {
     std::lock_guard<std::mutex> guard(lock_);
     return placed_;
   }
+  // Null where no device graphs are captured.
+  const std::shared_ptr<GraphCache>& graphs() const { return graphs_; }
   int64_t stranded() const { return locked(stranded_); }            // steps that left something behind
   int64_t scheduling_ns() const { return locked(scheduling_ns_); }  // spent inside admission and barriers, all lanes
   static int64_t now_ns();
@@ -165,6 +170,7 @@ class Engine {
     ~Dropped() { let_go(); }
     void let_go();
     std::vector<std::shared_ptr<StepRun>> runs;
+    std::vector<std::shared_ptr<void>> graphs;
   };
 
   // The engines whose steps the calling thread runs, innermost first: a step may call one of another engine.
@@ -190,7 +196,7 @@ class Engine {
   void settle(Job& job);
   void leave_to_lanes(Job& job, size_t count);
   bool stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped);
-  void forget(Id job);
+  void forget(Id job, Dropped& dropped);
   void batch_arrives(Job& job);
   void offer_room(Lane* here);
   bool grant(Job& job, Lane* here);
@@ -209,6 +215,7 @@ class Engine {
   int64_t held_by_all() const;
   void leave_ground(Job& job);
   void keep_pages_within();
+  void make_graph_lanes(const OnCuda& cuda);
   void issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group);
   void strand(Lane& lane, StepRun& run);
   void finish_stream(Lane& lane);
@@ -223,6 +230,7 @@ class Engine {
   std::vector<std::unique_ptr<Ground>> grounds_;
   std::unique_ptr<LaneAllocatorInstalled> installed_;
   std::shared_ptr<LaneDevice> device_;  // where groups run behind the host
+  std::shared_ptr<GraphCache> graphs_;
   bool arenas_;
   bool on_cuda_;
   std::vector<std::unique_ptr<Lane>> lanes_;

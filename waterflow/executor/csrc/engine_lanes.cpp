@@ -3,6 +3,7 @@
 
 #include "../../allocator/csrc/planned_ranges.h"
 #include "engine.h"
+#include "graph_cache.h"
 
 namespace waterflow {
 
@@ -83,7 +84,7 @@ void Engine::drain(Lane& lane, StepRun& run, std::exception_ptr& error) {
   if (!error) error = run.failure;
   if (error) return;
   try {
-    run.outputs = run.frame->finish();
+    run.finish();
   } catch (...) {
     error = std::current_exception();
   }
@@ -126,9 +127,12 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     lock.unlock();
     try {
       if (!filled) run.on_stream(lane.current);
-      if (!filled && run.frame) run.fill();
       if (!filled && end.planned) {
         run.placer = &lane.ground->placer(lane.end);
+        if (graphs_) run.graphs = graphs_->find(lane.index, run, *run.placer);
+      }
+      if (!filled && run.frame) run.fill();
+      if (!filled && end.planned) {
         run.placer->begin(run.plan->requests);
       }
       filled = true;
@@ -137,7 +141,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       } else {
         run.run_group(group);
         if (on_cuda_) finish_stream(lane);
-        if (group + 1 == groups && run.frame) run.outputs = run.frame->finish();
+        if (group + 1 == groups && run.frame) run.finish();
       }
     } catch (const NodeError& failure) {
       run.failed_node = failure.node;
@@ -178,6 +182,9 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   if (error || behind || run.placer != nullptr) {
     lock.unlock();
     if (behind) drain(lane, run, error);
+    if (graphs_ && !error && run.placer != nullptr && !run.graphs && run.placer->counts().missed == 0) {
+      graphs_->ran_as_planned(lane.index, run, *run.placer);
+    }
     if ((error || behind) && run.frame && filled) run.let_go();
     const bool kept = run.placer != nullptr && !run.stranded && run.placer->any_live();
     lock.lock();
@@ -231,7 +238,7 @@ void Engine::end_step(Job& job, StepRun& run, Dropped& dropped) {
   if (!job.stopped_inside) return;
   job.stopped_inside = false;
   job.cancelled.clear();
-  if (job.leaving) forget(job.id);
+  if (job.leaving) forget(job.id, dropped);
 }
 
 bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {

@@ -6,6 +6,13 @@
 #include "engine.h"
 
 namespace waterflow {
+namespace {
+
+constexpr int64_t kTurnNs = 20'000'000;     // that a job may be ahead of those that wait
+constexpr int64_t kShortPauseNs = 150'000;  // of a job between steps, for which its lane waits; or an eighth of a step
+constexpr int32_t kStepsNotKept = 4;        // before one that took longer is waited for again
+
+}  // namespace
 
 // Whether a step of this job may start there.
 bool Engine::open_to(const Lane& lane, const Job& job) const {
@@ -70,7 +77,8 @@ bool Engine::returns_within(Job& job, int64_t patience) {
 }
 
 void Engine::note_pause(Job& job, const Lane& lane) {
-  job.pause_ns = (3 * job.pause_ns + now_ns() - lane.kept_since) / 4;
+  const int64_t most = lane.kept_until - lane.kept_since;  // one that is very late is not late for ever
+  job.pause_ns = (3 * job.pause_ns + std::min(now_ns() - lane.kept_since, most)) / 4;
 }
 
 // The lane is kept no longer: the job has come back, or somebody else is to have it.

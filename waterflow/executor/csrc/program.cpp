@@ -1,7 +1,6 @@
 #include "program.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/record_function.h>
 
@@ -10,7 +9,6 @@
 #include "../../allocator/csrc/lane_allocator.h"
 
 namespace waterflow {
-namespace {
 
 bool strides_match(const at::Tensor& tensor, const std::vector<int64_t>& expected) {
   const auto strides = tensor.strides();
@@ -21,6 +19,8 @@ bool strides_match(const at::Tensor& tensor, const std::vector<int64_t>& expecte
   }
   return true;
 }
+
+namespace {
 
 at::Tensor with_strides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
   auto copy = at::empty_strided(tensor.sizes(), strides, tensor.options());
@@ -46,13 +46,6 @@ at::Tensor make_alias(const Alias& alias, const at::Tensor& given) {
   view.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes, alias.strides, source.storage_offset() + alias.offset);
   return view;
 }
-
-// Graphs are captured below autograd, so their operations run below it, too.
-struct BelowAutograd {
-  at::AutoDispatchBelowADInplaceOrView guard;
-  // The casts of an autocast around the caller are in the graph.
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-};
 
 }  // namespace
 
@@ -82,6 +75,20 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
     for (auto slot : instruction.drops) slots[slot] = c10::IValue();
     return;
   }
+  gather(instruction, frame);
+  for (const auto& expected : instruction.expected) match_strides(expected, stack[expected.argument]);
+  if (const auto* own = instruction.random >= 0 ? frame.generator(instruction.random) : nullptr) {
+    GeneratorSwap swap(*own);
+    instruction.op->callBoxed(stack);
+  } else {
+    instruction.op->callBoxed(stack);
+  }
+  take_results(instruction, frame);
+}
+
+void Program::gather(const Instruction& instruction, Frame& frame) {
+  auto& stack = frame.stack;
+  auto& slots = frame.slots;
   stack.clear();
   for (const auto& argument : instruction.arguments) {
     switch (argument.kind) {
@@ -124,13 +131,11 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
       }
     }
   }
-  for (const auto& expected : instruction.expected) match_strides(expected, stack[expected.argument]);
-  if (const auto* own = instruction.random >= 0 ? frame.generator(instruction.random) : nullptr) {
-    GeneratorSwap swap(*own);
-    instruction.op->callBoxed(stack);
-  } else {
-    instruction.op->callBoxed(stack);
-  }
+}
+
+void Program::take_results(const Instruction& instruction, Frame& frame) {
+  auto& stack = frame.stack;
+  auto& slots = frame.slots;
   if (instruction.result_is_list) {
     auto list = stack.back().toTensorVector();
     for (size_t i = 0; i < instruction.results.size(); ++i) {
@@ -198,9 +203,7 @@ void Program::make_views(Frame& frame) const {
 
 std::vector<at::Tensor> Frame::finish() {
   BelowAutograd below;
-  for (auto slot : program->written()) {
-    if (slots[slot].isTensor()) slots[slot].toTensor().unsafeGetTensorImpl()->bump_version();
-  }
+  mark_written();
   std::vector<at::Tensor> outputs;
   outputs.reserve(program->outputs().size());
   for (size_t i = 0; i < program->outputs().size(); ++i) {
@@ -215,6 +218,12 @@ std::vector<at::Tensor> Frame::finish() {
     outputs.push_back(copy ? value.detach().clone() : value);
   }
   return outputs;
+}
+
+void Frame::mark_written() {
+  for (auto slot : program->written()) {
+    if (slots[slot].isTensor()) slots[slot].toTensor().unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 void Frame::clear_intermediates() {

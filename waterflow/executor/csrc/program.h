@@ -1,6 +1,7 @@
 // A captured step as a flat list of dispatcher calls over numbered slots.
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/jit/runtime/operator.h>
@@ -51,6 +52,7 @@ struct Instruction {
   std::vector<int32_t> drops;    // slots that die here
   std::vector<ExpectedStrides> expected;
   bool result_is_list = false;
+  bool draws = false;   // random numbers
   int32_t job = -1;     // whose it is alone, in a step of several jobs
   int32_t random = -1;  // draws numbers and takes no generator: that of this job stands in for the default one
 };
@@ -74,6 +76,16 @@ struct NodeError : std::runtime_error {
   int32_t node;
 };
 
+// Graphs are captured below autograd, so their operations run below it, too.
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  // The casts of an autocast around the caller are in the graph.
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// Whether strides are those that were captured; where a dimension has one element they do not matter.
+bool strides_match(const at::Tensor& tensor, const std::vector<int64_t>& expected);
+
 // A number in a tensor's place: it takes no part in type promotion.
 at::Tensor wrapped_number(const at::Scalar& number);
 
@@ -95,6 +107,8 @@ class Program {
   // What its instructions call lives as long as it does.
   void keep(std::shared_ptr<void> called) { kept_.push_back(std::move(called)); }
   void set_written(std::vector<int32_t> slots) { written_ = std::move(slots); }
+  // Why its steps cannot be device graphs.
+  void set_not_graphed(std::string reason) { not_graphed_ = std::move(reason); }
 
   int32_t inputs() const { return inputs_; }
   int32_t fixed() const { return fixed_; }
@@ -103,6 +117,8 @@ class Program {
   int32_t size() const { return static_cast<int32_t>(instructions_.size()); }
   const std::vector<int32_t>& outputs() const { return outputs_; }
   const std::vector<bool>& shared() const { return shared_; }
+  const std::string& not_graphed() const { return not_graphed_; }
+  const Instruction& instruction(int32_t index) const { return instructions_[index]; }
 
   // Computes the fixed views, once the inputs that they look at are in the frame.
   void make_views(Frame& frame) const;
@@ -112,6 +128,10 @@ class Program {
   void run(Frame& frame, int32_t begin, int32_t end, Placer* placer) const;
   // The same, recording what each instruction does into `profile`, which has seen all those before.
   void run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile& profile) const;
+
+  // The two halves of an operation's call: its arguments onto the frame's stack; what is there then into slots.
+  static void gather(const Instruction& instruction, Frame& frame);
+  static void take_results(const Instruction& instruction, Frame& frame);
 
  private:
   void execute(const Instruction& instruction, Frame& frame) const;
@@ -126,6 +146,7 @@ class Program {
   std::vector<bool> shared_;
   std::vector<int32_t> written_;  // inputs that the step changes in place
   std::vector<std::shared_ptr<void>> kept_;
+  std::string not_graphed_;
 };
 
 // The values of one job while a step runs.
@@ -134,6 +155,7 @@ struct Frame {
 
   // After the last group: what the user gets, in memory of its own; marks changed inputs as changed.
   std::vector<at::Tensor> finish();
+  void mark_written();  // the second half of that
   void clear_intermediates();
 
   std::shared_ptr<const Program> program;

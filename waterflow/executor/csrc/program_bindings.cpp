@@ -21,6 +21,7 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
   instruction.results = std::move(results);
   instruction.drops = std::move(drops);
   instruction.result_is_list = result_is_list;
+  instruction.draws = random >= 0;
   const auto& schema = op.schema();
   TORCH_CHECK(arguments.size() == schema.arguments().size(), name, " takes ", schema.arguments().size(),
               " arguments; got ", arguments.size());
@@ -109,6 +110,8 @@ void bind_programs(py::module_& m) {
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
       .def("keep", [](Program& self, std::shared_ptr<CompiledRegion> region) { self.keep(std::move(region)); })
+      .def("set_not_graphed", &Program::set_not_graphed)
+      .def_property_readonly("not_graphed", &Program::not_graphed)
       .def("__len__", &Program::size);
 
   py::class_<Binding, std::shared_ptr<Binding>> binding(m, "Binding");

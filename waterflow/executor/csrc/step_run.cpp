@@ -11,14 +11,24 @@
 #include <thread>
 
 #include "../../allocator/csrc/lane_allocator.h"
+#include "step_graphs.h"
 
 namespace waterflow {
 
 void StepRun::let_go() {
   if (!frame) return;
+  graphs.reset();
   for (const auto& [slot, value] : inputs) frame->slots[slot] = c10::IValue();
   inputs.clear();
   frame->clear_intermediates();
+}
+
+void StepRun::finish() {
+  if (graphs) {
+    frame->mark_written();
+  } else {
+    outputs = frame->finish();
+  }
 }
 
 void StepRun::behind_caller(c10::Device device) {
@@ -39,8 +49,14 @@ void StepRun::fill() {
 }
 
 void StepRun::run_group(int32_t group) {
-  LaneScope scope(in_arenas ? placer : nullptr, in_arenas);
+  LaneScope scope(in_arenas && !graphs ? placer : nullptr, in_arenas);
   c10::OptionalStreamGuard current(stream);
+  if (graphs) {
+    if (group == 0) graphs->fill(*this);
+    graphs->launch(group);
+    if (group + 1 == plan->heights.groups()) outputs = graphs->outputs();
+    return;
+  }
   if (opaque) {
     opaque();
     return;
@@ -67,7 +83,7 @@ void run_alone(StepRun& run) {
   try {
     run.fill();
     for (int32_t group = 0; group < run.plan->heights.groups(); ++group) run.run_group(group);
-    if (run.frame) run.outputs = run.frame->finish();
+    if (run.frame) run.finish();
     run.let_go();
   } catch (const NodeError& error) {
     run.failed_node = error.node;

@@ -34,7 +34,8 @@ struct Cancelled : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-struct Lane;  // of the engine
+struct Lane;       // of the engine
+class StepGraphs;  // step_graphs.h
 
 // One step of one job on its way through the engine.
 struct StepRun {
@@ -54,8 +55,10 @@ struct StepRun {
   void on_stream(std::optional<c10::Stream> stream);
   void fill();                    // puts the inputs into their slots
   void run_group(int32_t group);  // on the calling thread
+  void finish();                  // behind the last group: what the user gets
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
 
+  std::shared_ptr<StepGraphs> graphs;  // launched instead of the program's operations
   std::optional<c10::Event> caller;
   std::optional<c10::Stream> stream;
   bool stranded = false;        // its memory has left the arena: somebody held what was planned to be gone
