@@ -280,15 +280,18 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         settings = load_train(config)
         pictures = Pictures(settings.output) if settings.output is not None else None
         results = waterflow.train(
-            settings.jobs, memory=settings.memory, max_concurrent=settings.max_concurrent, on_error="continue",
-            show_progress_bar=not as_json, timeline=pictures,
+            settings.jobs, memory=settings.memory, max_concurrent=settings.max_concurrent, exact=settings.exact,
+            mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,
         )  # fmt: skip
         terminal.say(results_table(results))
+        for decision in results.decisions:
+            terminal.say(decision)
         terminal.files(pictures)
         for result in results.failed:
             terminal.fail(_blamed(result.name, result.error), result.traceback)
         files = pictures.files if pictures is not None else {}
-        terminal.result({"jobs": [result.to_dict() for result in results], "files": files})
+        jobs = [result.to_dict() for result in results]
+        terminal.result({"jobs": jobs, "decisions": list(results.decisions), "files": files})
 
 
 # -- plan

@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 import yaml
 from torch import nn
 
 from waterflow.errors import InvalidJobError
+from waterflow.executor.engine import Mode
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.job import Job
 from waterflow.references import ConfigError, call, check_arguments, find_function, make, meant
@@ -27,12 +28,12 @@ from waterflow.references import ConfigError, call, check_arguments, find_functi
 if TYPE_CHECKING:
     import optuna
 
-_TRAIN_KEYS = ("jobs", "epochs", "memory", "max_concurrent", "output")
+_TRAIN_KEYS = ("jobs", "epochs", "memory", "max_concurrent", "exact", "mode", "output")
 _JOB_KEYS = ("name", "job", "args", "model", "data", "data_args", "loss", "optimizer", "evaluate", "epochs", "seed")
 _PIECES = ("model", "data", "data_args", "loss", "optimizer", "evaluate")
 _STUDY_KEYS = (
     "objective", "build", "direction", "sampler", "pruner", "storage", "study_name", "n_trials", "timeout",
-    "max_concurrent", "memory", "deterministic", "output",
+    "max_concurrent", "memory", "exact", "mode", "deterministic", "output",
 )  # fmt: skip
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 _PRUNERS = {
@@ -48,6 +49,8 @@ class TrainConfig:
     jobs: tuple[Job, ...]
     memory: int | float | str | None
     max_concurrent: int | None
+    exact: bool
+    mode: Mode
     output: Path | None
 
 
@@ -77,7 +80,9 @@ def load_train(path: Path) -> TrainConfig:
             raise ConfigError(f"{top.where}jobs[{number}].name: two jobs are called {job.name!r}; names must differ")
         names.add(job.name)
         jobs.append(job)
-    return TrainConfig(tuple(jobs), top.memory(), top.whole("max_concurrent"), top.path("output"))
+    return TrainConfig(
+        tuple(jobs), top.memory(), top.whole("max_concurrent"), top.flag("exact", True), top.mode(), top.path("output")
+    )
 
 
 def load_study(path: Path) -> StudyConfig:
@@ -107,6 +112,8 @@ def load_study(path: Path) -> StudyConfig:
         "timeout": top.seconds("timeout"),
         "max_concurrent": "auto" if top.get("max_concurrent") in (None, "auto") else top.whole("max_concurrent"),
         "memory": top.memory(),
+        "exact": top.flag("exact", True),
+        "mode": top.mode(),
         "deterministic": top.flag("deterministic"),
     }
     return StudyConfig(study_name or str(top.get(objective)), function, make_study, options, top.path("output"))
@@ -168,10 +175,12 @@ class Section:
             raise self.wrong(key, "must be a positive number of seconds", value)
         return value
 
-    def flag(self, key: str) -> bool:
-        """True or false; false where it is not given."""
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
         value = self.get(key)
-        if value not in (None, True, False):
+        if value is None:
+            return default
+        if not isinstance(value, bool):
             raise self.wrong(key, "must be true or false", value)
         return bool(value)
 
@@ -181,6 +190,13 @@ class Section:
         if value not in allowed:
             raise self.wrong(key, f"must be one of {', '.join(allowed)}", value)
         return str(value)
+
+    def mode(self, key: str = "mode") -> Mode:
+        """What decides which jobs run beside which."""
+        mode = cast(Mode, self.choice(key, get_args(Mode), "auto"))
+        if mode == "fused" and self.flag("exact", True):
+            raise ConfigError(f"{self.where}{key}: jobs that run as one do not keep their bits; add exact: false")
+        return mode
 
     def memory(self, key: str = "memory") -> int | float | str | None:
         """A memory limit as ``train`` and ``optimize`` take it."""
