@@ -131,10 +131,7 @@ class Step:
             early_updates=early_updates,
         )  # fmt: skip
         checks.check_device(self.name, self._spec.device, self.engine)
-        if generator is None and self.engine is not None:
-            generator = torch.Generator(self.engine.device)
-            generator.set_state(checks.default_random_state(self.engine.device))
-        self.generator = generator
+        self.generator = generator = generator or checks.own_generator(self.engine)
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
@@ -237,7 +234,7 @@ class Step:
     def _submit(self, batch: Batch, by_caller: bool) -> Pending | FusedPending:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
-        if self.engine is not None:
+        if self.engine is not None and self.engine.native.on_a_lane:
             self.engine.refuse_inside(f"step {self.name!r}")
         update = (self._micro + 1) % self.accumulate == 0
         if self._worker is not None and self.engine is not None and self.engine.clock is not None:
@@ -270,7 +267,7 @@ class Step:
     def _submit_captured(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> Pending:
-        if self.engine is not None and self.job is not None:
+        if self.engine is not None and self.job is not None and variant.claimed is not variant.planned.plan:
             variant = claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves,
                             batch_spec, partial(what_fits, self, self.engine.room, self.batches_ahead))  # fmt: skip
         planned = variant.planned
@@ -285,6 +282,8 @@ class Step:
         return self._hand_in(pending, plan, update)
 
     def _note(self, variant: Variant) -> None:
+        if self._last_plan is variant.planned.plan:
+            return
         for what, does in (("recomputed", "recomputes"), ("compiled", "compiles")):
             if (now := getattr(variant.captured, what)) != getattr(self, what):
                 setattr(self, what, now)

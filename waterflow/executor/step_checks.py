@@ -21,9 +21,14 @@ def default_name(model: Any) -> str:
     return name if trial is None else f"{name} of trial {trial}"
 
 
-def default_random_state(device: torch.device) -> torch.Tensor:
-    """Where the process's default generator of the device stands."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+def own_generator(engine: Engine | None) -> torch.Generator | None:
+    """One for a step of its own, which stands where the process's stands; without an engine that itself is drawn from."""
+    if engine is None:
+        return None
+    on_cpu = engine.device.type == "cpu"
+    own = torch.Generator(engine.device)
+    own.set_state(torch.get_rng_state() if on_cpu else torch.cuda.get_rng_state(engine.device))
+    return own
 
 
 def device_of(model: nn.Module) -> torch.device:
