@@ -36,8 +36,10 @@ void StepRun::fill() {
   for (const auto& [slot, value] : inputs) frame->slots[slot] = value;
   if (frame) frame->left_out = left_out;
   if (frame && frame->random.size() > 1) {
-    for (const auto& generator : frame->random) {
-      if (generator.defined()) drew_from.emplace_back(generator, GeneratorSwap::read(generator));
+    for (size_t job = 0; job < frame->random.size(); ++job) {
+      const auto& generator = frame->random[job];
+      if (!generator.defined() || (!left_out.empty() && left_out[job])) continue;  // may draw elsewhere meanwhile
+      drew_from.emplace_back(generator, GeneratorSwap::read(generator));
     }
   }
   if (profile) profiled = {std::vector<InstructionProfile>(frame->program->size()), {}, stream};
