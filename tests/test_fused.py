@@ -21,6 +21,7 @@ import waterflow as wf
 from benchmarks.zoo import SMALL
 from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import images
+from waterflow import _C
 from waterflow.executor import fused_group, fusing
 from waterflow.executor.engine import Engine
 from waterflow.executor.fused_group import Group
@@ -237,6 +238,67 @@ def test_an_operation_that_fails_leaves_the_jobs_to_themselves(monkeypatch: pyte
     monkeypatch.setattr(Group, "begin", failing)
     jobs = [job(n) for n in range(3)]
     check(jobs, wf.train(jobs, **FUSED))
+
+
+def test_a_step_that_fails_leaves_the_others_their_random_numbers() -> None:
+    x, y = BATCHES[0]
+    jobs = [job(n, data=[*BATCHES, *BATCHES, *BATCHES, (x, torch.full_like(y, 99 if n == 1 else 0))]) for n in range(3)]
+    results = wf.train(jobs, on_error="continue", **FUSED)
+    check(jobs, results)
+    assert [result.status for result in results] == ["completed", "failed", "completed"]
+
+
+def test_an_order_to_break_off_behind_a_round_that_was_handed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[_C.StepRun] = []
+
+    class Interrupted:
+        """An engine whose caller is interrupted once behind a submission to ``group``."""
+
+        def __init__(self, native: _C.Engine) -> None:
+            self.native, self.group = native, -1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.native, name)
+
+        def submit(self, number: int, run: _C.StepRun, before: _C.StepRun | None = None) -> None:
+            self.native.submit(number, run, before)
+            if number == self.group and not calls:
+                calls.append(run)
+                self.native.wait(run)  # the lane was faster
+                raise KeyboardInterrupt
+
+    def compute(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def made(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(number)
+        model = network(0.0)
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    with Engine(lanes=1, exact=False, mode="fused", memory="1GiB") as engine:
+        engine.native = interrupted = Interrupted(engine.native)  # type: ignore[assignment]
+        pairs = [made(number) for number in range(2)]
+        steps = [wf.Step(m, optimizer=o, step=compute, engine=engine) for m, o in pairs]
+        fusing.expect(engine, 2)
+        with ThreadPoolExecutor(2) as pool:
+            while not engine.fusing._groups:  # type: ignore[union-attr]
+                list(pool.map(lambda step: step(BATCHES[0]), steps))
+        before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model, _ in pairs]
+        interrupted.group = engine.fusing._groups[0].job  # type: ignore[union-attr]
+        first = steps[0].submit(BATCHES[1])
+        with pytest.raises(KeyboardInterrupt):
+            steps[1].submit(BATCHES[1])
+        loss = first.result()
+        for step in steps:
+            step.close()
+    model, optimizer = made(0)
+    model.load_state_dict(before[0])
+    expected = compute(model, BATCHES[1])
+    expected.backward()
+    optimizer.step()
+    torch.testing.assert_close(loss, expected.detach(), **TOLERANCE)
+    for name, tensor in pairs[0][0].state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], **TOLERANCE)
 
 
 def test_own_loops_of_a_study() -> None:

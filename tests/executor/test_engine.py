@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import subprocess
@@ -104,6 +105,42 @@ def test_a_lane_does_one_thing_at_a_time_and_a_job_its_steps_in_order(native: _C
     for job in jobs:
         assert [number for each, number in order if each == job] == list(range(6))
     assert native.steps_done == 24 and native.held == 0
+
+
+def test_a_newcomer_is_not_owed_the_time_before_it_came() -> None:
+    engine = _C.Engine(lanes=1, intra_op=1, capacity=100)
+    first, second = engine.add_job(), engine.add_job()
+    finish(engine, *(do(engine, first, lambda: time.sleep(0.05)) for _ in range(10)))  # half a second
+    busy = [do(engine, second, lambda: time.sleep(0.002)) for _ in range(150)]
+    finish(engine, do(engine, first))
+    assert not busy[-1].done  # 20 ms are what it may be ahead
+    finish(engine, *busy)
+    engine.close()
+
+
+def test_a_lane_that_is_kept_in_vain_goes_to_whoever_is_ready() -> None:
+    def by_caller(engine: _C.Engine, job: int, *seconds: float, after: float = 0.0) -> float:
+        time.sleep(after)
+        for each in seconds:
+            run = run_of(functools.partial(time.sleep, each))
+            run.by_caller = True
+            engine.submit(job, run)
+            engine.wait(run)
+        return run.waited_ns * 1e-9
+
+    waited = []
+    for trial in range(12):
+        engine = _C.Engine(lanes=2, intra_op=1, capacity=100)
+        long, gone, ready = (functools.partial(by_caller, engine, engine.add_job()) for _ in range(3))
+        ends = in_threads(
+            functools.partial(long, 0.004, 0.25),
+            functools.partial(gone, 0.006 + trial % 4 * 0.0007),
+            functools.partial(ready, 0.001, after=0.002),
+        )
+        raise_first(ends)
+        waited.append(ends[2])
+        engine.close()
+    assert max(waited) < 0.2, waited  # not for the end of the long step
 
 
 def test_memory_decides_who_runs_beside_whom(native: _C.Engine) -> None:

@@ -262,8 +262,13 @@ class Group:
         run = self.binding.run(self.planned.native, tensors, self.slots, one.profiled, readings, one.run)
         if not whole:
             run.left_out = [number not in given for number in range(self.size)]
-        self.engine.native.submit(self.job, run, self.last)
-        self.last, one.begun = run, True
+        before, self.last, one.begun = self.last, run, True
+        try:
+            self.engine.native.submit(self.job, run, before)
+        except BaseException:  # an order to break off may come when it has been handed in
+            self.engine.native.call_off(run)
+            self.last = before if run.failed else run
+            raise
 
     def patience(self) -> float:
         """Seconds that a round waits for who is missing."""

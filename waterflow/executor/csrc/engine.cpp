@@ -221,6 +221,7 @@ bool Engine::grant(Job& job, Lane* here) {
     if (lane == nullptr) return false;
     ready_.erase(std::find(ready_.begin(), ready_.end(), &job));
     job.running = true;
+    reached_ns_ = std::max(reached_ns_, job.served_ns);
     job.lane = lane->index;
     lane->job = &job;
   } else {

@@ -56,7 +56,7 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
   int64_t steps = 0;
   int64_t largest = 0;  // what its steps have reached so far
   int64_t waiting_since = 0;
-  int64_t served_ns = 0;  // by lanes
+  int64_t served_ns = 0;  // by lanes, or what it has forgone
   int64_t pause_ns = 0;   // that its lane was kept for it until its next step came, on average
   int32_t not_kept = 0;   // steps since that took too long
   int32_t lane = -1;
@@ -245,6 +245,7 @@ class Engine {
   int64_t groups_done_ = 0;
   int64_t progress_ns_ = 0;
   int64_t scheduling_ns_ = 0;
+  int64_t reached_ns_ = 0;  // the most that a job had been served when a step of it started
   int32_t active_ = 0;
   bool stop_ = false;
   bool recording_ = false;

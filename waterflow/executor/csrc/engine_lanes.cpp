@@ -99,6 +99,7 @@ void Engine::strand(Lane& lane, StepRun& run) {
 void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
   const Inside inside(this);
   Job& job = *lane.job;
+  const auto held_job = job.shared_from_this();  // the end of its step may forget it
   const std::shared_ptr<StepRun> held_run = job.queue.front();
   dropped.runs.push_back(held_run);
   StepRun& run = *held_run;
@@ -185,6 +186,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     if (graphs_ && !error && run.placer != nullptr && !run.graphs && run.placer->counts().missed == 0) {
       graphs_->ran_as_planned(lane.index, run, *run.placer);
     }
+    if (error) run.rewind();
     if ((error || behind) && run.frame && filled) run.let_go();
     const bool kept = run.placer != nullptr && !run.stranded && run.placer->any_live();
     lock.lock();

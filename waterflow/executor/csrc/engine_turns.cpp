@@ -30,31 +30,27 @@ Engine::Lane* Engine::free_lane(const Job& job, Lane* here) {
   return found;
 }
 
-// The step before and the batch are there: behind all that have had less of the lanes.
+// The step before and the batch are there: behind all that have had less of the lanes. Nobody is owed time in which it
+// waited for something else: there others have gone on.
 void Engine::line_up(Job& job) {
   job.waiting_since = now_ns();
+  job.served_ns = std::max(job.served_ns, reached_ns_ - kTurnNs);
   const auto later = [&](const Job* each) { return each->served_ns > job.served_ns; };
   ready_.insert(std::find_if(ready_.begin(), ready_.end(), later), &job);
 }
 
-// A job that comes, or comes back, is not owed the time in which it wanted nothing.
+// Its next step is there: the lane that was kept for it has not waited longer.
 void Engine::arrive(Job& job) {
-  std::optional<int64_t> least;
-  for (const auto& [id, other] : jobs_) {
-    if (other.get() != &job && !other->queue.empty())
-      least = std::min(least.value_or(other->served_ns), other->served_ns);
-  }
   for (const auto& lane : lanes_) {
     if (lane->kept_for == job.id) note_pause(job, *lane);
   }
-  if (least) job.served_ns = std::max(job.served_ns, *least - kTurnNs);
 }
 
 // A step has ended there: should its job's next one come before those that wait?
 void Engine::keep_for(Lane& lane, Job& job, const StepRun& run) {
   const int64_t now = now_ns();
   const auto other = std::find_if(ready_.begin(), ready_.end(), [&](const Job* each) { return each != &job; });
-  if (other == ready_.end() || stop_ || job.served_ns >= (*other)->served_ns + kTurnNs) return;
+  if (other == ready_.end() || stop_ || job.leaving || job.served_ns >= (*other)->served_ns + kTurnNs) return;
   const int64_t patience = std::max(kShortPauseNs, run.busy_ns / 8);
   const bool queued = !job.queue.empty();
   if (!queued && !returns_within(job, patience)) return;
@@ -101,9 +97,12 @@ void Engine::end_waits() {
 
 // On the lane's own thread, now and then while it is watched.
 void Engine::look_after(Lane& lane) {
-  const bool kept = lane.kept_for >= 0;
+  const auto kept = [&] {
+    return std::count_if(lanes_.begin(), lanes_.end(), [](const auto& each) { return each->kept_for >= 0; });
+  };
+  const auto before = kept();
   end_waits();
-  if (kept && lane.kept_for < 0) offer_room(&lane);
+  if (kept() < before) offer_room(nullptr);  // another lane's wait may have ended here
   lane.watched = lane.kept_for >= 0 || (lane.job != nullptr && lane.taken);
 }
 

@@ -18,6 +18,7 @@
 #include "../../allocator/csrc/placer.h"
 #include "admission.h"
 #include "program.h"
+#include "random_state.h"
 
 namespace waterflow {
 
@@ -56,6 +57,7 @@ struct StepRun {
   void fill();                    // puts the inputs into their slots
   void run_group(int32_t group);  // on the calling thread
   void finish();                  // behind the last group: what the user gets
+  void rewind();                  // the generators of several jobs to where they stood: each will do the step alone
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
 
   std::shared_ptr<StepGraphs> graphs;  // launched instead of the program's operations
@@ -78,6 +80,7 @@ struct StepRun {
   int64_t waited_ns = 0;   // for room, at all of its groups
   int64_t busy_ns = 0;     // on the lane, its groups running
   std::condition_variable finished;
+  std::vector<std::pair<at::Generator, GeneratorSwap::State>> drew_from;  // in a step of several jobs
 };
 
 // Sets the intra-op threads of the calling thread, and of no other.
