@@ -126,6 +126,46 @@ def test_inductor_reads_masks_before_they_are_drawn() -> None:
         assert native([x])[1] < wanted / 2
 
 
+class Halves(nn.Module):
+    """Changes one half of what a layer makes, through a view whose schema hides that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tanh of small numbers changes them so little that a rough comparison does not see it."""
+        one, other = self.first(x).unsafe_chunk(2, 1)
+        one = one.tanh_() * other.tanh()
+        return self.last((one * one + one).tanh() * one.exp())
+
+
+@pytest.mark.parametrize("rows", [1, 6], ids=["expanded", "plain"])
+def test_changes_through_views_that_schemas_hide(rows: int) -> None:
+    def steps(compile: str | None) -> Trained:
+        torch.manual_seed(0)
+        model = Halves().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, compile=compile)  # type: ignore[arg-type]
+        batch = (3 * torch.randn(rows, 8, dtype=torch.float64)).expand(6, 8), torch.tensor([1]).expand(6)
+        return Trained([step(batch) for _ in range(4)], model, optimizer, step)
+
+    plain, native = steps(None), steps("inductor-always")
+    told = native.step.compiled  # type: ignore[union-attr]
+    assert told is not None and told.regions == told.found == 2
+    for name, tensor in plain.tensors().items():
+        torch.testing.assert_close(native.tensors()[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_the_working_directory_does_not_stand_in_for_the_package(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "waterflow").mkdir()
+    (tmp_path / "waterflow" / "__init__.py").write_text("raise ImportError('sources that were not built')")
+    monkeypatch.chdir(tmp_path)
+    assert compiling._ask([]) == []
+
+
 def test_a_compiled_job_among_others_ends_with_the_bits_that_it_has_alone() -> None:
     def jobs() -> list[wf.Job]:
         return [
@@ -244,6 +284,7 @@ def test_regions_that_are_slower_or_fail_run_as_captured(
     assert [r.getMessage().count("broken") for r in caplog.records if r.levelname == "WARNING"] == [1] * (
         way == "failed"
     )
+    assert not any("C++" in r.getMessage() for r in caplog.records)
     assert_same(native, trained(None))
 
 

@@ -479,6 +479,15 @@ def test_length() -> None:
         len(wf.SharedData(lambda: iter([torch.ones(1)])))
 
 
+@pytest.mark.timeout(60)
+def test_a_function_that_makes_a_model_may_ask_for_the_length() -> None:
+    data = wf.SharedData(loader())
+    with torch.random.fork_rng():
+        made = [wf.Job(name=str(n), model=lambda: nn.Linear(len(data), 1), data=data, optimizer=torch.optim.SGD,
+                       step=lambda model, batch: model.weight.sum()) for n in range(3)]  # fmt: skip
+        assert [result.status for result in wf.train(made, memory="1GiB")] == ["completed"] * 3
+
+
 # -- steps that change their batch
 
 

@@ -110,7 +110,7 @@ def _ask(tasks: list[Task]) -> list[Answer]:
     """Answers in the order of the tasks. Raises _NoCompiler where the other process fails as a whole."""
     call = "import sys; from waterflow.executor.compile_worker import main; main(*sys.argv[1:])"
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no further processes, which might outlive it
     }
     with tempfile.TemporaryDirectory(prefix="waterflow-") as folder:
@@ -120,7 +120,8 @@ def _ask(tasks: list[Task]) -> list[Answer]:
             # Into a file: who waits for the end of a pipe waits for all that have inherited it.
             with errors.open("w") as written:
                 ended = subprocess.run(
-                    [sys.executable, "-c", call, str(task), str(answer)], env=environment, stdin=subprocess.DEVNULL,
+                    # -P: what lies in the working directory is not taken for the package.
+                    [sys.executable, "-P", "-c", call, str(task), str(answer)], env=environment, stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL, stderr=written, timeout=TIMEOUT_SECONDS,
                 )  # fmt: skip
             told = errors.read_text(errors="replace")
@@ -152,7 +153,13 @@ def _warn(reason: str) -> None:
     if reason in _told:
         return
     _told.add(reason)
+    missing = any(error in reason for error in ("InvalidCxxCompiler", "CppCompileError"))
+    remedy = (
+        "Inductor needs a C++ compiler with OpenMP: install one, or pass compile=None"
+        if missing
+        else "compile=None stops asking"
+    )
     logger.warning(
-        "compile= has no effect on operations that Inductor does not compile here: %s. They run as captured. Inductor needs a "
-        "C++ compiler with OpenMP: install one, or pass compile=None.", reason,
+        "compile= has no effect on operations that Inductor does not compile here: %s. They run as captured. %s.", reason.rstrip("."),
+        remedy,
     )  # fmt: skip

@@ -79,7 +79,8 @@ class SharedData:
 
     def __len__(self) -> int:
         """Batches of an epoch; TypeError where the data does not tell."""
-        return len(self._open(0))
+        # What is there already is asked without a lock: a model's function may ask, which draws under one itself.
+        return len(self._open(0) if is_function(self._data) else self._data)  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"given": self._given, "seed": self.seed, "ahead": self.ahead, "patience": self.patience}

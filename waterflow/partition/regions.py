@@ -33,6 +33,11 @@ LEAST_OPERATIONS = 8  # a region of fewer is not worth a call
 # Inductor adds these up with atomic operations where several threads are allowed: other bits each time.
 _ATOMIC = frozenset({aten.embedding_dense_backward.default})
 _EMPTY = frozenset({aten.empty_like.default, aten.new_empty.default})
+# Views whose schemas hide it: Inductor would lose what is changed in place through them.
+_OPEN_VIEWS = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,7 @@ class Regions:
             if of not in copies:
                 if of in self._looking and (self._is_view(of) or of.args[0] in copies):
                     copies[of] = graph.node_copy(of, source)
+                    copies[of].target = _OPEN_VIEWS.get(of.target, of.target)  # type: ignore[call-overload]
                 else:
                     inputs.append(of)
                     with graph.inserting_before(next(iter(graph.nodes), graph._root)):
