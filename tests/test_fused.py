@@ -324,6 +324,8 @@ def test_own_loops_of_a_study() -> None:
 def test_settings_that_contradict_each_other() -> None:
     with pytest.raises(wf.InvalidJobError, match="exact=False"):
         wf.train([job(0)], mode="fused")
+    with pytest.raises(wf.InvalidJobError, match="exact must be True or False; got 'no'"):
+        wf.train([job(0)], exact="no")  # type: ignore[arg-type]
     with pytest.raises(wf.InvalidJobError, match="'auto', 'lanes', 'turns' or 'fused'"):
         wf.train([job(0)], mode="vmap")  # type: ignore[arg-type]
     study = optuna.create_study()

@@ -21,6 +21,7 @@ from torch import nn
 import waterflow as wf
 from waterflow import _C
 from waterflow.executor.engine import Engine, within
+from waterflow.executor.lanes_in_use import Decision
 from waterflow.executor.timeline import END, HELD_BY_JOB, JOB, MOST_EVENTS, START, Timeline
 
 MiB = 1 << 20
@@ -152,6 +153,7 @@ def test_summary_of_a_small_timeline() -> None:
         "peak_bytes": 102,
         "limit_bytes": 110,
         "steps": {"a": 2, "b": 1},
+        "decisions": [],
     }
     spans = small().spans
     spans[1, [START, END]] = 150, 350
@@ -159,6 +161,19 @@ def test_summary_of_a_small_timeline() -> None:
     assert both["overlap"] == pytest.approx((50 + 40) / 400)
     assert both["busy_share"][2] == 0.0
     assert both["steps"] == {"job 0": 2, "job 1": 1}
+
+
+def test_decisions_are_in_summary_trace_and_picture(tmp_path: Path) -> None:
+    made = small(decisions=(Decision(250e-9, "taking turns on one lane", False, (1.9, 1.0)),))
+    said = "taking turns on one lane: not kept (speed 1, 1.9 before)"
+    assert made.summary()["decisions"] == [said]
+    made.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (mark,) = [event for event in events if event["ph"] == "i"]
+    assert mark["name"] == said and mark["ts"] == pytest.approx((250 - small().started_ns) / 1e3)
+    made.save_png(tmp_path / "with.png")
+    small().save_png(tmp_path / "without.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 9))

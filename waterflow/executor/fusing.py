@@ -338,6 +338,8 @@ def fusing_of(engine: Engine, exact: bool, mode: str) -> Fusing | None:
 
     Raises InvalidJobError for settings that contradict each other.
     """
+    if not isinstance(exact, bool):
+        raise InvalidJobError(f"exact must be True or False; got {exact!r}")
     if mode not in ("auto", "lanes", "turns", "fused"):
         raise InvalidJobError(f"mode is 'auto', 'lanes', 'turns' or 'fused'; got {mode!r}")
     if mode == "fused" and exact:

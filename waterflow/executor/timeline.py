@@ -191,10 +191,13 @@ class Timeline:
         self._draw_lanes(bottom, hues, facts["busy_share"])
         text = f"peak {format_bytes(facts['peak_bytes'])}, lanes overlap {facts['overlap']:.0%} of the time"
         top.set_title(f"{sum(facts['steps'].values()):,} steps, {text}", loc="left", fontsize=10.5)
-        for decision in self.decisions:
-            label = f" {decision.tried[:24]}: {'kept' if decision.kept else 'not kept'}"
+        paper = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1}
+        for number, decision in enumerate(self.decisions):
+            label = f"{decision.tried.partition(',')[0]}: {'kept' if decision.kept else 'not kept'}"
             bottom.axvline(self._seconds(decision), color="#333333", linestyle=":", lw=1)
-            bottom.text(self._seconds(decision), -0.46, label, va="top", fontsize=7, clip_on=True)
+            height = 1.02 - 0.14 * (number % 3)  # neighbours stand at different heights
+            bottom.text(self._seconds(decision), height, label, va="top", fontsize=7, bbox=paper, clip_on=True,
+                        transform=bottom.get_xaxis_transform())  # fmt: skip
         figure.legend(loc="outside right upper", frameon=False, fontsize=9, title_fontsize=9, alignment="left",
                       title="dark: persistent state\nlight: running step")  # fmt: skip
         figure.savefig(path, format="png")
