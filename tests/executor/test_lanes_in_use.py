@@ -26,16 +26,19 @@ class Machine:
     steps_done: int = 0
     progress_ns: int = 0
     used: list[int] = field(default_factory=list)
+    lane_busy_ns: list[int] = field(default_factory=lambda: [0])
 
     def set_active_lanes(self, count: int) -> None:
         self.in_use = count
         self.used.append(count)
 
-    def work(self, seconds: float, looker: LanesInUse, jobs: int) -> None:
-        for _ in range(int(seconds / 0.01)):
+    def work(self, seconds: float, looker: LanesInUse, jobs: int, steps: int = 10) -> None:
+        """``steps`` in each hundredth of a second."""
+        for _ in range(round(seconds / 0.01)):
             self.seconds += 0.01
-            self.steps_done += 10
+            self.steps_done += steps
             self.progress_ns += int(self.speeds[self.in_use] * 0.01e9)
+            self.lane_busy_ns[0] += int(self.in_use * 0.0095e9)
             looker.look(jobs)
 
 
@@ -73,6 +76,18 @@ def test_a_trial_ends_where_a_job_comes_or_goes() -> None:
         machine.work(0.02, looker, jobs=8)
     machine.work(0.3, looker, jobs=7)
     assert machine.in_use == 4 and not decisions
+
+
+def test_pauses_are_not_work() -> None:
+    """Short rounds with long pauses between them, as in somebody's notebook: the least work is in the windows with a pause."""
+    machine = Machine({1: 1.0, 2: 2.0, 4: 4.0})
+    looker, decisions = lanes_of(machine)
+    for _ in range(100):
+        machine.work(0.4, looker, jobs=8)
+        machine.seconds += 20
+    assert looker.count == 4 and not any(decision.kept for decision in decisions)
+    alone = sum(0.01 for count in machine.used if count != 4)
+    assert alone < 2
 
 
 def test_a_job_alone_is_left_alone() -> None:

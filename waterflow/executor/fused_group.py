@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 PATIENCE = 2.0  # steps' times that a round waits for a missing job, and ...
 LEAST_PATIENCE, MOST_PATIENCE = 2e-3, 50e-3
 TRIED_STEPS, TRIED_SECONDS = 16, 0.25  # over which a pace is measured, at least
+PAUSE_SECONDS, PAUSE_STEPS = 0.5, 8.0  # longer than this, and than so many steps, nobody takes for a step
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,11 +51,12 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class Pace:
-    """Steps a second on the clock of the wall, counted from the first step on until it is ``known``."""
+    """Steps a second on the clock of the wall, counted from the first step on until it is ``known``; anew after a pause."""
 
     per_second: float = 0.0
     _steps: int = -1
     _began: float = 0.0
+    _last: float = 0.0
 
     @property
     def known(self) -> bool:
@@ -64,9 +66,10 @@ class Pace:
     def note(self) -> None:
         """A step has ended."""
         now = time.perf_counter()
-        if self._steps < 0:
-            self._began = now
-        self._steps += 1
+        paused = now - self._last > max(PAUSE_SECONDS, PAUSE_STEPS * (self._last - self._began) / max(self._steps, 1))
+        if self._steps < 0 or paused:  # what the job does beside steps is not their pace
+            self._began, self._steps = now, -1
+        self._steps, self._last = self._steps + 1, now
         if self._steps >= TRIED_STEPS and now - self._began >= TRIED_SECONDS:
             self.per_second = self._steps / (now - self._began)
 

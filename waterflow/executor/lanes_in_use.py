@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 logger = logging.getLogger("waterflow")
 
-WINDOW_SECONDS, WINDOW_STEPS = 0.25, 32  # over which work is measured, at least
+WINDOW_SECONDS, WINDOW_STEPS = 0.25, 8  # over which speed is measured, at least
 FIRST_SECONDS, MOST_SECONDS = 5.0, 300.0  # of work between two trials; twice as long after each that brought nothing
+LEAST_WINDOWS = 20  # of work for each window of a trial
+BUSY = 0.6  # share of a window that lanes must work: else jobs wait for something that lanes cannot help
 GAIN = 1.05  # what a trial must bring
 
 
@@ -22,6 +25,7 @@ class Lanes(Protocol):
     lanes: int
     steps_done: int
     progress_ns: int
+    lane_busy_ns: Sequence[int]
 
     def set_active_lanes(self, count: int) -> None:
         """How many take new steps from now on."""
@@ -51,7 +55,7 @@ class LanesInUse:
     """Tries half as many lanes, down to jobs that take turns on one, and twice as many again. Thread-safe.
 
     A trial is one window between two windows of what was before, so that what drifts does not count for it; it ends where jobs come or
-    go. Bits do not depend on lanes.
+    go, or where lanes stand idle: work counts, not time. Bits do not depend on lanes.
     """
 
     native: Lanes
@@ -63,11 +67,12 @@ class LanesInUse:
     def __post_init__(self) -> None:
         self.count = self.native.lanes
         self._pause = FIRST_SECONDS
-        self._trial: int | None = None
-        self._windows: list[float] = []
+        self._due = FIRST_SECONDS  # seconds of work before the next trial
         self._jobs = 0
         self._down = True
-        self._begin(self._pause)
+        self._trial: int | None = None
+        self._windows: list[float] = []
+        self._restart()
 
     def look(self, jobs: int) -> None:
         """Where a window is over: learn from it, and begin the next one. ``jobs`` is how many are in the engine now."""
@@ -84,24 +89,33 @@ class LanesInUse:
             return
         if jobs != self._jobs or jobs < 2:  # other jobs, other speeds; alone a job has its lane
             self._jobs = jobs
-            self._use(self.count)
-            self._trial, self._windows = None, []
-            self._begin(WINDOW_SECONDS if jobs > 1 else self._pause)
+            self._restart()
+            return
+        wall, work = now - self._since, self._work()
+        if self._trial is None and work < self._due:
+            self._restart(self._due - work)
             return
         if self.native.steps_done - self._steps < WINDOW_STEPS:
             self.next_look = now + WINDOW_SECONDS
             return
-        speed = (self.native.progress_ns - self._progress) * 1e-9 / (now - self._since)
-        if self._trial is None:
-            self._trial = self._other()
-        if self._trial is None:
-            self._begin(MOST_SECONDS)
+        in_use = self._trial if self._trial is not None and len(self._windows) == 1 else self.count
+        if (work - self._worked) * self.native.lanes < BUSY * wall * in_use:
+            if self._trial is not None:
+                self._due = work + self._pause
+            self._restart()
             return
-        self._windows.append(speed)
+        if not self._windows and work < LEAST_WINDOWS * wall:
+            self._due = LEAST_WINDOWS * wall
+            return
+        self._trial = self._trial or self._other()
+        if self._trial is None:
+            self._due = math.inf
+            return
+        self._windows.append((self.native.progress_ns - self._progress) * 1e-9 / wall)
         if len(self._windows) == 3:
-            self._decide(now)
+            self._decide(now, wall)
             return
-        self._use(self._trial if len(self._windows) == 1 else self.count)
+        self.native.set_active_lanes(self._trial if len(self._windows) == 1 else self.count)
         self._begin(WINDOW_SECONDS)
 
     def _other(self) -> int | None:
@@ -110,7 +124,7 @@ class LanesInUse:
         found = [count for count in ((fewer, more) if self._down else (more, fewer)) if count not in (0, self.count)]
         return found[0] if found else None
 
-    def _decide(self, now: float) -> None:
+    def _decide(self, now: float, wall: float) -> None:
         assert self._trial is not None
         before, tried, after = self._windows
         kept = tried > GAIN * max(before, after)
@@ -120,16 +134,19 @@ class LanesInUse:
         self._down = kept == (self._trial < self.count)
         if kept:
             self.count = self._trial
-            self._pause = FIRST_SECONDS
-        else:
-            self._pause = min(2 * self._pause, MOST_SECONDS)
-        self._use(self.count)
-        self._trial, self._windows = None, []
-        self._begin(self._pause)
+        self._pause = FIRST_SECONDS if kept else min(2 * self._pause, MOST_SECONDS)
+        self._due = self._work() + max(self._pause, LEAST_WINDOWS * wall)
+        self._restart()
 
-    def _use(self, count: int) -> None:
-        self.native.set_active_lanes(count)
+    def _work(self) -> float:
+        """Seconds that all lanes together have worked, over their number."""
+        return sum(self.native.lane_busy_ns) * 1e-9 / self.native.lanes
+
+    def _restart(self, seconds: float = 0.0) -> None:
+        self._trial, self._windows = None, []
+        self.native.set_active_lanes(self.count)
+        self._begin(max(seconds, WINDOW_SECONDS))
 
     def _begin(self, seconds: float) -> None:
         self._since, self._steps, self._progress = self.now(), self.native.steps_done, self.native.progress_ns
-        self.next_look = self._since + seconds
+        self._worked, self.next_look = self._work(), self._since + seconds
