@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,6 +28,8 @@ class Machine:
     progress_ns: int = 0
     used: list[int] = field(default_factory=list)
     lane_busy_ns: list[int] = field(default_factory=lambda: [0])
+    with_fewer: float = 0.0  # seconds of work
+    worked: float = 0.0
 
     def set_active_lanes(self, count: int) -> None:
         self.in_use = count
@@ -39,6 +42,8 @@ class Machine:
             self.steps_done += steps
             self.progress_ns += int(self.speeds[self.in_use] * 0.01e9)
             self.lane_busy_ns[0] += int(self.in_use * 0.0095e9)
+            self.worked += 0.01
+            self.with_fewer += 0.01 * (self.in_use < self.lanes)
             looker.look(jobs)
 
 
@@ -64,8 +69,7 @@ def test_trials_that_bring_nothing_become_rare() -> None:
     looker, decisions = lanes_of(machine)
     machine.work(600, looker, jobs=8)
     assert 4 <= len(decisions) <= 9
-    lost = sum(WINDOW_SECONDS for count in machine.used if count != 4)
-    assert lost < 0.01 * 600
+    assert 0 < machine.with_fewer < 0.01 * 600
 
 
 def test_a_trial_ends_where_a_job_comes_or_goes() -> None:
@@ -82,12 +86,12 @@ def test_pauses_are_not_work() -> None:
     """Short rounds with long pauses between them, as in somebody's notebook: the least work is in the windows with a pause."""
     machine = Machine({1: 1.0, 2: 2.0, 4: 4.0})
     looker, decisions = lanes_of(machine)
-    for _ in range(100):
-        machine.work(0.4, looker, jobs=8)
+    rounds = random.Random(0)
+    for _ in range(300):
+        machine.work(rounds.uniform(0.05, 0.6), looker, jobs=8)
         machine.seconds += 20
     assert looker.count == 4 and not any(decision.kept for decision in decisions)
-    alone = sum(0.01 for count in machine.used if count != 4)
-    assert alone < 2
+    assert machine.with_fewer < 0.1 * machine.worked
 
 
 def test_a_job_alone_is_left_alone() -> None:
