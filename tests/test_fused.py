@@ -348,7 +348,7 @@ def test_models_of_the_zoo(name: str) -> None:
     batches = [pytree.tree_map(_double, zoo.batch(2, generator)) for _ in range(8)]
     jobs = [
         wf.Job(name=f"{name}-{n}", model=lambda: zoo.build().double(), step=zoo.step, data=batches,
-               optimizer=zoo.optimizer, epochs=1, seed=n)
+               optimizer=zoo.optimizer, epochs=2, seed=n)
         for n in range(3)
     ]  # fmt: skip
     results = wf.train(jobs, max_concurrent=3, **FUSED)
