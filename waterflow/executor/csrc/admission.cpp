@@ -75,16 +75,16 @@ void Admission::adopt_pending() {
   pending_.reset();
 }
 
-bool Admission::try_issue(Id job, const Heights* heights) {
+bool Admission::try_issue(Id job, const Heights* heights, bool opportunistic) {
   auto found = running_.find(job);
   const bool starts = found == running_.end();
   if (starts) {
-    if (pending_ || must_yield(job)) return false;
+    if (pending_ || must_yield(job, opportunistic)) return false;
     Running fresh{heights, 0, true};
     if (held_ + heights->peak[0] > capacity_ || !safe(capacity_, &fresh)) return false;
     running_.emplace(job, fresh);
     held_ += heights->peak[0];
-    count_start(job);
+    count_start(job, opportunistic);
   } else {
     Running& running = found->second;
     if (running.in_flight) throw std::logic_error("job " + std::to_string(job) + " already has a group in flight");
@@ -142,23 +142,23 @@ int32_t Admission::groups_left(Id job) const {
   return found == running_.end() ? 0 : found->second.heights->groups() - found->second.next;
 }
 
-void Admission::wait(Id job) {
+void Admission::wait(Id job, bool opportunistic) {
   for (const auto& waiting : waiting_) {
     if (waiting.job == job) return;
   }
-  waiting_.push_back({job, tickets_++, 0});
+  waiting_.push_back({job, tickets_++, 0, opportunistic});
 }
 
-void Admission::count_start(Id job) {
+void Admission::count_start(Id job, bool opportunistic) {
   for (auto& waiting : waiting_) {
-    if (waiting.job != job) ++waiting.overtaken;
+    if (waiting.job != job && waiting.opportunistic <= opportunistic) ++waiting.overtaken;
   }
 }
 
-bool Admission::must_yield(Id job) const {
+bool Admission::must_yield(Id job, bool opportunistic) const {
   // The longest waiting of those that were overtaken goes first; the others give way to it.
   for (const auto& waiting : waiting_) {
-    if (waiting.overtaken > 0) return waiting.job != job;
+    if (waiting.overtaken > 0 && waiting.opportunistic <= opportunistic) return waiting.job != job;
   }
   return false;
 }

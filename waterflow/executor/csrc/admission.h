@@ -37,7 +37,7 @@ class Admission {
 
   // `job` wants to run the next group of its step (the first one begins the step, with these heights, which
   // must outlive it). Returns whether it may; if so the group is in flight.
-  bool try_issue(Id job, const Heights* heights);
+  bool try_issue(Id job, const Heights* heights, bool opportunistic = false);
   // Its group in flight has ended. Returns whether its step has ended, too.
   bool complete(Id job);
   // Its step ends here, whatever is left of it; a job that holds nothing is no error.
@@ -51,9 +51,11 @@ class Admission {
   bool safe() const { return safe(capacity_, nullptr); }
 
   // Waiting for memory. A job that a neighbour's whole step has overtaken goes first: no step starts before it.
-  void wait(Id job);
+  // Opportunistic ones do not hold up others.
+  void wait(Id job, bool opportunistic = false);
   void stop_waiting(Id job);
-  bool must_yield(Id job) const;  // another has waited longer than a step of its neighbour
+  // Another, of its class or a higher one, has waited longer than a step of its neighbour.
+  bool must_yield(Id job, bool opportunistic = false) const;
   bool anyone_waiting() const { return !waiting_.empty(); }
   std::vector<Id> waiting() const;  // in the order in which room is offered
 
@@ -77,11 +79,12 @@ class Admission {
     Id job;
     int64_t ticket;
     int32_t overtaken;
+    bool opportunistic;
   };
 
   bool safe(int64_t capacity, const Running* extra) const;
   void adopt_pending();
-  void count_start(Id job);
+  void count_start(Id job, bool opportunistic);
 
   int64_t capacity_;
   std::optional<int64_t> pending_;

@@ -21,6 +21,7 @@ namespace waterflow {
 void bind_offsets(py::module_& m);      // partition/csrc/offsets_bindings.cpp
 void bind_memory(py::module_& m);       // allocator/csrc/memory_bindings.cpp
 void bind_allocator(py::module_& m);    // allocator/csrc/allocator_bindings.cpp
+void bind_admission(py::module_& m);    // admission_bindings.cpp
 void bind_programs(py::module_& m);     // program_bindings.cpp
 void bind_simulation(py::module_& m);   // simulation_bindings.cpp
 void bind_pool_replay(py::module_& m);  // pool_replay_bindings.cpp
@@ -162,22 +163,6 @@ at::Tensor span_table(const std::vector<Span>& spans) {
   }
   return table;
 }
-
-// Admission with heights that live as long as it does, for tests of the policy alone.
-class OwnedAdmission : public Admission {
- public:
-  using Admission::Admission;
-  bool issue(Id job, std::vector<int64_t> peak, std::vector<int64_t> after) {
-    auto heights = std::make_unique<Heights>(std::move(peak), std::move(after));
-    auto& owned = heights_[job];
-    if (!in_step(job)) owned = std::move(heights);
-    return try_issue(job, owned.get());
-  }
-
- private:
-  std::map<Id, std::unique_ptr<Heights>> heights_;
-};
-
 }  // namespace
 }  // namespace waterflow
 
@@ -187,6 +172,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_offsets(m);
   bind_allocator(m);
   bind_programs(m);
+  bind_admission(m);
   bind_memory(m);
   bind_simulation(m);
   bind_pool_replay(m);
@@ -306,6 +292,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def("set_capacity", &Engine::set_capacity, py::call_guard<py::gil_scoped_release>())
       .def("set_active_lanes", &Engine::set_active_lanes, py::call_guard<py::gil_scoped_release>())
+      .def("set_opportunistic", &Engine::set_opportunistic, py::arg("job"), py::arg("opportunistic"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("set_rates", &Engine::set_rates, py::arg("beside"), py::arg("between"))
+      .def("take_step_times",
+           [](Engine& self) {
+             std::vector<StepTime> times;
+             {
+               py::gil_scoped_release release;
+               times = self.take_step_times();
+             }
+             py::list rows;
+             for (const auto& t : times) rows.append(py::make_tuple(t.job, t.ready_ns, t.ended_ns, t.busy_ns));
+             return rows;
+           })
       .def_property_readonly("active_lanes", unlocked(&Engine::active_lanes))
       .def_property_readonly("capacity", unlocked(&Engine::capacity))
       .def_property_readonly("held", unlocked(&Engine::held))
@@ -351,36 +351,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("close_engines", [] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>());
   py::module_::import("atexit").attr("register")(m.attr("close_engines"));
 
-  py::class_<CounterBarrier>(m, "CounterBarrier")
-      .def(py::init<int32_t>(), py::arg("parties"))
-      .def("arrive", &CounterBarrier::arrive)
-      .def("pass_", &CounterBarrier::pass)
-      .def("rearm", &CounterBarrier::rearm)
-      .def("add_party", &CounterBarrier::add_party)
-      .def("remove_party", &CounterBarrier::remove_party)
-      .def_property_readonly("open", &CounterBarrier::open)
-      .def_property_readonly("parties", &CounterBarrier::parties)
-      .def_property_readonly("waiting_for", &CounterBarrier::waiting_for);
-
   py::class_<SwapContext>(m, "GeneratorSwap")
       .def(py::init<at::Generator>())
       .def("__enter__", &SwapContext::enter)
       .def("__exit__", [](SwapContext& self, const py::args&) { self.exit(); });
-
-  py::class_<OwnedAdmission>(m, "Admission")
-      .def(py::init<int64_t>(), py::arg("capacity"))
-      .def("try_issue", &OwnedAdmission::issue, py::arg("job"), py::arg("peak"), py::arg("after"))
-      .def("complete", &OwnedAdmission::complete)
-      .def("release", &OwnedAdmission::release)
-      .def("wait", &OwnedAdmission::wait)
-      .def("waiting", &OwnedAdmission::waiting)
-      .def("must_yield", &OwnedAdmission::must_yield)
-      .def("set_capacity", &OwnedAdmission::set_capacity)
-      .def("held_by", &OwnedAdmission::held_by)
-      .def("groups_left", &OwnedAdmission::groups_left)
-      .def("in_step", &OwnedAdmission::in_step)
-      .def_property_readonly("held", &OwnedAdmission::held)
-      .def_property_readonly("capacity", &OwnedAdmission::capacity)
-      .def_property_readonly("pending_capacity", &OwnedAdmission::pending_capacity)
-      .def("check", &OwnedAdmission::check);
 }

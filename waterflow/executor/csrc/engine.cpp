@@ -95,6 +95,7 @@ void Engine::close() {
     stop_ = true;
     for (auto& [id, job] : jobs_) {
       job->cancelled = "the engine is shutting down";
+      if (job->pace) job->pace->hurry = true;
       leave_to_lanes(*job, job->queue.size());
     }
     for (auto& lane : lanes_) lane->wake.notify_all();
@@ -185,11 +186,12 @@ Engine::Lane* Engine::start(Job& job, Lane* here) {
   Ground* tried = nullptr;
   const auto let_in = [&](Lane& lane) {
     if (!open_to(lane, job) || lane.ground == tried) return false;
+    if (!leaves_enough(lane, job, run.plan->heights.largest())) return false;
     tried = lane.ground;
     auto& admission = lane.ground->admission;
     if (run.plan->heights.largest() > admission.pending_capacity().value_or(admission.capacity())) return false;
-    if (admission.try_issue(job.id, &run.plan->heights)) return true;
-    admission.wait(job.id);
+    if (admission.try_issue(job.id, &run.plan->heights, job.opportunistic)) return true;
+    admission.wait(job.id, job.opportunistic);
     return false;
   };
   Lane* lane = nullptr;
@@ -221,7 +223,8 @@ bool Engine::grant(Job& job, Lane* here) {
     if (lane == nullptr) return false;
     ready_.erase(std::find(ready_.begin(), ready_.end(), &job));
     job.running = true;
-    reached_ns_ = std::max(reached_ns_, job.served_ns);
+    int64_t& reached = reached_ns_[job.opportunistic];
+    reached = std::max(reached, job.served_ns);
     job.lane = lane->index;
     lane->job = &job;
   } else {
@@ -229,7 +232,7 @@ bool Engine::grant(Job& job, Lane* here) {
     auto& admission = lane->ground->admission;
     group = run.plan->heights.groups() - admission.groups_left(job.id);
     if (!admission.try_issue(job.id, &run.plan->heights)) {
-      admission.wait(job.id);
+      admission.wait(job.id, job.opportunistic);
       return false;
     }
     lane->ground->grow(lane->end);
@@ -286,6 +289,7 @@ void Engine::settle(Job& job) {
 // Returns whether that is done already.
 bool Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped) {
   job.cancelled = reason;
+  if (job.pace) job.pace->hurry = true;
   leave_to_lanes(job, job.queue.size());
   if (job.running) {
     lanes_[job.lane]->wake.notify_all();
@@ -323,6 +327,7 @@ void Engine::remove_job(Id id) {
 
 void Engine::forget(Id id, Dropped& dropped) {
   if (graphs_) dropped.graphs = graphs_->forget(id);
+  if (find(id).opportunistic) --opportunistic_;
   jobs_.erase(id);
   if (grounds_.size() > 1) share_out();
 }

@@ -22,12 +22,18 @@
 #include "../../allocator/csrc/lane_allocator.h"
 #include "barrier.h"
 #include "ground.h"
+#include "pacer.h"
 #include "step_run.h"
 
 namespace waterflow {
 
 struct Span {
   int64_t job, step, group, lane, start_ns, end_ns, held, held_by_job;
+};
+
+// One step of a guaranteed job: when it could have begun, when it ended.
+struct StepTime {
+  int64_t job, ready_ns, ended_ns, busy_ns;
 };
 
 struct EngineJob;
@@ -56,9 +62,13 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
   int64_t steps = 0;
   int64_t largest = 0;  // what its steps have reached so far
   int64_t waiting_since = 0;
-  int64_t served_ns = 0;  // by lanes, or what it has forgone
-  int64_t pause_ns = 0;   // that its lane was kept for it until its next step came, on average
-  int32_t not_kept = 0;   // steps since that took too long
+  int64_t served_ns = 0;       // by lanes, or what it has forgone
+  int64_t pause_ns = 0;        // that its lane was kept for it until its next step came, on average
+  int32_t not_kept = 0;        // steps since that took too long
+  bool opportunistic = false;  // it takes what guaranteed jobs leave
+  std::unique_ptr<Pace> pace;  // of one that is, or was
+  int64_t ready_ns = 0;        // its step in front could have begun
+  int64_t ended_ns = 0;        // its last step
   int32_t lane = -1;
   bool batch_arrived = false;
   bool running = false;
@@ -134,6 +144,13 @@ class Engine {
   int64_t held() const;
   // How many lanes take new steps, the first ones; all at the beginning.
   void set_active_lanes(int32_t count);
+  // From its next step on. An opportunistic job starts a step only where a lane and room are left for each guaranteed
+  // one, and goes at the rates below.
+  void set_opportunistic(Id job, bool opportunistic);
+  // Shares of time, 0 to 1: while guaranteed steps are under way, and in between.
+  void set_rates(double beside, double between);
+  // Steps of guaranteed jobs that have ended since the last call, the last ones where they are very many.
+  std::vector<StepTime> take_step_times();
   int32_t active_lanes() const {
     std::lock_guard<std::mutex> guard(lock_);
     return active_;
@@ -204,6 +221,10 @@ class Engine {
   Lane* free_lane(const Job& job, Lane* here);
   bool open_to(const Lane& lane, const Job& job) const;
   void line_up(Job& job);
+  bool leaves_enough(const Lane& lane, const Job& job, int64_t height) const;
+  bool present(const Job& job) const;
+  void pace_starts(Job& job, StepRun& run);
+  void pace_ends(Job& job, StepRun& run);
   void arrive(Job& job);
   void keep_for(Lane& lane, Job& job, const StepRun& run);
   bool returns_within(Job& job, int64_t patience);
@@ -245,7 +266,10 @@ class Engine {
   int64_t groups_done_ = 0;
   int64_t progress_ns_ = 0;
   int64_t scheduling_ns_ = 0;
-  int64_t reached_ns_ = 0;  // the most that a job had been served when a step of it started
+  int64_t reached_ns_[2] = {0, 0};  // the most that a job of each class had been served when a step of it started
+  Rates rates_;
+  int32_t opportunistic_ = 0;  // jobs
+  std::deque<StepTime> step_times_;
   int32_t active_ = 0;
   bool stop_ = false;
   bool recording_ = false;

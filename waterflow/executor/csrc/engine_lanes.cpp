@@ -111,6 +111,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   run.in_arenas = has_arenas();
   const bool behind = device_ != nullptr && run.frame != nullptr;
   bool filled = false;
+  pace_starts(job, run);
   for (int32_t group = 0; group < groups; ++group) {
     CounterBarrier& barrier = job.barriers[group];
     lane.wake.wait(lock, [&] { return barrier.open() || !job.cancelled.empty(); });
@@ -137,6 +138,12 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
         run.placer->begin(run.plan->requests);
       }
       filled = true;
+      if (run.pace != nullptr) {
+        if (!run.issued.empty()) device_->synchronize(run.issued.back());  // what it does there is its work, too
+        if (group > 0 && behind) run.pace->end();
+        run.pace->begin(!behind && !on_cuda_ && run.frame != nullptr && !run.profile);
+        run.pace->before_operation();
+      }
       if (behind) {
         issue(lane, held_run, group);
       } else {
@@ -159,12 +166,13 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       kept = last ? run.placer->any_live() : run.placer->overdue(run.plan->ends[group] - 1);
     }
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
+    const int64_t slept = run.pace != nullptr ? (run.pace->end(), run.pace->take_slept()) : 0;
     const int64_t ended = now_ns();
     lock.lock();
     if (kept) strand(lane, run);
     ++groups_done_;
-    if (!behind) run.busy_ns += ended - start;
-    lane.busy_ns += ended - start;
+    if (!behind) run.busy_ns += ended - start - slept;
+    lane.busy_ns += ended - start - slept;
     if (recording_ && spans_.size() < most_spans_) {
       spans_.push_back({job.id, job.steps, group, lane.index, start, ended, held, own});
     }
@@ -175,7 +183,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     if (!admission.anyone_waiting()) {
       grant(job, &lane);
     } else {
-      admission.wait(job.id);  // the others may be nearer the end of theirs
+      admission.wait(job.id, job.opportunistic);  // the others may be nearer the end of theirs
       offer_room(&lane);
     }
     scheduling_ns_ += now_ns() - ended;
@@ -202,6 +210,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   }
   lane.job = nullptr;
   lane.taken = false;
+  pace_ends(job, run);
   end_step(job, run, dropped);
   const int64_t before = now_ns();
   keep_for(lane, job, run);

@@ -2,6 +2,7 @@
 //
 // Going from job to job at each step would find the caches full of another's weights, and hand a thread over each time.
 #include <algorithm>
+#include <utility>
 
 #include "engine.h"
 
@@ -34,8 +35,11 @@ Engine::Lane* Engine::free_lane(const Job& job, Lane* here) {
 // waited for something else: there others have gone on.
 void Engine::line_up(Job& job) {
   job.waiting_since = now_ns();
-  job.served_ns = std::max(job.served_ns, reached_ns_ - kTurnNs);
-  const auto later = [&](const Job* each) { return each->served_ns > job.served_ns; };
+  job.served_ns = std::max(job.served_ns, reached_ns_[job.opportunistic] - kTurnNs);
+  job.ready_ns = job.waiting_since;
+  const auto later = [&](const Job* each) {
+    return std::pair(each->opportunistic, each->served_ns) > std::pair(job.opportunistic, job.served_ns);
+  };
   ready_.insert(std::find_if(ready_.begin(), ready_.end(), later), &job);
 }
 
@@ -50,7 +54,9 @@ void Engine::arrive(Job& job) {
 void Engine::keep_for(Lane& lane, Job& job, const StepRun& run) {
   const int64_t now = now_ns();
   const auto other = std::find_if(ready_.begin(), ready_.end(), [&](const Job* each) { return each != &job; });
-  if (other == ready_.end() || stop_ || job.leaving || job.served_ns >= (*other)->served_ns + kTurnNs) return;
+  if (other == ready_.end() || (*other)->opportunistic != job.opportunistic || stop_ || job.leaving ||
+      job.served_ns >= (*other)->served_ns + kTurnNs)
+    return;
   const int64_t patience = std::max(kShortPauseNs, run.busy_ns / 8);
   const bool queued = !job.queue.empty();
   if (!queued && !returns_within(job, patience)) return;

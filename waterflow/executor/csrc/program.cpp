@@ -150,9 +150,10 @@ void Program::take_results(const Instruction& instruction, Frame& frame) {
   for (auto slot : instruction.drops) slots[slot] = c10::IValue();
 }
 
-void Program::run(Frame& frame, int32_t begin, int32_t end, Placer* placer) const {
+void Program::run(Frame& frame, int32_t begin, int32_t end, Placer* placer, Pace* pace) const {
   BelowAutograd below;
   for (int32_t i = begin; i < end; ++i) {
+    if (pace != nullptr) pace->before_operation();
     if (placer != nullptr) placer->instruction(i);
     try {
       execute(instructions_[i], frame);

@@ -14,6 +14,7 @@
 
 #include "../../allocator/csrc/meter.h"
 #include "../../allocator/csrc/placer.h"
+#include "pacer.h"
 #include "random_state.h"
 
 namespace waterflow {
@@ -125,7 +126,7 @@ class Program {
   // Runs instructions [begin, end) on the calling thread, without the interpreter lock.
   // Throws NodeError; the frame is then to be cleared by the caller.
   // `placer` serves its requests, if there is one.
-  void run(Frame& frame, int32_t begin, int32_t end, Placer* placer) const;
+  void run(Frame& frame, int32_t begin, int32_t end, Placer* placer, Pace* pace = nullptr) const;
   // The same, recording what each instruction does into `profile`, which has seen all those before.
   void run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile& profile) const;
 

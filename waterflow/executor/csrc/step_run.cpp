@@ -77,7 +77,7 @@ void StepRun::run_group(int32_t group) {
   if (profile) {
     frame->program->run_profiled(*frame, begin, end, profiled);
   } else {
-    frame->program->run(*frame, begin, end, placer);
+    frame->program->run(*frame, begin, end, placer, pace);
   }
 }
 

@@ -17,6 +17,7 @@
 #include "../../allocator/csrc/device.h"
 #include "../../allocator/csrc/placer.h"
 #include "admission.h"
+#include "pacer.h"
 #include "program.h"
 #include "random_state.h"
 
@@ -66,6 +67,7 @@ struct StepRun {
   bool stranded = false;        // its memory has left the arena: somebody held what was planned to be gone
   bool in_arenas = false;       // the engine has arenas: what is asked outside of plans comes from the pool
   Placer* placer = nullptr;     // of the lane's end, where its memory is planned
+  Pace* pace = nullptr;         // of an opportunistic job
   std::vector<EventId> issued;  // on a device that runs behind the host: an event behind each group
   std::exception_ptr failure;   // of a group there
   PlacedCounts placed;

@@ -1,0 +1,182 @@
+"""Who holds how much of an engine's memory between steps, and who waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from waterflow import _C
+from waterflow.errors import JobCancelled, MemoryLimitError
+from waterflow.executor.belonging import current_worker
+from waterflow.executor.memory_limit import Claim
+from waterflow.executor.virtual_clock import VirtualClock
+from waterflow.partition.plan import Plan, format_bytes
+
+
+class Claims:
+    """The book of an engine's memory. Thread-safe.
+
+    Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one, and at most
+    ``opportunistic_limit`` together. Where a guaranteed job finds no room, they make way for it at their next step boundary.
+    """
+
+    def __init__(self, native: _C.Engine, limit: int, reserve: int) -> None:
+        self.native = native
+        self.limit, self.reserve = limit, reserve
+        self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
+        self.names: dict[int, str] = {}
+        self.persistent_log: list[tuple[int, int, str, int]] = []
+        self.opportunistic_limit: int | None = None
+        self._claims: dict[int, Claim] = {}
+        # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
+        # is Python code, and would leave the lock behind.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
+        self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
+        self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
+        self._looks = 0
+        self._closed = False
+        self._opportunistic: set[int] = set()
+        self._make_way: dict[int, Callable[[], None]] = {}
+        self._told: set[int] = set()  # to make way, and have not yet
+
+    @property
+    def room(self) -> int:
+        """Bytes for jobs: the limit without the reserve."""
+        return self.limit - self.reserve
+
+    def claim(self, job: int, plan: Plan, *, batches: int = 1, patient: bool = True) -> None:
+        """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
+
+        What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
+        does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``.
+        """
+        wanted = plan.persistent + plan.batch * batches
+        mine = self._claims.get(job)
+        if mine is not None and wanted <= mine.bytes and plan.height <= mine.height:
+            return
+        if wanted + plan.height > self.room:
+            raise self.too_large(plan, wanted)
+        owner = threading.get_ident()
+        self._note(job, wanted, plan.height)
+        try:
+            while True:
+                with self._turn(), self._guard:
+                    while self._looks and not self._closed:
+                        self._changed.wait(timeout=0.1)
+                    if self._closed:
+                        raise JobCancelled("the engine was closed while a job waited for memory")
+                    if self._fits(job, wanted, plan.height):
+                        self._claims[job] = Claim(plan.name, owner, current_worker(), wanted, plan.height)
+                        self._set_capacity()
+                        # Steps under way may still stand on this ground; they finish, and none starts before.
+                        while self.native.capacity > self._capacity() and not self._closed:
+                            self._changed.wait(timeout=0.001)
+                        self._book(job, plan.name, wanted)
+                        return
+                    self._waiting[owner] = (job, wanted, plan.height)
+                    if not patient or self._nobody_goes_on(job):
+                        raise self._stuck(job, plan, wanted)
+                    worker = current_worker()
+                    if self.clock is None or worker is None or not self.clock.suspend(worker):
+                        self._changed.wait(timeout=0.1)  # Ctrl-C reaches it in between
+        finally:
+            with self._guard:
+                self._waiting.pop(owner, None)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[int]:
+        """For a step whose height is not known: what steps can have at most. Inside, nobody's claim lessens it."""
+        with self._guard:
+            self._looks += 1
+            capacity = self._capacity()
+        try:
+            yield capacity
+        finally:
+            with self._guard:
+                self._looks -= 1
+                self._changed.notify_all()
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Under a virtual clock memory changes hands in its order."""
+        worker = current_worker()
+        # Inside of a step a job may be collected; those whose turn it is may wait for this lane.
+        if self.clock is None or worker is None or self.native.on_a_lane:
+            return contextlib.nullcontext()
+        return self.clock.turn(worker)
+
+    def _nobody_goes_on(self, job: int) -> bool:
+        """Whether everyone who holds memory beside ``job`` waits, and for more than there is."""
+        holders = {c.owner for j, c in self._claims.items() if j != job}
+        return holders <= self._waiting.keys() and not any(self._fits(*wish) for wish in self._waiting.values())
+
+    def _stuck(self, job: int, plan: Plan, wanted: int) -> MemoryLimitError:
+        return MemoryLimitError(
+            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of "
+            f"{format_bytes(self._largest(job, plan.height))}, and everyone who holds memory of the "
+            f"{format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
+            needed=wanted + plan.height, limit=self.limit,
+        )  # fmt: skip
+
+    def _note(self, job: int, wanted: int, height: int) -> None:
+        if (worker := current_worker()) is None:
+            return
+        with self._guard:
+            held = wanted + sum(c.bytes for j, c in self._claims.items() if j != job and c.worker == worker)
+            before = self._asked.get(worker, (0, 0))
+            self._asked[worker] = max(before[0], held), max(before[1], height)
+
+    def needs(self, worker: int) -> tuple[int, int] | None:
+        """The most that a worker's jobs held together, or wait to hold, and their largest height; None before a claim."""
+        return self._asked.get(worker)
+
+    def waits(self, thread: int | None) -> bool:
+        """Whether a thread waits for memory that others hold."""
+        return thread in self._waiting
+
+    def would_fit(self, plan: Plan) -> bool:
+        """Whether a further job with this plan could claim its memory now."""
+        with self._guard:
+            return self._fits(-1, plan.persistent + plan.batch, plan.height)
+
+    def release(self, job: int) -> None:
+        """Give back what a job claimed."""
+        with self._turn(), self._guard:
+            claim = self._claims.pop(job, None)
+            if claim is not None:
+                self._book(job, claim.name, 0)
+                self._set_capacity()
+            self._changed.notify_all()
+
+    def claimed(self) -> int:
+        """Bytes that persist for the jobs now in the engine."""
+        with self._guard:
+            return sum(claim.bytes for claim in self._claims.values())
+
+    def too_large(
+        self, plan: Plan, wanted: int, largest_batch: int | None = None, told: str = ". Lower the batch size or raise memory=.",
+    ) -> MemoryLimitError:  # fmt: skip
+        """The error for a job that does not fit even alone, with what is ``told`` of it."""
+        return MemoryLimitError(
+            f"job {plan.name!r} does not fit: its state and batch take {format_bytes(wanted)} and its step reaches "
+            f"{format_bytes(plan.height)} above them; the limit of {format_bytes(self.limit)} leaves "
+            f"{format_bytes(self.room)} (the rest is the reserve){told}",
+            needed=wanted + plan.height, limit=self.limit, largest_batch=largest_batch,
+        )  # fmt: skip
+
+    def _fits(self, job: int, wanted: int, height: int) -> bool:
+        others = sum(c.bytes for j, c in self._claims.items() if j != job)
+        return others + wanted + self._largest(job, height) <= self.room
+
+    def _largest(self, job: int, height: int) -> int:
+        return max([height, *(c.height for j, c in self._claims.items() if j != job)])
+
+    def _set_capacity(self) -> None:
+        self.native.set_capacity(self._capacity())
+
+    def _capacity(self) -> int:
+        return self.room - sum(c.bytes for c in self._claims.values())
+
+    def _book(self, job: int, name: str, count: int) -> None:
+        self.persistent_log.append((_C.Engine.now_ns(), job, name, count))

@@ -1,0 +1,176 @@
+"""The local coordinator of one device: opportunistic jobs get what guaranteed ones do not miss.
+
+After AntMan's local coordinator (Xiao et al., OSDI 2020, 3.3): the time of a guaranteed job's steps is watched, opportunistic
+work is let go faster step by step while nothing suffers, and cut at once when it does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+ALONE_STEPS, ALONE_SECONDS = 16, 0.06  # of a guaranteed job without others, at least
+BESIDE = 4  # times as long a window beside opportunistic work
+SETTLED = 3  # times as long again once the rate has been found
+SETTLING = 8  # comparisons until then
+KEPT = 24  # comparisons that the rate is found from
+FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
+TAIL = 0.95  # of the steps of a window
+AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected
+
+
+class Lanes(Protocol):
+    """What is asked of an engine's lanes."""
+
+    def set_rates(self, beside: float, between: float) -> None:
+        """Shares of time for opportunistic work: while guaranteed steps run, and between them."""
+
+    def take_step_times(self) -> Sequence[tuple[int, int, int, int]]:
+        """(job, could begin, ended, busy) of guaranteed steps since the last call, in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """By how much the steps of guaranteed jobs may take longer, as shares: the median, and those of the tail."""
+
+    median: float = 0.02
+    tail: float = 0.05
+
+
+@dataclass
+class RateControl:
+    """Finds the largest rate at which guaranteed steps take no longer than is allowed.
+
+    What is measured is noisy and nearly proportional to the rate: the slowdown per rate is the median of the last comparisons.
+    """
+
+    allowed: float = 1.0
+    rate: float = FIRST_RATE
+    _slopes: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def learn(self, strain: float) -> None:
+        """``strain``: at the present rate, the slowdown as a share of what is allowed."""
+        self._slopes.append(strain / self.rate)
+        slope = statistics.median(self._slopes)
+        wanted = self.allowed / slope if slope > self.allowed else 1.0
+        if strain > 2 * self.allowed:  # cut at once
+            wanted = min(wanted, self.rate / 2)
+        self.rate = max(LEAST_RATE, min(wanted, self.rate + RAISE, 1.0))
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough has been compared."""
+        return len(self._slopes) >= SETTLING
+
+    def forget(self) -> None:
+        """Other jobs: what was learnt does not hold for them."""
+        self._slopes.clear()
+        self.rate = min(self.rate, FIRST_RATE)
+
+
+@dataclass
+class Coordinator:
+    """Watches guaranteed steps with and without opportunistic work, window by window, and sets its rate. Thread-safe."""
+
+    lanes: Lanes
+    allowed: Allowed = Allowed()
+    now: Callable[[], float] = time.perf_counter
+    slowdown: float = 0.0  # of the median, as last seen
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.control = RateControl()
+        self._times: dict[int, list[int]] = defaultdict(list)  # of guaranteed jobs, in this window
+        self._alone: dict[int, list[int]] = {}
+        self._last_step = -AWAY_SECONDS
+        self._jobs: frozenset[int] = frozenset()
+        self._beside = False
+        self._free = True
+        self._begin(False)
+        self.lanes.set_rates(1.0, 1.0)
+
+    @property
+    def rate(self) -> float:
+        """The share of time that opportunistic work has beside guaranteed steps."""
+        return 1.0 if self._free else self.control.rate
+
+    def look(self) -> None:
+        """Where a window is over: learn from it. Called when a step has ended, of whichever job."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._look()
+        finally:
+            self._lock.release()
+
+    def _look(self) -> None:
+        now = self.now()
+        for job, ready, ended, _ in self.lanes.take_step_times():
+            self._last_step = now
+            if ready >= self._since_ns:
+                self._times[job].append(ended - ready)
+        if now - self._last_step > AWAY_SECONDS:
+            if not self._free:
+                self._free = True
+                self.lanes.set_rates(1.0, 1.0)
+            return
+        if self._free:
+            self._free = False
+            self._begin(False)
+            return
+        if self._beside and self._suffers():
+            self._compare()
+            return
+        share = (BESIDE * (SETTLED if self.control.settled else 1)) if self._beside else 1
+        if now - self._since < ALONE_SECONDS * share or not self._times:
+            return
+        if min(map(len, self._times.values())) < ALONE_STEPS * share:
+            return
+        if self._beside:
+            self._compare()
+        else:
+            jobs = frozenset(self._times)
+            if jobs != self._jobs:
+                self._jobs = jobs
+                self.control.forget()
+            self._alone = {job: sorted(times) for job, times in self._times.items()}
+            self._begin(True)
+
+    def _suffers(self) -> bool:
+        """Whether half a short window is enough to see that steps take far too long."""
+        for job, times in self._times.items():
+            alone = self._alone.get(job)
+            if alone and len(times) >= ALONE_STEPS // 2:
+                if statistics.median(times) > (1 + 4 * self.allowed.median) * statistics.median(alone):
+                    return True
+        return False
+
+    def _compare(self) -> None:
+        strain = worst = 0.0
+        for job, times in self._times.items():
+            if not (alone := self._alone.get(job)):
+                continue
+            slower = statistics.median(times) / statistics.median(alone) - 1
+            tail = _quantile(sorted(times), TAIL) / _quantile(alone, TAIL) - 1
+            worst = max(worst, slower)
+            strain = max(strain, slower / self.allowed.median, tail / self.allowed.tail)
+        self.slowdown = worst
+        self.control.learn(strain)
+        self._begin(False)
+
+    def _begin(self, beside: bool) -> None:
+        self._beside = beside
+        rate = self.control.rate if beside else 0.0
+        self.lanes.set_rates(rate, rate)
+        self._times.clear()
+        self._since = self.now()
+        self._since_ns = int(self._since * 1e9)
+
+
+def _quantile(times: list[int], share: float) -> float:
+    return times[min(len(times) - 1, int(share * len(times)))]

@@ -1,0 +1,94 @@
+// Guaranteed jobs run as if alone; opportunistic ones take what they leave.
+#include <algorithm>
+
+#include "engine.h"
+
+namespace waterflow {
+namespace {
+
+constexpr int64_t kAwayNs = 1'000'000'000;  // a guaranteed job that is idle for longer leaves its lane to others
+constexpr size_t kMostStepTimes = 1 << 16;
+
+}  // namespace
+
+void Engine::set_opportunistic(Id id, bool opportunistic) {
+  std::lock_guard<std::mutex> guard(lock_);
+  Job& job = find(id);
+  if (job.opportunistic == opportunistic) return;
+  job.opportunistic = opportunistic;
+  opportunistic_ += opportunistic ? 1 : -1;
+  job.served_ns = 0;
+  if (opportunistic && !job.pace) job.pace = std::make_unique<Pace>(rates_);
+  job.pace->hurry = !opportunistic;
+  const auto waits = std::find(ready_.begin(), ready_.end(), &job);
+  if (waits != ready_.end()) {
+    ready_.erase(waits);
+    line_up(job);
+  }
+  offer_room(nullptr);
+}
+
+void Engine::set_rates(double beside, double between) {
+  for (const double rate : {beside, between}) {
+    if (!(rate >= 0.0 && rate <= 1.0)) {
+      throw std::invalid_argument("a rate is a share of time, 0 to 1; got " + std::to_string(rate));
+    }
+  }
+  rates_.beside = beside;
+  rates_.between = between;
+}
+
+std::vector<StepTime> Engine::take_step_times() {
+  std::lock_guard<std::mutex> guard(lock_);
+  std::vector<StepTime> taken(step_times_.begin(), step_times_.end());
+  step_times_.clear();
+  return taken;
+}
+
+// Whether a guaranteed job is to find a lane and room when its next step comes.
+bool Engine::present(const Job& job) const {
+  return !job.opportunistic && !job.leaving && job.steps > 0 &&
+         (job.running || !job.queue.empty() || now_ns() - job.ended_ns < kAwayNs);
+}
+
+// An opportunistic step cannot be taken back: it starts on a lane only where one is left for each guaranteed job, and
+// where its largest height fits beside theirs.
+bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) const {
+  if (!job.opportunistic) return true;
+  int64_t largest = 0;
+  int32_t to_come = 0;
+  for (const auto& [id, other] : jobs_) {
+    if (!present(*other)) continue;
+    largest = std::max(largest, other->largest);
+    if (!other->running) ++to_come;
+  }
+  const auto takes = [&](const Ground& ground) { return ground.admission.capacity() >= largest; };
+  if (largest > 0 && takes(*lane.ground) && height + largest > lane.ground->admission.capacity()) return false;
+  const auto left = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
+    return each.get() != &lane && each->job == nullptr && each->index < active_ && takes(*each->ground);
+  });
+  return left >= std::min(to_come, active_);
+}
+
+// The lock is held.
+void Engine::pace_starts(Job& job, StepRun& run) {
+  if (job.opportunistic) {
+    run.pace = job.pace.get();
+  } else {
+    ++rates_.guaranteed;
+  }
+}
+
+void Engine::pace_ends(Job& job, StepRun& run) {
+  job.ended_ns = now_ns();
+  if (run.pace != nullptr) {
+    run.pace = nullptr;
+    return;
+  }
+  --rates_.guaranteed;
+  if (opportunistic_ == 0 || run.error) return;
+  if (step_times_.size() == kMostStepTimes) step_times_.pop_front();
+  step_times_.push_back({job.id, job.ready_ns, job.ended_ns, run.busy_ns});
+}
+
+}  // namespace waterflow

@@ -1,0 +1,46 @@
+// The rate limiter of opportunistic work: lanes sleep between slices of it, so that guaranteed steps run as if alone.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace waterflow {
+
+// The share of time in which opportunistic work may run: while a guaranteed step is under way, and while none is.
+struct Rates {
+  std::atomic<double> beside{1.0};
+  std::atomic<double> between{1.0};
+  std::atomic<int32_t> guaranteed{0};  // steps under way
+  double now() const {
+    const auto& rate = guaranteed.load(std::memory_order_relaxed) > 0 ? beside : between;
+    return rate.load(std::memory_order_relaxed);
+  }
+};
+
+// What one job owes for the time in which it ran. One thread at a time; `hurry` from any.
+class Pace {
+ public:
+  explicit Pace(const Rates& rates) : rates_(rates) {}
+  Pace(const Pace&) = delete;
+  Pace& operator=(const Pace&) = delete;
+
+  // From here to `end` the calling thread does the job's work. `sliced`: long operations are interrupted, too, by a
+  // signal whose handler sleeps. They must not hold what others wait for.
+  void begin(bool sliced);
+  void end();
+  void before_operation();
+  int64_t take_slept();  // nanoseconds since the last call
+
+  std::atomic<bool> hurry{false};  // sleep no longer: it is to stop, or became guaranteed
+
+ private:
+  friend class Slices;
+  void note();
+  void pay(int64_t most);
+  bool slice();  // in the handler; whether there is to be another
+  const Rates& rates_;
+  int64_t since_ = 0, owed_ = 0, slept_ = 0;
+  bool sliced_ = false;
+};
+
+}  // namespace waterflow
