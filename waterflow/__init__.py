@@ -13,6 +13,7 @@ if _native.built_with_torch != _torch.__version__:
 from waterflow.allocator.counting import count_memory
 from waterflow.batch_size import max_batch_size
 from waterflow.checkpoint import Checkpoint
+from waterflow.checkpoint_folder import Checkpoints
 from waterflow.errors import (
     CaptureError,
     CheckpointError,
@@ -42,6 +43,7 @@ __all__ = [
     "CaptureError",
     "Checkpoint",
     "CheckpointError",
+    "Checkpoints",
     "Engine",
     "InvalidJobError",
     "Job",

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -24,16 +25,9 @@ from waterflow.executor.shared_data import Reader, SharedData
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
 from waterflow.step import Step
-from waterflow.step_queue import StepQueue
+from waterflow.step_queue import STEPS_AHEAD, StepQueue, steps_ahead
 from waterflow.stopping import let_go
 from waterflow.user_code import UserCode
-
-# Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
-STEPS_AHEAD = 2
-# Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
-BRIDGE_SECONDS = 5e-3
-MOST_STEPS_AHEAD = 16
-BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
 
 OnEpoch = Callable[[int, Metrics], None]
 InOrder = Callable[[], contextlib.AbstractContextManager[None]]
@@ -71,6 +65,7 @@ class JobRunner:
         self._started = time.perf_counter()
         self._losses: list[float] = []
         self._metrics: list[Metrics] = []
+        self._epoch = self._epoch_began = 0  # epochs done, and the steps before
         self._batches: Batches | Reader | None = None
         self._thread: int | None = None
         self._scheduler: Any = None
@@ -81,6 +76,10 @@ class JobRunner:
         if resume is not None:
             check_same_job(job, resume)
             seed = resume.state["seed"]
+            self._losses = resume.state["losses"].tolist()
+            self._metrics = [dict(metrics) for metrics in resume.state["metrics"]]
+            self._started -= resume.state["seconds"]
+            self._epoch, self._epoch_began = resume.epoch, resume.steps - resume.batch
         elif job.seed is not None or seed is None:
             seed = int(job.seed) if job.seed is not None else draw_seed()
         self._seed = seed
@@ -88,7 +87,6 @@ class JobRunner:
         self._state: JobState | None = None
         self._boundary = Boundary(job.name)
         self._between = False  # the job's own thread stands between two steps
-        self._epoch = self._epoch_began = 0  # epochs done, and the steps before
         self._steps = StepQueue()
         self._numbers = torch.Generator().manual_seed(seed)
         self._data_numbers = torch.Generator().manual_seed(seed)
@@ -117,12 +115,16 @@ class JobRunner:
         jobs that nobody could go on with (data that can be read only once). On the job's own thread: in ``on_epoch`` alone.
         """
         if threading.get_ident() != self._thread:
-            return self._boundary.ask(False, timeout)
+            return self._boundary.await_answer(self.ask_for_snapshot(), timeout)
         if not self._between:
             raise CheckpointError(
                 f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation"
             )
         return self._checkpoint()
+
+    def ask_for_snapshot(self) -> Future[Checkpoint]:
+        """The same without waiting for it."""
+        return self._boundary.ask(False)
 
     def suspend(self, timeout: float | None = None) -> Checkpoint:
         """Stand still behind the step that it does now: the job's state leaves the device, what it claimed is given back.
@@ -132,11 +134,16 @@ class JobRunner:
         """
         if threading.get_ident() == self._thread:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
-        return self._boundary.ask(True, timeout)
+        return self._boundary.await_answer(self._boundary.ask(True), timeout)
 
     def resume(self) -> None:
         """Let a suspended job go on where it stands. Raises CheckpointError for one that is not suspended."""
         self._boundary.go()
+
+    @property
+    def steps(self) -> int:
+        """Steps that it has done so far, or a few less."""
+        return len(self._losses) + self._steps.ended
 
     @property
     def suspended(self) -> bool:
@@ -250,10 +257,6 @@ class JobRunner:
             self._batches.go_on_from(state["data"])
         self._numbers.set_state(state["numbers"])
         put_progress(step, state["step"])
-        self._losses = state["losses"].tolist()
-        self._metrics = [dict(metrics) for metrics in state["metrics"]]
-        self._started -= state["seconds"]
-        self._epoch, self._epoch_began = checkpoint.epoch, checkpoint.steps - checkpoint.batch
 
     def _grant(self) -> None:
         """Do what others have asked for."""
@@ -310,9 +313,9 @@ class JobRunner:
 
     def _train_epoch(self) -> list[float]:
         """One pass over the data: the next batch is loaded while the last ones run."""
-        assert self._batches is not None
+        assert self.step is not None and self._batches is not None
         steps = self._steps
-        ahead = self._steps_ahead()
+        ahead = steps_ahead(self.step, self.engine)
         batches = self._batches.epoch()
         try:
             while True:
@@ -331,7 +334,7 @@ class JobRunner:
                     self._scheduler.step()
                 if len(steps) >= ahead:
                     if ahead == STEPS_AHEAD:
-                        ahead = self._steps_ahead()
+                        ahead = steps_ahead(self.step, self.engine)
                     steps.take_half()
             steps.take_all()
         except BaseException:
@@ -342,21 +345,6 @@ class JobRunner:
         finally:
             self._losses += steps.losses()
         return self._losses[self._epoch_began :]
-
-    def _steps_ahead(self) -> int:
-        """How many steps to have queued or running.
-
-        Batches beyond those that are claimed lie in the reserve: a job that fits must not fail, or wait, for a
-        deeper queue.
-        """
-        step = self.step
-        assert step is not None
-        if self.engine is None or not step.steps or not step.plan.measured:
-            return STEPS_AHEAD
-        plan = step.plan
-        by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
-        by_memory = STEPS_AHEAD + int(self.engine.reserve * BATCH_SHARE / max(plan.batch, 1))
-        return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
 
     def _held_up(self) -> bool:
         """Whether the job may wait for what other jobs hold: memory, or its turn in a study."""

@@ -95,7 +95,7 @@ class Batches:
 
         Raises CheckpointError for data that cannot be read again from a place.
         """
-        if (why := self._why_not()) is not None:
+        if (why := why_not_again(self._what, self._given, self.source)) is not None:
             raise CheckpointError(why)
         if self._go_on is not None:
             return self._go_on
@@ -156,23 +156,6 @@ class Batches:
         self._read = 1
         yield batch
 
-    def _why_not(self) -> str | None:
-        source = self.source
-        if _has_state(source):
-            return None
-        if isinstance(self._given, Iterator):
-            return (
-                f"the {self._what} is a {type(self._given).__name__}, which gives each batch only once: a checkpoint could not "
-                "go on from its place. Pass a list, a DataLoader, a function that makes an iterator, or data with the methods "
-                "state_dict and load_state_dict"
-            )
-        if isinstance(source, DataLoader) and source.persistent_workers and source.num_workers > 0:
-            return (
-                f"the workers of the {self._what} persist over epochs, and so do their random numbers, which cannot be asked "
-                "for. Pass persistent_workers=False, or a loader with the methods state_dict and load_state_dict"
-            )
-        return None
-
     def _numbers(self) -> dict[str, Any]:
         """Where all generators stand that the order or the values of batches may come from."""
         return {
@@ -221,6 +204,25 @@ class Batches:
 def is_function(data: Any) -> bool:
     """Whether the data of a job is a function that makes it."""
     return callable(data) and not isinstance(data, Iterable)
+
+
+def why_not_again(what: str, given: Any, source: Any) -> str | None:
+    """Why data cannot be read again from a place, in another process; None where it can. ``source`` was made of what was ``given``."""
+    if _has_state(source):
+        return None
+    if isinstance(given, Iterator):
+        return (
+            f"the {what} is a {type(given).__name__}, which gives each batch only once: a checkpoint could not go on from its "
+            "place. Pass a list, a DataLoader, a function that makes an iterator, or data with the methods state_dict and "
+            "load_state_dict"
+        )
+    if isinstance(source, DataLoader) and source.persistent_workers and source.num_workers > 0:
+        return (
+            f"the workers of the {what} persist over epochs, and so do their random numbers, which cannot be asked for: a "
+            "checkpoint could not go on from its place. Pass persistent_workers=False, or a loader with the methods state_dict "
+            "and load_state_dict"
+        )
+    return None
 
 
 def _has_state(data: Any) -> bool:
