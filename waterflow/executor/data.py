@@ -32,6 +32,7 @@ class Batches:
         self._what = "shared data" if name is None else f"data of job {name!r}"
         self._generator = generator
         self._given = data
+        self._seeded = generator.get_state()
         order = self._order = torch.Generator()
         order.set_state(generator.get_state())
         self._make: Callable[[], Any] = data if is_function(data) else lambda: data  # type: ignore[assignment]
@@ -127,6 +128,23 @@ class Batches:
             )
         self._passes = place["passes"]
         self._go_on = place
+
+    def first(self) -> Any:
+        """The next batch, which will be given again. Raises CheckpointError for data that can be read only once."""
+        place = self.place()
+        if isinstance(self.source, Iterator) and place["source"] is None:  # a function's: it makes another one
+            numbers = torch.Generator()
+            numbers.set_state(self._seeded)
+            other = Batches(None, self._given, numbers)
+            try:
+                return next(other.epoch())
+            finally:
+                other.close()
+        try:
+            return next(self.epoch())
+        finally:
+            self.close()
+            self.go_on_from(place)
 
     def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
         if place["source"] is not None:
