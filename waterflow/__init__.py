@@ -33,6 +33,7 @@ from waterflow.job import Job, JobResult, Results
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan
 from waterflow.partition.recompute import Recomputed
+from waterflow.runner import JobRunner
 from waterflow.step import Step
 from waterflow.training import Callback, train
 
@@ -49,6 +50,7 @@ __all__ = [
     "Job",
     "JobCancelled",
     "JobResult",
+    "JobRunner",
     "MemoryLimitError",
     "NonFiniteLossError",
     "Offsets",
