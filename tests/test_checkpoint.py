@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import waterflow as wf
 from tests.support import Net, images, same_bits
 from waterflow.checkpoint import write
 from waterflow.executor.engine import Engine
+from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.runner import JobRunner
 
 Make = Callable[[], wf.Job]
@@ -347,6 +349,45 @@ def test_memory_is_given_back_while_a_job_is_suspended() -> None:
         assert isinstance(answers[0], wf.JobResult), answers
         assert answers[0].losses == result.losses == expected.losses
         engine.native.check()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells no resident memory")
+def test_pages_go_back_to_the_system() -> None:
+    job = wf.Job("wide", lambda: nn.Sequential(*[nn.ReLU() for _ in range(6)], nn.Linear(512, 4)),
+                 images(20, size=4096, shape=(512,)), adamw, loss=F.cross_entropy, epochs=2, seed=1)  # fmt: skip
+    with Engine(memory="1GiB", lanes=1) as engine:
+        runner = JobRunner(job, engine)
+        before: list[int] = []
+
+        def pause() -> int:
+            runner.suspend(timeout=30)
+            now = resident()
+            runner.resume()
+            return before[0] - now
+
+        boundary = JobRunner._grant
+        runner._grant = lambda: (before.append(resident()), boundary(runner))  # type: ignore[assignment, method-assign]
+        answers, join = ask_at(runner, 12, pause)
+        assert runner.run().status == "completed"
+        join()
+        assert runner.step is not None
+        assert answers[0] > runner.step.plan.height / 2 > 8e6, answers
+
+
+def test_a_deterministic_study_goes_on(engine: Engine) -> None:
+    """Its other jobs would wait for one that is suspended."""
+    runner = JobRunner(base()(), engine)
+    engine.clock = VirtualClock()
+    try:
+        with pytest.raises(wf.CheckpointError, match="deterministic study"):
+            runner.suspend()
+    finally:
+        engine.clock = None
+    assert runner.run().status == "completed"
 
 
 def test_others_do_not_wait_for_a_suspended_reader(engine: Engine) -> None:

@@ -33,8 +33,12 @@ class Checkpoint:
     where the job's data has ``state_dict`` and ``load_state_dict``, or follows from the job's seed. It has copies of its own
     of all tensors, in host memory, which are not to be changed.
 
+    Data with a ``state_dict`` is trusted to know its place (torchdata's loaders do, but for random transforms in their
+    workers); all other data is read again from the beginning of the epoch, up to the place, which takes as long as reading does.
+
     Not part of it: what objects keep beside parameters, buffers and ``get_extra_state`` (a module's other attributes, a
-    data set's own numbers), and the random numbers of Python and NumPy.
+    data set's own state), and the random numbers of Python and NumPy. Where steps may round otherwise from run to run
+    (``exact=False``, ``compile=``), so do those that go on.
 
     ``epoch`` counts the epochs that are done, ``batch`` the steps of the next one, ``steps`` all steps.
     """

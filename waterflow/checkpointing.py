@@ -51,7 +51,9 @@ class Checkpointing:
     def begin(self, runner: JobRunner, at_once: bool) -> None:
         """A job begins; ``at_once``: its beginning cannot be made again from its seed."""
         with self._lock:
-            self._running[runner] = (-float("inf") if at_once else time.monotonic(), runner.steps)
+            self._running[runner] = (time.monotonic(), runner.begun)
+            if at_once:
+                self._asked[runner] = runner.ask_for_snapshot()
 
     def end(self, runner: JobRunner, result: JobResult) -> None:
         """It has ended. What ended well is written as its result."""
@@ -86,7 +88,7 @@ class Checkpointing:
     def _due(self, runner: JobRunner) -> bool:
         when, steps = self._running[runner]
         by_time = self._to.every is not None and time.monotonic() - when >= self._to.every
-        return by_time or (self._to.steps is not None and runner.steps - steps >= self._to.steps)
+        return by_time or (self._to.steps is not None and runner.begun - steps >= self._to.steps)
 
     def _save(self, runner: JobRunner, made: Future[Checkpoint]) -> None:
         with self._files:

@@ -128,6 +128,11 @@ class JobRunner:
         """
         if threading.get_ident() == self._thread:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
+        if self.engine is not None and self.engine.clock is not None:
+            raise CheckpointError(
+                f"job {self.job.name!r} belongs to a deterministic study, whose other jobs would wait for it; ask for a "
+                "snapshot, or study with deterministic=False"
+            )
         return self._boundary.await_answer(self._boundary.ask(True), timeout)
 
     def resume(self) -> None:
@@ -138,6 +143,11 @@ class JobRunner:
     def steps(self) -> int:
         """Steps that it has done so far, or a few less."""
         return len(self._losses) + self._steps.ended
+
+    @property
+    def begun(self) -> int:
+        """The same with those that are under way."""
+        return self.steps + len(self._steps)
 
     @property
     def suspended(self) -> bool:
