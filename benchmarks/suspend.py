@@ -5,9 +5,10 @@
 The job is a stack of linear layers with AdamW; its size is that of all tensors of its checkpoint: parameters and optimizer
 state (two sums for each parameter), and 15 KB of random numbers. Times are seconds on the wall, best and median. Moving:
 from the moment at which the first process is asked for the job's state, its steps under way included, to the end of the first
-step in the other one, which runs already, has imported the package and waits. It has made the model and captured the
-step beforehand ("ready"), or nothing of the job ("not ready"). The state goes through a file in the folder given, which
-need not be a disk: /dev/shm is the default where it is there.
+step in the other one, which runs already and waits. There are three kinds of it: "ready" has made the model and captured
+the step while the first process went on training; "warm" has trained another job and knows nothing of this one; "cold" has
+imported the package and no more. The state goes through a file in the folder given, which need not be a disk: /dev/shm is
+the default where it is there.
 """
 
 from __future__ import annotations
@@ -101,13 +102,22 @@ def suspend(megabytes: float, times: int) -> None:
     told("both", [one + other for one, other in zip(away, back)])
 
 
-def target(pipe: Connection, megabytes: float, ready: bool) -> None:
+def train_another() -> None:
+    """What torch imports and sets up at the first step of a process is then there."""
+    batches = [(torch.randn(2, 2), torch.randint(2, (2,))) for _ in range(4)]
+    models = [nn.Sequential(nn.Linear(2, 2), nn.ReLU())]
+    wf.train(models, loss=F.cross_entropy, optimizer=torch.optim.AdamW, data=batches, lanes=1, memory="1GiB")
+
+
+def target(pipe: Connection, megabytes: float, kind: str) -> None:
     """The process that a job moves to."""
     torch.set_num_threads(1)
     with wf.Engine(memory="2GiB", lanes=1) as engine:
         runner = wf.JobRunner(job_of(megabytes), engine)
-        if ready:
+        if kind == "ready":
             runner.prepare()
+        elif kind == "warm":
+            train_another()
         pipe.send("up")
         path = pipe.recv()
         begun = time.monotonic()
@@ -121,7 +131,7 @@ def target(pipe: Connection, megabytes: float, ready: bool) -> None:
         running.stop()
 
 
-def move(megabytes: float, times: int, folder: Path, ready: bool) -> None:
+def move(megabytes: float, times: int, folder: Path, kind: str) -> None:
     """From this process to another one."""
     parts: dict[str, list[float]] = {}
     context = mp.get_context("spawn")
@@ -130,7 +140,7 @@ def move(megabytes: float, times: int, folder: Path, ready: bool) -> None:
         running.await_steps(20)
         for number in range(times):
             mine, other = context.Pipe()
-            process = context.Process(target=target, args=(other, megabytes, ready), daemon=True)
+            process = context.Process(target=target, args=(other, megabytes, kind), daemon=True)
             process.start()
             try:
                 assert mine.poll(SECONDS) and mine.recv() == "up"
@@ -154,7 +164,7 @@ def move(megabytes: float, times: int, folder: Path, ready: bool) -> None:
             running.runner.resume()
             running.await_steps(running.runner.steps + 5)
         running.stop()
-    print(f"to another process that is {'ready' if ready else 'up, not ready'}" + " " * 20)
+    print(f"{f'to another process, {kind}':<60}    best  median")
     for name, seconds in parts.items():
         told(name, seconds)
 
@@ -171,8 +181,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; seconds")
     suspend(given.megabytes, given.times)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        for ready in (True, False):
-            move(given.megabytes, max(3, math.ceil(given.times / 2)), Path(folder), ready)
+        for kind in ("ready", "warm", "cold"):
+            move(given.megabytes, max(3, math.ceil(given.times / 2)), Path(folder), kind)
 
 
 if __name__ == "__main__":

@@ -120,11 +120,11 @@ class Checkpoints:
         plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:48]
         return self.folder / f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Write it, and let the oldest go."""
+    def save(self, checkpoint: Checkpoint, *, durable: bool = True) -> None:
+        """Write it, and let the oldest go; as ``Checkpoint.save``."""
         folder = self.of(checkpoint.job)
         folder.mkdir(exist_ok=True)
-        checkpoint.save(folder / _STATE.format(checkpoint.steps))
+        checkpoint.save(folder / _STATE.format(checkpoint.steps), durable=durable)
         for old in self.states(checkpoint.job)[: -self.keep]:
             old.unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ from waterflow.runner import JobRunner
 logger = logging.getLogger("waterflow")
 
 LOOK_AGAIN = 0.05  # seconds
-LAST_SECONDS = 0.7  # at Ctrl-C, which returns within two seconds
+LAST_SECONDS = 0.5  # at Ctrl-C, which returns within two seconds
 
 
 class Checkpointing:
@@ -72,7 +72,7 @@ class Checkpointing:
         wait(asked, timeout=LAST_SECONDS)
         for made, runner in asked.items():
             if made.done() and time.monotonic() < until:
-                self._save(runner, made)
+                self._save(runner, made, durable=False)  # the process ends, not the machine
 
     def _work(self) -> None:
         while not self._over.wait(timeout=LOOK_AGAIN):
@@ -90,7 +90,7 @@ class Checkpointing:
         by_time = self._to.every is not None and time.monotonic() - when >= self._to.every
         return by_time or (self._to.steps is not None and runner.begun - steps >= self._to.steps)
 
-    def _save(self, runner: JobRunner, made: Future[Checkpoint]) -> None:
+    def _save(self, runner: JobRunner, made: Future[Checkpoint], durable: bool = True) -> None:
         with self._files:
             with self._lock:
                 self._asked.pop(runner, None)
@@ -105,7 +105,7 @@ class Checkpointing:
                 self._refused.add(runner)
                 return
             with self._told(runner.job.name):
-                self._to.save(checkpoint)
+                self._to.save(checkpoint, durable=durable)
         with self._lock:
             if runner in self._running:
                 self._running[runner] = (time.monotonic(), checkpoint.steps)
