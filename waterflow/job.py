@@ -46,6 +46,10 @@ class Job:
         seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
         accumulate, clip_grad_norm, clip_grad_value, autocast, recompute, compile: As in ``Step``.
         allow_non_finite: Train on after the loss became NaN or infinite; else the job fails at the epoch's end.
+        priority: ``"opportunistic"`` takes what guaranteed jobs leave: lanes and memory that they do not use, at a rate at which
+            their steps take no longer; it makes way where they need its memory, and comes back.
+        quota: Memory, in bytes, as text like ``"4GiB"`` or as a share of the engine's limit: what is kept for a guaranteed job,
+            used or not; the most that an opportunistic one may hold.
     """
 
     name: str
@@ -66,6 +70,8 @@ class Job:
     recompute: int | float | str | None = None
     compile: Literal["inductor", "inductor-always"] | None = None
     allow_non_finite: bool = False
+    priority: Literal["guaranteed", "opportunistic"] = "guaranteed"
+    quota: int | float | str | None = None
 
     def check(self) -> None:
         """Raise InvalidJobError where a setting cannot be right."""
@@ -101,6 +107,10 @@ class Job:
         if self.scheduler_interval not in ("epoch", "step"):
             raise InvalidJobError(
                 f"job {self.name!r}: scheduler_interval must be 'epoch' or 'step'; got {self.scheduler_interval!r}"
+            )
+        if self.priority not in ("guaranteed", "opportunistic"):
+            raise InvalidJobError(
+                f"job {self.name!r}: priority must be 'guaranteed' or 'opportunistic'; got {self.priority!r}"
             )
         if self.loss is not None and self.step is not None:
             raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")

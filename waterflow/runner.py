@@ -23,6 +23,7 @@ from waterflow.executor.engine import Engine
 from waterflow.executor.shared_data import Reader, SharedData
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
+from waterflow.residence import Residence
 from waterflow.results import result_of
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD, StepQueue, steps_ahead
@@ -76,6 +77,7 @@ class JobRunner:
         self._resume: Checkpoint | None = None
         self._state: JobState | None = None
         self._boundary = Boundary(job.name)
+        self.residence = Residence(job, engine, self._boundary)
         self._between = False  # the job's own thread stands between two steps
         self._steps = StepQueue()
         self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
@@ -128,6 +130,7 @@ class JobRunner:
         """
         if threading.get_ident() == self._thread:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
+        self.residence.stay_away()
         if self.engine is not None and self.engine.clock is not None:
             raise CheckpointError(
                 f"job {self.job.name!r} belongs to a deterministic study, whose other jobs would wait for it; ask for a "
@@ -250,6 +253,7 @@ class JobRunner:
             recompute=job.recompute, compile=job.compile, generator=self._numbers, name=job.name, engine=self.engine,
         )  # fmt: skip
         step.batches_ahead = STEPS_AHEAD
+        self.residence.enter(step)
         step.shared_batches = isinstance(job.data, SharedData)
         with self._lock:
             self.step = step
@@ -318,7 +322,7 @@ class JobRunner:
             if isinstance(self._batches, Reader):
                 self._batches.go_to(self._batches.place)  # others do not wait for it
             tell()
-            self._boundary.await_go(self._check_stop, checkpoint)
+            self._boundary.await_go(self._stands, checkpoint)
         finally:
             state.put(checkpoint.state["job"])
         self._make_step(step.model, step.optimizer)
@@ -393,6 +397,10 @@ class JobRunner:
     def _held_up(self) -> bool:
         """Whether the job may wait for what other jobs hold: memory, or its turn in a study."""
         return self.engine is not None and (self.engine.clock is not None or self.engine.waits(self._thread))
+
+    def _stands(self) -> None:
+        self._check_stop()
+        self.residence.look()
 
     def _check_stop(self) -> None:
         if self._stop is not None:

@@ -214,10 +214,11 @@ class Step:
             self._release()
         self._variants.clear()
 
-    def stand_alone(self) -> None:
+    def stand_alone(self, for_good: bool = False) -> None:
         """Leave the group of jobs that this step runs together with: the model's memory is its own again."""
         if self._member is not None:
             self._member.fusing.leave(self._member)
+            self._member = None if for_good else self._member
 
     def hold_batches(self, count: int) -> None:
         """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.belonging import current_worker
 from waterflow.executor.memory_limit import Claim
+from waterflow.executor.terms import GUARANTEED, Terms
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
 
@@ -37,8 +38,7 @@ class Claims:
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
         self._looks = 0
         self._closed = False
-        self._opportunistic: set[int] = set()
-        self._make_way: dict[int, Callable[[], None]] = {}
+        self._terms: dict[int, Terms] = {}
         self._told: set[int] = set()  # to make way, and have not yet
 
     @property
@@ -52,12 +52,15 @@ class Claims:
         What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
         does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``.
         """
-        wanted = plan.persistent + plan.batch * batches
+        terms = self.terms_of(job)
+        wanted = self._wanted(terms, plan, plan.persistent + plan.batch * batches)
         mine = self._claims.get(job)
         if mine is not None and wanted <= mine.bytes and plan.height <= mine.height:
             return
         if wanted + plan.height > self.room:
             raise self.too_large(plan, wanted)
+        if terms.opportunistic and terms.quota is not None and wanted + plan.height > terms.quota:
+            raise self._above_quota(plan, wanted, terms.quota)
         owner = threading.get_ident()
         self._note(job, wanted, plan.height)
         try:
@@ -68,7 +71,9 @@ class Claims:
                     if self._closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, plan.height):
-                        self._claims[job] = Claim(plan.name, owner, current_worker(), wanted, plan.height)
+                        self._claims[job] = Claim(
+                            plan.name, owner, current_worker(), wanted, plan.height, terms.opportunistic
+                        )
                         self._set_capacity()
                         # Steps under way may still stand on this ground; they finish, and none starts before.
                         while self.native.capacity > self._capacity() and not self._closed:
@@ -76,7 +81,8 @@ class Claims:
                         self._book(job, plan.name, wanted)
                         return
                     self._waiting[owner] = (job, wanted, plan.height)
-                    if not patient or self._nobody_goes_on(job):
+                    making_way = self._ask_for_room(job, wanted, plan.height)
+                    if not patient or (not making_way and self._nobody_goes_on(job)):
                         raise self._stuck(job, plan, wanted)
                     worker = current_worker()
                     if self.clock is None or worker is None or not self.clock.suspend(worker):
@@ -119,6 +125,13 @@ class Claims:
             needed=wanted + plan.height, limit=self.limit,
         )  # fmt: skip
 
+    def _above_quota(self, plan: Plan, wanted: int, quota: int) -> MemoryLimitError:
+        return MemoryLimitError(
+            f"job {plan.name!r} needs {format_bytes(wanted)} for its state and a step of {format_bytes(plan.height)}, more than "
+            f"its quota of {format_bytes(quota)}. Lower the batch size or raise quota=.",
+            needed=wanted + plan.height, limit=quota,
+        )  # fmt: skip
+
     def _note(self, job: int, wanted: int, height: int) -> None:
         if (worker := current_worker()) is None:
             return
@@ -135,14 +148,16 @@ class Claims:
         """Whether a thread waits for memory that others hold."""
         return thread in self._waiting
 
-    def would_fit(self, plan: Plan) -> bool:
+    def would_fit(self, plan: Plan, terms: Terms = GUARANTEED, batches: int = 1) -> bool:
         """Whether a further job with this plan could claim its memory now."""
         with self._guard:
-            return self._fits(-1, plan.persistent + plan.batch, plan.height)
+            wanted = self._wanted(terms, plan, plan.persistent + plan.batch * batches)
+            return self._fits(-1, wanted, plan.height, terms)
 
     def release(self, job: int) -> None:
         """Give back what a job claimed."""
         with self._turn(), self._guard:
+            self._told.discard(job)
             claim = self._claims.pop(job, None)
             if claim is not None:
                 self._book(job, claim.name, 0)
@@ -167,9 +182,74 @@ class Claims:
             needed=wanted + plan.height, limit=self.limit, largest_batch=largest_batch,
         )  # fmt: skip
 
-    def _fits(self, job: int, wanted: int, height: int) -> bool:
-        others = sum(c.bytes for j, c in self._claims.items() if j != job)
-        return others + wanted + self._largest(job, height) <= self.room
+    # -- terms
+
+    def terms_of(self, job: int) -> Terms:
+        """Those of a job; nobody's are guaranteed."""
+        return self._terms.get(job, GUARANTEED)
+
+    def set_terms(self, job: int, terms: Terms) -> None:
+        """From its next step on ``job`` is in the engine on these terms, which may be changed and set again."""
+        with self._guard:
+            self._terms[job] = terms
+            if (claim := self._claims.get(job)) is not None:
+                claim.opportunistic = terms.opportunistic
+                if terms.opportunistic and terms.quota is not None and claim.bytes + claim.height > terms.quota:
+                    self._tell(job)
+            self._changed.notify_all()
+        self.native.set_opportunistic(job, terms.opportunistic)
+
+    def _wanted(self, terms: Terms, plan: Plan, wanted: int) -> int:
+        """Bytes to claim between steps: what a guaranteed job's quota leaves beside its step is kept for it."""
+        if terms.quota is None:
+            return wanted
+        if not terms.opportunistic:
+            return max(wanted, min(terms.quota, self.room) - plan.height)
+        return wanted
+
+    def _ask_for_room(self, job: int, wanted: int, height: int) -> bool:
+        """Tell opportunistic jobs to make way for a guaranteed one, the largest first; whether that will be enough."""
+        if self.terms_of(job).opportunistic:
+            return False
+        held = sorted((c.bytes + c.height, j) for j, c in self._claims.items() if c.opportunistic and j != job)
+        gone: set[int] = set()
+        for _, each in reversed(held):
+            if self._fits(job, wanted, height, without=gone):
+                break
+            if self._terms[each].make_way is not None:
+                gone.add(each)
+        if not self._fits(job, wanted, height, without=gone):
+            return False
+        for each in gone:
+            self._tell(each)
+        self.native.set_rates(1.0, 1.0)  # their steps are to end soon
+        return True
+
+    def _tell(self, job: int) -> None:
+        make_way = self._terms[job].make_way
+        if job not in self._told and make_way is not None:
+            self._told.add(job)
+            make_way()
+
+    def _fits(
+        self, job: int, wanted: int, height: int, terms: Terms | None = None, without: Collection[int] = ()
+    ) -> bool:
+        terms = terms if terms is not None else self.terms_of(job)
+        others = [c for j, c in self._claims.items() if j != job and j not in without]
+        total = wanted + sum(c.bytes for c in others)
+        largest = max([height, *(c.height for c in others)])
+        if not terms.opportunistic:
+            return total + largest <= self.room
+        # Its steps run beside those of guaranteed jobs, who also come first where both wait.
+        if any(not self.terms_of(j).opportunistic for j, _, _ in self._waiting.values()):
+            return False
+        mine = [c for c in others if c.opportunistic]
+        highest = max([height, *(c.height for c in mine)])
+        beside = max((c.height for c in others if not c.opportunistic), default=0)
+        together = wanted + sum(c.bytes for c in mine) + highest
+        within_quota = terms.quota is None or wanted + height <= terms.quota
+        within_limit = self.opportunistic_limit is None or together <= self.opportunistic_limit
+        return within_quota and within_limit and total + highest + beside <= self.room
 
     def _largest(self, job: int, height: int) -> int:
         return max([height, *(c.height for j, c in self._claims.items() if j != job)])

@@ -144,10 +144,9 @@ class Coordinator:
     def _suffers(self) -> bool:
         """Whether half a short window is enough to see that steps take far too long."""
         for job, times in self._times.items():
-            alone = self._alone.get(job)
-            if alone and len(times) >= ALONE_STEPS // 2:
-                if statistics.median(times) > (1 + 4 * self.allowed.median) * statistics.median(alone):
-                    return True
+            alone, most = self._alone.get(job), 1 + 4 * self.allowed.median
+            if alone and len(times) >= ALONE_STEPS // 2 and statistics.median(times) > most * statistics.median(alone):
+                return True
         return False
 
     def _compare(self) -> None:

@@ -20,11 +20,13 @@ from waterflow.executor.belonging import current_engine as current_engine
 from waterflow.executor.belonging import current_worker as current_worker
 from waterflow.executor.belonging import within as within
 from waterflow.executor.claims import Claims
+from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
 from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_limit import parse_memory, reserve_of
 from waterflow.executor.switching import shorten_switches
+from waterflow.executor.terms import Terms
 from waterflow.partition.plan import Plan
 
 logger = logging.getLogger("waterflow")
@@ -94,6 +96,7 @@ class Engine(Claims):
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
         self.decisions: list[Decision] = []
+        self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
         if mode == "turns":
             self.native.set_active_lanes(1)
@@ -115,8 +118,17 @@ class Engine(Claims):
         """
         with contextlib.suppress(ValueError):
             self.native.remove_job(job)
+        self._terms.pop(job, None)
         self._tell_refusals()
         self.release(job)
+
+    def set_terms(self, job: int, terms: Terms) -> None:
+        """From its next step on ``job`` is in the engine on these terms; with an opportunistic one the coordinator begins."""
+        if terms.opportunistic and self.coordinator is None:
+            self.coordinator = Coordinator(self.native)
+            if self._lanes_in_use is not None:  # all of them: who is to have which is decided by priority
+                self.native.set_active_lanes(self.lanes)
+        super().set_terms(job, terms)
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""
@@ -143,6 +155,9 @@ class Engine(Claims):
 
     def look(self) -> None:
         """Look at how the lanes do, where it is time to; a step has ended."""
+        if self.coordinator is not None and any(terms.opportunistic for terms in list(self._terms.values())):
+            self.coordinator.look()
+            return
         in_use = self._lanes_in_use
         if in_use is not None and in_use.now() >= in_use.next_look:
             in_use.look(len(self._claims))

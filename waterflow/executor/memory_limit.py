@@ -30,6 +30,7 @@ class Claim:
     worker: int | None
     bytes: int
     height: int
+    opportunistic: bool = False
 
 
 def reserve_of(limit: int) -> int:

@@ -1,0 +1,56 @@
+"""On which terms a job is in an engine: guaranteed or opportunistic, and how much memory is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from waterflow.errors import InvalidJobError
+from waterflow.executor.memory_limit import parse_memory
+
+Priority = Literal["guaranteed", "opportunistic"]
+
+
+@dataclass(eq=False)
+class Terms:
+    """``quota`` in bytes: of a guaranteed job what is kept for it, used or not; of an opportunistic one the most it may hold.
+
+    ``make_way`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
+    wait. None: it cannot.
+    """
+
+    priority: Priority = "guaranteed"
+    quota: int | None = None
+    make_way: Callable[[], None] | None = None
+
+    @property
+    def opportunistic(self) -> bool:
+        """Whether it takes what guaranteed jobs leave."""
+        return self.priority == "opportunistic"
+
+
+GUARANTEED = Terms()  # of all that nobody has set
+
+
+def check_priority(what: str, priority: object) -> None:
+    """Raise InvalidJobError for a word that is no priority."""
+    if priority not in get_args(Priority):
+        raise InvalidJobError(f"{what}: priority must be 'guaranteed' or 'opportunistic'; got {priority!r}")
+
+
+def parse_quota(what: str, quota: int | float | str | None, limit: int | None = None) -> int | None:
+    """Bytes of a quota: a number of bytes, text like "4GiB", or a share of the engine's ``limit``."""
+    if quota is None:
+        return None
+    try:
+        bytes_ = parse_memory(quota, limit)
+    except InvalidJobError:
+        raise InvalidJobError(
+            f"{what}: quota must be bytes, a share in (0, 1] of the memory limit, or text like '4GiB'; got {quota!r}"
+        ) from None
+    if limit is not None and bytes_ > limit:
+        raise InvalidJobError(
+            f"{what}: its quota of {bytes_} bytes exceeds the engine's limit of {limit}; lower quota= or raise memory="
+        )
+    return bytes_

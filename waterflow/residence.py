@@ -1,0 +1,63 @@
+"""A job's place in its engine: the terms on which it is there, and leaving and coming back as they ask."""
+
+from __future__ import annotations
+
+from waterflow.boundary import Boundary
+from waterflow.executor.engine import Engine
+from waterflow.executor.terms import Priority, Terms, check_priority, parse_quota
+from waterflow.job import Job
+from waterflow.step import Step
+
+
+class Residence:
+    """Of one job, for as long as it runs. ``set`` may be called from any thread.
+
+    An opportunistic job makes way where a guaranteed one needs its memory, and where its quota is lowered below what it holds: its
+    state goes to host memory at the next step boundary, and it goes on, bitwise as if nothing had been, when there is room.
+    """
+
+    def __init__(self, job: Job, engine: Engine | None, boundary: Boundary) -> None:
+        self._name, self._engine, self._boundary = job.name, engine, boundary
+        quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
+        self.terms = Terms(job.priority, quota, self.leave)
+        self.times_left = 0
+        self._left = False
+        self._step: Step | None = None
+
+    def enter(self, step: Step) -> None:
+        """``step`` is the job's from now on."""
+        self._step = step
+        if self._engine is None or step.job is None:
+            return
+        if self.terms != Terms():
+            self._engine.set_terms(step.job, self.terms)
+        if self.terms.opportunistic:
+            step.stand_alone(for_good=True)
+
+    def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
+        """From the next step on. A quota below what the job holds suspends it until the quota is raised again."""
+        if priority is not None:
+            check_priority(f"job {self._name!r}", priority)
+            self.terms.priority = priority
+        if quota is not None:
+            limit = self._engine.limit if self._engine is not None else None
+            self.terms.quota = parse_quota(f"job {self._name!r}", quota, limit)
+        if self._step is not None:
+            self.enter(self._step)
+
+    def leave(self) -> None:
+        """Make way at the next step boundary. Does not wait for that."""
+        self._left = True
+        self._boundary.ask(True)
+
+    def stay_away(self) -> None:
+        """Somebody else decides when the job goes on."""
+        self._left = False
+
+    def look(self) -> None:
+        """Asked now and then while the job stands still: go on where it left by itself, and there is room again."""
+        step, engine = self._step, self._engine
+        if self._left and step and (engine is None or engine.would_fit(step.plan, self.terms, step.batches_ahead)):
+            self._left = False
+            self.times_left += 1
+            self._boundary.go()
