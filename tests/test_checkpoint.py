@@ -103,6 +103,11 @@ def base(**changes: Any) -> Make:
     return make
 
 
+def deep() -> nn.Module:
+    """Its gradients are larger than its activations."""
+    return nn.Sequential(nn.Linear(6, 128), *[nn.Linear(128, 128) for _ in range(5)], nn.Linear(128, 4))
+
+
 def item_step(model: nn.Module, batch: Any) -> torch.Tensor:
     loss = F.cross_entropy(model(batch[0]), batch[1])
     return loss * (2.0 if loss.item() > 0.5 else 1.0)
@@ -141,6 +146,7 @@ JOBS: dict[str, Make] = {
     "stateful": base(data=lambda: Stateful(images(10))),
     "shared": base(data=lambda: wf.SharedData(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=5)),
     "extra": base(model=Extra),
+    "early": base(model=lambda: deep()),
     "recompute": base(recompute="auto"),
     "held_loss": base(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0]))),
     "autocast": base(autocast=torch.bfloat16, clip_grad_norm=1.0),
@@ -268,6 +274,15 @@ def test_the_engine_runs_behind(tmp_path: Path) -> None:
         again = JobRunner(make(), engine, resume=checkpoint)
         assert_equal(again, undisturbed, (again.run(), expected))
         engine.native.check()
+
+
+def test_parameters_that_change_early(engine: Engine) -> None:
+    """What the job called "early" stands for."""
+    model = deep()
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()), engine=engine)
+    step(images(1)[0])
+    assert all(variant.captured.capture.early_updates for variant in step._variants._variants.values())
+    step.close()
 
 
 def test_a_checkpoint_can_be_gone_on_from_twice(engine: Engine) -> None:
