@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 
-from waterflow.job import JobResult, Metrics, Status
+from waterflow.errors import NonFiniteLossError
+from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.step import Step
 
 
@@ -40,3 +42,15 @@ def result_of(
             "fused_steps": step.fused_steps, "state_dict": step.model.state_dict(),
         }),
     )  # fmt: skip
+
+
+def check_finite(job: Job, epoch: int, losses: list[float]) -> None:
+    """Raise NonFiniteLossError where a loss of ``epoch`` is NaN or infinite and the job does not allow that."""
+    if job.allow_non_finite or all(map(math.isfinite, losses)):
+        return
+    first = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
+    raise NonFiniteLossError(
+        f"the loss of job {job.name!r} became {losses[first]} in epoch {epoch}, step {first}. "
+        "Lower the learning rate, clip gradients, or pass allow_non_finite=True; a study goes on after such trials "
+        "with catch=(wf.NonFiniteLossError,)"
+    )

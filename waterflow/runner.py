@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import nn
 from waterflow import _C
 from waterflow.boundary import Boundary
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import CaptureError, CheckpointError, InvalidJobError, JobCancelled, NonFiniteLossError
+from waterflow.errors import CaptureError, CheckpointError, InvalidJobError, JobCancelled
 from waterflow.evaluation import Evaluation
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
@@ -24,7 +23,7 @@ from waterflow.executor.shared_data import Reader, SharedData
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
 from waterflow.residence import Residence
-from waterflow.results import result_of
+from waterflow.results import check_finite, result_of
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD, StepQueue, steps_ahead
 from waterflow.stopping import let_go
@@ -334,13 +333,7 @@ class JobRunner:
         assert self.step is not None
         while self._epoch < self.job.epochs:
             epoch, losses = self._epoch, self._train_epoch()
-            if not self.job.allow_non_finite and not all(map(math.isfinite, losses)):
-                first = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
-                raise NonFiniteLossError(
-                    f"the loss of job {self.job.name!r} became {losses[first]} in epoch {epoch}, step {first}. "
-                    "Lower the learning rate, clip gradients, or pass allow_non_finite=True; a study goes on after such trials "
-                    "with catch=(wf.NonFiniteLossError,)"
-                )
+            check_finite(self.job, epoch, losses)
             self._check_stop()
             metrics = self._evaluation.metrics(self.step)
             if metrics is None:

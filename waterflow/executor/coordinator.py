@@ -20,7 +20,8 @@ SETTLED = 3  # times as long again once the rate has been found
 SETTLING = 8  # comparisons until then
 KEPT = 24  # comparisons that the rate is found from
 FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
-TAIL = 0.95  # of the steps of a window
+TAIL = 0.98  # the slowest steps of the last ones, with and without others: so many at most, and at least
+TAIL_STEPS, LEAST_TAIL_STEPS = 2048, 64
 AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected
 
 
@@ -38,8 +39,8 @@ class Lanes(Protocol):
 class Allowed:
     """By how much the steps of guaranteed jobs may take longer, as shares: the median, and those of the tail."""
 
-    median: float = 0.02
-    tail: float = 0.05
+    median: float = 0.025
+    tail: float = 0.06
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Coordinator:
         self.control = RateControl()
         self._times: dict[int, list[int]] = defaultdict(list)  # of guaranteed jobs, in this window
         self._alone: dict[int, list[int]] = {}
+        self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the median alone
         self._last_step = -AWAY_SECONDS
         self._jobs: frozenset[int] = frozenset()
         self._beside = False
@@ -138,7 +140,8 @@ class Coordinator:
             if jobs != self._jobs:
                 self._jobs = jobs
                 self.control.forget()
-            self._alone = {job: sorted(times) for job, times in self._times.items()}
+                self._tails.clear()
+            self._alone = {job: list(times) for job, times in self._times.items()}
             self._begin(True)
 
     def _suffers(self) -> bool:
@@ -155,12 +158,23 @@ class Coordinator:
             if not (alone := self._alone.get(job)):
                 continue
             slower = statistics.median(times) / statistics.median(alone) - 1
-            tail = _quantile(sorted(times), TAIL) / _quantile(alone, TAIL) - 1
+            tail = self._tail(job, alone, times)
             worst = max(worst, slower)
             strain = max(strain, slower / self.allowed.median, tail / self.allowed.tail)
         self.slowdown = worst
         self.control.learn(strain)
         self._begin(False)
+
+    def _tail(self, job: int, alone: list[int], beside: list[int]) -> float:
+        """How much longer the slowest steps take; single windows have too few of them."""
+        kept = self._tails.setdefault(job, (deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)))
+        median = statistics.median(alone)
+        for steps, times in zip(kept, (alone, beside)):
+            steps.extend(time / median for time in times)
+        if min(map(len, kept)) < LEAST_TAIL_STEPS:
+            return 0.0
+        without, with_others = (sorted(steps)[int(TAIL * len(steps))] for steps in kept)
+        return with_others / without - 1
 
     def _begin(self, beside: bool) -> None:
         self._beside = beside
@@ -169,7 +183,3 @@ class Coordinator:
         self._times.clear()
         self._since = self.now()
         self._since_ns = int(self._since * 1e9)
-
-
-def _quantile(times: list[int], share: float) -> float:
-    return times[min(len(times) - 1, int(share * len(times)))]

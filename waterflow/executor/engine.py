@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -26,10 +26,21 @@ from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_limit import parse_memory, reserve_of
 from waterflow.executor.switching import shorten_switches
-from waterflow.executor.terms import Terms
+from waterflow.executor.terms import Priority, Terms, check_priority, parse_quota
 from waterflow.partition.plan import Plan
 
 logger = logging.getLogger("waterflow")
+
+
+class HasJob(Protocol):
+    """A Step, as far as its engine knows it."""
+
+    job: int | None
+    engine: Any
+
+    def stand_alone(self, for_good: bool = False) -> None:
+        """Leave the group of jobs that it runs together with."""
+
 
 Mode = Literal["auto", "lanes", "turns", "fused"]
 
@@ -129,6 +140,20 @@ class Engine(Claims):
             if self._lanes_in_use is not None:  # all of them: who is to have which is decided by priority
                 self.native.set_active_lanes(self.lanes)
         super().set_terms(job, terms)
+
+    def set_priority(
+        self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None
+    ) -> None:
+        """For a ``Step`` of this engine in a loop of its own, what ``Job(priority=, quota=)`` is for others.
+
+        It cannot make way: its memory stays where it is while its loop runs.
+        """
+        check_priority("set_priority()", priority)
+        if step.job is None or step.engine is not self:
+            raise InvalidJobError("set_priority() takes a Step of this engine: make it with Step(..., engine=engine)")
+        if priority == "opportunistic":
+            step.stand_alone(for_good=True)
+        self.set_terms(step.job, Terms(priority, parse_quota("set_priority()", quota, self.limit)))
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""

@@ -262,6 +262,7 @@ void Engine::offer_room(Lane* here) {
     Job* job = ready_[i];
     if (free_lane(*job, here) == nullptr || !grant(*job, here)) ++i;
   }
+  if (opportunistic_ > 0) watch_for_absence();
 }
 
 // Fails the steps from position `first` on; those before it stay.

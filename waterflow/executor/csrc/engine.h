@@ -101,7 +101,7 @@ class Engine {
   static constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
   static constexpr int32_t kLaterGroupParties = 2;  // the group before, room
   static constexpr size_t kGroupsAhead = 2;         // of the device, on each lane
-  static constexpr std::chrono::milliseconds kLook{1};
+  static constexpr std::chrono::milliseconds kLook{1}, kLookForAbsence{20};
   static constexpr const char* kEarlierFailed = "an earlier step of this job failed";
 
  public:
@@ -223,6 +223,7 @@ class Engine {
   void line_up(Job& job);
   bool leaves_enough(const Lane& lane, const Job& job, int64_t height) const;
   bool present(const Job& job) const;
+  void watch_for_absence();
   void pace_starts(Job& job, StepRun& run);
   void pace_ends(Job& job, StepRun& run);
   void arrive(Job& job);

@@ -12,7 +12,7 @@ void Engine::lane_main(Lane& lane) {
   while (true) {
     const auto has_to_do = [&] { return (lane.job != nullptr && !lane.taken) || (stop_ && lane.job == nullptr); };
     if (lane.watched) {
-      if (!lane.wake.wait_for(lock, kLook, has_to_do)) {
+      if (!lane.wake.wait_for(lock, lane.kept_for >= 0 || lane.job != nullptr ? kLook : kLookForAbsence, has_to_do)) {
         look_after(lane);
         continue;
       }

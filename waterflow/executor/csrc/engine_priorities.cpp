@@ -6,7 +6,6 @@
 namespace waterflow {
 namespace {
 
-constexpr int64_t kAwayNs = 1'000'000'000;  // a guaranteed job that is idle for longer leaves its lane to others
 constexpr size_t kMostStepTimes = 1 << 16;
 
 }  // namespace
@@ -48,7 +47,7 @@ std::vector<StepTime> Engine::take_step_times() {
 // Whether a guaranteed job is to find a lane and room when its next step comes.
 bool Engine::present(const Job& job) const {
   return !job.opportunistic && !job.leaving && job.steps > 0 &&
-         (job.running || !job.queue.empty() || now_ns() - job.ended_ns < kAwayNs);
+         (job.running || !job.queue.empty() || now_ns() - job.ended_ns < Rates::kAwayNs);
 }
 
 // An opportunistic step cannot be taken back: it starts on a lane only where one is left for each guaranteed job, and
@@ -70,6 +69,16 @@ bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) con
   return left >= std::min(to_come, active_);
 }
 
+// Nobody tells when a guaranteed job has been idle for long: while an opportunistic step waits, a free lane looks.
+void Engine::watch_for_absence() {
+  if (ready_.empty() || !ready_.back()->opportunistic) return;
+  const auto free = [](const auto& lane) { return lane->job == nullptr; };
+  const auto found = std::find_if(lanes_.begin(), lanes_.end(), free);
+  if (found == lanes_.end() || (*found)->watched) return;
+  (*found)->watched = true;
+  (*found)->wake.notify_all();
+}
+
 // The lock is held.
 void Engine::pace_starts(Job& job, StepRun& run) {
   if (job.opportunistic) {
@@ -85,6 +94,7 @@ void Engine::pace_ends(Job& job, StepRun& run) {
     run.pace = nullptr;
     return;
   }
+  rates_.ended_ns = job.ended_ns;
   --rates_.guaranteed;
   if (opportunistic_ == 0 || run.error) return;
   if (step_times_.size() == kMostStepTimes) step_times_.pop_front();

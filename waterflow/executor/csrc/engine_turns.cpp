@@ -108,8 +108,9 @@ void Engine::look_after(Lane& lane) {
   };
   const auto before = kept();
   end_waits();
-  if (kept() < before) offer_room(nullptr);  // another lane's wait may have ended here
   lane.watched = lane.kept_for >= 0 || (lane.job != nullptr && lane.taken);
+  // Another lane's wait may have ended here, or a guaranteed job be gone.
+  if (kept() < before || opportunistic_ > 0) offer_room(nullptr);
 }
 
 void Engine::set_active_lanes(int32_t count) {

@@ -121,7 +121,7 @@ void Pace::end() {
 
 void Pace::note() {
   const int64_t now = now_ns();
-  const double rate = rates_.now();
+  const double rate = rate_ = rates_.at(now);
   if (rate >= 1.0) {
     owed_ = 0;
   } else if (rate >= kLeastRate) {
@@ -134,23 +134,23 @@ void Pace::note() {
 void Pace::before_operation() {
   if (sliced_) {
     Slices& slices = Slices::here();
-    if (slices.armed() && rates_.now() >= kLeastRate) return;  // its signals do the rest
+    if (slices.armed() && rate_ >= kLeastRate) return;  // its signals do the rest
     slices.stop();
   }
   note();
-  if (owed_ >= kShortestNs || rates_.now() < kLeastRate) pay(INT64_MAX);
-  if (sliced_ && rates_.now() < 1.0 && !hurry.load(std::memory_order_relaxed)) Slices::here().start(this);
+  if (owed_ >= kShortestNs || rate_ < kLeastRate) pay(INT64_MAX);
+  if (sliced_ && rate_ < 1.0 && !hurry.load(std::memory_order_relaxed)) Slices::here().start(this);
 }
 
 bool Pace::slice() {
   note();
   pay(kMostInside);
-  return rates_.now() < 1.0 && !hurry.load(std::memory_order_relaxed);
+  return rate_ < 1.0 && !hurry.load(std::memory_order_relaxed);
 }
 
 void Pace::pay(int64_t most) {
   while (!hurry.load(std::memory_order_relaxed) && most > 0) {
-    const double rate = rates_.now();
+    const double rate = rate_ = rates_.at(since_);
     if (rate >= 1.0 || (rate >= kLeastRate && owed_ <= 0)) break;
     const timespec nap = as_timespec(rate < kLeastRate ? kNapNs : std::min(owed_, kNapNs));
     clock_nanosleep(CLOCK_MONOTONIC, 0, &nap, nullptr);

@@ -11,10 +11,13 @@ struct Rates {
   std::atomic<double> beside{1.0};
   std::atomic<double> between{1.0};
   std::atomic<int32_t> guaranteed{0};  // steps under way
-  double now() const {
-    const auto& rate = guaranteed.load(std::memory_order_relaxed) > 0 ? beside : between;
-    return rate.load(std::memory_order_relaxed);
+  std::atomic<int64_t> ended_ns{0};    // the last of them
+  double at(int64_t now_ns) const {
+    if (guaranteed.load(std::memory_order_relaxed) > 0) return beside.load(std::memory_order_relaxed);
+    if (now_ns - ended_ns.load(std::memory_order_relaxed) > kAwayNs) return 1.0;
+    return between.load(std::memory_order_relaxed);
   }
+  static constexpr int64_t kAwayNs = 1'000'000'000;  // a guaranteed job without a step for longer is not there
 };
 
 // What one job owes for the time in which it ran. One thread at a time; `hurry` from any.
@@ -41,6 +44,7 @@ class Pace {
   const Rates& rates_;
   int64_t since_ = 0, owed_ = 0, slept_ = 0;
   bool sliced_ = false;
+  double rate_ = 1.0;  // at `since_`
 };
 
 }  // namespace waterflow

@@ -1,0 +1,112 @@
+"""The local coordinator, on a device whose guaranteed steps are slowed down as the test says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from waterflow.executor.coordinator import AWAY_SECONDS, Coordinator, RateControl
+
+
+class Device:
+    """Lanes on a clock of its own: a guaranteed step takes longer, in proportion to the rate of what runs beside it."""
+
+    def __init__(self, seconds: float, slope: float, noise: float = 0.0) -> None:
+        self.seconds, self.slope, self.noise = seconds, slope, noise
+        self.time = 100.0
+        self.rates: list[float] = []
+        self.steps: list[tuple[int, int, int, int]] = []
+        self.random = random.Random(0)
+
+    def set_rates(self, beside: float, between: float) -> None:
+        self.rates.append(beside)
+
+    def take_step_times(self) -> list[tuple[int, int, int, int]]:
+        taken, self.steps = self.steps, []
+        return taken
+
+    def step(self) -> None:
+        """One of the guaranteed job."""
+        factor = 1 + self.slope * self.rates[-1] + self.random.gauss(0, self.noise)
+        began, self.time = self.time, self.time + self.seconds * factor
+        self.steps.append((0, int(began * 1e9), int(self.time * 1e9), 0))
+
+    def run(self, coordinator: Coordinator, seconds: float) -> None:
+        """For so long, looking behind each step."""
+        end = self.time + seconds
+        while self.time < end:
+            self.step()
+            coordinator.look()
+
+
+def made(device: Device) -> Coordinator:
+    return Coordinator(device, now=lambda: device.time)
+
+
+@pytest.mark.parametrize("seconds", [0.0003, 0.004, 0.05])
+@pytest.mark.parametrize("slope", [0.05, 0.2, 0.8])
+def test_the_rate_comes_to_what_is_allowed(seconds: float, slope: float) -> None:
+    device = Device(seconds, slope, noise=0.01)
+    coordinator = made(device)
+    device.run(coordinator, 60 + 4000 * seconds)
+    assert coordinator.rate == pytest.approx(coordinator.allowed.median / slope, rel=0.5)
+
+
+def test_what_nobody_misses_is_given_whole() -> None:
+    device = Device(0.004, 0.0, noise=0.01)
+    coordinator = made(device)
+    device.run(coordinator, 60)
+    assert coordinator.rate > 0.8
+
+
+def test_it_is_given_in_steps() -> None:
+    device = Device(0.004, 0.0)
+    device.run(made(device), 30)
+    given = [rate for rate in device.rates if 0 < rate < 1]
+    assert given[0] == 0.1 and max(b - a for a, b in itertools.pairwise(given)) <= 0.1 + 1e-9
+
+
+def test_it_is_cut_at_once() -> None:
+    device = Device(0.004, 0.05)
+    coordinator = made(device)
+    device.run(coordinator, 60)
+    before = coordinator.rate
+    device.slope = 2.0  # another phase of either job
+    device.run(coordinator, 1.5)
+    assert coordinator.rate <= before / 2
+
+
+def test_alone_an_opportunistic_job_has_all() -> None:
+    device = Device(0.004, 1.0)
+    coordinator = made(device)
+    assert coordinator.rate == 1.0
+    device.run(coordinator, 5)
+    assert coordinator.rate < 0.2
+    device.time += AWAY_SECONDS + 0.1
+    coordinator.look()
+    assert coordinator.rate == 1.0 and device.rates[-1] == 1.0
+
+
+def test_a_slow_tail_counts_too() -> None:
+    device = Device(0.004, 0.0)
+    coordinator = made(device)
+    step = device.step
+
+    def with_stalls() -> None:
+        device.slope = 4.0 if device.random.random() < 0.1 else 0.0
+        step()
+
+    device.step = with_stalls  # type: ignore[method-assign]
+    device.run(coordinator, 60)
+    assert coordinator.rate < 0.3
+
+
+def test_other_jobs_are_learnt_anew() -> None:
+    control = RateControl()
+    for _ in range(20):
+        control.learn(0.0)
+    assert control.rate == 1.0 and control.settled
+    control.forget()
+    assert control.rate == 0.1 and not control.settled
