@@ -30,7 +30,8 @@ class Las(Ranked):
             raise ValueError(f"las counts by 'service' or by 'time', not by {by!r}")
         self._by = by
         self._order: list[Item] = []  # those that run
-        self._demotions: list[tuple[float, int, int, Entry]] = []  # time, order, the item's second part
+        self._demotions: list[tuple[float, int, Entry]] = []  # time, order; only those whose time is in _due count
+        self._due: dict[str, float] = {}
         self._demoted: dict[str, Entry] = {}  # in the decision that is being taken
 
     @property
@@ -41,10 +42,10 @@ class Las(Ranked):
     @property
     def next_tick(self) -> float | None:
         """When the next submission reaches its limit."""
-        demotions, running = self._demotions, self._running
+        demotions, due = self._demotions, self._due
         while demotions:
-            time, _, number, entry = demotions[0]
-            if entry.key[1] == number and entry.id in running:
+            time, _, entry = demotions[0]
+            if due.get(entry.id) == time:
                 return time
             heappop(demotions)
         return None
@@ -54,8 +55,9 @@ class Las(Ranked):
         demoted = self._demoted
         time = self.next_tick
         while time is not None and time <= now:
-            entry = heappop(self._demotions)[3]
+            entry = heappop(self._demotions)[2]
             demoted[entry.id] = entry
+            del self._due[entry.id]
             time = self.next_tick
         for entry in sorted(demoted.values(), key=lambda each: each.order):
             self._on_stop(entry)
@@ -98,6 +100,7 @@ class Las(Ranked):
 
     def _on_stop(self, entry: Entry) -> None:
         del self._order[bisect_left(self._order, entry.key)]
+        self._due.pop(entry.id, None)
 
     def _watch(self, entry: Entry) -> None:
         queue = self.queue_of(entry)
@@ -105,4 +108,5 @@ class Las(Ranked):
             now, limit = self.book.now, self._limits[queue]
             by_time = self._by == "time"
             left = limit - entry.ran_at(now) if by_time else (limit - entry.service_at(now)) / len(entry.devices)
-            heappush(self._demotions, (now + left, entry.order, entry.key[1], entry))
+            due = self._due[entry.id] = now + left
+            heappush(self._demotions, (due, entry.order, entry))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,7 +12,7 @@ from waterflow.cluster.book import Entry
 from waterflow.cluster.policies.base import Policy
 
 Item: TypeAlias = tuple[float, int, int, Entry]  # rank, then who comes first among equals; no two are equal
-Class: TypeAlias = tuple[str, int]  # tenant, where quotas bind, and devices
+Class: TypeAlias = tuple[str, int, bool]  # tenant, where quotas bind; devices; what a policy adds
 
 
 class Ranked(Policy):
@@ -68,13 +68,16 @@ class Ranked(Policy):
     def decide(self, now: float) -> None:
         """Stop whoever is no longer among the first that fit, then start those that are."""
         stops, starts = self._choose(now)
+        self._act(stops, starts)
+
+    def _act(self, stops: Sequence[Entry], starts: Sequence[Entry]) -> None:
         book = self.book
         for entry in reversed(stops):
             book.stop(entry)
             self.stopped(entry)
         for entry in starts:
             self._forget(entry)
-            devices = book.devices.choose(entry.wanted)
+            devices = book.devices.choose(self._size_of(entry))
             assert devices is not None, f"{entry} was chosen, and {book.devices.free} devices are free"
             book.start(entry, devices, "guaranteed")
             self._running[entry.id] = entry
@@ -101,7 +104,11 @@ class Ranked(Policy):
     # -- parts
 
     def _class_of(self, entry: Entry) -> Class:
-        return (entry.tenant if self.book.tenants else "", entry.wanted)
+        return (entry.tenant if self.book.tenants else "", entry.wanted, False)
+
+    def _size_of(self, entry: Entry) -> int:
+        """Devices that it is started on."""
+        return entry.wanted
 
     def _next(self) -> int:
         self._count += 1
@@ -117,6 +124,13 @@ class Ranked(Policy):
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
         """Whom to stop and whom to start, both in the order of rank."""
+        items = self._ranked(now) if self.preempts else []
+        return self._walk(items, [len(item[3].devices) for item in items], {which: which[1] for which in self._waiting})
+
+    def _walk(
+        self, running: Sequence[Item], sizes: Sequence[int], size_of: Mapping[Class, int]
+    ) -> tuple[list[Entry], list[Entry]]:
+        """The same, where those that run take ``sizes`` devices, and those that wait ``size_of`` their list."""
         book = self.book
         free = book.devices.total if self.preempts else book.devices.free
         quotas = {name: book.quota_left(name) + self.preempts * book.held[name] for name in book.tenants}
@@ -129,7 +143,7 @@ class Ranked(Policy):
             nonlocal free
             while heads and (before is None or heads[0][0] < before):
                 item, index, which = heads[0]
-                tenant, size = which
+                tenant, size = which[0], size_of[which]
                 if size > free or (quotas and size > quotas[tenant]):
                     heappop(heads)
                     continue
@@ -144,16 +158,14 @@ class Ranked(Policy):
                 else:
                     heappop(heads)
 
-        for item in self._ranked(now) if self.preempts else ():
+        for item, size in zip(running, sizes):
             if heads and heads[0][0] < item:
                 take_waiting(item)
-            entry = item[3]
-            size = len(entry.devices)
-            if size > free or (quotas and size > quotas[entry.tenant]):
-                stops.append(entry)
+            if size > free or (quotas and size > quotas[item[3].tenant]):
+                stops.append(item[3])
                 continue
             free -= size
             if quotas:
-                quotas[entry.tenant] -= size
+                quotas[item[3].tenant] -= size
         take_waiting(None)
         return stops, starts
