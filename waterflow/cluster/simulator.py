@@ -12,14 +12,10 @@ from waterflow.cluster.devices import Device
 from waterflow.cluster.scaling import Scaling, linear_scaling
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.submission import Action, Move, Report, Resize, Start, Stop, Submission
-from waterflow.errors import WaterflowError
+from waterflow.errors import WorkloadError
 
 Speeds: TypeAlias = Callable[[Device, Sequence[Entry]], Sequence[float]]  # of each resident against alone there
 _IDLE_TICKS = 10_000  # ticks in a row that change nothing while nothing runs
-
-
-class SimulationError(WaterflowError):
-    """A simulation that cannot go on; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ class Simulator:
         arrivals = sorted(workload, key=lambda submission: submission.submitted)
         for submission in arrivals:
             if submission.duration is None:
-                raise SimulationError(f"submission {submission.id!r} has no duration; a simulation needs one")
+                raise WorkloadError(f"submission {submission.id!r} has no duration; a simulation needs one")
         arrivals.reverse()
         devices = scheduler.book.devices.total
         infinity = float("inf")
@@ -269,7 +265,7 @@ class Simulator:
     def _stuck(self) -> None:
         waiting = list(self._scheduler.book.entries.values())
         shown = ", ".join(f"{entry.id!r} ({entry.wanted} devices)" for entry in waiting[:3])
-        raise SimulationError(
+        raise WorkloadError(
             f"at {self._now:.0f} s nothing runs and policy {self._scheduler.policy.name!r} starts none of "
             f"{len(waiting)} waiting submissions: {shown}"
         )
