@@ -35,7 +35,7 @@ class Srtf(Ranked):
 
     def _ranked(self, now: float) -> list[Item]:
         before = sorted((self.rank(entry, now), *entry.key) for entry in self._running.values())
-        items = [(rank, self._moment, place, entry) for place, (rank, *_, entry) in enumerate(before)]
-        for item in items:
-            item[3].key = item
-        return items
+        for place, (rank, last, *_, entry) in enumerate(before):
+            if rank != last:
+                entry.key = (rank, self._moment, place, entry)
+        return [entry.key for *_, entry in before]
