@@ -67,7 +67,9 @@ class Walked(Scheduler):
         return actions
 
 
-@pytest.mark.parametrize("make", [FifoBackfill, Srtf, Srsf, lambda: Las((20.0, 60.0)), lambda: Las((5.0, 15.0), by="time")])
+@pytest.mark.parametrize(
+    "make", [FifoBackfill, Srtf, Srsf, lambda: Las((20.0, 60.0)), lambda: Las((5.0, 15.0), by="time")]
+)
 @pytest.mark.parametrize("tenants", [(), (Tenant("t0", 12), Tenant("t1", 12)), (Tenant("t0", 12), Tenant("t1", 13))])
 @given(jobs=JOBS)
 def test_walks_agree(make: Any, tenants: tuple[Tenant, ...], jobs: list[tuple[int, int, int, int]]) -> None:
@@ -125,7 +127,7 @@ def test_nodes_that_come_and_go_and_restarts(name: str, jobs: list[tuple[int, in
         assert running == places
     for _ in range(len(jobs)):
         now += 1.0
-        for id in [id for id in places]:
+        for id in list(places):
             if places.pop(id, None) is None:
                 continue  # the one before made it wait
             carry_out(scheduler.ended(now, id, "completed"))

@@ -19,7 +19,7 @@ class Srtf(Ranked):
         """It needs a duration."""
         if entry.submission.duration is None:
             return f"policy {self.name!r} orders by the time that is left; give the submission a duration, or use las"
-        return None
+        return super().refuse(entry)
 
     def decide(self, now: float) -> None:
         """As all policies that rank."""
