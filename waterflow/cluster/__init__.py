@@ -1,0 +1,1 @@
+"""Many devices: who runs where, and those who run it."""
