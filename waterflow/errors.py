@@ -48,3 +48,7 @@ class JobCancelled(WaterflowError):
 
 class StudyError(WaterflowError, ValueError):
     """A study, or its settings, that cannot be run as asked."""
+
+
+class CheckpointError(WaterflowError):
+    """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""
