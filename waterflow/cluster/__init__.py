@@ -1,1 +1,1 @@
-"""Many devices: who runs where, and those who run it."""
+"""Many devices: who may run where and when, decided by the same classes live and in simulation."""
