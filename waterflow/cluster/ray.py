@@ -354,7 +354,7 @@ def _load(token: Path | None, loopback: bool) -> Any:
     except ImportError:
         raise BackendError("RayBackend needs Ray: pip install waterflow[ray]") from None
     from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     ray_constants.ENABLE_RAY_CLUSTER = not loopback  # it may have been imported before
     Config.initialize("")
