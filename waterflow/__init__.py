@@ -13,6 +13,7 @@ if _native.built_with_torch != _torch.__version__:
 from waterflow.allocator.counting import count_memory
 from waterflow.batch_size import max_batch_size
 from waterflow.checkpoint import Checkpoint
+from waterflow.checkpoint_folder import Checkpoints
 from waterflow.errors import (
     CaptureError,
     CheckpointError,
@@ -32,6 +33,7 @@ from waterflow.job import Job, JobResult, Results
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan
 from waterflow.partition.recompute import Recomputed
+from waterflow.runner import JobRunner
 from waterflow.step import Step
 from waterflow.training import Callback, train
 
@@ -42,11 +44,13 @@ __all__ = [
     "CaptureError",
     "Checkpoint",
     "CheckpointError",
+    "Checkpoints",
     "Engine",
     "InvalidJobError",
     "Job",
     "JobCancelled",
     "JobResult",
+    "JobRunner",
     "MemoryLimitError",
     "NonFiniteLossError",
     "Offsets",
