@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from waterflow.cluster.book import Entry
 from waterflow.cluster.model_profiles import GIB, KNOWN_MODELS, UNKNOWN, ModelProfile
 from waterflow.cluster.submission import Priority
 
@@ -106,6 +107,14 @@ class Interference:
         if key not in self._known:
             self._known[key] = self._speeds(residents, controlled)
         return self._known[key]
+
+    def under_control(self, device: object, entries: Sequence[Entry]) -> tuple[float, ...]:
+        """Speeds of a simulation whose devices have coordinators."""
+        return self.speeds([Resident(entry.submission.model, entry.priority) for entry in entries], True)
+
+    def packed(self, device: object, entries: Sequence[Entry]) -> tuple[float, ...]:
+        """Speeds of a simulation where nothing controls those who share a device."""
+        return self.speeds([Resident(entry.submission.model, entry.priority) for entry in entries], False)
 
     def _speeds(self, residents: Sequence[Resident], controlled: bool) -> tuple[float, ...]:
         first = [at for at, one in enumerate(residents) if one.priority == "guaranteed"]
