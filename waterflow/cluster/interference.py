@@ -158,8 +158,9 @@ def gavel_name(model: str, batch: str) -> str:
 
 
 def read_gavel_pairs(path: Path, gpu: str = "v100") -> dict[Pair, tuple[float, float]]:
-    """Speeds of both jobs of each pair measured on ``gpu``, in both orders. Pairs without a working measurement (0)
-    are left out.
+    """Speeds of both jobs of each pair measured on ``gpu``, in both orders.
+
+    Pairs without a working measurement (0) are left out.
 
     Raises:
         ValueError: No pair of that GPU in the file.
@@ -178,7 +179,9 @@ def read_gavel_pairs(path: Path, gpu: str = "v100") -> dict[Pair, tuple[float, f
     return pairs
 
 
-def gavel_models(pairs: Mapping[Pair, tuple[float, float]], packing_efficiency: float = 0.86) -> dict[str, ModelProfile]:
+def gavel_models(
+    pairs: Mapping[Pair, tuple[float, float]], packing_efficiency: float = 0.86
+) -> dict[str, ModelProfile]:
     """Profiles of Gavel's models, from two copies of each side by side: a speed of s means a demand of 1 / (2 s)."""
     profiles = {}
     for (one, two), (speed, _) in pairs.items():

@@ -88,6 +88,4 @@ def draw_model(mix: Mapping[str, float], job: str, seed: int) -> str:
 
 def draw_models(submissions: Iterable[Submission], mix: Mapping[str, float], seed: int) -> list[Submission]:
     """Gives each job without a model one of ``mix``; the others stay as they are."""
-    return [
-        job if job.model is not None else replace(job, model=draw_model(mix, job.id, seed)) for job in submissions
-    ]
+    return [job if job.model is not None else replace(job, model=draw_model(mix, job.id, seed)) for job in submissions]

@@ -153,9 +153,7 @@ class AntMan(Policy):
                 return
             if self._never_guaranteed(entry) or book.quota_left(entry.tenant) <= 0:
                 continue
-            together = self.one_node and any(
-                len(node.devices) >= entry.wanted for node in book.devices.nodes.values()
-            )
+            together = self.one_node and any(len(node.devices) >= entry.wanted for node in book.devices.nodes.values())
             if book.may_hold(entry, entry.wanted):
                 if entry.wanted == 1:
                     while by_load[-1] not in free:

@@ -27,9 +27,7 @@ class Capacity(Policy):
 
     name = "capacity"
 
-    def __init__(
-        self, preempt: bool = False, elastic: bool = True, backfill: bool = False, keep: bool = False
-    ) -> None:
+    def __init__(self, preempt: bool = False, elastic: bool = True, backfill: bool = False, keep: bool = False) -> None:
         self.preempt = preempt
         self.elastic = elastic
         self.backfill = backfill
