@@ -133,3 +133,18 @@ def test_the_mix_is_of_known_models_and_about_half_busy() -> None:
     assert sum(ANTMAN_MIX.values()) == pytest.approx(1)
     busy = sum(weight * ANTMAN_MODELS[model].utilization for model, weight in ANTMAN_MIX.items())
     assert 0.4 < busy < 0.55  # Gandiva 6.3 gives about 50 % for a large cluster
+
+
+def test_queueing_is_calibrated_by_the_published_pair() -> None:
+    speeds = Interference(queueing=6.6).speeds([opportunistic("ESPnet"), opportunistic("ResNet-50")], controlled=False)
+    assert speeds[0] == pytest.approx(20.1 / 105.2, abs=0.005)
+    assert speeds[1] > speeds[0]
+    same = [opportunistic("ResNet-50")] * 2
+    ample = Interference(queueing=6.6, device_memory=1 << 40)
+    assert sum(ample.speeds(same, controlled=False)) == pytest.approx(0.87)  # Gandiva, table 1
+
+
+def test_what_a_guaranteed_job_leaves_at_least() -> None:
+    table = Interference(controlled_pairs={})
+    left = table.speeds([guaranteed("ResNet-50"), opportunistic("DIN")], controlled=True)[1]
+    assert left == pytest.approx(table.least_leftover / table.demand("DIN"), abs=0.1)

@@ -107,8 +107,9 @@ class Simulator:
     """Runs one workload on one scheduler, which must be new.
 
     ``speeds`` tells how residents of one device slow each other down; without it each runs as if alone. Whoever runs
-    on several devices goes at the pace of its slowest. ``utilization`` is what a submission takes of each of its
-    devices when nobody slows it down; with it the scheduler hears reports of utilization. ``milestone`` is how far a
+    on several devices goes at the pace of its slowest. ``utilization`` is the share of time in which a submission
+    alone keeps each of its devices busy; the scheduler hears it in reports, whoever shares the device: neighbours that
+    ask for more than it has keep it busy all the time. ``milestone`` is how far a
     submission has to get, in seconds alone, for the record to tell when it did. A run that is stopped without being
     suspended begins anew.
     """
@@ -266,7 +267,7 @@ class Simulator:
         if rate != run.rate or (run.placed and self._utilization is not None):
             run.rate = rate
             done = 1 - run.left / run.submission.duration if run.submission.duration else 1.0
-            busy = None if self._utilization is None else self._utilization(run.submission) * rate / run.alone
+            busy = None if self._utilization is None else self._utilization(run.submission)
             self._scheduler.report(self._now, run.entry.id, Report(progress=done, rate=rate, utilization=busy), False)
         run.version += 1
         if rate > 0:
