@@ -9,17 +9,13 @@ from typing import TypeAlias
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device
+from waterflow.cluster.scaling import Scaling, linear_scaling
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.submission import Action, Move, Report, Resize, Start, Stop, Submission
-from waterflow.errors import WaterflowError
+from waterflow.errors import WorkloadError
 
-Scaling: TypeAlias = Callable[[Submission, int], float]  # speed on so many devices against those asked for
 Speeds: TypeAlias = Callable[[Device, Sequence[Entry]], Sequence[float]]  # of each resident against alone there
 _IDLE_TICKS = 10_000  # ticks in a row that change nothing while nothing runs
-
-
-class SimulationError(WaterflowError):
-    """A simulation that cannot go on; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +94,6 @@ class _Run:
         self.passed: float | None = None  # when that was
 
 
-def linear_scaling(submission: Submission, devices: int) -> float:
-    """Twice as fast on twice as many."""
-    return devices / submission.devices
-
-
 class Simulator:
     """Runs one workload on one scheduler, which must be new.
 
@@ -143,7 +134,7 @@ class Simulator:
         arrivals = sorted(workload, key=lambda submission: submission.submitted)
         for submission in arrivals:
             if submission.duration is None:
-                raise SimulationError(f"submission {submission.id!r} has no duration; a simulation needs one")
+                raise WorkloadError(f"submission {submission.id!r} has no duration; a simulation needs one")
         arrivals.reverse()
         devices = scheduler.book.devices.total
         infinity = float("inf")
@@ -301,7 +292,7 @@ class Simulator:
     def _stuck(self) -> None:
         waiting = list(self._scheduler.book.entries.values())
         shown = ", ".join(f"{entry.id!r} ({entry.wanted} devices)" for entry in waiting[:3])
-        raise SimulationError(
+        raise WorkloadError(
             f"at {self._now:.0f} s nothing runs and policy {self._scheduler.policy.name!r} starts none of "
             f"{len(waiting)} waiting submissions: {shown}"
         )
