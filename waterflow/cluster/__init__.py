@@ -1,1 +1,60 @@
 """Many devices: who may run where and when, decided by the same classes live and in simulation."""
+
+from waterflow.cluster.book import Book, Entry
+from waterflow.cluster.devices import Device
+from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.scaling import LINEAR, Scaling, TableScaling
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.simulator import JobRecord, Overheads, Simulated, Simulator, Speeds
+from waterflow.cluster.submission import (
+    Action,
+    Move,
+    Node,
+    Place,
+    Priority,
+    Report,
+    Resize,
+    SetPriority,
+    Start,
+    Stop,
+    Submission,
+    Tenant,
+)
+from waterflow.cluster.summary import Summary, save_pictures, share_ratios, summarize
+from waterflow.cluster.workload import Workload, read_workload
+
+__all__ = [
+    "LINEAR",
+    "POLICIES",
+    "Action",
+    "Book",
+    "Device",
+    "Entry",
+    "JobRecord",
+    "Move",
+    "Node",
+    "Overheads",
+    "Place",
+    "Policy",
+    "Priority",
+    "Report",
+    "Resize",
+    "Scaling",
+    "Scheduler",
+    "SetPriority",
+    "Simulated",
+    "Simulator",
+    "Speeds",
+    "Start",
+    "Stop",
+    "Submission",
+    "Summary",
+    "TableScaling",
+    "Tenant",
+    "Workload",
+    "read_workload",
+    "save_pictures",
+    "share_ratios",
+    "summarize",
+]

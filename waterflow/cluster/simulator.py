@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device
-from waterflow.cluster.scaling import Scaling, linear_scaling
+from waterflow.cluster.scaling import LINEAR, Scaling
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.submission import Action, Move, Report, Resize, Start, Stop, Submission
 from waterflow.errors import WorkloadError
@@ -63,11 +63,15 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A workload under a policy. ``moments`` counts points of time at which something happened."""
+    """A workload under a policy.
+
+    ``occupied`` holds, for each point of time at which something happened, how many devices have somebody on them
+    from then on.
+    """
 
     jobs: list[JobRecord]
     devices: int
-    moments: int
+    occupied: list[tuple[float, int]]
 
 
 class _Run:
@@ -109,7 +113,7 @@ class Simulator:
         self,
         scheduler: Scheduler,
         overheads: Overheads | None = None,
-        scaling: Scaling = linear_scaling,
+        scaling: Scaling = LINEAR,
         speeds: Speeds | None = None,
         utilization: Callable[[Submission], float] | None = None,
         milestone: Callable[[Submission], float] | None = None,
@@ -132,13 +136,22 @@ class Simulator:
         """Until the last submission has ended. Raises SubmissionError for one that can never run."""
         scheduler, ends, jobs = self._scheduler, self._ends, self._jobs
         arrivals = sorted(workload, key=lambda submission: submission.submitted)
+        devices = scheduler.book.devices.total
         for submission in arrivals:
             if submission.duration is None:
                 raise WorkloadError(f"submission {submission.id!r} has no duration; a simulation needs one")
+        large = [submission for submission in arrivals if submission.devices > devices]
+        if large:
+            largest = max(large, key=lambda submission: submission.devices)
+            raise WorkloadError(
+                f"{len(large)} of {len(arrivals)} jobs ask for more than the {devices} devices that there are (job "
+                f"{largest.id!r} for {largest.devices}). Take a cluster of {largest.devices} or more, or leave them out"
+            )
         arrivals.reverse()
-        devices = scheduler.book.devices.total
         infinity = float("inf")
-        moments = idle = 0
+        idle = 0
+        book = scheduler.book
+        occupied: list[tuple[float, int]] = []
         while True:
             while ends and ends[0][2] != ends[0][3].version:
                 heappop(ends)
@@ -149,7 +162,7 @@ class Simulator:
                 infinity if tick is None else tick,
             )
             if not ends and not arrivals:
-                if not scheduler.book.entries:
+                if not book.entries:
                     break
                 idle += 1
                 if now == infinity or idle > _IDLE_TICKS:
@@ -157,7 +170,6 @@ class Simulator:
             else:
                 idle = 0
             self._now = now = max(now, self._now)
-            moments += 1
             while ends and ends[0][0] <= now:
                 run, version = ends[0][3], ends[0][2]
                 heappop(ends)
@@ -166,12 +178,13 @@ class Simulator:
             while arrivals and arrivals[-1].submitted <= now:
                 submission = arrivals.pop()
                 scheduler.submit(now, submission, False)
-                run = self._runs[submission.id] = _Run(scheduler.book.entries[submission.id], submission)
+                run = self._runs[submission.id] = _Run(book.entries[submission.id], submission)
                 if self._milestone is not None:
                     run.milestone = max(0.0, run.left - self._milestone(submission))
             self._carry_out(scheduler.tick(now))
+            occupied.append((now, book.occupied))
         jobs.sort(key=lambda job: job.submitted)
-        return Simulated(jobs, devices, moments)
+        return Simulated(jobs, devices, occupied)
 
     # -- parts
 
