@@ -28,6 +28,7 @@ class Gandiva(Policy):
     """
 
     name = "gandiva"
+    sharing = "packed"
 
     def __init__(
         self,
