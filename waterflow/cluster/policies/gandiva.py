@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from heapq import heapify, heappop, nsmallest
+from itertools import chain
 from typing import Any
 
 from waterflow.cluster.book import Book, Entry
@@ -11,6 +13,9 @@ from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers
 from waterflow.cluster.submission import Report
 
+_PARAMETERS = ("quantum", "packing", "migration", "defragment", "growable", "grow_after")
+_LOWEST = 8  # groups of a server that are looked at for one more packing
+
 
 class Gandiva(Policy):
     """Servers take more submissions than they have devices for, and let them take turns.
@@ -18,7 +23,7 @@ class Gandiva(Policy):
     Each turn lasts ``quantum`` seconds. With ``packing``, while there is overload, the submission of lowest
     utilization joins the one of lowest utilization beside it for a quantum at a time; it stays while both together
     get further than they would by turns, and while no device beside them is free. Both must have run alone before,
-    and fit into memory together. With ``migration`` groups leave crowded servers for free devices, spread ones come
+    say what memory they need, and fit into it together. With ``migration`` groups leave crowded servers for free devices, spread ones come
     together, and servers of which a share ``defragment`` is free are emptied. Models in ``growable`` (all of them
     with "all") take the free devices of their server ``grow_after`` seconds after the last arrival or end, and give
     them back at the next arrival.
@@ -53,6 +58,7 @@ class Gandiva(Policy):
         self._pending: dict[str, Entry] = {}  # who has no server
         self._servers = Servers()
         self._groups: dict[str, Group] = {}  # by the ids of their submissions
+        self._packs: dict[Group, None] = {}  # groups of several submissions
         self._tried: dict[Group, str] = {}  # groups with a newcomer that is on trial
         self._failed: set[frozenset[str]] = set()  # packings that did not pay
         self._heard: set[str] = set()  # who reported since the last turn
@@ -66,8 +72,7 @@ class Gandiva(Policy):
     @property
     def parameters(self) -> Mapping[str, Any]:
         """All that was chosen, by name."""
-        names = ("quantum", "packing", "migration", "defragment", "growable", "grow_after")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _PARAMETERS}
 
     @property
     def next_tick(self) -> float | None:
@@ -166,6 +171,8 @@ class Gandiva(Policy):
             group.turn, group.left = fields["turn"], fields["left"]
             self._groups |= dict.fromkeys(fields["ids"], group)
             self._servers.assign(group, self._servers.from_names(fields["home"]))
+            if len(group.entries) > 1:
+                self._packs[group] = None
             if fields["tried"] is not None:
                 self._tried[group] = fields["tried"]
         for server in self._servers.by_node.values():
@@ -200,9 +207,14 @@ class Gandiva(Policy):
         if group is None:
             return
         self._tried.pop(group, None)
-        group.entries.remove(entry)
+        self._leave(group, entry)
         if not group.entries:
             self._servers.withdraw(group)
+
+    def _leave(self, group: Group, entry: Entry) -> None:
+        group.entries.remove(entry)
+        if len(group.entries) == 1:
+            self._packs.pop(group, None)
 
     def _migrate(self) -> None:
         servers = self._servers
@@ -244,37 +256,46 @@ class Gandiva(Policy):
 
         Without ``rotate`` nobody is stopped.
         """
-        now = self.book.now
-        groups = dict.fromkeys(self._groups.values())
-        waiting = sorted((group for group in groups if not group.running), key=_waited)
-        running = sorted((group for group in groups if group.running), key=lambda group: -group.turn)
+        now, book = self.book.now, self.book
+        if not rotate and book.occupied == book.devices.total:
+            return
+        servers = self._servers.by_node.values()
+        room = {server: server.size if rotate else len(server.idle) for server in servers}
+        groups = dict.fromkeys(group for server in servers if room[server] for group in server.groups)
+        waiting = [(group.left, group.entries[0].order, group) for group in groups if not group.running]
         if not waiting:
             return
-        room = {server: server.size for server in self._servers.by_node.values()}
+        heapify(waiting)  # most of them are not looked at
+        in_turn = (heappop(waiting)[2] for _ in range(len(waiting)))
+        running = sorted((group for group in groups if group.running), key=lambda group: -group.turn) if rotate else []
+        left = sum(room.values())
         turns = []
-        for group in [*waiting, *running] if rotate else [*running, *waiting]:
+        for group in chain(in_turn, running):
             if all(room[server] >= count for server, count in group.home.items()):
                 for server, count in group.home.items():
                     room[server] -= count
+                left -= group.wanted
                 turns.append(group)
+                if not left:
+                    break
         chosen = set(turns)
         for group in running:
             if group not in chosen:
                 for entry in group.entries:
-                    self.book.stop(entry)
+                    book.stop(entry)
                 group.left = now
         for group in turns:
             if not group.running:
                 devices = self._idle(group.home)
                 for entry in group.entries:
-                    self.book.start(entry, list(devices), "opportunistic")
+                    book.start(entry, list(devices), "opportunistic")
                 group.turn = now
 
     # -- packing
 
     def _judge(self) -> None:
         """Packed groups that get no further than one after the other would are taken apart."""
-        for group in self._packed():
+        for group in list(self._packs):
             newcomer = self._tried.get(group)
             if not group.running or not all(entry.id in self._heard for entry in group.entries if newcomer):
                 continue
@@ -288,7 +309,7 @@ class Gandiva(Policy):
 
     def _spread(self) -> None:
         """Packed groups leave none of their server's devices free."""
-        for group in self._packed():
+        for group in list(self._packs):
             server = next(iter(group.home))
             while len(group.home) == 1 and len(group.entries) > 1 and server.free >= group.wanted:
                 self._tried.pop(group, None)
@@ -300,11 +321,8 @@ class Gandiva(Policy):
                     alone.turn = group.turn
                 alone.left = group.left
 
-    def _packed(self) -> list[Group]:
-        return [group for group in dict.fromkeys(self._groups.values()) if len(group.entries) > 1]
-
     def _split(self, group: Group, out: Entry, home: dict[Server, int]) -> Group:
-        group.entries.remove(out)
+        self._leave(group, out)
         alone = self._groups[out.id] = Group([out], {})
         self._servers.assign(alone, home)
         return alone
@@ -316,13 +334,8 @@ class Gandiva(Policy):
         for server in self._servers.by_node.values():
             if server.allocated <= server.size:
                 continue
-            known = [
-                group
-                for group in server.groups
-                if group not in self._tried and all(entry.utilization is not None for entry in group.entries)
-            ]
-            known.sort(key=lambda group: group.utilization)
-            pair = next(self._pairs(known), None)
+            known = [group for group in server.groups if group.profiled and group not in self._tried]
+            pair = next(self._pairs(nsmallest(_LOWEST, known, key=lambda group: group.utilization)), None)
             if pair is not None:
                 self._join(*pair)
 
@@ -354,6 +367,7 @@ class Gandiva(Policy):
         elif newcomer.running:
             self.book.stop(entry)
         host.entries.append(entry)
+        self._packs[host] = None
         self._groups[entry.id] = host
         self._tried[host] = entry.id
         host.left = min(host.left, newcomer.left)
@@ -380,16 +394,7 @@ class Gandiva(Policy):
 
     def _grow(self) -> None:
         """One device at a time to whoever has least of what it asked for."""
-        while (found := min(self._to_grow(), key=_gain, default=None)) is not None:
+        while found := min(self._to_grow(), key=lambda f: (len(f[0].devices) / f[0].wanted, f[0].order), default=None):
             entry, server = found
             self.book.resize(entry, [*entry.devices, server.idle[0]])
             self._grown[entry.id] = entry
-
-
-def _gain(found: tuple[Entry, Server]) -> tuple[float, int]:
-    entry, _ = found
-    return len(entry.devices) / entry.wanted, entry.order
-
-
-def _waited(group: Group) -> tuple[float, int]:
-    return group.left, group.entries[0].order
