@@ -31,6 +31,7 @@ class AntMan(Policy):
     """
 
     name = "antman"
+    beyond_quotas = True
 
     def __init__(
         self, busy: float = 0.8, window: float = 10.0, patience: float = 600.0, one_node: bool = False

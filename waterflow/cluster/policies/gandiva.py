@@ -33,6 +33,7 @@ class Gandiva(Policy):
     """
 
     name = "gandiva"
+    beyond_quotas = True
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Gandiva(Policy):
                 self._servers.by_node[node] = Server(node)
 
     def reported(self, entry: Entry, report: Report) -> bool:
-        """Speeds are looked at when the turn ends."""
+        """Speeds are looked at when a turn ends."""
         self._heard.add(entry.id)
         return False
 
