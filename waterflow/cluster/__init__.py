@@ -5,6 +5,14 @@ from typing import Any
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.devices import Device
+from waterflow.cluster.interference import (
+    Interference,
+    Resident,
+    gavel_models,
+    read_gandiva_models,
+    read_gavel_pairs,
+)
+from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, ModelProfile, draw_models
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.scaling import LINEAR, Scaling, TableScaling
@@ -28,13 +36,17 @@ from waterflow.cluster.summary import Summary, save_pictures, share_ratios, summ
 from waterflow.cluster.workload import Workload, read_workload
 
 __all__ = [
+    "ANTMAN_MIX",
+    "KNOWN_MODELS",
     "LINEAR",
     "POLICIES",
     "Action",
     "Book",
     "Device",
     "Entry",
+    "Interference",
     "JobRecord",
+    "ModelProfile",
     "Move",
     "Node",
     "Overheads",
@@ -42,6 +54,7 @@ __all__ = [
     "Policy",
     "Priority",
     "Report",
+    "Resident",
     "Resize",
     "Scaling",
     "Scheduler",
@@ -56,6 +69,10 @@ __all__ = [
     "TableScaling",
     "Tenant",
     "Workload",
+    "draw_models",
+    "gavel_models",
+    "read_gandiva_models",
+    "read_gavel_pairs",
     "read_workload",
     "save_pictures",
     "share_ratios",

@@ -32,6 +32,7 @@ class AntMan(Policy):
 
     name = "antman"
     sharing = "controlled"
+    beyond_quotas = True
 
     def __init__(
         self, busy: float = 0.8, window: float = 10.0, patience: float = 600.0, one_node: bool = False

@@ -22,6 +22,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     sharing: ClassVar[Sharing] = "none"
+    beyond_quotas: ClassVar[bool] = False  # runs also those whom no quota could ever cover
     book: Book
 
     def attach(self, book: Book) -> None:
@@ -39,9 +40,9 @@ class Policy(ABC):
         return None
 
     def refuse(self, entry: Entry) -> str | None:
-        """Why it could never run this entry; None if it could. Here: all run as guaranteed, within their quota."""
+        """Why it could never run this entry; None if it could. Here: all run within quotas, or beyond."""
         tenant = self.book.tenants.get(entry.tenant)
-        if tenant is None or entry.wanted <= tenant.quota:
+        if self.beyond_quotas or tenant is None or entry.wanted <= tenant.quota:
             return None
         return (
             f"it asks for {entry.wanted} devices, and the quota of {tenant.name!r} is {tenant.quota}; "

@@ -34,6 +34,7 @@ class Gandiva(Policy):
 
     name = "gandiva"
     sharing = "packed"
+    beyond_quotas = True
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Gandiva(Policy):
                 self._servers.by_node[node] = Server(node)
 
     def reported(self, entry: Entry, report: Report) -> bool:
-        """Speeds are looked at when the turn ends."""
+        """Speeds are looked at when a turn ends."""
         self._heard.add(entry.id)
         return False
 
