@@ -12,6 +12,8 @@ import typer
 import yaml
 from rich.table import Table
 
+from waterflow.cluster.interference import Interference, gavel_models, read_gavel_pairs
+from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, draw_models
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.scaling import LINEAR, TableScaling
@@ -43,6 +45,12 @@ def simulate(
         Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by devices; linear without.")
     ] = None,
     scaling_seed: Annotated[int, typer.Option(help="Which curve of the table stands for which job.")] = 0,
+    pairs: Annotated[
+        Path | None, typer.Option(metavar="TABLE.CSV", help="Measured speeds of pairs that share a device.")
+    ] = None,
+    model_seed: Annotated[
+        int, typer.Option(help="Which model a job trains that names none, where devices are shared.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for simulate.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -66,10 +74,23 @@ def simulate(
         printed: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(policy):
             chosen = _policy(name, parameters, curves)
-            runs[name] = Simulator(Scheduler(nodes, chosen, tenants), Overheads(**seconds), curves).run(
-                workload.submissions
-            )
-            printed[name] = dict(chosen.parameters)
+            if chosen.sharing == "none":
+                simulator = Simulator(Scheduler(nodes, chosen, tenants), Overheads(**seconds), curves)
+                runs[name] = simulator.run(workload.submissions)
+                printed[name] = dict(chosen.parameters)
+                continue
+            between = _interference(pairs)
+            shared_nodes = [dataclasses.replace(node, memory=between.device_memory) for node in nodes]
+            simulator = Simulator(
+                Scheduler(shared_nodes, chosen, tenants), Overheads(**seconds), curves,
+                between.of(chosen.sharing), between.utilization_of,
+            )  # fmt: skip
+            jobs = draw_models(workload.submissions, ANTMAN_MIX, model_seed)
+            runs[name] = simulator.run([
+                dataclasses.replace(job, memory=job.memory or between.memory(job.model)) for job in jobs
+            ])  # fmt: skip
+            drawn = {"models of jobs without one": f"AntMan's table 3, seed {model_seed}"}
+            printed[name] = {**chosen.parameters, **between.parameters(), **drawn}
         summaries = {name: summarize(run) for name, run in runs.items()}
         shared = {
             "devices": gpus, "devices per node": gpus_per_node, "quotas": {each.name: each.quota for each in tenants} or None,
@@ -92,6 +113,18 @@ def simulate(
             "policies": {name: {**found.to_dict(), "parameters": printed[name]} for name, found in summaries.items()},
             "files": files,
         })  # fmt: skip
+
+
+def _interference(pairs: Path | None) -> Interference:
+    if pairs is None:
+        return Interference()
+    if not pairs.is_file():
+        raise ConfigError(f"there is no file {pairs}")
+    try:
+        measured = read_gavel_pairs(pairs)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{pairs} is no table of pairs such as gavel_colocation.csv: {error}") from None
+    return Interference(models=KNOWN_MODELS | gavel_models(measured), pairs=measured)
 
 
 def _pairs(given: Sequence[str] | None, option: str, known: Sequence[str] | None = None) -> list[tuple[str, str]]:

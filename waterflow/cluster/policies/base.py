@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.submission import Report
@@ -19,6 +19,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     beyond_quotas: ClassVar[bool] = False  # runs also those whom no quota could ever cover
+    sharing: ClassVar[Literal["none", "packed", "controlled"]] = "none"  # of devices; controlled: by a coordinator
     book: Book
 
     def attach(self, book: Book) -> None:
