@@ -12,8 +12,11 @@ if _native.built_with_torch != _torch.__version__:
 
 from waterflow.allocator.counting import count_memory
 from waterflow.batch_size import max_batch_size
+from waterflow.checkpoint import Checkpoint
+from waterflow.checkpoint_folder import Checkpoints
 from waterflow.errors import (
     CaptureError,
+    CheckpointError,
     InvalidJobError,
     JobCancelled,
     MemoryLimitError,
@@ -32,6 +35,7 @@ from waterflow.job import Job, JobResult, Results
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan
 from waterflow.partition.recompute import Recomputed
+from waterflow.runner import JobRunner
 from waterflow.step import Step
 from waterflow.training import Callback, train
 
@@ -40,11 +44,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "CaptureError",
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpoints",
     "Engine",
     "InvalidJobError",
     "Job",
     "JobCancelled",
     "JobResult",
+    "JobRunner",
     "MemoryLimitError",
     "NonFiniteLossError",
     "Offsets",

@@ -56,3 +56,7 @@ class SubmissionError(WaterflowError, ValueError):
 
 class WorkloadError(WaterflowError, ValueError):
     """A workload, or a table that its simulation needs, that cannot be read, or cannot be simulated as asked."""
+
+
+class CheckpointError(WaterflowError):
+    """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.submission import Report
+
+# How submissions share a device: not at all; under the control of a coordinator on it; each as fast as it can.
+Sharing: TypeAlias = Literal["none", "controlled", "packed"]
 
 
 class Policy(ABC):
@@ -19,7 +22,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     beyond_quotas: ClassVar[bool] = False  # runs also those whom no quota could ever cover
-    sharing: ClassVar[Literal["none", "packed", "controlled"]] = "none"  # of devices; controlled: by a coordinator
+    sharing: ClassVar[Sharing] = "none"
     book: Book
 
     def attach(self, book: Book) -> None:

@@ -84,8 +84,7 @@ class Pool:
     def most_of_one_node(self, at_most: int, devices: int) -> list[Device]:
         """Devices of the node that has most, of those with so many ``devices`` in all."""
         here = [own for node, own in self._by_node.items() if len(node.devices) >= devices]
-        fullest: dict[Device, None] = max(here, key=len, default={})
-        return list(islice(fullest, at_most))
+        return list(islice(max(here, key=len, default=()), at_most))
 
     def close_together(self, count: int, one_node: bool = False) -> list[Device] | None:
         """``count`` devices: of the node with the fewest that suffice, or else of as few nodes as possible.
@@ -96,8 +95,8 @@ class Pool:
             return None
         enough = [devices for devices in self._by_node.values() if len(devices) >= count]
         if enough:
-            tightest: dict[Device, None] = min(enough, key=len)
-            return list(islice(tightest, count))
+            fewest = min(enough, key=len)
+            return list(islice(fewest, count))
         if one_node:
             return None
         chosen: list[Device] = []
