@@ -77,9 +77,9 @@ class Setup:
         nodes = [cluster.Node(f"server{i}", 8, self.models.device_memory) for i in range(8)]
         tenants = [cluster.Tenant("A", 64), cluster.Tenant("B", 0)]
         scheduler = cluster.Scheduler(nodes, cluster.POLICIES[policy](**parameters), tenants)
-        speeds = self.models.under_control if policy == "antman" else self.models.packed
-        utilization = lambda job: self.models.utilization(job.model)  # noqa: E731
-        return cluster.Simulator(scheduler, speeds=speeds, utilization=utilization).run(self.jobs(seed))
+        speeds = self.models.of(scheduler.policy.sharing)
+        simulator = cluster.Simulator(scheduler, speeds=speeds, utilization=self.models.utilization_of)
+        return simulator.run(self.jobs(seed))
 
 
 @cache
@@ -219,7 +219,7 @@ def first_batches(
         cluster.Scheduler(nodes, cluster.POLICIES[policy](**parameters)),
         cluster.Overheads(resume=resume, move=1.0),
         speeds=models.packed,
-        utilization=lambda job: models.utilization(job.model),
+        utilization=models.utilization_of,
         milestone=lambda job: MINI_BATCHES / float(rates[job.model or ""]),
     )
     run = simulator.run(gandiva_jobs(seed, device_time))
@@ -236,6 +236,8 @@ def early_feedback(seeds: int) -> list[dict[str, Any]]:
         ("as stated", {}, {}, {}),
         ("quantum 30 s", {}, {"quantum": 30.0}, {}),
         ("quantum 120 s", {}, {"quantum": 120.0}, {}),
+        ("newcomers at the end of the round", {}, {"newest_first": False}, {}),
+        ("the same, quantum 120 s", {}, {"newest_first": False, "quantum": 120.0}, {}),
         ("without packing", {}, {"packing": False}, {}),
         ("with migration", {}, {"migration": True}, {}),
         ("each resume costs 1 s", {"resume": 1.0}, {}, {}),

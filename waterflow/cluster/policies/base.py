@@ -21,8 +21,8 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
-    sharing: ClassVar[Sharing] = "none"
     beyond_quotas: ClassVar[bool] = False  # runs also those whom no quota could ever cover
+    sharing: ClassVar[Sharing] = "none"
     book: Book
 
     def attach(self, book: Book) -> None:

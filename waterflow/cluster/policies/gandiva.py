@@ -8,12 +8,11 @@ from itertools import chain
 from typing import Any
 
 from waterflow.cluster.book import Book, Entry
-from waterflow.cluster.devices import Device
 from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers
+from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers, idle_devices
 from waterflow.cluster.submission import Report
 
-_PARAMETERS = ("quantum", "packing", "migration", "defragment", "growable", "grow_after")
+_PARAMETERS = ("quantum", "packing", "migration", "defragment", "growable", "grow_after", "newest_first")
 _LOWEST = 8  # groups of a server that are looked at for one more packing
 
 
@@ -28,13 +27,15 @@ class Gandiva(Policy):
     with "all") take the free devices of their server ``grow_after`` seconds after the last arrival or end, and give
     them back at the next arrival.
 
+    With ``newest_first`` those that never ran have the next turn, for early feedback; otherwise the last of the round.
+
     Tenants, quotas and priorities count for nothing: fairness among them is not a goal of the paper. The paper leaves
-    open ``grow_after``, and for how long a packing is tried: here one quantum.
+    open ``newest_first``, ``grow_after``, and for how long a packing is tried: here one quantum.
     """
 
     name = "gandiva"
-    sharing = "packed"
     beyond_quotas = True
+    sharing = "packed"
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Gandiva(Policy):
         defragment: float = 0.75,
         growable: Collection[str] = (),
         grow_after: float = 60.0,
+        newest_first: bool = True,
     ) -> None:
         if quantum <= 0 or grow_after < 0 or not 0 < defragment <= 1:
             raise ValueError(
@@ -56,6 +58,7 @@ class Gandiva(Policy):
         self.defragment = defragment
         self.growable = growable
         self.grow_after = grow_after
+        self.newest_first = newest_first
         self._pending: dict[str, Entry] = {}  # who has no server
         self._servers = Servers()
         self._groups: dict[str, Group] = {}  # by the ids of their submissions
@@ -138,7 +141,7 @@ class Gandiva(Policy):
             self._take_turns(rotate=True)
         else:
             self._take_turns(rotate=False)
-        if self._slice is None and self._servers.overloaded:
+        if self._slice is None and (self._servers.overloaded or self._packs):
             self._slice = now + self.quantum
         if self._changed + self.grow_after <= now:
             self._grow()
@@ -199,6 +202,8 @@ class Gandiva(Policy):
                 hopeless.add(entry.wanted)
                 continue
             group = self._groups[entry.id] = Group([entry], home)
+            if not self.newest_first:
+                group.left = self.book.now
             self._servers.assign(group, home)
             del self._pending[entry.id]
 
@@ -234,21 +239,11 @@ class Gandiva(Policy):
         self._shrink()
         self._servers.withdraw(group)
         if group.running:
-            devices = self._idle(home, own=group.entries[0].devices)
+            devices = idle_devices(home, own=group.entries[0].devices)
             for entry in group.entries:
                 self.book.move(entry, devices)
         self._servers.assign(group, home)
         self.migrations += 1
-
-    @staticmethod
-    def _idle(home: Mapping[Server, int], own: Collection[Device] = ()) -> list[Device]:
-        """Devices of a home that nobody uses but who has ``own`` now; there are enough."""
-        devices: list[Device] = []
-        for server, count in home.items():
-            here = [device for device in server.node.devices if not device.residents or device in own][:count]
-            assert len(here) == count, f"{server.node.name} has {len(here)} devices that are idle, not {count}"
-            devices += here
-        return devices
 
     # -- turns
 
@@ -287,7 +282,7 @@ class Gandiva(Policy):
                 group.left = now
         for group in turns:
             if not group.running:
-                devices = self._idle(group.home)
+                devices = idle_devices(group.home)
                 for entry in group.entries:
                     book.start(entry, list(devices), "opportunistic")
                 group.turn = now
@@ -318,7 +313,7 @@ class Gandiva(Policy):
                 alone = self._split(group, out, {server: group.wanted})
                 if group.running:
                     self._shrink()
-                    self.book.move(out, self._idle(alone.home))
+                    self.book.move(out, idle_devices(alone.home))
                     alone.turn = group.turn
                 alone.left = group.left
 

@@ -28,8 +28,8 @@ class GandivaPacking(Policy):
     """
 
     name = "gandiva-packing"
-    sharing = "packed"
     beyond_quotas = True
+    sharing = "packed"
 
     def __init__(self, limit: int = 0, backfill: bool = False, undo: bool = False, trial: float = 60.0) -> None:
         if limit < 0 or trial <= 0:

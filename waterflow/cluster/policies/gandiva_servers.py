@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
 
 from waterflow.cluster.book import Entry
@@ -173,6 +173,16 @@ class Servers:
         """A home as it was written down."""
         by_name = {node.name: server for node, server in self.by_node.items()}
         return {by_name[name]: count for name, count in home.items()}
+
+
+def idle_devices(home: Mapping[Server, int], own: Collection[Device] = ()) -> list[Device]:
+    """Devices of a home that nobody uses but who has ``own`` now; there are enough."""
+    devices: list[Device] = []
+    for server, count in home.items():
+        here = [device for device in server.node.devices if not device.residents or device in own][:count]
+        assert len(here) == count, f"{server.node.name} has {len(here)} devices that are idle, not {count}"
+        devices += here
+    return devices
 
 
 def _load(server: Server) -> float:
