@@ -50,5 +50,13 @@ class StudyError(WaterflowError, ValueError):
     """A study, or its settings, that cannot be run as asked."""
 
 
+class SubmissionError(WaterflowError, ValueError):
+    """A submission that the cluster can never run."""
+
+
+class WorkloadError(WaterflowError, ValueError):
+    """A workload, or a table that its simulation needs, that cannot be read, or cannot be simulated as asked."""
+
+
 class CheckpointError(WaterflowError):
     """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""

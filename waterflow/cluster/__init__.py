@@ -1,0 +1,104 @@
+"""Many devices: who may run where and when, decided by the same classes live and in simulation."""
+
+import importlib
+from typing import Any
+
+from waterflow.cluster.book import Book, Entry
+from waterflow.cluster.devices import Device
+from waterflow.cluster.interference import (
+    Interference,
+    Resident,
+    gavel_models,
+    read_gandiva_models,
+    read_gavel_pairs,
+)
+from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, ModelProfile, draw_models
+from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.scaling import LINEAR, Scaling, TableScaling
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.simulator import JobRecord, Overheads, Simulated, Simulator, Speeds
+from waterflow.cluster.submission import (
+    Action,
+    Move,
+    Node,
+    Place,
+    Priority,
+    Report,
+    Resize,
+    SetPriority,
+    Start,
+    Stop,
+    Submission,
+    Tenant,
+)
+from waterflow.cluster.summary import Summary, save_pictures, share_ratios, summarize
+from waterflow.cluster.workload import Workload, read_workload
+
+__all__ = [
+    "ANTMAN_MIX",
+    "KNOWN_MODELS",
+    "LINEAR",
+    "POLICIES",
+    "Action",
+    "Book",
+    "Device",
+    "Entry",
+    "Interference",
+    "JobRecord",
+    "ModelProfile",
+    "Move",
+    "Node",
+    "Overheads",
+    "Place",
+    "Policy",
+    "Priority",
+    "Report",
+    "Resident",
+    "Resize",
+    "Scaling",
+    "Scheduler",
+    "SetPriority",
+    "Simulated",
+    "Simulator",
+    "Speeds",
+    "Start",
+    "Stop",
+    "Submission",
+    "Summary",
+    "TableScaling",
+    "Tenant",
+    "Workload",
+    "draw_models",
+    "gavel_models",
+    "read_gandiva_models",
+    "read_gavel_pairs",
+    "read_workload",
+    "save_pictures",
+    "share_ratios",
+    "summarize",
+]
+
+# Looked up when they are asked for: those who simulate need neither torch nor processes, and Ray may not be there.
+_PUBLIC = {
+    "BackendError": "backend",
+    "Checkpointed": "backend",
+    "Ended": "backend",
+    "LocalBackend": "local",
+    "LoopbackCluster": "ray",
+    "NodeInfo": "backend",
+    "NodeJoined": "backend",
+    "NodeLost": "backend",
+    "Progress": "backend",
+    "RayBackend": "ray",
+    "Started": "backend",
+    "WorkerSettings": "worker",
+    "load_results": "payload",
+    "pack": "payload",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"waterflow.cluster.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module 'waterflow.cluster' has no attribute {name!r}")
