@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import BackendError
-from waterflow.cluster.ledger import Ledger, Silence
+from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
 
 logger = logging.getLogger("waterflow")
