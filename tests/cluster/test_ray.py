@@ -70,3 +70,26 @@ def test_beyond_this_machine_only_with_a_token(tmp_path: Path, monkeypatch: pyte
         RayBackend("10.1.2.3:6379", tmp_path)
     with pytest.raises(BackendError, match="there is no token"):
         RayBackend("127.0.0.1:6379", tmp_path, token=tmp_path / "none")
+
+
+WRONG_TOKEN = """
+import sys
+from waterflow.cluster import BackendError, LoopbackCluster, RayBackend
+
+with open(sys.argv[1] + "/token", "w") as file:
+    file.write("b" * 64)
+with LoopbackCluster([1]) as made:
+    try:
+        RayBackend(made.address, sys.argv[1] + "/folder", token=sys.argv[1] + "/token")
+    except BackendError as error:
+        assert "token is another one" in str(error), error
+        print("refused")
+"""
+
+
+@pytest.mark.slow
+def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_TOKEN, str(tmp_path)], capture_output=True, text=True, timeout=110
+    )
+    assert done.stdout.endswith("refused\n"), done.stdout + done.stderr
