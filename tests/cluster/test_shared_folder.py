@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from waterflow.cluster.backend import BackendError
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 
 
@@ -29,6 +30,14 @@ def written(folder: SharedFolder, epoch: int) -> Path:
 
 def test_only_its_user_may_enter(folder: SharedFolder) -> None:
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+def test_one_backend_at_a_time(folder: SharedFolder) -> None:
+    lock = folder.lock()
+    with pytest.raises(BackendError, match="another backend uses"):
+        folder.lock()
+    os.close(lock)
+    os.close(folder.lock())
 
 
 def test_numbers_are_given_once(folder: SharedFolder) -> None:
