@@ -82,7 +82,9 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    with LocalBackend(2, tmp_path_factory.mktemp("shared"), settings=SETTINGS, silent_seconds=2.0) as backend:
+    # A late process must not end only because nobody is connected to it.
+    folder = tmp_path_factory.mktemp("shared")
+    with LocalBackend(2, folder, settings=SETTINGS, silent_seconds=2.0, outlive=30.0) as backend:
         yield Watched(backend, backend.process)
 
 
@@ -164,6 +166,7 @@ def test_suspend_and_go_on_elsewhere(there: Watched, id: str) -> None:
     there.backend.stop(id, suspend=True)
     ended = there.event(Ended, id)
     assert ended.how == "suspended" and ended.results == there.backend.checkpoints(id)
+    assert load_results(ended.results) == []
     there.backend.start(id, payload, [(second, 0)], "opportunistic", ended.results)
     told = there.event(Progress, id)
     assert told.steps >= 15 and told.node == second
