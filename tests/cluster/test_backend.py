@@ -192,7 +192,7 @@ def test_move_without_waiting(there: Watched, id: str) -> None:
 def test_stop(there: Watched, id: str) -> None:
     first, _ = there.alive()
     there.backend.start(id, pack(jobs(batches=10_000, seconds=SLOW)), [(first, 0)])
-    there.event(Started, id)
+    there.until(lambda e: isinstance(e, Progress) and e.id == id and e.steps > 0)
     with pytest.raises(BackendError, match="runs on"):
         there.backend.start(id, pack(jobs()), [(first, 0)])
     there.backend.stop(id, suspend=False)
