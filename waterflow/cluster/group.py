@@ -21,14 +21,17 @@ from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Pr
 from waterflow.cluster.payload import read_result, unpack, write_result
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
+from waterflow.errors import JobCancelled
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
 from waterflow.job import Job, JobResult
 from waterflow.runner import JobRunner, draw_seed
+from waterflow.user_code import UserCode
 
 logger = logging.getLogger("waterflow")
 
 SAVING_SHARE = 0.05  # of a group's time, at most, goes into checkpoints that nobody asked for
+PATIENCE = 2.0  # seconds for a cancelled job's data or evaluation to come to its end
 LONGEST_REASON = 4000  # characters
 
 _count = itertools.count(1)  # of files that this process makes
@@ -75,11 +78,13 @@ class RunningGroup:
         self._states: dict[int, Checkpoint] = {}  # of those that have not begun
         self._before: dict[int, int] = {}  # steps of those that went on from a checkpoint
         self._seeds: list[int] = []
+        self._length: int | None = None  # steps of all jobs
+        self._user_code = UserCode()
         self._halted: How | None = None
         self._unsaved: dict[int, str] = {}
         self._lock = threading.Lock()
         self._saving = threading.Lock()
-        self._next_save = float("inf")
+        self._next_save: float | None = None
         self._last = (time.monotonic(), 0)
         self.started = self.over = False
         self._thread = threading.Thread(target=self._run, name=part.id, daemon=True)
@@ -91,39 +96,53 @@ class RunningGroup:
     # -- what others ask
 
     def halt(self, suspend: bool) -> None:
-        """Stop all jobs at their next boundaries; with ``suspend``, save them first. Returns at once."""
+        """Stop all jobs at their next boundaries; with ``suspend``, save them first. Returns at once.
+
+        One that is being suspended can still be cancelled. User code that does not come to its end is broken off then.
+        """
+        how: How = "suspended" if suspend else "cancelled"
         with self._lock:
-            if self._halted is not None:
+            if self._halted in (how, "cancelled"):
                 return
-            self._halted = "suspended" if suspend else "cancelled"
+            self._halted = how
             runners = list(self._runners.items())
         for number, runner in runners:
-            threading.Thread(target=self._halt_one, args=(number, runner), daemon=True).start()
+            stop = self._suspend_one if suspend else self._cancel_one
+            threading.Thread(target=stop, args=(number, runner), daemon=True).start()
+        if not self.started and not suspend:
+            threading.Thread(target=self._break_off_beginning, daemon=True).start()
 
     def save(self) -> None:
         """Write a checkpoint of each job that trains, and tell. Waits for boundaries of steps."""
         with self._saving:
             with self._lock:
                 runners = {} if self._halted else dict(self._runners)
-            began = time.monotonic()
             saved = False
+            took = 0.0
             for number, runner in runners.items():
                 try:
-                    saved |= self._write(number, runner.snapshot())
+                    count = next(_count)  # before the state is taken: one that is taken later is newer
+                    state = runner.snapshot()
+                    began = time.monotonic()  # waiting for the boundary of a step costs nothing
+                    self._write(number, state, count)
+                    took += time.monotonic() - began
+                    saved = True
                 except Fenced:
                     return self._fenced()
                 except Exception as error:  # it ended meanwhile, or its state cannot be taken: it trains on
                     logger.info("no checkpoint of job %r: %s", self._jobs[number].name, error)
             if saved:
                 self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), self.steps()))
-            self._next_save = time.monotonic() + (time.monotonic() - began) / SAVING_SHARE
+            self._next_save = max(self._next_save or 0.0, time.monotonic() + took / SAVING_SHARE)
 
     def save_if_due(self, every: float) -> None:
-        """Save in a thread of its own, if the last time is so many seconds ago."""
+        """Save in a thread of its own, if the last time, or the beginning, is so many seconds ago."""
         now = time.monotonic()
+        if self._next_save is None:
+            self._next_save = now + every
         if now >= self._next_save and not self._saving.locked():
             self._next_save = now + every
-            threading.Thread(target=self._save_then_wait, args=(every,), daemon=True).start()
+            threading.Thread(target=self.save, daemon=True).start()
 
     def set_priority(self, priority: Priority) -> None:
         """Hand the priority on to the engine's jobs."""
@@ -131,7 +150,7 @@ class RunningGroup:
             self.priority = priority
             runners = list(self._runners.values())
         for runner in runners:
-            _prioritize(runner, priority)
+            runner.residence.set(priority)
 
     def steps(self) -> int:
         """Steps of all jobs, from their beginning."""
@@ -147,11 +166,9 @@ class RunningGroup:
         (since, before), self._last = self._last, (now, steps)
         with self._lock:
             runners = list(self._runners.values())
-            lengths = [_length(job) for job in self._jobs.values()]
         done = steps - before
         step_seconds = (now - since) * max(1, len(runners)) / done if done else 0.0
-        total = sum(length for length in lengths if length is not None)
-        fraction = min(1.0, steps / total) if total and None not in lengths else None
+        fraction = min(1.0, steps / self._length) if self._length else None
         return Progress(*self._who, steps, fraction, step_seconds, sum(map(_memory, runners)), utilization)
 
     # -- its threads
@@ -166,6 +183,8 @@ class RunningGroup:
                 how, reason = self._train()
             except Fenced:
                 raise
+            except JobCancelled:  # while it was unpacked
+                how = "cancelled"
             except Exception as error:
                 how, reason = "failed", f"{type(error).__name__}: {error}"
             note = folder.own(epoch) / f"{next(_count)}.ended"
@@ -178,7 +197,8 @@ class RunningGroup:
 
     def _begin(self) -> None:
         folder, part = self._process.folder, self.part
-        jobs = unpack(folder.payload(part.id, part.run).read_bytes())
+        with self._user_code.here():
+            jobs = unpack(folder.payload(part.id, part.run).read_bytes())
         # Jobs without a seed get the same ones wherever and whenever the group starts.
         numbers = torch.Generator().manual_seed(zlib.crc32(part.id.encode()))
         seeds = [draw_seed(numbers) for _ in jobs]
@@ -192,11 +212,11 @@ class RunningGroup:
             elif state is not None:
                 states[number] = Checkpoint.load(state, job=mine[number].name)
         self._jobs, self._states = mine, states
+        self._length = _length(list(mine.values()))
         self._before = {number: state.steps for number, state in states.items()}
         self._seeds = seeds
         self._last = (time.monotonic(), self.steps())
         self.started = True
-        self._next_save = 0.0
         self._tell(Started(*self._who))
 
     def _train(self) -> tuple[How, str]:
@@ -224,7 +244,7 @@ class RunningGroup:
             expect(process.engine, 1)
             try:
                 _C.set_threads_here(process.engine.intra_op)
-                _prioritize(runner, self.priority)
+                runner.residence.set(self.priority)
                 with within(process.engine):
                     result = runner.run()
             finally:
@@ -242,30 +262,35 @@ class RunningGroup:
                 if result is not None and result.status != "cancelled":
                     self._results[number] = result
 
-    def _halt_one(self, number: int, runner: JobRunner) -> None:
+    def _suspend_one(self, number: int, runner: JobRunner) -> None:
         try:
-            if self._halted == "suspended":
-                with self._saving:
-                    self._write(number, runner.suspend())
+            self._write(number, runner.suspend(), next(_count))
         except Fenced:
             self._fenced()
         except Exception as error:  # it has ended meanwhile, or its state cannot be taken
             self._unsaved[number] = f"no checkpoint of job {self._jobs[number].name!r}: {error}"
         runner.stop(str(self._halted))
 
-    def _save_then_wait(self, every: float) -> None:
-        self.save()
-        self._next_save = max(self._next_save, time.monotonic() + every)
+    def _cancel_one(self, number: int, runner: JobRunner) -> None:
+        threading.Thread(target=runner.stop, args=("cancelled",), daemon=True).start()
+        self._thread.join(PATIENCE)
+        with self._lock:
+            late = self._runners.get(number) is runner
+        if late:
+            runner.break_off()
 
-    def _write(self, number: int, state: Checkpoint) -> bool:
+    def _break_off_beginning(self) -> None:
+        self._thread.join(PATIENCE)
+        if not self.started:
+            self._user_code.break_off()
+
+    def _write(self, number: int, state: Checkpoint, count: int) -> None:
         process, part = self._process, self.part
-        count = next(_count)
         written = process.folder.own(process.epoch) / f"{count}.checkpoint"
         state.save(written)
         process.folder.publish(
             process.epoch, written, process.folder.state(part.id, number, part.run, process.epoch, count)
         )
-        return True
 
     @property
     def _who(self) -> tuple[str, str, int]:
@@ -275,17 +300,10 @@ class RunningGroup:
         self._tell_run(self.part.run, event)
 
 
-def _prioritize(runner: JobRunner, priority: Priority) -> None:
-    """Hand a priority on, where the engine knows priorities."""
-    hook = getattr(runner, "set_priority", None)
-    if hook is not None:
-        hook(priority)
-
-
-def _length(job: Job) -> int | None:
-    """Steps of the whole job, where its data tells."""
-    with contextlib.suppress(TypeError):
-        return len(job.data) * job.epochs  # type: ignore[arg-type]
+def _length(jobs: list[Job]) -> int | None:
+    """Steps of all jobs to their ends, where the data of all of them tells."""
+    with contextlib.suppress(Exception):  # it is the user's, and may refuse as it likes
+        return sum(len(job.data) * job.epochs for job in jobs)  # type: ignore[arg-type, misc]
     return None
 
 

@@ -150,7 +150,7 @@ class Ledger(ABC):
             how: How = "suspended" if suspend else "cancelled"
             if run.next is not None:
                 run.next_stopped = how
-            elif run.stopping is None:
+            elif run.stopping is None or (run.stopping == "suspended" and not suspend):
                 run.stopping = how
                 self._ask(id, "stop", {"suspend": suspend})
 

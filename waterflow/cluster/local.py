@@ -22,13 +22,16 @@ from typing import Any
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
+from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
 logger = logging.getLogger("waterflow")
 
 READY_SECONDS = 120.0  # for all processes to begin
 END_SECONDS = 2.0  # for a process that was asked to end
 PAUSES = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # before a process that ended at once is started again
+FIRST_TRIES = 2  # for a process that ends before it was ever ready
 STEADY_SECONDS = 30.0  # a process that lived so long begins the count anew
 
 
@@ -46,17 +49,18 @@ class _Child:
     alive: int = -1  # a file that becomes readable when the process ends, whoever still holds its sockets
     popen: subprocess.Popen[bytes] | None = None
     joined: bool = False
-    heard: float = 0.0
+    silence: Silence = field(default_factory=Silence)
     started: float = 0.0
     failures: int = 0
-    again: float = field(default=0.0)  # when to start it again
+    again: float = 0.0  # when to start it again
 
 
 class LocalBackend(Ledger):
     """A ``Backend`` over the devices of this machine: each is a node, ``device-0``, ``device-1``, ... or as ``devices`` names them.
 
     ``folder`` holds all that the processes share (default: a temporary one, removed at the end). ``settings`` are those of
-    each device; a ``memory`` of None is an equal part of 0.8 of what is free. ``cores``: for each device the CPU cores that
+    each device; on the CPU a ``memory`` of None is an equal part of 0.8 of what is free. With ``device="cuda"`` each process
+    sees one GPU, in the order of ``CUDA_VISIBLE_DEVICES``. ``cores``: for each device the CPU cores that
     its process is pinned to. A process that says nothing for ``silent_seconds`` is lost: killed, and started again. For
     ``outlive`` seconds after this process is gone its children wait for another backend on the same folder; then they end.
 
@@ -81,8 +85,8 @@ class LocalBackend(Ledger):
         self._silent = silent_seconds
         self._outlive = outlive
         self._closed = False
-        if settings.memory is None:
-            settings = replace(settings, memory=0.8 / len(names))
+        if settings.memory is None and settings.device == "cpu":  # all of them have the same
+            settings = replace(settings, memory=DEFAULT_MEMORY / len(names))
         self._children = {
             name: _Child(name, replace(settings, cores=tuple(cores[n])) if cores is not None else settings)
             for n, name in enumerate(names)
@@ -142,10 +146,9 @@ class LocalBackend(Ledger):
             if child.connection is not None:
                 with self._guard:
                     gone = self._hear(child)
-                    silence = time.monotonic() - child.heard
                     allowed = self._silent if child.joined else READY_SECONDS
-                    if gone is None and silence > allowed:
-                        gone = f"its process said nothing for {silence:.1f} s"
+                    if child.silence.passed() > allowed and gone is None:
+                        gone = f"its process said nothing for {allowed:g} s"
                     if gone is not None:
                         self._end(child, gone)
             elif time.monotonic() >= child.again and not self._closed:
@@ -163,7 +166,7 @@ class LocalBackend(Ledger):
         try:
             while child.connection.poll():
                 said = child.connection.recv()
-                child.heard = time.monotonic()
+                child.silence.broken()
                 if isinstance(said, Hello):
                     if not child.joined:
                         child.joined = True
@@ -192,6 +195,10 @@ class LocalBackend(Ledger):
             "OMP_NUM_THREADS": str(child.settings.intra_op),
             "PYTHONUNBUFFERED": "1",
         }
+        if child.settings.device == "cuda":
+            number = list(self._children).index(child.node)
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[number] if seen else str(number)
         command = [
             sys.executable, "-c", "from waterflow.cluster.worker import main; main()", "--node", child.node, "--epoch", str(epoch),
             "--folder", str(self.folder.path), "--listener", str(listener.fileno()), "--outlive", str(self._outlive),
@@ -209,7 +216,7 @@ class LocalBackend(Ledger):
         child.joined, child.started = False, time.monotonic()
         child.connection = _connected(path)
         child.alive = os.pidfd_open(child.pid)
-        child.heard = time.monotonic()
+        child.silence.broken()
         note = {"epoch": epoch, "pid": child.pid, "began": child.began, "socket": path}
         unfinished = self.folder.node(child.node).with_suffix(".new")
         unfinished.write_text(json.dumps(note))
@@ -228,7 +235,7 @@ class LocalBackend(Ledger):
         except OSError:
             self._finish(child)
             return False
-        child.heard = child.started = time.monotonic()
+        child.started = time.monotonic()
         return True
 
     def _await_all(self) -> None:
@@ -236,7 +243,7 @@ class LocalBackend(Ledger):
         while not all(child.joined for child in self._children.values()):
             self._look_after()
             worst = max(self._children.values(), key=lambda child: child.failures)
-            if worst.failures >= len(PAUSES) - 3 or time.monotonic() > deadline:
+            if worst.failures >= FIRST_TRIES or time.monotonic() > deadline:
                 raise BackendError(f"node {worst.node!r} does not start; it said: {self._last_words(worst)}")
             self._wait(0.1)
 
@@ -287,7 +294,8 @@ class LocalBackend(Ledger):
                     self._finish(child)
                 elif child.connection is not None:
                     child.connection.close()
-                    child.connection = None
+                    os.close(child.alive)
+                    child.connection, child.alive = None, -1
             self._runs.clear()
             os.close(self._lock_file)
 

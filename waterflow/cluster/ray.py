@@ -19,53 +19,25 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import BackendError
+from waterflow.cluster.device_actor import DeviceActor
 from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.ray_environment import HEALTH, RayEnvironment
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.worker import BEAT_SECONDS, Hello, Numbered, Worker, WorkerSettings
+from waterflow.cluster.silence import Silence
+from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
+from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
 logger = logging.getLogger("waterflow")
 
 READY_SECONDS = 120.0  # for all actors to begin
 RETRY_SECONDS = 0.2  # before an actor that is being restarted is asked again
 NODES_SECONDS = 5.0  # how often new nodes of Ray are looked for
-# A node whose processes are gone is known to be after period * threshold, at most.
-HEALTH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 300,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 4,
-    "worker_niceness": 0,
-}
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
-
-
-class DeviceActor:
-    """What runs on a device: a ``Worker``, and the calls that Ray brings to it. Each start has a new epoch."""
-
-    def __init__(self, node: str, folder: str, settings: WorkerSettings, outlive: float) -> None:
-        shared = SharedFolder(Path(folder))
-        self._epoch = shared.new_epoch()
-        with shared.log(node, self._epoch).open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        self._worker = Worker(node, self._epoch, shared, settings)
-        self._outlive = outlive
-
-    def events(self, epoch: int, after: int, timeout: float) -> tuple[int, Hello | None, list[Numbered]]:
-        """What happened behind event ``after`` of the process ``epoch``; who this is, if it is another one."""
-        if epoch != self._epoch:
-            return self._epoch, self._worker.hello(), []
-        return epoch, None, self._worker.events(after, timeout)
-
-    def request(self, epoch: int, name: str, arguments: dict[str, Any]) -> None:
-        """Carry out a request that was meant for the process ``epoch``; Ray brings those for the one before, too."""
-        if epoch == self._epoch:
-            self._worker.request(name, arguments)
 
 
 @dataclass
@@ -76,7 +48,7 @@ class _Actor:
     handle: Any
     hello: Hello | None = None  # of its process now
     answer: Any = None  # what Ray will bring
-    heard: float = 0.0
+    silence: Silence = field(default_factory=Silence)
     again: float = 0.0  # when to ask it next, where it could not be asked
 
 
@@ -86,8 +58,8 @@ class RayBackend(Ledger):
     ``address``: of a cluster that runs, ``host:port``; None makes one on this machine with ``devices`` made-up GPUs, which ends
     with the backend. ``folder``: one that all of its nodes share. ``token``: the file of the cluster's token; a cluster beyond
     this machine needs one (or ``RAY_AUTH_TOKEN`` or ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds``
-    are those of ``LocalBackend``. With ``outlive`` above 0 the actors are detached: they stay when this process is gone, until
-    they are ended, and a backend with the same folder and address takes them over.
+    are those of ``LocalBackend``. With ``outlive`` above 0 the actors are detached: they stay for so many seconds when this
+    process is gone, 10 at least, and a backend with the same folder and address takes them over.
 
     Raises BackendError where there is no GPU, no token, or no answer.
     """
@@ -97,10 +69,6 @@ class RayBackend(Ledger):
         settings: WorkerSettings = WorkerSettings(), cores: Sequence[Iterable[int]] | None = None,  # noqa: B008
         silent_seconds: float = 5.0, outlive: float = 0.0, token: str | Path | None = None,
     ) -> None:  # fmt: skip
-        self._own_cluster = LoopbackCluster([devices or 1]) if address is None else None
-        if self._own_cluster is not None:
-            address, token = self._own_cluster.address, self._own_cluster.token
-        assert address is not None
         self._temporary = folder is None
         path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
         super().__init__(SharedFolder(path.absolute()))
@@ -112,8 +80,16 @@ class RayBackend(Ledger):
         self._actors: dict[str, _Actor] = {}
         self._closed = False
         self._next_look = 0.0
+        self._own_cluster: LoopbackCluster | None = None
+        self._environment: RayEnvironment | None = None
+        self._ray: Any = None
         try:
-            self._ray = _connected(address, token, self._namespace)
+            if address is None:
+                self._own_cluster = LoopbackCluster([devices or 1])
+                address, token = self._own_cluster.address, self._own_cluster.token
+            given, loopback = Path(token) if token is not None else None, address.startswith(LOOPBACK)
+            self._environment = RayEnvironment(given, loopback)
+            self._ray = _connected(address, given, self._namespace, loopback)
             self._await_all()
         except BaseException:
             self.close()
@@ -171,8 +147,8 @@ class RayBackend(Ledger):
                     self._ask_for_events(actor)
                 elif actor.answer is not None and self._ray.wait([actor.answer], timeout=0)[0]:
                     self._hear(actor)
-                if actor.hello is not None and time.monotonic() - actor.heard > self._silent:
-                    self._end(actor, f"its process said nothing for {time.monotonic() - actor.heard:.1f} s")
+                if actor.silence.passed() > self._silent and actor.hello is not None:
+                    self._end(actor, f"its process said nothing for {self._silent:g} s")
 
     def _ask_for_events(self, actor: _Actor) -> None:
         known = self._known.get(actor.node)
@@ -189,7 +165,7 @@ class RayBackend(Ledger):
             if actor.hello is not None:
                 self._end(actor, f"its process ended: {str(error).splitlines()[0]}")
             return
-        actor.heard = time.monotonic()
+        actor.silence.broken()
         if hello is None:
             self._take(actor.node, epoch, events)
         elif not self.folder.is_fenced(epoch):
@@ -227,6 +203,8 @@ class RayBackend(Ledger):
 
     def _started(self, node: str, number: int) -> Any:
         settings = self._settings
+        if settings.memory is None and settings.device == "cpu":  # they may all be of one machine
+            settings = replace(settings, memory=DEFAULT_MEMORY / max(1, int(self._ray.cluster_resources()["GPU"])))
         if self._cores is not None:
             settings = replace(settings, cores=self._cores[number % len(self._cores)])
         detached = {"name": node, "namespace": self._namespace, "lifetime": "detached", "get_if_exists": True}
@@ -234,10 +212,8 @@ class RayBackend(Ledger):
             num_gpus=1, num_cpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups={"events": 1, "request": 1},
             **(detached if self._outlive > 0 else {}),
         )  # fmt: skip
-        for name in (
-            "events",
-            "request",
-        ):  # one thread for each: requests come in their order, also while events are awaited
+        # A thread for each: requests come in their order, also while events are awaited.
+        for name in ("events", "request"):
             self._ray.method(concurrency_group=name)(getattr(DeviceActor, name))
         return remote(DeviceActor).remote(node, str(self.folder.path), settings, self._outlive)
 
@@ -268,8 +244,10 @@ class RayBackend(Ledger):
                     if actor.hello is not None:
                         self.folder.fence(actor.hello.epoch)
             self._runs.clear()
-            if self._actors:
+            if self._ray is not None:
                 self._ray.shutdown()
+            if self._environment is not None:
+                self._environment.put_back()
             if self._own_cluster is not None:
                 self._own_cluster.close()
             os.close(self._lock_file)
@@ -287,8 +265,8 @@ class LoopbackCluster:
         self.token = self._folder / "token"
         self.token.touch(0o600)
         self.token.write_text(secrets.token_hex(32))
-        self._before = {name: os.environ.get(name) for name in _environment(self.token, True)}
-        _load(self.token, True)
+        self._environment = RayEnvironment(self.token, loopback=True)
+        _load()
         from ray.cluster_utils import Cluster
 
         settings = {"node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": False}
@@ -311,8 +289,20 @@ class LoopbackCluster:
         return str(self._cluster.address)
 
     def kill(self, number: int) -> None:
-        """End all processes of a node at once, with SIGKILL."""
-        self._cluster.remove_node(self.nodes[number], allow_graceful=False)
+        """End all processes of a node at once, with SIGKILL, as if its machine had lost its power."""
+        started = [entry.process.pid for entries in self.nodes[number].all_processes.values() for entry in entries]
+        for pid in [*started, *(child for parent in started for child in _children(parent))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._cluster.remove_node(self.nodes.pop(number), allow_graceful=False)
+
+    def number_of(self, process: int) -> int:
+        """Which of ``nodes`` has a process; raises LookupError."""
+        for number, node in enumerate(self.nodes):
+            started = (entry.process.pid for entries in node.all_processes.values() for entry in entries)
+            if any(process in _children(pid) for pid in started):
+                return number
+        raise LookupError(f"process {process} is of none of the {len(self.nodes)} nodes")
 
     def add(self, gpus: int = 1) -> None:
         """One more node."""
@@ -323,11 +313,7 @@ class LoopbackCluster:
     def close(self) -> None:
         """End all nodes."""
         self._cluster.shutdown()
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._environment.put_back()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> LoopbackCluster:
@@ -337,18 +323,23 @@ class LoopbackCluster:
         self.close()
 
 
-def _environment(token: Path | None, loopback: bool) -> dict[str, str]:
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
-    if loopback:
-        settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    if token is not None:
-        settings["RAY_AUTH_TOKEN_PATH"] = str(token)
-    return settings
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *_children(child)]
+    return found
 
 
-def _load(token: Path | None, loopback: bool) -> Any:
-    """Ray, with these settings, which it reads when it is imported."""
-    os.environ.update(_environment(token, loopback))
+def end_this_actor() -> None:
+    """On any thread of an actor's process: end it, and do not start it again."""
+    ray = _load()
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _load() -> Any:
+    """Ray, with the settings of the environment, which it reads when it is imported."""
     try:
         import ray
     except ImportError:
@@ -356,21 +347,23 @@ def _load(token: Path | None, loopback: bool) -> Any:
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    ray_constants.ENABLE_RAY_CLUSTER = not loopback  # it may have been imported before
+    # It may have been imported before.
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     return ray
 
 
-def _connected(address: str, token: str | Path | None, namespace: str) -> Any:
-    loopback = address.startswith(LOOPBACK)
+def _connected(address: str, token: Path | None, namespace: str, loopback: bool) -> Any:
     given = token is not None or any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not loopback and not given:
         raise BackendError(
             f"the Ray cluster at {address} is beyond this machine, where a token is needed: pass token=, the file that the "
             "cluster was started with, or set RAY_AUTH_TOKEN_PATH"
         )
-    ray = _load(Path(token) if token is not None else None, loopback)
+    if token is not None and not token.is_file():
+        raise BackendError(f"there is no token {token}; give the file that the cluster was started with")
+    ray = _load()
     if ray.is_initialized():
         raise BackendError(
             "this process uses Ray already; ray.shutdown() first, or start the backend in a process of its own"
