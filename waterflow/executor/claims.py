@@ -197,7 +197,10 @@ class Claims:
                 if terms.opportunistic and terms.quota is not None and claim.bytes + claim.height > terms.quota:
                     self._tell(job)
             self._changed.notify_all()
-        self.native.set_opportunistic(job, terms.opportunistic)
+        try:
+            self.native.set_opportunistic(job, terms.opportunistic)
+        except ValueError:  # it has left
+            self._terms.pop(job, None)
 
     def _wanted(self, terms: Terms, plan: Plan, wanted: int) -> int:
         """Bytes to claim between steps: what a guaranteed job's quota leaves beside its step is kept for it."""
