@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -235,16 +237,16 @@ class RunningGroup:
         with self._lock:
             if self._halted is not None:
                 return
-            runner = JobRunner(
-                self._jobs[number], process.engine, seed=self._seeds[number], resume=self._states.pop(number, None)
-            )
+            job = self._jobs[number]
+            if hasattr(job, "priority"):
+                job.priority = self.priority
+            runner = JobRunner(job, process.engine, seed=self._seeds[number], resume=self._states.pop(number, None))
             self._runners[number] = runner
         result: JobResult | None = None
         try:
             expect(process.engine, 1)
             try:
                 _C.set_threads_here(process.engine.intra_op)
-                _prioritize(runner, self.priority)
                 with within(process.engine):
                     result = runner.run()
             finally:
@@ -301,10 +303,14 @@ class RunningGroup:
 
 
 def _prioritize(runner: JobRunner, priority: Priority) -> None:
-    """Hand a priority on, where the engine knows priorities."""
-    hook = getattr(runner, "set_priority", None)
-    if hook is not None:
-        hook(priority)
+    """Hand a priority on, where jobs and engines know priorities; to a job that has begun, from its next step on."""
+    if hasattr(runner.job, "priority"):
+        runner.job.priority = priority
+    engine: Any = runner.engine
+    step = runner.step
+    if step is not None and step.job is not None and hasattr(engine, "set_terms"):
+        terms = engine.terms_of(step.job)
+        engine.set_terms(step.job, dataclasses.replace(terms, priority=priority))
 
 
 def _length(jobs: list[Job]) -> int | None:
