@@ -235,16 +235,15 @@ class RunningGroup:
         with self._lock:
             if self._halted is not None:
                 return
-            runner = JobRunner(
-                self._jobs[number], process.engine, seed=self._seeds[number], resume=self._states.pop(number, None)
-            )
+            job = self._jobs[number]
+            job.priority = self.priority
+            runner = JobRunner(job, process.engine, seed=self._seeds[number], resume=self._states.pop(number, None))
             self._runners[number] = runner
         result: JobResult | None = None
         try:
             expect(process.engine, 1)
             try:
                 _C.set_threads_here(process.engine.intra_op)
-                runner.residence.set(self.priority)
                 with within(process.engine):
                     result = runner.run()
             finally:
