@@ -106,7 +106,7 @@ def test_a_slow_tail_counts_too() -> None:
 def test_other_jobs_are_learnt_anew() -> None:
     control = RateControl()
     for _ in range(20):
-        control.learn(0.0)
+        control.learn(0.0, 0.0)
     assert control.rate == 1.0 and control.settled
     control.forget()
     assert control.rate == 0.1 and not control.settled

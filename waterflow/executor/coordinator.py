@@ -20,6 +20,8 @@ SETTLED = 3  # times as long again once the rate has been found
 SETTLING = 8  # comparisons until then
 KEPT = 24  # comparisons that the rate is found from
 FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
+STEADY = 0.05  # by how much a job's median alone may differ before and after: else the machine has changed
+TOO_LONG, FAR_TOO_LONG = 4, 8  # times what is allowed: of a whole window, and of the first steps of one
 TAIL = 0.98  # the slowest steps of the last ones, with and without others: so many at most, and at least
 TAIL_STEPS, LEAST_TAIL_STEPS = 2048, 64
 AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected
@@ -47,31 +49,49 @@ class Allowed:
 class RateControl:
     """Finds the largest rate at which guaranteed steps take no longer than is allowed.
 
-    What is measured is noisy and nearly proportional to the rate: the slowdown per rate is the median of the last comparisons.
+    What is measured is noisy and nearly proportional to the rate: the slowdown per rate is a median of the last comparisons, in which
+    those at higher rates, where more of it is to be seen, count for more.
     """
 
-    allowed: float = 1.0
+    allowed: Allowed = Allowed()
     rate: float = FIRST_RATE
-    _slopes: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _seen: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def learn(self, strain: float) -> None:
-        """``strain``: at the present rate, the slowdown as a share of what is allowed."""
-        self._slopes.append(strain / self.rate)
-        slope = statistics.median(self._slopes)
-        wanted = self.allowed / slope if slope > self.allowed else 1.0
-        if strain > 2 * self.allowed:  # cut at once
+    def learn(self, median: float, tail: float) -> None:
+        """At the present rate the median of guaranteed steps was so much longer, and their tail, as shares."""
+        self._seen.append((self.rate, median, tail))
+        wanted = min(
+            _largest_rate([(rate, seen) for rate, seen, _ in self._seen], self.allowed.median),
+            _largest_rate([(rate, seen) for rate, _, seen in self._seen], self.allowed.tail),
+        )
+        if median > TOO_LONG * self.allowed.median:
             wanted = min(wanted, self.rate / 2)
         self.rate = max(LEAST_RATE, min(wanted, self.rate + RAISE, 1.0))
+
+    def cut(self) -> None:
+        """Steps take far too long, whatever was learnt."""
+        self.rate = max(LEAST_RATE, self.rate / 2)
 
     @property
     def settled(self) -> bool:
         """Whether enough has been compared."""
-        return len(self._slopes) >= SETTLING
+        return len(self._seen) >= SETTLING
 
     def forget(self) -> None:
         """Other jobs: what was learnt does not hold for them."""
-        self._slopes.clear()
+        self._seen.clear()
         self.rate = min(self.rate, FIRST_RATE)
+
+
+def _largest_rate(seen: list[tuple[float, float]], allowed: float) -> float:
+    """From slowdowns at rates: the rate at which what is allowed would be reached, 1 at most."""
+    slopes = sorted((slower / rate, rate * rate) for rate, slower in seen)
+    half, slope = sum(weight for _, weight in slopes) / 2, 0.0
+    for slope, weight in slopes:  # noqa: B007
+        half -= weight
+        if half <= 0:
+            break
+    return allowed / slope if slope > allowed else 1.0
 
 
 @dataclass
@@ -85,10 +105,11 @@ class Coordinator:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.control = RateControl()
+        self.control = RateControl(self.allowed)
         self._times: dict[int, list[int]] = defaultdict(list)  # of guaranteed jobs, in this window
-        self._alone: dict[int, list[int]] = {}
-        self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the median alone
+        self._alone: dict[int, float] = {}  # medians of the last window alone, and of the one beside others since
+        self._seen: dict[int, float] = {}
+        self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the window's median
         self._last_step = -AWAY_SECONDS
         self._jobs: frozenset[int] = frozenset()
         self._beside = False
@@ -125,52 +146,60 @@ class Coordinator:
             self._free = False
             self._begin(False)
             return
-        if self._beside and self._suffers():
-            self._compare()
+        if self._beside and now >= self._next_check and self._suffers():
+            self.control.cut()
+            self._times.clear()  # seen at a moment that was chosen for being slow: no measurement
+            self._seen = {}
+            self._begin(False)
             return
         share = (BESIDE * (SETTLED if self.control.settled else 1)) if self._beside else 1
         if now - self._since < ALONE_SECONDS * share or not self._times:
             return
         if min(map(len, self._times.values())) < ALONE_STEPS * share:
             return
-        if self._beside:
-            self._compare()
-        else:
-            jobs = frozenset(self._times)
-            if jobs != self._jobs:
-                self._jobs = jobs
-                self.control.forget()
-                self._tails.clear()
-            self._alone = {job: list(times) for job, times in self._times.items()}
-            self._begin(True)
+        self._turn()
 
     def _suffers(self) -> bool:
         """Whether half a short window is enough to see that steps take far too long."""
-        for job, times in self._times.items():
-            alone, most = self._alone.get(job), 1 + 4 * self.allowed.median
-            if alone and len(times) >= ALONE_STEPS // 2 and statistics.median(times) > most * statistics.median(alone):
-                return True
-        return False
+        self._next_check = self.now() + ALONE_SECONDS / 2
+        most = 1 + FAR_TOO_LONG * self.allowed.median
+        return any(
+            job in self._alone and len(times) >= ALONE_STEPS // 2 and statistics.median(times) > most * self._alone[job]
+            for job, times in self._times.items()
+        )
 
-    def _compare(self) -> None:
-        strain = worst = 0.0
+    def _turn(self) -> None:
+        """A window is over: one beside others is compared with those before and behind it."""
+        now = {job: statistics.median(times) for job, times in self._times.items()}
+        if self._beside:
+            self._seen = now
+        else:
+            if frozenset(now) != self._jobs:
+                self._jobs = frozenset(now)
+                self.control.forget()
+                self._tails.clear()
+            elif self._seen:
+                self._compare(self._alone, self._seen, now)
+            self._alone, self._seen = now, {}
         for job, times in self._times.items():
-            if not (alone := self._alone.get(job)):
+            kept = self._tails.setdefault(job, (deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)))
+            kept[self._beside].extend(time / now[job] for time in times)
+        self._begin(not self._beside)
+
+    def _compare(self, before: dict[int, float], beside: dict[int, float], after: dict[int, float]) -> None:
+        slower, tails = [], []
+        for job in before.keys() & beside.keys() & after.keys():
+            if abs(after[job] / before[job] - 1) > STEADY:
                 continue
-            slower = statistics.median(times) / statistics.median(alone) - 1
-            tail = self._tail(job, alone, times)
-            worst = max(worst, slower)
-            strain = max(strain, slower / self.allowed.median, tail / self.allowed.tail)
-        self.slowdown = worst
-        self.control.learn(strain)
-        self._begin(False)
+            slower.append(2 * beside[job] / (before[job] + after[job]) - 1)
+            tails.append(self._tail(job))
+        if slower:
+            self.slowdown = max(slower)
+            self.control.learn(self.slowdown, max(tails))
 
-    def _tail(self, job: int, alone: list[int], beside: list[int]) -> float:
-        """How much longer the slowest steps take; single windows have too few of them."""
-        kept = self._tails.setdefault(job, (deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)))
-        median = statistics.median(alone)
-        for steps, times in zip(kept, (alone, beside)):
-            steps.extend(time / median for time in times)
+    def _tail(self, job: int) -> float:
+        """How much longer than a median step the slowest ones take beside others; single windows have too few of them."""
+        kept = self._tails[job]
         if min(map(len, kept)) < LEAST_TAIL_STEPS:
             return 0.0
         without, with_others = (sorted(steps)[int(TAIL * len(steps))] for steps in kept)
@@ -182,4 +211,5 @@ class Coordinator:
         self.lanes.set_rates(rate, rate)
         self._times.clear()
         self._since = self.now()
+        self._next_check = self._since + ALONE_SECONDS / 4
         self._since_ns = int(self._since * 1e9)
