@@ -1,0 +1,297 @@
+"""Who is where: the state that a scheduler and its policy share. No clock; times are passed in, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from waterflow.cluster.devices import Device, Devices
+from waterflow.cluster.submission import (
+    Action,
+    Move,
+    Node,
+    Place,
+    Priority,
+    Resize,
+    SetPriority,
+    Start,
+    Stop,
+    Submission,
+    Tenant,
+)
+
+State = Literal["waiting", "running", "ended"]
+
+
+class Entry:
+    """A submission in the book, until it ends.
+
+    ``service`` (device-seconds), ``ran`` (seconds) and ``done`` (seconds of its duration) hold what it got up to
+    ``since``; the methods of these names add what came after. ``rate`` is its speed against alone on the devices
+    asked for. ``order`` counts submissions; ``key`` belongs to the policy.
+    """
+
+    __slots__ = (
+        "confirmed", "devices", "done", "id", "key", "memory", "order", "preemptions", "priority", "ran", "rate",
+        "reserved", "service", "since", "slowdown", "starts", "state", "steps", "submission", "submitted", "tenant",
+        "utilization", "waiting_since", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, submission: Submission, order: int, now: float) -> None:
+        self.submission = submission
+        self.id = submission.id
+        self.tenant = submission.tenant
+        self.wanted = submission.devices
+        self.order = order
+        self.priority: Priority = submission.priority
+        self.state: State = "waiting"
+        self.confirmed = False  # its workers said that they run
+        self.devices: list[Device] = []
+        self.reserved: list[Device] = []
+        self.submitted = now
+        self.waiting_since = now
+        self.since = now
+        self.service = 0.0
+        self.ran = 0.0
+        self.done = 0.0
+        self.rate = 1.0
+        self.starts = 0
+        self.preemptions = 0
+        self.steps = 0
+        self.utilization: float | None = None
+        self.memory = submission.memory
+        self.slowdown: float | None = None
+        self.key: Any = None
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where it runs; empty while it waits."""
+        return tuple(device.place for device in self.devices)
+
+    def account(self, now: float) -> None:
+        """Add what it got since the last time."""
+        if self.state == "running":
+            seconds = now - self.since
+            self.service += seconds * len(self.devices)
+            self.ran += seconds
+            self.done += seconds * self.rate
+        self.since = now
+
+    def service_at(self, now: float) -> float:
+        """Device-seconds that it got so far."""
+        return self.service + (now - self.since) * len(self.devices)
+
+    def ran_at(self, now: float) -> float:
+        """Seconds that it ran so far."""
+        return self.ran + (now - self.since) if self.state == "running" else self.ran
+
+    def remaining_at(self, now: float) -> float:
+        """Seconds that it would still take alone on the devices asked for; only where its duration is known."""
+        duration = self.submission.duration
+        if duration is None:
+            raise ValueError(
+                f"submission {self.id!r} has no duration, and the policy orders by it; "
+                "use las, or set the submission's duration"
+            )
+        return duration - (self.done + (now - self.since) * self.rate if self.state == "running" else self.done)
+
+    def __repr__(self) -> str:
+        return f"Entry({self.id!r}, {self.state}, {self.priority}, {self.places})"
+
+
+class Book:
+    """Entries, devices, reservations and quotas. A policy changes it by the operations below; each adds its action.
+
+    Without tenants anybody may submit, and quotas do not bind.
+    """
+
+    def __init__(self, nodes: Iterable[Node], tenants: Sequence[Tenant] = ()) -> None:
+        self.devices = Devices(nodes)
+        self.tenants = {tenant.name: tenant for tenant in tenants}
+        self.held: dict[str, int] = dict.fromkeys(self.tenants, 0)  # devices of guaranteed runs and reservations
+        self.entries: dict[str, Entry] = {}
+        self.actions: list[Action] = []
+        self.now = 0.0
+
+    # -- what a policy asks
+
+    def quota_left(self, tenant: str) -> int:
+        """Devices that guaranteed submissions of a tenant may still take or reserve."""
+        if not self.tenants:
+            return self.devices.total
+        return self.tenants[tenant].quota - self.held[tenant]
+
+    def may_hold(self, entry: Entry, devices: int) -> bool:
+        """Whether its tenant's quota allows it so many devices beside what it has already."""
+        if not self.tenants:
+            return True
+        mine = len(entry.reserved) + (len(entry.devices) if entry.priority == "guaranteed" else 0)
+        return devices - mine <= self.quota_left(entry.tenant)
+
+    # -- what a policy does
+
+    def start(self, entry: Entry, devices: list[Device], priority: Priority | None = None) -> None:
+        """Run a waiting entry on these devices. What it had reserved elsewhere is open again."""
+        if entry.state != "waiting":
+            raise ValueError(f"{entry.id!r} is {entry.state}; only a waiting submission can be started")
+        if entry.reserved:
+            self.unreserve(entry)
+        entry.priority = priority or entry.priority
+        self._enter(entry, devices)
+        entry.since = self.now
+        entry.state = "running"
+        entry.confirmed = False
+        entry.starts += 1
+        self.actions.append(Start(entry.id, entry.places, entry.priority))
+
+    def stop(self, entry: Entry, suspend: bool = True) -> None:
+        """Take a running entry from its devices; with ``suspend`` it waits for its next turn."""
+        self._expect_running(entry)
+        entry.account(self.now)
+        self._leave(entry)
+        entry.state = "waiting"
+        entry.priority = entry.submission.priority
+        entry.waiting_since = self.now
+        entry.preemptions += 1
+        self.actions.append(Stop(entry.id, suspend))
+
+    def move(self, entry: Entry, devices: list[Device]) -> None:
+        """Go on elsewhere, on as many devices as before."""
+        self._replace(entry, devices)
+        self.actions.append(Move(entry.id, entry.places))
+
+    def resize(self, entry: Entry, devices: list[Device]) -> None:
+        """Go on with more or fewer devices."""
+        self._replace(entry, devices)
+        self.actions.append(Resize(entry.id, entry.places))
+
+    def set_priority(self, entry: Entry, priority: Priority) -> None:
+        """Change the priority of a running entry; as a guaranteed one it needs quota and devices without another."""
+        self._expect_running(entry)
+        if priority == entry.priority:
+            return
+        devices, before = entry.devices, entry.priority
+        self._leave(entry)
+        entry.priority = priority
+        try:
+            self._enter(entry, devices)
+        except ValueError:
+            entry.priority = before
+            self._enter(entry, devices)
+            raise
+        self.actions.append(SetPriority(entry.id, priority))
+
+    def reserve(self, entry: Entry, devices: Sequence[Device]) -> None:
+        """Keep free devices for a waiting guaranteed entry; opportunistic ones may run there meanwhile."""
+        if entry.state != "waiting" or entry.submission.priority != "guaranteed":
+            raise ValueError(
+                f"{entry.id!r} is {entry.priority} and {entry.state}; reservations are for waiting guaranteed ones"
+            )
+        self._claim_quota(entry, len(devices))
+        self.devices.take(devices)
+        for device in devices:
+            device.reserved = entry
+        entry.reserved.extend(devices)
+
+    def unreserve(self, entry: Entry) -> None:
+        """Give back all that it had reserved."""
+        for device in entry.reserved:
+            device.reserved = None
+        self.devices.give(entry.reserved)
+        self._return_quota(entry, len(entry.reserved))
+        entry.reserved = []
+
+    # -- what the scheduler does
+
+    def add(self, submission: Submission, order: int) -> Entry:
+        """A new entry that waits."""
+        entry = self.entries[submission.id] = Entry(submission, order, self.now)
+        return entry
+
+    def remove(self, entry: Entry) -> None:
+        """It ended, wherever it was; all that it held is free."""
+        entry.account(self.now)
+        if entry.state == "running":
+            self._leave(entry)
+        if entry.reserved:
+            self.unreserve(entry)
+        entry.state = "ended"
+        del self.entries[entry.id]
+
+    def check(self) -> None:
+        """Walk everything; AssertionError where two things do not agree."""
+        self.devices.check()
+        held = dict.fromkeys(self.held, 0)
+        for entry in self.entries.values():
+            assert (entry.state == "running") == bool(entry.devices), f"{entry} runs nowhere, or waits somewhere"
+            for device in entry.devices:
+                place = (
+                    device.guaranteed is entry if entry.priority == "guaranteed" else entry.id in device.opportunistic
+                )
+                assert place, f"{entry} and {device} do not agree"
+            for device in entry.reserved:
+                assert device.reserved is entry, f"{entry} reserved {device}, which is not kept for it"
+            if self.tenants:
+                held[entry.tenant] += len(entry.reserved) + len(entry.devices) * (entry.priority == "guaranteed")
+        assert held == self.held, f"devices held by tenant: {held}, counted {self.held}"
+        for tenant in self.tenants.values():
+            assert held[tenant.name] <= tenant.quota, f"{tenant} holds {held[tenant.name]} devices"
+        for device in self.devices:
+            for entry in [*device.residents, *([device.reserved] if device.reserved else [])]:
+                assert self.entries.get(entry.id) is entry, f"{device} holds {entry}, which is not in the book"
+
+    # -- parts
+
+    def _expect_running(self, entry: Entry) -> None:
+        if entry.state != "running":
+            raise ValueError(f"{entry.id!r} is {entry.state}; this needs a running submission")
+
+    def _replace(self, entry: Entry, devices: list[Device]) -> None:
+        self._expect_running(entry)
+        entry.account(self.now)
+        before = entry.devices
+        self._leave(entry)
+        try:
+            self._enter(entry, devices)
+        except ValueError:
+            self._enter(entry, before)
+            raise
+
+    def _claim_quota(self, entry: Entry, devices: int) -> None:
+        if not self.tenants:
+            return
+        if devices > self.quota_left(entry.tenant):
+            raise ValueError(
+                f"{entry.id!r} takes {devices} devices; of the quota of {entry.tenant!r} "
+                f"({self.tenants[entry.tenant].quota}) {self.quota_left(entry.tenant)} are left"
+            )
+        self.held[entry.tenant] += devices
+
+    def _return_quota(self, entry: Entry, devices: int) -> None:
+        if self.tenants:
+            self.held[entry.tenant] -= devices
+
+    def _enter(self, entry: Entry, devices: list[Device]) -> None:
+        if entry.priority == "guaranteed":
+            for device in devices:
+                if device.guaranteed is not None or device.reserved is not None:
+                    raise ValueError(f"{device} is not free for the guaranteed submission {entry.id!r}")
+            self._claim_quota(entry, len(devices))
+            self.devices.take(devices)
+            for device in devices:
+                device.guaranteed = entry
+        else:
+            for device in devices:
+                device.opportunistic[entry.id] = entry
+        entry.devices = devices
+
+    def _leave(self, entry: Entry) -> None:
+        if entry.priority == "guaranteed":
+            for device in entry.devices:
+                device.guaranteed = None
+            self.devices.give(entry.devices)
+            self._return_quota(entry, len(entry.devices))
+        else:
+            for device in entry.devices:
+                del device.opportunistic[entry.id]
+        entry.devices = []

@@ -1,0 +1,162 @@
+"""The devices of a cluster: which are free, and where a submission's workers go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from waterflow.cluster.submission import Node, Place
+
+if TYPE_CHECKING:
+    from waterflow.cluster.book import Entry
+
+
+class Device:
+    """One device: at most one guaranteed submission, any number of opportunistic ones beside it.
+
+    ``reserved`` is a guaranteed submission that waits for more devices; until then opportunistic ones may run here.
+    """
+
+    __slots__ = ("guaranteed", "memory", "node", "opportunistic", "place", "reserved")
+
+    def __init__(self, node: NodeDevices, index: int) -> None:
+        self.place: Place = (node.name, index)
+        self.node = node
+        self.memory = node.memory
+        self.guaranteed: Entry | None = None
+        self.reserved: Entry | None = None
+        self.opportunistic: dict[str, Entry] = {}
+
+    @property
+    def residents(self) -> list[Entry]:
+        """Who runs here, the guaranteed one first."""
+        first = [] if self.guaranteed is None else [self.guaranteed]
+        return [*first, *self.opportunistic.values()]
+
+    @property
+    def utilization(self) -> float:
+        """The sum of what its residents report; a submission that has not reported counts as 1."""
+        return sum(1.0 if entry.utilization is None else entry.utilization for entry in self.residents)
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes that its residents hold, or said that they need."""
+        return sum(entry.memory for entry in self.residents)
+
+    def __repr__(self) -> str:
+        return f"Device({self.place[0]}:{self.place[1]}, {[entry.id for entry in self.residents]})"
+
+
+class NodeDevices:
+    """The devices of one node; ``free`` holds those with neither a guaranteed submission nor a reservation."""
+
+    __slots__ = ("devices", "free", "memory", "name")
+
+    def __init__(self, node: Node) -> None:
+        self.name = node.name
+        self.memory = node.memory
+        self.devices = [Device(self, index) for index in range(node.devices)]
+        self.free: dict[Device, None] = dict.fromkeys(self.devices)
+
+
+class Devices:
+    """All devices that are alive. ``free`` counts those that a guaranteed submission could take now."""
+
+    def __init__(self, nodes: Iterable[Node] = ()) -> None:
+        self.nodes: dict[str, NodeDevices] = {}
+        self.free = 0
+        self.total = 0
+        self._by_free: list[dict[NodeDevices, None]] = [{}]  # nodes by their number of free devices
+        for node in nodes:
+            self.join(node)
+
+    def __iter__(self) -> Iterator[Device]:
+        for node in self.nodes.values():
+            yield from node.devices
+
+    def at(self, place: Place) -> Device:
+        """The device at a place; KeyError or IndexError if there is none."""
+        return self.nodes[place[0]].devices[place[1]]
+
+    def join(self, node: Node) -> None:
+        """A node with all its devices free."""
+        if node.name in self.nodes:
+            raise ValueError(f"node {node.name!r} is already part of the cluster; give each node a name of its own")
+        if node.devices < 1:
+            raise ValueError(f"node {node.name!r} has {node.devices} devices; a node needs at least one")
+        added = self.nodes[node.name] = NodeDevices(node)
+        while len(self._by_free) <= node.devices:
+            self._by_free.append({})
+        self._by_free[node.devices][added] = None
+        self.free += node.devices
+        self.total += node.devices
+
+    def leave(self, name: str) -> None:
+        """Forget a node; whoever ran there was stopped before."""
+        node = self.nodes.pop(name)
+        del self._by_free[len(node.free)][node]
+        self.free -= len(node.free)
+        self.total -= len(node.devices)
+
+    def choose(self, count: int, one_node: bool = False) -> list[Device] | None:
+        """``count`` free devices: of the fullest node that has them, or else of as few nodes as possible.
+
+        None if there are not so many, or, with ``one_node``, no node has them.
+        """
+        if count > self.free:
+            return None
+        for nodes in self._by_free[count:]:
+            if nodes:
+                free = next(iter(nodes)).free
+                if count == 1:
+                    return [next(iter(free))]
+                found = []
+                for device in free:
+                    found.append(device)
+                    if len(found) == count:
+                        return found
+        if one_node:
+            return None
+        found = []
+        for nodes in reversed(self._by_free):
+            for node in nodes:
+                found += node.free
+                if len(found) >= count:
+                    return found[:count]
+        raise AssertionError(f"{count} devices asked for, {self.free} free, {len(found)} found")
+
+    def take(self, devices: Sequence[Device]) -> None:
+        """These are no longer free."""
+        by_free = self._by_free
+        for device in devices:
+            node = device.node
+            free = node.free
+            count = len(free)
+            del free[device]
+            del by_free[count][node]
+            by_free[count - 1][node] = None
+        self.free -= len(devices)
+
+    def give(self, devices: Sequence[Device]) -> None:
+        """These are free again."""
+        by_free = self._by_free
+        for device in devices:
+            node = device.node
+            free = node.free
+            count = len(free)
+            free[device] = None
+            del by_free[count][node]
+            by_free[count + 1][node] = None
+        self.free += len(devices)
+
+    def check(self) -> None:
+        """Walk everything; AssertionError where two things do not agree."""
+        free = 0
+        for node in self.nodes.values():
+            assert node in self._by_free[len(node.free)], f"{node.name} stands among nodes with another number free"
+            for device in node.devices:
+                is_free = device.guaranteed is None and device.reserved is None
+                assert is_free == (device in node.free), f"{device} is free: {is_free}, and listed otherwise"
+                free += is_free
+        assert free == self.free, f"{free} devices are free, {self.free} are counted"
+        assert sum(map(len, self._by_free)) == len(self.nodes)

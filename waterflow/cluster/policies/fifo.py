@@ -1,0 +1,46 @@
+"""First in, first out: whoever does not fit holds up all behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from waterflow.cluster.book import Entry
+from waterflow.cluster.policies.base import Policy
+
+
+class Fifo(Policy):
+    """Strict order of submission. Nobody is stopped."""
+
+    name = "fifo"
+
+    def __init__(self) -> None:
+        self._waiting: deque[Entry] = deque()
+
+    def submitted(self, entry: Entry) -> None:
+        """Goes to the end; one that lost its devices to its old place."""
+        waiting = self._waiting
+        waiting.append(entry)
+        if len(waiting) > 1 and waiting[-2].order > entry.order:
+            self._waiting = deque(sorted(waiting, key=lambda each: each.order))
+
+    def ended(self, entry: Entry) -> None:
+        """Those that still wait are passed over when their turn comes."""
+
+    def decide(self, now: float) -> None:
+        """Start from the front until one does not fit."""
+        waiting, book = self._waiting, self.book
+        while waiting:
+            entry = waiting[0]
+            if entry.state == "waiting":
+                devices = book.devices.choose(entry.wanted) if book.may_hold(entry, entry.wanted) else None
+                if devices is None:
+                    return
+                book.start(entry, devices, "guaranteed")
+            waiting.popleft()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Order is all that counts."""
+        waiting = [entry for entry in self.book.entries.values() if entry.state == "waiting"]
+        self._waiting = deque(sorted(waiting, key=lambda each: each.order))

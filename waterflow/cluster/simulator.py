@@ -1,0 +1,280 @@
+"""A cluster in virtual time: the scheduler and policies of a live one, fed by a workload. Times are seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+from waterflow.cluster.book import Entry
+from waterflow.cluster.devices import Device
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.submission import Action, Move, Report, Resize, Start, Stop, Submission
+from waterflow.errors import WaterflowError
+
+Scaling: TypeAlias = Callable[[Submission, int], float]  # speed on so many devices against those asked for
+Speeds: TypeAlias = Callable[[Device, Sequence[Entry]], Sequence[float]]  # of each resident against alone there
+_IDLE_TICKS = 10_000  # ticks in a row that change nothing while nothing runs
+
+
+class SimulationError(WaterflowError):
+    """A simulation that cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds in which a submission holds its devices and gets no further.
+
+    ``resume`` stands for suspend and resume together and is paid when it goes on. A policy's change of mind within
+    one moment costs once.
+    """
+
+    start: float = 0.0
+    resume: float = 0.0
+    move: float = 0.0
+    grow: float = 0.0
+    shrink: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """What became of one submission: seconds, and counts."""
+
+    id: str
+    tenant: str
+    model: str | None
+    devices: int
+    duration: float
+    submitted: float
+    first_start: float
+    ended: float
+    ran: float  # on devices, overheads included
+    service: float  # device-seconds
+    preemptions: int
+
+    @property
+    def completion(self) -> float:
+        """From its submission to its end."""
+        return self.ended - self.submitted
+
+    @property
+    def waited(self) -> float:
+        """Its time without devices."""
+        return self.completion - self.ran
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A workload under a policy. ``moments`` counts points of time at which something happened."""
+
+    jobs: list[JobRecord]
+    devices: int
+    moments: int
+
+
+class _Run:
+    """A submission and how far it is: ``left`` seconds alone on the devices asked for, at ``since``."""
+
+    __slots__ = (
+        "alone", "count", "devices", "entry", "first_start", "left", "placed", "rate", "since", "submission", "version",
+    )  # fmt: skip
+
+    def __init__(self, entry: Entry, submission: Submission) -> None:
+        self.entry = entry
+        self.submission = submission
+        self.left = submission.duration or 0.0
+        self.rate = 1.0
+        self.alone = 1.0  # its rate on its devices without neighbours
+        self.count = 0
+        self.devices: list[Device] = []  # kept where neighbours slow each other down
+        self.placed = False  # its devices are new, and its end not yet known
+        self.since = 0.0  # later than now while an overhead lasts
+        self.version = 0  # of its place in the queue of ends; others there are out of date
+        self.first_start = -1.0
+
+
+def linear_scaling(submission: Submission, devices: int) -> float:
+    """Twice as fast on twice as many."""
+    return devices / submission.devices
+
+
+class Simulator:
+    """Runs one workload on one scheduler, which must be new.
+
+    ``speeds`` tells how residents of one device slow each other down; without it each runs as if alone. Whoever runs
+    on several devices goes at the pace of its slowest.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        overheads: Overheads | None = None,
+        scaling: Scaling = linear_scaling,
+        speeds: Speeds | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._overheads = overheads or Overheads()
+        self._free_of_charge = self._overheads == Overheads()
+        self._scaling = scaling
+        self._speeds = speeds
+        self._now = 0.0
+        self._runs: dict[str, _Run] = {}
+        self._ends: list[tuple[float, int, int, _Run]] = []  # time, order of submission, version
+        self._touched: dict[Device, None] = {}
+        self._paces: dict[Device, dict[str, float]] = {}
+        self._jobs: list[JobRecord] = []
+
+    def run(self, workload: Iterable[Submission]) -> Simulated:
+        """Until the last submission has ended. Raises SubmissionError for one that can never run."""
+        scheduler, ends, jobs = self._scheduler, self._ends, self._jobs
+        arrivals = sorted(workload, key=lambda submission: submission.submitted)
+        for submission in arrivals:
+            if submission.duration is None:
+                raise SimulationError(f"submission {submission.id!r} has no duration; a simulation needs one")
+        arrivals.reverse()
+        devices = scheduler.book.devices.total
+        infinity = float("inf")
+        moments = idle = 0
+        while True:
+            while ends and ends[0][2] != ends[0][3].version:
+                heappop(ends)
+            tick = scheduler.next_tick
+            now = min(
+                ends[0][0] if ends else infinity,
+                arrivals[-1].submitted if arrivals else infinity,
+                infinity if tick is None else tick,
+            )
+            if not ends and not arrivals:
+                if not scheduler.book.entries:
+                    break
+                idle += 1
+                if now == infinity or idle > _IDLE_TICKS:
+                    self._stuck()
+            else:
+                idle = 0
+            self._now = now = max(now, self._now)
+            moments += 1
+            while ends and ends[0][0] <= now:
+                run, version = ends[0][3], ends[0][2]
+                heappop(ends)
+                if version == run.version:
+                    self._end(run)
+            while arrivals and arrivals[-1].submitted <= now:
+                submission = arrivals.pop()
+                scheduler.submit(now, submission, False)
+                self._runs[submission.id] = _Run(scheduler.book.entries[submission.id], submission)
+            self._carry_out(scheduler.tick(now))
+        jobs.sort(key=lambda job: job.submitted)
+        return Simulated(jobs, devices, moments)
+
+    # -- parts
+
+    def _end(self, run: _Run) -> None:
+        entry, submission, now = run.entry, run.submission, self._now
+        if self._speeds is not None:
+            self._touch(run, [])
+        self._scheduler.ended(now, entry.id, "completed", False)
+        del self._runs[entry.id]
+        record = JobRecord(
+            entry.id, entry.tenant, submission.model, submission.devices, submission.duration or 0.0,
+            submission.submitted, run.first_start, now, entry.ran, entry.service, entry.preemptions,
+        )  # fmt: skip
+        self._jobs.append(record)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        now, runs = self._now, self._runs
+        for action in actions:
+            run = runs[action.id]
+            kind = type(action)
+            if kind is Start:
+                run.since = now
+                if not self._free_of_charge:
+                    overheads = self._overheads
+                    run.since += overheads.start if run.first_start < 0 else overheads.resume
+                if run.first_start < 0:
+                    run.first_start = now
+                self._place(run)
+                self._scheduler.started(now, action.id, False)
+            elif kind is Stop:
+                self._advance(run)
+                run.version += 1
+                if self._speeds is not None:
+                    self._touch(run, [])
+            elif kind is Move or kind is Resize:
+                self._advance(run)
+                pause = self._pause(run, action)
+                run.since = max(run.since, now) + pause
+                self._place(run)
+            elif self._speeds is not None:
+                self._touch(run, run.devices)
+        if self._touched:
+            self._settle()
+
+    def _pause(self, run: _Run, action: Action) -> float:
+        overheads = self._overheads
+        if isinstance(action, Resize):
+            return overheads.grow if len(action.places) > run.count else overheads.shrink
+        return overheads.move
+
+    def _advance(self, run: _Run) -> None:
+        """What it did until now."""
+        seconds = self._now - run.since
+        if seconds > 0:
+            run.left -= seconds * run.rate
+            run.since = self._now
+
+    def _place(self, run: _Run) -> None:
+        """Its devices are new: how fast it is there alone, and when it ends."""
+        devices = run.entry.devices
+        asked = run.submission.devices
+        run.count = len(devices)
+        run.alone = 1.0 if run.count == asked else self._scaling(run.submission, run.count)
+        if self._speeds is not None:
+            self._touch(run, devices)
+            run.placed = True
+        else:
+            self._set_rate(run, run.alone)
+
+    def _set_rate(self, run: _Run, rate: float) -> None:
+        """From now on it goes at ``rate``; the scheduler is told."""
+        if rate != run.rate:
+            run.rate = rate
+            done = 1 - run.left / run.submission.duration if run.submission.duration else 1.0
+            self._scheduler.report(self._now, run.entry.id, Report(progress=done, rate=rate), False)
+        run.version += 1
+        if rate > 0:
+            end = run.since + (run.left if rate == 1.0 else run.left / rate)
+            heappush(self._ends, (max(end, self._now), run.entry.order, run.version, run))
+
+    def _touch(self, run: _Run, devices: list[Device]) -> None:
+        """It leaves where it was, and is at ``devices``."""
+        for device in (*run.devices, *devices):
+            self._touched[device] = None
+        run.devices = devices
+
+    def _settle(self) -> None:
+        """The speeds of all whose neighbours changed."""
+        assert self._speeds is not None
+        runs, changed = self._runs, dict[str, _Run]()
+        for device in self._touched:
+            residents = device.residents
+            paces = self._speeds(device, residents) if residents else ()
+            self._paces[device] = {entry.id: pace for entry, pace in zip(residents, paces, strict=True)}
+            for entry in residents:
+                changed[entry.id] = runs[entry.id]
+        for run in changed.values():
+            rate = run.alone * min(self._paces[device][run.entry.id] for device in run.devices)
+            if rate != run.rate or run.placed:
+                self._advance(run)
+                self._set_rate(run, rate)
+                run.placed = False
+        self._touched.clear()
+
+    def _stuck(self) -> None:
+        waiting = list(self._scheduler.book.entries.values())
+        shown = ", ".join(f"{entry.id!r} ({entry.wanted} devices)" for entry in waiting[:3])
+        raise SimulationError(
+            f"at {self._now:.0f} s nothing runs and policy {self._scheduler.policy.name!r} starts none of "
+            f"{len(waiting)} waiting submissions: {shown}"
+        )
