@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,12 @@ from waterflow.cluster.backend import (
     Progress,
     Started,
 )
+from waterflow.cluster.intake import checked
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.status import cluster_status, job_status
 from waterflow.cluster.store import ENDED, JobRecord, Store
-from waterflow.cluster.submission import Node, Place, Report, Submission, SubmissionError, Tenant
+from waterflow.cluster.submission import Node, Place, Report, SubmissionError, Tenant
 from waterflow.errors import InvalidJobError, WaterflowError
 
 logger = logging.getLogger("waterflow")
@@ -40,11 +41,6 @@ SAVE_SECONDS = 5.0  # how often the scheduler is written down where only reports
 RETRY_SECONDS = 0.5  # after a start that the backend refused
 MOST_LOSSES = 4  # a job whose node is lost so often without a checkpoint in between is taken to be the reason
 SUSPEND_SECONDS = 30.0  # that ``down`` gives jobs to write their checkpoints
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_KINDS: dict[str, tuple[type, ...]] = {
-    "id": (str,), "tenant": (str,), "devices": (int,), "priority": (str,), "auto": (bool,), "memory": (int,),
-    "model": (str, type(None)), "duration": (int, float, type(None)),
-}  # fmt: skip
 
 
 class ClosedError(WaterflowError, RuntimeError):
@@ -129,7 +125,7 @@ class Service:
 
         Raises SubmissionError or InvalidJobError for what can never run, with the reason; nothing is kept of it then.
         """
-        asked = _checked(submission)
+        asked = checked(submission)
         with self._turn():
             asked.submitted = self.now()
             if not self.store.add(asked.to_dict(), payload, checkpoint):
@@ -178,45 +174,14 @@ class Service:
                 self._changed.wait(left)
 
     def status(self) -> dict[str, Any]:
-        """Nodes, tenants and jobs, as JSON knows them. Bytes, and seconds since 1970."""
+        """Nodes, tenants and jobs; see ``cluster_status``."""
         with self._lock:
-            now, book = self.now(), self.scheduler.book
-            jobs = [self.told(job, now) for job in self.store.jobs()]
-            busy = [place for job in jobs for place in map(tuple, job["places"])]
-            nodes = []
-            for node in self.backend.nodes():
-                reports = self.reports(node.name)
-                nodes.append({
-                    "name": node.name, "devices": node.devices, "memory": node.memory, "alive": node.alive,
-                    "epoch": node.epoch, "machine": node.machine, "jobs": sum(place[0] == node.name for place in busy),
-                    "utilization": max((report.utilization for report in reports), default=0.0),
-                    "held": sum(report.memory for report in reports),
-                })  # fmt: skip
-            tenants = [
-                {"name": tenant.name, "quota": tenant.quota, "used": sum(
-                    entry.submission.devices for entry in book.entries.values() if entry.state == "running"
-                    and entry.submission.tenant == tenant.name and entry.priority == "guaranteed")}
-                for tenant in book.tenants.values()
-            ]  # fmt: skip
-            return {"policy": self.scheduler.policy.name, "now": now, "nodes": nodes, "tenants": tenants, "jobs": jobs}
+            return cluster_status(self.now(), self.scheduler, self.backend.nodes(), self.store.jobs(), self._live)
 
-    def told(self, job: JobRecord, now: float | None = None) -> dict[str, Any]:
+    def told(self, job: JobRecord) -> dict[str, Any]:
         """What ``status`` says of one job."""
         with self._lock:
-            now = self.now() if now is None else now
-            reports = list(self._live.get(job.id, {}).values())
-            until = job.ended if job.ended is not None else now
-            return {
-                "id": job.id, "tenant": job.tenant, "state": job.state, "priority": job.priority,
-                "devices": job.submission["devices"], "places": [[node, device] for node, device, _ in job.places],
-                "submitted": job.submitted, "started": job.started, "ended": job.ended,
-                "waited": (job.started if job.started is not None else until) - job.submitted,
-                "attempts": job.attempts, "reason": job.reason,
-                "steps": max([job.steps, sum(report.steps for report in reports)]),
-                "fraction": 1.0 if job.state == "completed" else _mean(report.fraction for report in reports),
-                "step_seconds": _mean(report.step_seconds for report in reports if report.step_seconds > 0),
-                "memory": max((report.memory for report in reports), default=None),
-            }  # fmt: skip
+            return job_status(self.now(), job, self._live.get(job.id, {}))
 
     # -- the loop
 
@@ -434,31 +399,3 @@ class Service:
         """Seconds since 1970; never less than before, whatever the system's clock does."""
         self._now = max(self._now, self._clock())
         return self._now
-
-    def reports(self, node: str) -> list[Progress]:
-        """The last report of each job that runs on a node."""
-        with self._lock:
-            return [by_node[node] for by_node in self._live.values() if node in by_node]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _checked(given: dict[str, Any]) -> Submission:
-    """What came over the wire, as a submission. Raises SubmissionError."""
-    for key, value in given.items():
-        kinds = _KINDS.get(key)
-        if kinds is None:
-            raise SubmissionError(f"a submission has no {key!r}; it has {', '.join(_KINDS)}")
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise SubmissionError(f"{key} of a submission cannot be {value!r}")
-    if not _ID.fullmatch(given.get("id", "")):
-        raise SubmissionError(
-            f"a job's id is 1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit; "
-            f"got {given.get('id')!r}"
-        )
-    if given.get("memory", 0) < 0:
-        raise SubmissionError(f"job {given['id']!r}: memory must be a number of bytes; got {given['memory']}")
-    return Submission.from_dict(given)
