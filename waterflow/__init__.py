@@ -14,6 +14,7 @@ from waterflow.allocator.counting import count_memory
 from waterflow.batch_size import max_batch_size
 from waterflow.errors import (
     CaptureError,
+    ClusterError,
     InvalidJobError,
     JobCancelled,
     MemoryLimitError,
@@ -38,6 +39,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "CaptureError",
+    "Cluster",
+    "ClusterError",
     "Engine",
     "InvalidJobError",
     "Job",
@@ -70,4 +73,8 @@ def __getattr__(name: str):  # type: ignore[no-untyped-def]
         from waterflow.study import optimize
 
         return optimize
+    if name == "Cluster":
+        from waterflow.cluster.client import Cluster
+
+        return Cluster
     raise AttributeError(f"module 'waterflow' has no attribute {name!r}")

@@ -48,3 +48,7 @@ class JobCancelled(WaterflowError):
 
 class StudyError(WaterflowError, ValueError):
     """A study, or its settings, that cannot be run as asked."""
+
+
+class ClusterError(WaterflowError, RuntimeError):
+    """A cluster that cannot be reached, or that cannot do what it was asked for; the message says why."""

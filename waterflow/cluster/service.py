@@ -32,7 +32,7 @@ from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.status import cluster_status, job_status
 from waterflow.cluster.store import ENDED, JobRecord, Store
 from waterflow.cluster.submission import Node, Place, Report, SubmissionError, Tenant
-from waterflow.errors import InvalidJobError, WaterflowError
+from waterflow.errors import ClusterError, InvalidJobError
 
 logger = logging.getLogger("waterflow")
 
@@ -43,16 +43,16 @@ MOST_LOSSES = 4  # a job whose node is lost so often without a checkpoint in bet
 SUSPEND_SECONDS = 30.0  # that ``down`` gives jobs to write their checkpoints
 
 
-class ClosedError(WaterflowError, RuntimeError):
+class ClosedError(ClusterError):
     """The cluster has ended, or ends."""
 
 
-class BusyError(WaterflowError, RuntimeError):
+class BusyError(ClusterError):
     """What was asked for can be done soon, and not now."""
 
 
 class Service:
-    """One running cluster: a scheduler, its store and its backend. Thread-safe; ``run()`` is its loop.
+    """One running cluster: a scheduler, its store and its backend. Thread-safe; ``start()`` begins its loop.
 
     The state is taken up from the store where there is one: ``policy`` must then be the same, and ``tenants`` may not differ.
     """
@@ -71,7 +71,8 @@ class Service:
         self._live: dict[str, dict[str, Progress]] = {}  # the last report of each running job, by node
         self._unsettled: set[str] = set()
         self._retry_at: dict[str, float] = {}
-        self._closing = False
+        self._closing = self._ended = False
+        self._loop: threading.Thread | None = None
         self.failure: BaseException | None = None
         state = store.meta("scheduler")
         if state is None:
@@ -79,6 +80,7 @@ class Service:
         else:
             self.scheduler = Scheduler.from_dict(state, policy)
             self._same_tenants(tenants)
+        self._epochs: dict[str, int] = store.meta("epochs") or {}  # of the nodes that the scheduler knows
         self._now = max(clock(), self.scheduler.book.now)
         self._take_up()
 
@@ -95,12 +97,10 @@ class Service:
         """Compare what the store says with what runs: nodes first, then events that nobody heard, then jobs."""
         with self._turn():
             alive = {node.name: node for node in self.backend.nodes() if node.alive}
-            known = self.scheduler.book.devices.nodes
-            for name in [name for name in known if name not in alive]:
-                self.scheduler.node_lost(self.now(), name, decide=False)
+            for name in [name for name in self.scheduler.book.devices.nodes if name not in alive]:
+                self._node_lost(name)
             for node in alive.values():
-                if node.name not in known:
-                    self.scheduler.node_joined(self.now(), Node(node.name, node.devices, node.memory), decide=False)
+                self._node_joined(NodeJoined(node.name, node.epoch, node.devices, node.memory))
             events = self.backend.poll(0.0)
             for event in events:
                 self._take(event)
@@ -202,29 +202,41 @@ class Service:
         """Whether it has ended, by itself or by ``close`` or ``down``."""
         return self._over.is_set()
 
+    def start(self) -> None:
+        """``run()`` on a thread of its own, until ``close()`` or ``down()``."""
+        self._loop = threading.Thread(target=self.run, name="scheduler", daemon=True)
+        self._loop.start()
+
     def close(self) -> None:
         """Leave the nodes running, and end; a service that is made on the same store and folder goes on."""
-        with self._lock:
-            self._over.set()
-            self._changed.notify_all()
-        self.backend.detach()
-        self.store.close()
+        if self._end_loop():
+            self.backend.detach()
+            self.store.close()
 
     def down(self, seconds: float = SUSPEND_SECONDS) -> None:
         """Suspend what runs, with checkpoints, and end all nodes; the jobs stay known and go on when it is up again."""
+        until = time.monotonic() + seconds
         with self._lock:
             self._closing = True
             for job in self.store.jobs(states=["starting", "running"]):
                 self.store.change(job.id, state="stopping")
                 with contextlib.suppress(BackendError):
                     self.backend.stop(job.id, suspend=True)
-            until = time.monotonic() + seconds
-            while self.store.jobs(states=["stopping"]) and time.monotonic() < until and not self._over.is_set():
+            while self.store.jobs(states=["stopping"]) and time.monotonic() < until and not self.over:
                 self._changed.wait(0.1)
+        if self._end_loop():
+            self.backend.close()
+            self.store.close()
+
+    def _end_loop(self) -> bool:
+        """Whether it had not ended before."""
+        with self._lock:
             self._over.set()
             self._changed.notify_all()
-        self.backend.close()
-        self.store.close()
+            first, self._ended = not self._ended, True
+        if self._loop is not None:
+            self._loop.join()
+        return first
 
     def turn(self, timeout: float = LONGEST_POLL) -> None:
         """Hear the backend once, and do what follows."""
@@ -253,6 +265,7 @@ class Service:
                     asks = self._settle_all()
                     if save or asks or self.now() - self._saved >= SAVE_SECONDS:
                         self.store.set_meta("scheduler", self.scheduler.to_dict())
+                        self.store.set_meta("epochs", self._epochs)
                         self._saved = self.now()
             except (SubmissionError, InvalidJobError, BusyError):  # nothing was changed
                 raise
@@ -312,8 +325,7 @@ class Service:
         return tuple((node, device) for node, device in entry.places), entry.priority
 
     def _start(self, job: JobRecord, places: tuple[Place, ...], priority: Any) -> Callable[[], None]:
-        epochs = {node.name: node.epoch for node in self.backend.nodes()}
-        self.store.place(job.id, [(node, device, epochs.get(node, 0)) for node, device in places])
+        self.store.place(job.id, [(node, device, self._epochs[node]) for node, device in places])
         self.store.change(job.id, state="starting", attempts=job.attempts + 1, priority=priority)
         where = ", ".join(f"{node}:{device}" for node, device in places)
         self.store.say(job.id, self.now(), f"starts at {where} as {priority}, attempt {job.attempts + 1}")
@@ -338,12 +350,11 @@ class Service:
         now = self.now()
         if isinstance(event, NodeLost):
             logger.warning("node %s is lost: %s", event.node, event.reason)
-            self._unsettled |= {a.id for a in self.scheduler.node_lost(now, event.node, decide=False)}
+            if self._epochs.get(event.node) == event.epoch:
+                self._node_lost(event.node)
             return
         if isinstance(event, NodeJoined):
-            node = Node(event.node, event.devices, event.memory)
-            self._unsettled |= {a.id for a in self.scheduler.node_joined(now, node, decide=False)}
-            self._unsettled |= {job.id for job in self.store.jobs(states=["starting", "running"])}
+            self._node_joined(event)
             return
         job = self.store.job(event.id)
         if job is None or job.over or not self._current(job, event):
@@ -366,6 +377,17 @@ class Service:
         elif job.state != "starting" or event.how == "lost":  # else: news of the start before
             self._gone(job, event.reason or ("its node was lost" if event.how == "lost" else "suspended"), event.how)
 
+    def _node_lost(self, node: str) -> None:
+        self._epochs.pop(node, None)
+        self._unsettled |= {a.id for a in self.scheduler.node_lost(self.now(), node, decide=False)}
+
+    def _node_joined(self, event: NodeJoined) -> None:
+        """A node with a process that is new; one that a backend takes over is told of again, and nothing has changed."""
+        if self._epochs.get(event.node) != event.epoch:
+            self._epochs[event.node] = event.epoch
+            node = Node(event.node, event.devices, event.memory)
+            self._unsettled |= {a.id for a in self.scheduler.node_joined(self.now(), node, decide=False)}
+
     def _current(self, job: JobRecord, event: Any) -> bool:
         """Whether an event comes from where the job was started last; a node that came back since has a higher epoch."""
         epochs = [epoch for node, _, epoch in job.places if node == event.node]
@@ -382,7 +404,9 @@ class Service:
         self.store.say(job.id, self.now(), f"{how}: {why}")
         if losses > MOST_LOSSES:
             self.scheduler.ended(self.now(), job.id, "failed", decide=False)
-            self._end(job, "failed", f"its node was lost {losses} times without a checkpoint in between; the last time: {why}")
+            self._end(
+                job, "failed", f"its node was lost {losses} times without a checkpoint in between; the last time: {why}"
+            )
             return
         self.store.change(job.id, state="waiting", losses=losses)
         self._unsettled.add(job.id)
@@ -392,8 +416,6 @@ class Service:
         self.store.place(job.id, ())
         self.store.change(job.id, state=how, ended=self.now(), reason=reason)
         self.store.say(job.id, self.now(), f"{how}{f': {reason}' if reason else ''}")
-
-    # -- figures
 
     def now(self) -> float:
         """Seconds since 1970; never less than before, whatever the system's clock does."""

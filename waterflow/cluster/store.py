@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from waterflow.errors import InvalidJobError, WaterflowError
+from waterflow.errors import ClusterError, InvalidJobError
 
 FORMAT = 1  # of the file; another one is refused
 LOG_LINES = 2000  # kept per job
@@ -49,10 +49,6 @@ _CHANGE = {"state", "priority", "started", "ended", "attempts", "losses", "check
 _AMONG = "{} IN (SELECT value FROM json_each(?))"
 # cloudpickle names each class that it sends by value with a random number: it says nothing of the payload.
 _CLASS_NUMBER = re.compile(rb"\x8c\x20[0-9a-f]{32}")
-
-
-class StoreError(WaterflowError, RuntimeError):
-    """The cluster's file cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def digest_of(submission: dict[str, Any], payload: bytes) -> str:
 class Store:
     """The file of one cluster. Thread-safe; changes inside of ``transaction()`` are made together or not at all.
 
-    Raises StoreError where the file is damaged, or of another version.
+    Raises ClusterError where the file is damaged, or of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +107,7 @@ class Store:
             self._db.executescript(_SCHEMA)
             self._check_format()
         except sqlite3.DatabaseError as error:
-            raise StoreError(
+            raise ClusterError(
                 f"{path} cannot be used as the state of a cluster: {error}. Put back a copy of it, or start a new cluster "
                 "with another --state folder"
             ) from error
@@ -122,7 +118,7 @@ class Store:
         if found is None:
             self.set_meta("format", FORMAT)
         elif found != FORMAT:
-            raise StoreError(
+            raise ClusterError(
                 f"{self.path} has format {found}, and this version reads format {FORMAT}. Use the version of waterflow "
                 "that wrote it, or start a new cluster with another --state folder"
             )
@@ -203,10 +199,12 @@ class Store:
                 f"checkpoint, steps, reason, results FROM jobs WHERE {where} ORDER BY number", values,
             )  # fmt: skip
             places: dict[str, list[tuple[str, int, int]]] = {}
-            for id, node, device, epoch in self._all("SELECT id, node, device, epoch FROM placements ORDER BY position"):
+            for id, node, device, epoch in self._all(
+                "SELECT id, node, device, epoch FROM placements ORDER BY position"
+            ):
                 places.setdefault(id, []).append((node, device, epoch))
         return [
-            JobRecord(row[0], row[1], row[2], json.loads(row[3]), *row[4:], tuple(places.get(row[0], ())))
+            JobRecord(row[0], row[1], row[2], json.loads(row[3]), *row[4:], places=tuple(places.get(row[0], ())))
             for row in rows
         ]
 
@@ -243,15 +241,15 @@ class Store:
         return self._all("SELECT number, at, line FROM log WHERE id = ? AND number > ? ORDER BY number", (id, after))
 
     def check(self) -> None:
-        """Raise StoreError where the file contradicts itself."""
+        """Raise ClusterError where the file contradicts itself."""
         with self._lock:
             (found,) = self._all("PRAGMA integrity_check")[0]
             if found != "ok":
-                raise StoreError(f"{self.path} is damaged: {found}")
+                raise ClusterError(f"{self.path} is damaged: {found}")
             for job in self.jobs():
                 held = job.state in ("starting", "running", "stopping")
                 if bool(job.places) != held:
-                    raise StoreError(f"{self.path}: job {job.id!r} is {job.state} and has {len(job.places)} places")
+                    raise ClusterError(f"{self.path}: job {job.id!r} is {job.state} and has {len(job.places)} places")
 
     def _run(self, sql: str, values: Sequence[Any] = ()) -> None:
         with self._lock:
