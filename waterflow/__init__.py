@@ -12,8 +12,10 @@ if _native.built_with_torch != _torch.__version__:
 
 from waterflow.allocator.counting import count_memory
 from waterflow.batch_size import max_batch_size
+from waterflow.checkpoint import Checkpoint
 from waterflow.errors import (
     CaptureError,
+    CheckpointError,
     ClusterError,
     InvalidJobError,
     JobCancelled,
@@ -39,6 +41,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "CaptureError",
+    "Checkpoint",
+    "CheckpointError",
     "Cluster",
     "ClusterError",
     "Engine",

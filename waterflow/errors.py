@@ -52,3 +52,7 @@ class StudyError(WaterflowError, ValueError):
 
 class ClusterError(WaterflowError, RuntimeError):
     """A cluster that cannot be reached, or that cannot do what it was asked for; the message says why."""
+
+
+class CheckpointError(WaterflowError):
+    """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""

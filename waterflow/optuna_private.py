@@ -14,9 +14,9 @@ import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow.errors import StudyError, WaterflowError
+from waterflow.evaluation import evaluating
 from waterflow.executor.engine import current_worker
 from waterflow.executor.virtual_clock import VirtualClock
-from waterflow.runner import evaluating
 
 
 def _loop_flags(study: optuna.Study) -> Any:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import threading
 import time
 import traceback
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError, JobCancelled, MemoryLimitError, NonFiniteLossError
+from waterflow.boundary import Boundary
+from waterflow.checkpoint import Checkpoint
+from waterflow.errors import CheckpointError, InvalidJobError, JobCancelled, NonFiniteLossError
+from waterflow.evaluation import Evaluation
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
-from waterflow.executor.fused_group import FusedPending
-from waterflow.executor.pending import Pending
 from waterflow.executor.shared_data import Reader, SharedData
-from waterflow.job import Job, JobResult, Metrics, Status, as_metrics
-from waterflow.partition.plan import format_bytes, opaque_plan
+from waterflow.job import Job, JobResult, Metrics, Status
+from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
 from waterflow.step import Step
+from waterflow.step_queue import StepQueue
+from waterflow.stopping import let_go
 from waterflow.user_code import UserCode
 
 # Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
@@ -34,9 +34,6 @@ STEPS_AHEAD = 2
 BRIDGE_SECONDS = 5e-3
 MOST_STEPS_AHEAD = 16
 BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
-# Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, then to be broken off.
-STOP_SECONDS = 0.5
-BREAK_OFF_SECONDS = 1.0
 
 OnEpoch = Callable[[int, Metrics], None]
 InOrder = Callable[[], contextlib.AbstractContextManager[None]]
@@ -51,56 +48,19 @@ class StopJob(Exception):
     """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
 
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """A thread that comes back from native code while Python shuts down would abort the process."""
-    _C.close_engines()
-    deadline = time.monotonic() + BREAK_OFF_SECONDS
-    for thread in list(_threads):
-        if thread.ident is not None and thread is not threading.current_thread():
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
-
-
-def stop_all(runners: Iterable[JobRunner], reason: str) -> None:
-    """Stop several jobs; does not wait for their groups to end."""
-    for runner in runners:
-        thread = threading.Thread(target=runner.stop, args=(reason,), daemon=True)
-        _threads.add(thread)
-        thread.start()
-
-
-def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None:
-    """Wait for threads that have been started, at most ``seconds`` for all of them."""
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        if thread is not None and thread.ident is not None:
-            _threads.add(thread)
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
-
-
-_local = threading.local()
-
-
-def evaluating() -> bool:
-    """Whether the calling thread is inside a job's ``evaluate``, and so keeps a lane."""
-    return getattr(_local, "evaluating", False)
-
-
 class JobRunner:
-    """Trains one job. ``run()`` is called once; ``stop()`` from any thread.
+    """Trains one job. ``run()`` is called once; ``stop()``, ``snapshot()``, ``suspend()`` and ``resume()`` from any thread.
 
     ``engine`` None trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each
     evaluation (after each epoch where there is none, with the mean loss); what it raises ends the job. ``seed``
     stands in for a seed that the job does not have; without one it is drawn here. Model and data are made inside of
-    ``in_order()``, which may wait.
+    ``in_order()``, which may wait. With ``resume`` the job goes on from a checkpoint of it; raises CheckpointError for one
+    of another job.
     """
 
     def __init__(
         self, job: Job, engine: Engine | None = None, on_epoch: OnEpoch | None = None, *,
-        seed: int | None = None, in_order: InOrder = contextlib.nullcontext,
+        seed: int | None = None, in_order: InOrder = contextlib.nullcontext, resume: Checkpoint | None = None,
     ) -> None:  # fmt: skip
         job.check()
         self.job = job
@@ -111,19 +71,30 @@ class JobRunner:
         self._started = time.perf_counter()
         self._losses: list[float] = []
         self._metrics: list[Metrics] = []
-        self._eager_height: int | None = None
         self._batches: Batches | Reader | None = None
         self._thread: int | None = None
         self._scheduler: Any = None
         self._user_code = UserCode()
+        self._evaluation = Evaluation(job, engine, self._user_code)
         self._lock = threading.Lock()
         self._in_order = in_order
-        if job.seed is not None or seed is None:
-            seed = job.seed if job.seed is not None else draw_seed()
+        if resume is not None:
+            check_same_job(job, resume)
+            seed = resume.state["seed"]
+        elif job.seed is not None or seed is None:
+            seed = int(job.seed) if job.seed is not None else draw_seed()
+        self._seed = seed
+        self._resume = resume
+        self._state: JobState | None = None
+        self._boundary = Boundary(job.name)
+        self._between = False  # the job's own thread stands between two steps
+        self._epoch = self._epoch_began = 0  # epochs done, and the steps before
+        self._steps = StepQueue()
         self._numbers = torch.Generator().manual_seed(seed)
         self._data_numbers = torch.Generator().manual_seed(seed)
         if isinstance(job.data, SharedData):  # from now on other jobs wait for this one
-            self._batches = job.data.reader(job.epochs, self._check_stop, self._held_up)
+            place = (0, 0) if resume is None else (resume.epoch, resume.batch)
+            self._batches = job.data.reader(job.epochs, self._check_stop, self._held_up, place)
 
     def stop(self, reason: str = "stopped") -> None:
         """End the job at its next group boundary, and wait for that."""
@@ -138,6 +109,39 @@ class JobRunner:
         """End the job now: code of the user's, too (data, evaluation), which ``stop()`` would let come to its end."""
         self._stop = self._stop or "interrupted"
         self._user_code.break_off()
+
+    def snapshot(self, timeout: float | None = None) -> Checkpoint:
+        """A copy of the job's whole state behind the step that it does now. Its other steps wait for that.
+
+        Raises CheckpointError where the job ends before, where it comes to no boundary within ``timeout`` seconds, and for
+        jobs that nobody could go on with (data that can be read only once). On the job's own thread: in ``on_epoch`` alone.
+        """
+        if threading.get_ident() != self._thread:
+            return self._boundary.ask(False, timeout)
+        if not self._between:
+            raise CheckpointError(
+                f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation"
+            )
+        return self._checkpoint()
+
+    def suspend(self, timeout: float | None = None) -> Checkpoint:
+        """Stand still behind the step that it does now: the job's state leaves the device, what it claimed is given back.
+
+        Model and optimizer keep no memory until ``resume()``; ``stop()`` brings them back, too. Raises as ``snapshot`` does,
+        but suspends jobs whose data can be read only once: the checkpoint then has no place in it.
+        """
+        if threading.get_ident() == self._thread:
+            raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
+        return self._boundary.ask(True, timeout)
+
+    def resume(self) -> None:
+        """Let a suspended job go on where it stands. Raises CheckpointError for one that is not suspended."""
+        self._boundary.go()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the job stands still until ``resume()``."""
+        return self._boundary.suspended
 
     def run(self) -> JobResult:
         """Train to the end; errors of the job end up in its result, whatever their kind."""
@@ -168,13 +172,14 @@ class JobRunner:
     # -- the parts
 
     def _end(self, error: BaseException | None) -> None:
+        self._boundary.end()
         if self._batches is not None:
             self._batches.close()
         if self.step is not None:
             self.step.close()
         if error is not None:  # it is kept, and this object with it
-            _let_go(error)
-            self.step = self._batches = self._scheduler = None
+            let_go(error)
+            self.step = self._batches = self._scheduler = self._state = None
 
     def _build(self) -> None:
         job = self.job
@@ -192,22 +197,92 @@ class JobRunner:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidJobError(f"job {job.name!r}: optimizer made a {type(optimizer).__name__}, not an optimizer")
         self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
+        self._state = JobState(job, model, optimizer, self._scheduler)
+        if self._resume is not None:
+            self._state.put(self._resume.state["job"])
+        self._make_step(model, optimizer)
+        if not isinstance(job.data, SharedData):
+            self._batches = Batches(job.name, job.data, self._data_numbers)
+        if self._resume is not None:
+            self._go_on_from(self._resume)
+
+    def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        job = self.job
         step = Step(
             model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
             clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
             recompute=job.recompute, compile=job.compile, generator=self._numbers, name=job.name, engine=self.engine,
         )  # fmt: skip
         step.batches_ahead = STEPS_AHEAD
+        step.shared_batches = isinstance(job.data, SharedData)
         with self._lock:
             self.step = step
-        if isinstance(job.data, SharedData):
-            step.shared_batches = True
-        else:
-            self._batches = Batches(job.name, job.data, self._data_numbers)
+
+    # -- between two steps
+
+    def _checkpoint(self, move: bool = False) -> Checkpoint:
+        """The job's state; with ``move`` its model keeps none."""
+        step, batches, state = self.step, self._batches, self._state
+        assert step is not None and batches is not None and state is not None
+        place: dict[str, Any] | None = None
+        if isinstance(batches, Batches):
+            with contextlib.suppress(CheckpointError) if move else contextlib.nullcontext():
+                place = batches.place()
+        step.stand_alone()
+        held = {
+            "seed": self._seed,
+            "shared": isinstance(batches, Reader),
+            "data": place,
+            "numbers": self._numbers.get_state(),
+            "step": progress_of(step),
+            "losses": torch.tensor(self._losses, dtype=torch.float64),
+            "metrics": [dict(metrics) for metrics in self._metrics],
+            "seconds": time.perf_counter() - self._started,
+            "job": state.take(move),
+        }
+        return Checkpoint(self.job.name, self._epoch, len(self._losses) - self._epoch_began, len(self._losses), held)
+
+    def _go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Take up what is not model, optimizer or scheduler."""
+        state, step = checkpoint.state, self.step
+        assert step is not None
+        if isinstance(self._batches, Batches):
+            self._batches.go_on_from(state["data"])
+        self._numbers.set_state(state["numbers"])
+        put_progress(step, state["step"])
+        self._losses = state["losses"].tolist()
+        self._metrics = [dict(metrics) for metrics in state["metrics"]]
+        self._started -= state["seconds"]
+        self._epoch, self._epoch_began = checkpoint.epoch, checkpoint.steps - checkpoint.batch
+
+    def _grant(self) -> None:
+        """Do what others have asked for."""
+        self._steps.take_all()
+        self._losses += self._steps.losses()
+        self._boundary.answer(self._checkpoint)
+        if self._boundary.wished:  # to suspend it
+            self._boundary.answer(lambda: self._checkpoint(move=True), self._stand_still)
+
+    def _stand_still(self, checkpoint: Checkpoint, tell: Callable[[], None]) -> None:
+        step, state = self.step, self._state
+        assert step is not None and state is not None
+        try:
+            step.close()
+            if isinstance(self._batches, Reader):
+                self._batches.pause()
+            tell()
+            self._boundary.await_go(self._check_stop, checkpoint)
+        finally:
+            state.put(checkpoint.state["job"])
+        self._make_step(step.model, step.optimizer)
+        assert self.step is not None
+        self.step.opaque_reason, self.step.measured_height = step.opaque_reason, step.measured_height
+        put_progress(self.step, checkpoint.state["step"])
 
     def _train(self) -> None:
-        for epoch in range(self.job.epochs):
-            losses = self._train_epoch()
+        assert self.step is not None
+        while self._epoch < self.job.epochs:
+            epoch, losses = self._epoch, self._train_epoch()
             if not self.job.allow_non_finite and not all(map(math.isfinite, losses)):
                 first = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
                 raise NonFiniteLossError(
@@ -215,7 +290,8 @@ class JobRunner:
                     "Lower the learning rate, clip gradients, or pass allow_non_finite=True; a study goes on after such trials "
                     "with catch=(wf.NonFiniteLossError,)"
                 )
-            metrics = self._evaluate()
+            self._check_stop()
+            metrics = self._evaluation.metrics(self.step)
             if metrics is None:
                 metrics = {"loss": sum(losses) / len(losses)}
             self._metrics.append(metrics)
@@ -224,43 +300,48 @@ class JobRunner:
                     self._scheduler.step(next(iter(metrics.values())))
                 else:
                     self._scheduler.step()
+            self._epoch, self._epoch_began = epoch + 1, len(self._losses)
             if self._on_epoch is not None:
-                self._on_epoch(epoch, metrics)
+                self._between = True
+                try:
+                    self._on_epoch(epoch, metrics)
+                finally:
+                    self._between = False
 
     def _train_epoch(self) -> list[float]:
         """One pass over the data: the next batch is loaded while the last ones run."""
-        assert self.step is not None and self._batches is not None
-        under_way: deque[Pending | FusedPending] = deque()
-        losses: list[torch.Tensor] = []
-        before = len(self._losses)
+        assert self._batches is not None
+        steps = self._steps
         ahead = self._steps_ahead()
+        batches = self._batches.epoch()
         try:
-            for batch in self._batches.epoch():
+            while True:
+                if self._boundary.wished:
+                    self._grant()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
                 self._check_stop()
-                under_way.append(self.step.submit(batch))
+                assert self.step is not None  # another one after a pause
+                steps.add(self.step.submit(batch))
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
                     # Schedulers look for it; the update that it stands for is on its way.
                     self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
                     self._scheduler.step()
-                if len(under_way) >= ahead:
+                if len(steps) >= ahead:
                     if ahead == STEPS_AHEAD:
                         ahead = self._steps_ahead()
-                    # One wait for half of the queue: they end in order, and each wait costs two thread switches.
-                    half = (len(under_way) + 1) // 2
-                    under_way[half - 1].wait()
-                    for _ in range(half):
-                        _take(under_way, losses)
-            while under_way:
-                _take(under_way, losses)
+                    steps.take_half()
+            steps.take_all()
         except BaseException:
             # What is under way must end before its memory goes.
             with contextlib.suppress(Exception):
-                while under_way:
-                    _take(under_way, losses)
+                steps.take_all()
             raise
         finally:
-            self._losses.extend(_numbers(losses))
-        return self._losses[before:]
+            self._losses += steps.losses()
+        return self._losses[self._epoch_began :]
 
     def _steps_ahead(self) -> int:
         """How many steps to have queued or running.
@@ -276,55 +357,6 @@ class JobRunner:
         by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
         by_memory = STEPS_AHEAD + int(self.engine.reserve * BATCH_SHARE / max(plan.batch, 1))
         return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
-
-    def _evaluate(self) -> Metrics | None:
-        evaluate = self.job.evaluate
-        if evaluate is None:
-            return None
-        self._check_stop()
-        assert self.step is not None
-
-        def work() -> Any:
-            assert self.step is not None
-            model = self.step.model
-            model.eval()
-            _local.evaluating = True
-            try:
-                with torch.no_grad(), self._user_code.here():
-                    return evaluate(model)
-            finally:
-                _local.evaluating = False
-                model.train()
-
-        if self.engine is None:
-            return as_metrics(self.job.name, work())
-        assert self.step.job is not None
-        plan = None
-        if self._eager_height is not None:
-            self._claim_for_evaluation(self._eager_height)
-            plan = _C.GroupPlan(ends=[1], peak=[self._eager_height], after=[0])
-        try:
-            result, height = self.engine.run_eager(self.step.job, work, plan)
-        except _C.Cancelled as error:
-            raise JobCancelled(str(error)) from None
-        self._eager_height = max(height, self._eager_height or 0)
-        return as_metrics(self.job.name, result)
-
-    def _claim_for_evaluation(self, height: int) -> None:
-        assert self.engine is not None and self.step is not None and self.step.job is not None
-        step = self.step.plan
-        if height <= step.height:
-            return
-        needed = opaque_plan(self.job.name, height, persistent=step.persistent, batch=step.batch)
-        try:
-            self.engine.claim(self.step.job, needed, batches=self.step.batches_ahead)
-        except MemoryLimitError as error:
-            raise MemoryLimitError(
-                f"evaluate of job {self.job.name!r} reaches {format_bytes(height)} above the job's state, which the "
-                f"limit of {format_bytes(error.limit)} does not leave. Evaluate in smaller batches, train fewer jobs "
-                "at once, or raise memory=.",
-                needed=error.needed, limit=error.limit,
-            ) from None  # fmt: skip
 
     def _held_up(self) -> bool:
         """Whether the job may wait for what other jobs hold: memory, or its turn in a study."""
@@ -362,32 +394,3 @@ class JobRunner:
                 "fused_steps": step.fused_steps, "state_dict": step.model.state_dict(),
             }),
         )  # fmt: skip
-
-
-def _let_go(error: BaseException) -> None:
-    """Free what the frames behind an error hold (models, batches, the engine); its lines and files stay readable."""
-    chain = [error]
-    for link in chain:
-        traceback.clear_frames(link.__traceback__)
-        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
-
-
-def _take(under_way: deque[Pending | FusedPending], losses: list[torch.Tensor]) -> None:
-    """Wait for the first of the steps; those behind a failed one do not count."""
-    try:
-        losses.append(_loss_of(under_way.popleft().result()))
-    except BaseException:
-        for pending in under_way:
-            with contextlib.suppress(Exception):
-                pending.result()
-        under_way.clear()
-        raise
-
-
-def _loss_of(result: Any) -> torch.Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _numbers(losses: list[torch.Tensor]) -> list[float]:
-    # One transfer from the device.
-    return torch.stack([loss.reshape(()).to(torch.float64) for loss in losses]).tolist() if losses else []

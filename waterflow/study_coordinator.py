@@ -37,15 +37,8 @@ from waterflow.optuna_private import (
 )
 from waterflow.planner.sets import Need, largest_set
 from waterflow.progress import ProgressLine
-from waterflow.runner import (
-    BREAK_OFF_SECONDS,
-    STOP_SECONDS,
-    JobRunner,
-    StopJob,
-    draw_seed,
-    join_all,
-    stop_all,
-)
+from waterflow.runner import JobRunner, StopJob, draw_seed
+from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, join_all, stop_all
 from waterflow.user_code import UserCode, remembered_interrupts
 
 Objective = Callable[[Trial], Any]

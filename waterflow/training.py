@@ -20,14 +20,8 @@ from waterflow.executor.fusing import expect
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
-from waterflow.runner import (
-    BREAK_OFF_SECONDS,
-    STOP_SECONDS,
-    JobRunner,
-    draw_seed,
-    join_all,
-    stop_all,
-)
+from waterflow.runner import JobRunner, draw_seed
+from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, join_all, stop_all
 from waterflow.user_code import remembered_interrupts
 
 logger = logging.getLogger("waterflow")

@@ -123,6 +123,7 @@ class Backend(Protocol):
     - *Fencing.* A process whose node was declared lost can publish neither checkpoints nor results, and its events are dropped.
     - *Several devices.* The jobs of a group are dealt out over ``places``: job ``i`` runs at ``places[i % len(places)]``. When
       one of the nodes is lost the others' jobs are suspended before ``Ended(how="lost")`` comes.
+    - *Stopping twice.* An id whose stop is under way may be started already: it begins when that has ended, and its events follow.
     - *Files.* Payloads, checkpoints and results go through one folder that all nodes share. Its owner is trusted: files in it
       are unpickled.
     - *Restart.* Nodes may outlive who started them, for a time that is set, and then end themselves. A backend that is opened

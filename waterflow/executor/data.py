@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError
+from waterflow.errors import CheckpointError, InvalidJobError
 
 
 class Batches:
@@ -32,7 +31,8 @@ class Batches:
     ) -> None:  # fmt: skip
         self._what = "shared data" if name is None else f"data of job {name!r}"
         self._generator = generator
-        order = torch.Generator()
+        self._given = data
+        order = self._order = torch.Generator()
         order.set_state(generator.get_state())
         self._make: Callable[[], Any] = data if is_function(data) else lambda: data  # type: ignore[assignment]
         with self._own_numbers():
@@ -42,33 +42,162 @@ class Batches:
                 f"{self._what} made a {type(source).__name__}, which cannot be iterated; "
                 "make a list of batches or a DataLoader"
             )
-        self.source = _own_loader(source, order) if isinstance(source, DataLoader) else source
+        self.source: Any = _own_loader(source, order) if isinstance(source, DataLoader) else source
         # Nothing is drawn here for a batch by workers, nor for one that is there already.
         in_workers = isinstance(source, DataLoader) and source.num_workers > 0
         self._draws = not in_workers and type(source) not in (list, tuple)
         self._reading: Iterator[Any] | None = None
         self._passes, self._before = 0, passes
+        self._read = 0  # batches of the pass that has begun; none between two passes
+        self._began: dict[str, Any] = {}  # where all numbers stood at its beginning
+        self._go_on: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         """Batches of an epoch; TypeError where the source does not tell."""
         return len(self.source)  # type: ignore[arg-type]
 
     def epoch(self) -> Iterator[Any]:
-        """One pass over the data. Raises InvalidJobError when it holds no batch."""
+        """One pass over the data, or the rest of it after ``go_on_from``. Raises InvalidJobError when it holds no batch."""
+        place, self._go_on = self._go_on, None
+        if place is not None:
+            self._set_numbers(place["began"])
+        began = self._numbers()
         with self._own_numbers():
             if self._passes and isinstance(self.source, Iterator):
                 self.source = self._make()
-            iterator = self._reading = iter(self.source)
+            if place is not None and place["source"] is not None:
+                self.source.load_state_dict(place["source"])
+            self._reading = iter(self.source)
         self._passes += 1
-        for count in itertools.count():
+        self._read, self._began = 0, began
+        if place is not None:
+            yield from self._skip(place)
+        while True:
             try:
-                with self._own_numbers() if self._draws else contextlib.nullcontext():
-                    batch = next(iterator)
+                batch = self._next()
             except StopIteration:
-                if count == 0:
+                if self._read == 0:
                     raise InvalidJobError(self._empty()) from None
+                self._read = 0
                 return
+            self._read += 1
             yield batch
+
+    def _next(self) -> Any:
+        assert self._reading is not None
+        with self._own_numbers() if self._draws else contextlib.nullcontext():
+            return next(self._reading)
+
+    # -- places
+
+    def place(self) -> dict[str, Any]:
+        """Where reading stands between two batches: plain data and tensors, for ``go_on_from``.
+
+        Raises CheckpointError for data that cannot be read again from a place.
+        """
+        if (why := self._why_not()) is not None:
+            raise CheckpointError(why)
+        if self._go_on is not None:
+            return self._go_on
+        now = self._numbers()
+        source = None
+        if _has_state(self.source):
+            with self._own_numbers():
+                source = copy.deepcopy(self.source.state_dict())
+        inside = self._read > 0
+        return {
+            "passes": self._passes - inside,
+            "read": self._read,
+            "began": self._began if inside else now,
+            "now": now,
+            "source": source,
+        }
+
+    def go_on_from(self, place: dict[str, Any]) -> None:
+        """The next pass begins where ``place()`` of the same data stood, in whatever process.
+
+        Data that keeps its own place (``state_dict``) is asked to go there. Other data is read from the beginning of the pass
+        with the random numbers of that time, and the batches that were read already are let go.
+        """
+        if (place["source"] is not None) != _has_state(self.source):
+            has = "has" if _has_state(self.source) else "has not"
+            raise CheckpointError(
+                f"the {self._what} {has} the methods state_dict and load_state_dict, unlike that of the checkpoint; go on "
+                "with the data that it was made with"
+            )
+        self._passes = place["passes"]
+        self._go_on = place
+
+    def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
+        if place["source"] is not None:
+            if place["read"]:  # its iterator has drawn again what had been drawn
+                self._set_numbers(place["now"])
+                self._read = place["read"]
+            else:
+                yield from self._first_after_an_end()
+            return
+        for self._read in range(1, place["read"] + 1):
+            try:
+                self._next()
+            except StopIteration:
+                raise CheckpointError(
+                    f"the {self._what} ended after {self._read - 1} batches of the pass; the checkpoint has read "
+                    f"{place['read']}. Go on with the data that it was made with"
+                ) from None
+
+    def _first_after_an_end(self) -> Iterator[Any]:
+        """Data that was asked for its state at the end of a pass may go on there: it is then read anew."""
+        try:
+            batch = self._next()
+        except StopIteration:
+            with self._own_numbers():
+                self._reading = iter(self.source)
+            return
+        self._read = 1
+        yield batch
+
+    def _why_not(self) -> str | None:
+        source = self.source
+        if _has_state(source):
+            return None
+        if isinstance(self._given, Iterator):
+            return (
+                f"the {self._what} is a {type(self._given).__name__}, which gives each batch only once: a checkpoint could not "
+                "go on from its place. Pass a list, a DataLoader, a function that makes an iterator, or data with the methods "
+                "state_dict and load_state_dict"
+            )
+        if isinstance(source, DataLoader) and source.persistent_workers and source.num_workers > 0:
+            return (
+                f"the workers of the {self._what} persist over epochs, and so do their random numbers, which cannot be asked "
+                "for. Pass persistent_workers=False, or a loader with the methods state_dict and load_state_dict"
+            )
+        return None
+
+    def _numbers(self) -> dict[str, Any]:
+        """Where all generators stand that the order or the values of batches may come from."""
+        return {
+            "own": self._generator.get_state(),
+            "order": self._order.get_state(),
+            "others": [generator.get_state() for generator in self._other_generators()],
+        }
+
+    def _set_numbers(self, numbers: dict[str, Any]) -> None:
+        self._generator.set_state(numbers["own"])
+        self._order.set_state(numbers["order"])
+        for generator, state in zip(self._other_generators(), numbers["others"]):
+            generator.set_state(state)
+
+    def _other_generators(self) -> list[torch.Generator]:
+        """Those that the user's own objects keep: the source, its samplers, its data set."""
+        source = self.source
+        sampler, batches = getattr(source, "sampler", None), getattr(source, "batch_sampler", None)
+        owners = [source, sampler, batches, getattr(batches, "sampler", None), getattr(source, "dataset", None)]
+        found: list[torch.Generator] = []
+        for owner in owners:
+            for value in getattr(owner, "__dict__", {}).values():
+                if isinstance(value, torch.Generator) and not any(value is g for g in (self._order, *found)):
+                    found.append(value)
+        return found
 
     def close(self) -> None:
         """End the loader's worker processes, wherever the pass stands. Calling it twice is no error."""
@@ -92,6 +221,11 @@ class Batches:
 def is_function(data: Any) -> bool:
     """Whether the data of a job is a function that makes it."""
     return callable(data) and not isinstance(data, Iterable)
+
+
+def _has_state(data: Any) -> bool:
+    """Whether data knows its own place, as torchdata's loaders do."""
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
 def _own_loader(loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:

@@ -100,13 +100,14 @@ class SharedData:
         self._parties: list[_Party] = []
 
     def reader(
-        self, epochs: int = 1, check_stop: Callable[[], None] | None = None, held_up: Callable[[], bool] | None = None
-    ) -> Reader:
-        """For one job. From now on others wait for it.
+        self, epochs: int = 1, check_stop: Callable[[], None] | None = None, held_up: Callable[[], bool] | None = None,
+        place: tuple[int, int] = (0, 0),
+    ) -> Reader:  # fmt: skip
+        """For one job, which begins at ``place``: an epoch, and a batch of it. From now on others wait for it.
 
         ``check_stop`` raises where the job is to stop; ``held_up`` tells whether it waits for something that others hold.
         """
-        made = Reader(self, epochs, check_stop or _nothing, held_up or _never)
+        made = Reader(self, epochs, check_stop or _nothing, held_up or _never, place)
         with self._guard:
             self._enter(made)
         return made
@@ -270,6 +271,10 @@ class Reader:
             except EndOfEpoch:
                 return
             yield batch
+
+    def pause(self) -> None:
+        """Until the next batch is asked for, nobody waits for the job."""
+        self.data.leave(self)
 
     def close(self) -> None:
         """The job reads no more, wherever it stands. Calling it twice is no error."""

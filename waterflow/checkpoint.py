@@ -1,0 +1,184 @@
+"""Checkpoints: a job's whole state between two steps, in host memory and in files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+import zlib
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from waterflow.errors import CheckpointError
+
+FORMAT = 1
+# The end of a file: checksum of all before it, bytes of the description that stands before it, and a mark.
+_END = struct.Struct("<IQ8s")
+_MARK = b"wf-state"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The whole state of one job between two steps.
+
+    ``JobRunner(job, engine, resume=checkpoint)`` goes on from it, in this process or in another one that makes the same job,
+    and ends with the bits (losses, metrics, parameters, buffers, optimizer state) of the run that was never interrupted,
+    where the job's data has ``state_dict`` and ``load_state_dict``, or follows from the job's seed. It has copies of its own
+    of all tensors, in host memory, which are not to be changed.
+
+    Not part of it: what objects keep beside parameters, buffers and ``get_extra_state`` (a module's other attributes, a
+    data set's own numbers), and the random numbers of Python and NumPy.
+
+    ``epoch`` counts the epochs that are done, ``batch`` the steps of the next one, ``steps`` all steps.
+    """
+
+    job: str
+    epoch: int
+    batch: int
+    steps: int
+    state: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in _tensors(self.state))
+
+    def save(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
+        """Write a file: all of it, or nothing where this is interrupted or fails.
+
+        It is on the disk when this returns; not ``durable``, it may still be lost if the machine stops, as suffices for
+        handing it to another process. Raises CheckpointError for state that is not plain data.
+        """
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        write(path, content, {"job": self.job, "steps": self.steps}, durable=durable)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, job: str | None = None, any_torch: bool = False) -> Checkpoint:
+        """Read a file that ``save`` wrote. Runs no code from it: it may come from someone else.
+
+        Tensors stay in the file until they are used. With ``any_torch`` it may have been written by another version of
+        torch; bits may then differ from here on.
+
+        Raises CheckpointError for what is no checkpoint, is damaged, of another version, or not of the job called ``job``.
+        """
+        content = read(path, job=job, any_torch=any_torch)
+        if content.keys() != {field.name for field in fields(cls)}:
+            raise CheckpointError(f"{path} holds no state to go on from, but {', '.join(sorted(content))}")
+        return cls(**content)
+
+
+def write(
+    path: str | os.PathLike[str], content: dict[str, Any], about: dict[str, Any], *, durable: bool = True
+) -> None:
+    """Write plain data and tensors with a description, so that the file is whole or not there."""
+    path = Path(path)
+    told = json.dumps({"format": FORMAT, "torch": _torch(), **about}).encode()
+    _check_plain(content, "")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            torch.save(content, file)
+            file.write(told)
+            file.flush()
+            file.write(_END.pack(_checksum(file.fileno()), len(told), _MARK))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    if durable:
+        _sync_folder(path.parent)
+
+
+def read(path: str | os.PathLike[str], *, job: str | None = None, any_torch: bool = False) -> dict[str, Any]:
+    """What ``write`` wrote. Raises CheckpointError, OSError."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < _END.size:
+            raise CheckpointError(f"{path} is no checkpoint: it has {size} bytes. {_REMEDY}")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as given:
+            checksum, length, mark = _END.unpack(given[-_END.size :])
+            if mark != _MARK:
+                raise CheckpointError(f"{path} is no checkpoint, or its end is missing. {_REMEDY}")
+            with memoryview(given) as whole, whole[: -_END.size] as checked:
+                if zlib.crc32(checked) != checksum or length > len(checked):
+                    raise CheckpointError(
+                        f"{path} is damaged: its checksum is not the one that it was written with. {_REMEDY}"
+                    )
+                told = json.loads(bytes(checked[len(checked) - length :]))
+    if told["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {told['format']}, and this version of waterflow reads format {FORMAT}; go on with the version "
+            "that wrote it, or start the job anew"
+        )
+    if told["torch"] != _torch() and not any_torch:
+        raise CheckpointError(
+            f"{path} was written with torch {told['torch']}, and this is {_torch()}, whose results may differ; install the "
+            "other one, or load it with any_torch=True"
+        )
+    if job is not None and told.get("job") != job:
+        raise CheckpointError(
+            f"{path} is of job {told.get('job')!r}, not of {job!r}; give that job's file, or start anew"
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whole, but not by us
+        raise CheckpointError(f"{path} cannot be read: {error}. {_REMEDY}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}. {_REMEDY}")
+    return content
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
+_REMEDY = "Take an older checkpoint, or start the job anew"
+
+
+def _checksum(file: int) -> int:
+    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as whole:
+        return zlib.crc32(whole)
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that the new name is on the disk, too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _torch() -> str:
+    return torch.__version__.split("+")[0]
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Raise CheckpointError where reading a file could need code beside torch's own."""
+    if type(value) in (dict, OrderedDict, Counter):
+        for key, entry in value.items():
+            _check_plain(key, where)
+            _check_plain(entry, f"{where}.{key}" if where else str(key))
+    elif type(value) in (list, tuple, set):
+        for entry in value:
+            _check_plain(entry, where)
+    elif type(value) not in _PLAIN:
+        raise CheckpointError(
+            f"a {type(value).__module__}.{type(value).__name__} in {where} cannot be written: files hold tensors and plain data "
+            "alone (numbers, text, lists, dicts), which run no code when they are read. Return such from state_dict()"
+        )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for entry in entries for tensor in _tensors(entry)]

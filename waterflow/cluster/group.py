@@ -1,0 +1,299 @@
+"""One group of jobs in a device's process, or the part of it that the device has: trains, tells, saves, stops."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from waterflow import _C
+from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Priority, Progress, Started
+from waterflow.cluster.payload import read_result, unpack, write_result
+from waterflow.cluster.shared_folder import Fenced, SharedFolder
+from waterflow.executor.engine import Engine, within
+from waterflow.executor.fusing import expect
+from waterflow.job import Job, JobResult
+from waterflow.runner import JobRunner, draw_seed
+
+if TYPE_CHECKING:
+    from waterflow.checkpoint import Checkpoint
+
+logger = logging.getLogger("waterflow")
+
+SAVING_SHARE = 0.05  # of a group's time, at most, goes into checkpoints that nobody asked for
+LONGEST_REASON = 4000  # characters
+
+_count = itertools.count(1)  # of files that this process makes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of which start of an id: the jobs ``share``, ``share + shares``, ... of the group."""
+
+    id: str
+    run: int
+    share: int = 0
+    shares: int = 1
+    priority: Priority = "guaranteed"
+    started: bool = False
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a group runs."""
+
+    node: str
+    epoch: int
+    folder: SharedFolder
+    engine: Engine
+
+
+class RunningGroup:
+    """The jobs of one part. Thread-safe; ``tell`` is called from its threads."""
+
+    def __init__(
+        self, part: Part, resume: bool, process: Process, tell: Callable[[int, BackendEvent], None],
+        fenced: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.part = part
+        self.priority = part.priority
+        self._process = process
+        self._resume = resume
+        self._tell_run = tell
+        self._fenced = fenced
+        self._jobs: dict[int, Job] = {}
+        self._runners: dict[int, JobRunner] = {}
+        self._results: dict[int, JobResult] = {}
+        self._states: dict[int, Checkpoint] = {}  # of those that have not begun
+        self._seeds: list[int] = []
+        self._halted: How | None = None
+        self._unsaved: list[str] = []
+        self._lock = threading.Lock()
+        self._saving = threading.Lock()
+        self._next_save = float("inf")
+        self._last = (time.monotonic(), 0)
+        self.started = self.over = False
+        self._thread = threading.Thread(target=self._run, name=part.id, daemon=True)
+
+    def start(self) -> None:
+        """Begin; what becomes of it is told."""
+        self._thread.start()
+
+    # -- what others ask
+
+    def halt(self, suspend: bool) -> None:
+        """Stop all jobs at their next boundaries; with ``suspend``, save them first. Returns at once."""
+        with self._lock:
+            if self._halted is not None:
+                return
+            self._halted = "suspended" if suspend else "cancelled"
+            runners = list(self._runners.items())
+        for number, runner in runners:
+            threading.Thread(target=self._halt_one, args=(number, runner), daemon=True).start()
+
+    def save(self) -> None:
+        """Write a checkpoint of each job that trains, and tell. Waits for boundaries of steps."""
+        with self._saving:
+            with self._lock:
+                runners = {} if self._halted else dict(self._runners)
+            began = time.monotonic()
+            saved = False
+            for number, runner in runners.items():
+                try:
+                    saved |= self._write(number, runner.snapshot())  # type: ignore[attr-defined]
+                except Fenced:
+                    return self._fenced()
+                except Exception as error:  # it ended meanwhile, or its state cannot be taken: it trains on
+                    logger.info("no checkpoint of job %r: %s", self._jobs[number].name, error)
+            if saved:
+                self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), self.steps()))
+            self._next_save = time.monotonic() + (time.monotonic() - began) / SAVING_SHARE
+
+    def save_if_due(self, every: float) -> None:
+        """Save in a thread of its own, if the last time is so many seconds ago."""
+        now = time.monotonic()
+        if now >= self._next_save and not self._saving.locked():
+            self._next_save = now + every
+            threading.Thread(target=self._save_then_wait, args=(every,), daemon=True).start()
+
+    def set_priority(self, priority: Priority) -> None:
+        """Hand the priority on to the engine's jobs."""
+        with self._lock:
+            self.priority = priority
+            runners = list(self._runners.values())
+        for runner in runners:
+            _prioritize(runner, priority)
+
+    def steps(self) -> int:
+        """Steps of all jobs, from their beginning."""
+        with self._lock:
+            return sum(r.steps for r in self._results.values()) + sum(map(_steps, self._runners.values()))
+
+    def progress(self, utilization: float) -> Progress:
+        """How far it is, and how fast since the last call."""
+        steps, now = self.steps(), time.monotonic()
+        (since, before), self._last = self._last, (now, steps)
+        with self._lock:
+            runners = list(self._runners.values())
+            lengths = [_length(job) for job in self._jobs.values()]
+        done = steps - before
+        step_seconds = (now - since) * max(1, len(runners)) / done if done else 0.0
+        total = sum(length for length in lengths if length is not None)
+        fraction = min(1.0, steps / total) if total and None not in lengths else None
+        return Progress(*self._who, steps, fraction, step_seconds, sum(map(_memory, runners)), utilization)
+
+    # -- its threads
+
+    def _run(self) -> None:
+        folder, epoch = self._process.folder, self._process.epoch
+        how: How = "failed"
+        reason = ""
+        try:
+            try:
+                self._begin()
+                how, reason = self._train()
+            except Fenced:
+                raise
+            except Exception as error:
+                how, reason = "failed", f"{type(error).__name__}: {error}"
+            note = folder.own(epoch) / f"{next(_count)}.ended"
+            note.write_text(json.dumps({"how": how, "reason": reason[:LONGEST_REASON]}))
+            folder.publish(epoch, note, folder.ended(self.part.id, self.part.run, self.part.share))
+        except (Fenced, FileNotFoundError):
+            return self._fenced()
+        self.over = True
+        self._tell(Ended(*self._who, how, folder.job(self.part.id), reason[:LONGEST_REASON]))
+
+    def _begin(self) -> None:
+        folder, part = self._process.folder, self.part
+        jobs = unpack(folder.payload(part.id, part.run).read_bytes())
+        # Jobs without a seed get the same ones wherever and whenever the group starts.
+        numbers = torch.Generator().manual_seed(zlib.crc32(part.id.encode()))
+        seeds = [draw_seed(numbers) for _ in jobs]
+        mine = {n: job for n, job in enumerate(jobs) if n % part.shares == part.share}
+        states: dict[int, Checkpoint] = {}
+        for number in mine if self._resume else ():
+            result = folder.last_result(part.id, number)
+            state = folder.last_state(part.id, number)
+            if result is not None and (known := read_result(result)).status != "cancelled":
+                self._results[number] = known
+            elif state is not None:
+                from waterflow.checkpoint import Checkpoint
+
+                states[number] = Checkpoint.load(state, job=mine[number].name)
+        self._jobs, self._states = mine, states
+        self._seeds = seeds
+        self._last = (time.monotonic(), self.steps())
+        self.started = True
+        self._next_save = 0.0
+        self._tell(Started(*self._who))
+
+    def _train(self) -> tuple[How, str]:
+        at_once = 2 * self._process.engine.lanes
+        with ThreadPoolExecutor(at_once, thread_name_prefix=self.part.id) as threads:
+            for done in [threads.submit(self._drive, n) for n in self._jobs if n not in self._results]:
+                done.result()
+        if self._halted is not None and len(self._results) < len(self._jobs):
+            return self._halted, "; ".join(self._unsaved)
+        failed = [result for result in self._results.values() if result.status == "failed"]
+        reasons = [f"job {result.name!r}: {type(result.error).__name__}: {result.error}" for result in failed]
+        return ("failed" if failed else "completed"), "; ".join(reasons)
+
+    def _drive(self, number: int) -> None:
+        process = self._process
+        with self._lock:
+            if self._halted is not None:
+                return
+            resume = {"resume": self._states[number]} if number in self._states else {}
+            runner = JobRunner(self._jobs[number], process.engine, seed=self._seeds[number], **resume)
+            self._runners[number] = runner
+        expect(process.engine, 1)
+        try:
+            _C.set_threads_here(process.engine.intra_op)
+            _prioritize(runner, self.priority)
+            with within(process.engine):
+                result = runner.run()
+        finally:
+            expect(process.engine, -1)
+            with self._lock:
+                del self._runners[number]
+                self._states.pop(number, None)
+        if result.status == "cancelled" and self._halted == "suspended":
+            return
+        written = process.folder.own(process.epoch) / f"{next(_count)}.result"
+        write_result(result, written)
+        process.folder.publish(
+            process.epoch, written, process.folder.result(self.part.id, number, self.part.run, process.epoch)
+        )
+        if result.status != "cancelled":
+            with self._lock:
+                self._results[number] = result
+
+    def _halt_one(self, number: int, runner: JobRunner) -> None:
+        try:
+            if self._halted == "suspended":
+                with self._saving:
+                    self._write(number, runner.suspend())  # type: ignore[attr-defined]
+        except Fenced:
+            self._fenced()
+        except Exception as error:  # it has ended meanwhile, or its state cannot be taken
+            self._unsaved.append(f"no checkpoint of job {self._jobs[number].name!r}: {error}")
+        runner.stop(str(self._halted))
+
+    def _save_then_wait(self, every: float) -> None:
+        self.save()
+        self._next_save = max(self._next_save, time.monotonic() + every)
+
+    def _write(self, number: int, state: Checkpoint) -> bool:
+        process, part = self._process, self.part
+        count = next(_count)
+        written = process.folder.own(process.epoch) / f"{count}.checkpoint"
+        state.save(written)
+        process.folder.publish(
+            process.epoch, written, process.folder.state(part.id, number, part.run, process.epoch, count)
+        )
+        return True
+
+    @property
+    def _who(self) -> tuple[str, str, int]:
+        return self.part.id, self._process.node, self._process.epoch
+
+    def _tell(self, event: BackendEvent) -> None:
+        self._tell_run(self.part.run, event)
+
+
+def _prioritize(runner: JobRunner, priority: Priority) -> None:
+    """Hand a priority on, where the engine knows priorities."""
+    hook = getattr(runner, "set_priority", None)
+    if hook is not None:
+        hook(priority)
+
+
+def _steps(runner: JobRunner) -> int:
+    step = runner.step
+    return step.steps if step is not None else 0
+
+
+def _length(job: Job) -> int | None:
+    """Steps of the whole job, where its data tells."""
+    with contextlib.suppress(TypeError):
+        return len(job.data) * job.epochs  # type: ignore[arg-type]
+    return None
+
+
+def _memory(runner: JobRunner) -> int:
+    """Bytes that the job holds, and its step reaches."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # not captured yet, or it has just ended
+        plan = runner.step.plan  # type: ignore[union-attr]
+        return int(plan.persistent + plan.batch + plan.height)
+    return 0

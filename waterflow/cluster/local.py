@@ -1,0 +1,335 @@
+"""Devices of this machine: one supervised process for each, reached over a Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from waterflow.cluster.backend import BackendError
+from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
+
+logger = logging.getLogger("waterflow")
+
+READY_SECONDS = 120.0  # for all processes to begin
+END_SECONDS = 2.0  # for a process that was asked to end
+PAUSES = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # before a process that ended at once is started again
+STEADY_SECONDS = 30.0  # a process that lived so long begins the count anew
+
+
+@dataclass
+class _Child:
+    """The process of one device."""
+
+    node: str
+    settings: WorkerSettings
+    epoch: int = 0
+    pid: int = 0
+    began: str = ""  # when the process began, as the system counts it: numbers of processes are used again
+    socket: str = ""
+    connection: Connection | None = None
+    alive: int = -1  # a file that becomes readable when the process ends, whoever still holds its sockets
+    popen: subprocess.Popen[bytes] | None = None
+    joined: bool = False
+    heard: float = 0.0
+    started: float = 0.0
+    failures: int = 0
+    again: float = field(default=0.0)  # when to start it again
+
+
+class LocalBackend(Ledger):
+    """A ``Backend`` over the devices of this machine: each is a node, ``device-0``, ``device-1``, ... or as ``devices`` names them.
+
+    ``folder`` holds all that the processes share (default: a temporary one, removed at the end). ``settings`` are those of
+    each device; a ``memory`` of None is an equal part of 0.8 of what is free. ``cores``: for each device the CPU cores that
+    its process is pinned to. A process that says nothing for ``silent_seconds`` is lost: killed, and started again. For
+    ``outlive`` seconds after this process is gone its children wait for another backend on the same folder; then they end.
+
+    Returns when all processes are ready. Raises BackendError if they cannot be started, or the folder is in use.
+    """
+
+    def __init__(
+        self, devices: int | Sequence[str] = 1, folder: str | Path | None = None, *,
+        settings: WorkerSettings = WorkerSettings(), cores: Sequence[Iterable[int]] | None = None,  # noqa: B008
+        silent_seconds: float = 5.0, outlive: float = 0.0,
+    ) -> None:  # fmt: skip
+        names = [f"device-{n}" for n in range(devices)] if isinstance(devices, int) else list(devices)
+        if not names or len(set(names)) < len(names):
+            raise BackendError(f"devices needs a positive number, or names that differ; got {devices!r}")
+        if cores is not None and len(cores) != len(names):
+            raise BackendError(f"cores has {len(cores)} entries for {len(names)} devices; give one for each")
+        self._temporary = folder is None
+        path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
+        super().__init__(SharedFolder(path.absolute()))
+        self.folder.make()
+        self._lock_file = _locked(self.folder.path)
+        self._silent = silent_seconds
+        self._outlive = outlive
+        self._closed = False
+        if settings.memory is None:
+            settings = replace(settings, memory=0.8 / len(names))
+        self._children = {
+            name: _Child(name, replace(settings, cores=tuple(cores[n])) if cores is not None else settings)
+            for n, name in enumerate(names)
+        }
+        try:
+            for child in self._children.values():
+                if not self._attach(child):
+                    self._begin(child)
+            self._await_all()
+        except BaseException:
+            self.close()
+            raise
+        self._all_joined()
+
+    def close(self) -> None:
+        """See ``Backend``."""
+        self._hang_up(end=True)
+        if self._temporary:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+
+    def detach(self) -> None:
+        """See ``Backend``."""
+        self._hang_up(end=False)
+
+    def __enter__(self) -> LocalBackend:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def process(self, node: str) -> int:
+        """The number of the process of a node, as the system knows it."""
+        return self._children[node].pid
+
+    # -- Ledger
+
+    def _send(self, node: str, name: str, arguments: dict[str, Any]) -> None:
+        child = self._children[node]
+        if child.joined and child.connection is not None:
+            with contextlib.suppress(OSError):  # its end will be noticed
+                child.connection.send((name, arguments))
+
+    def _listen(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            self._look_after()
+            left = deadline - time.monotonic()
+            if self._news or left <= 0 or self._closed:
+                return
+            self._wait(min(left, 0.1))
+
+    # -- processes
+
+    def _look_after(self) -> None:
+        """Hear all children, notice who is gone, start again who is due."""
+        for child in self._children.values():
+            if child.connection is not None:
+                with self._guard:
+                    gone = self._hear(child)
+                    silence = time.monotonic() - child.heard
+                    allowed = self._silent if child.joined else READY_SECONDS
+                    if gone is None and silence > allowed:
+                        gone = f"its process said nothing for {silence:.1f} s"
+                    if gone is not None:
+                        self._end(child, gone)
+            elif time.monotonic() >= child.again and not self._closed:
+                with self._guard:
+                    self._begin(child)
+
+    def _wait(self, timeout: float) -> None:
+        """Until one of the children says something, or ends."""
+        there = [child for child in self._children.values() if child.connection is not None]
+        wait([*(child.connection for child in there), *(child.alive for child in there)], timeout)  # type: ignore[list-item]
+
+    def _hear(self, child: _Child) -> str | None:
+        """Take what it said; returns why it is gone, if it is."""
+        assert child.connection is not None
+        try:
+            while child.connection.poll():
+                said = child.connection.recv()
+                child.heard = time.monotonic()
+                if isinstance(said, Hello):
+                    if not child.joined:
+                        child.joined = True
+                        self._joined(said)
+                else:
+                    self._take(child.node, child.epoch, said)
+        except (EOFError, OSError):
+            pass
+        else:
+            if not wait([child.alive], 0):
+                return None
+        code = child.popen.wait() if child.popen is not None and wait([child.alive], 0) else None
+        return "its process ended" + (f" with {_words(code)}" if code is not None else "")
+
+    def _begin(self, child: _Child) -> None:
+        epoch = self.folder.new_epoch()
+        # Short, as paths of sockets must be; the process that listens removes it.
+        path = os.path.join(tempfile.mkdtemp(prefix="wf-"), "s")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        log = self.folder.log(child.node, epoch)
+        cores = child.settings.cores
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": str(child.settings.intra_op),
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [
+            sys.executable, "-c", "from waterflow.cluster.worker import main; main()", "--node", child.node, "--epoch", str(epoch),
+            "--folder", str(self.folder.path), "--listener", str(listener.fileno()), "--outlive", str(self._outlive),
+            "--settings", settings_as_text(child.settings),
+        ]  # fmt: skip
+        with log.open("ab") as output:
+            child.popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                pass_fds=[listener.fileno()], start_new_session=True,
+            )  # fmt: skip
+        listener.close()
+        logger.info("node %r begins as process %d, epoch %d, on cores %s", child.node, child.popen.pid, epoch, cores)
+        child.epoch, child.pid, child.socket = epoch, child.popen.pid, path
+        child.began = _began(child.pid)
+        child.joined, child.started = False, time.monotonic()
+        child.connection = _connected(path)
+        child.alive = os.pidfd_open(child.pid)
+        child.heard = time.monotonic()
+        note = {"epoch": epoch, "pid": child.pid, "began": child.began, "socket": path}
+        unfinished = self.folder.node(child.node).with_suffix(".new")
+        unfinished.write_text(json.dumps(note))
+        os.replace(unfinished, self.folder.node(child.node))
+
+    def _attach(self, child: _Child) -> bool:
+        """Take over the process that a backend before this one left; False if there is none."""
+        try:
+            note = json.loads(self.folder.node(child.node).read_text())
+        except FileNotFoundError:
+            return False
+        child.epoch, child.pid, child.began, child.socket = note["epoch"], note["pid"], note["began"], note["socket"]
+        try:
+            child.alive = os.pidfd_open(child.pid)
+            child.connection = _connected(child.socket)
+        except OSError:
+            self._finish(child)
+            return False
+        child.heard = child.started = time.monotonic()
+        return True
+
+    def _await_all(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not all(child.joined for child in self._children.values()):
+            self._look_after()
+            worst = max(self._children.values(), key=lambda child: child.failures)
+            if worst.failures >= len(PAUSES) - 3 or time.monotonic() > deadline:
+                raise BackendError(f"node {worst.node!r} does not start; it said: {self._last_words(worst)}")
+            self._wait(0.1)
+
+    def _last_words(self, child: _Child) -> str:
+        log = self.folder.log(child.node, child.epoch)
+        return log.read_text(errors="replace")[-2000:].strip() if log.exists() else "nothing"
+
+    def _end(self, child: _Child, why: str) -> None:
+        """A child is gone, or treated so from now on."""
+        logger.warning("node %r, epoch %d, is lost: %s", child.node, child.epoch, why)
+        steady = time.monotonic() - child.started > STEADY_SECONDS
+        child.failures = 1 if steady else child.failures + 1
+        child.again = time.monotonic() + PAUSES[min(child.failures, len(PAUSES)) - 1]
+        self._lost(child.node, child.epoch, why)
+        self._finish(child)
+
+    def _finish(self, child: _Child) -> None:
+        """Nothing of the process is left, and nothing of it counts."""
+        self.folder.fence(child.epoch)
+        if child.connection is not None:
+            child.connection.close()
+        if child.alive >= 0:
+            os.close(child.alive)
+        child.connection, child.alive, child.joined = None, -1, False
+        self._kill(child)
+        shutil.rmtree(Path(child.socket).parent, ignore_errors=True)
+
+    def _kill(self, child: _Child) -> None:
+        if child.popen is not None or (child.began and _began(child.pid) == child.began):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # and the workers of its data loaders
+        if child.popen is not None:
+            child.popen.wait()
+
+    def _hang_up(self, end: bool) -> None:
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            children = list(self._children.values())
+            for child in children:
+                if child.connection is not None and end:
+                    with contextlib.suppress(OSError):
+                        child.connection.send(("end", {}))
+            for child in children:
+                if end:
+                    _wait_for_end(child)
+                    self._finish(child)
+                elif child.connection is not None:
+                    child.connection.close()
+                    child.connection = None
+            self._runs.clear()
+            os.close(self._lock_file)
+
+
+def _locked(folder: Path) -> int:
+    """The folder for this process alone, until it ends."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise BackendError(f"another backend uses {folder}; close it, or take another folder") from None
+    return lock
+
+
+def _connected(path: str) -> Connection:
+    """A connection to whoever listens there; its folder can be entered by this user alone."""
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.connect(path)
+    except BaseException:
+        made.close()
+        raise
+    return Connection(made.detach())
+
+
+def _began(pid: int) -> str:
+    """When a process began; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _wait_for_end(child: _Child) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and _began(child.pid) == child.began:
+        if child.popen is not None and child.popen.poll() is not None:
+            return
+        time.sleep(0.01)
+
+
+def _words(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -1,0 +1,149 @@
+"""Jobs on their way to another process, and their results on the way back."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from torch import nn
+
+from waterflow.errors import InvalidJobError, WaterflowError
+from waterflow.job import Job, JobResult, Results
+
+Jobs = Job | Iterable[Job]
+DEPTH = 8  # how far into an object the one that cannot be pickled is looked for
+
+
+def pack(jobs: Jobs | Callable[[], Jobs]) -> bytes:
+    """A payload for ``Backend.start``: jobs, or a function that makes them where they run.
+
+    Functions of the calling script, lambdas among them, are sent by value; what other modules define is imported there.
+    Raises InvalidJobError that names what cannot be pickled.
+    """
+    content = jobs if callable(jobs) else checked(jobs)
+    try:
+        return bytes(cloudpickle.dumps(content))
+    except Exception as error:
+        raise InvalidJobError(_why(content, error)) from error
+
+
+def unpack(payload: bytes) -> list[Job]:
+    """The jobs of a payload. Runs code of whoever made it."""
+    content = pickle.loads(payload)
+    return checked(content() if callable(content) else content)
+
+
+def checked(jobs: Any) -> list[Job]:
+    """Jobs as a list, each with a name of its own. Raises InvalidJobError."""
+    made = [jobs] if isinstance(jobs, Job) else list(jobs) if isinstance(jobs, Iterable) else [jobs]
+    if not made:
+        raise InvalidJobError("a payload needs at least one job; got none")
+    names: set[str] = set()
+    for number, job in enumerate(made):
+        if not isinstance(job, Job):
+            raise InvalidJobError(f"entry {number} of a payload must be a Job; got {type(job).__name__}")
+        job.check()
+        if job.name in names:
+            raise InvalidJobError(f"two jobs are called {job.name!r}; give each a name of its own")
+        names.add(job.name)
+    return made
+
+
+def write_result(result: JobResult, path: Path) -> None:
+    """Write a result; an error that cannot be pickled is kept as its words."""
+    try:
+        content = cloudpickle.dumps(result)
+        pickle.loads(content)  # some errors can be written and not read
+    except Exception:
+        error = WaterflowError(f"{type(result.error).__name__}: {result.error}")
+        content = cloudpickle.dumps(replace(result, error=error))
+    path.write_bytes(content)
+
+
+def read_result(path: Path) -> JobResult:
+    """The other way. Unpickles: read only what a cluster of yours wrote."""
+    result = pickle.loads(path.read_bytes())
+    assert isinstance(result, JobResult)
+    return result
+
+
+def load_results(folder: Path) -> Results:
+    """The results of one id, in the order of its jobs; ``folder`` is what ``Ended.results`` names.
+
+    Jobs that have none yet (suspended ones) are left out. Unpickles: read only what a cluster of yours wrote.
+    """
+    parts = sorted(folder.glob("job-*"), key=lambda part: int(part.name.removeprefix("job-")))
+    newest = (max(part.glob("*.result"), key=lambda p: int(p.name.split(".")[0]), default=None) for part in parts)
+    return Results(read_result(path) for path in newest if path is not None)
+
+
+def _why(content: Any, error: Exception) -> str:
+    if not isinstance(content, list):
+        where, inner = _culprit(content, error)
+        return f"the function that makes the jobs cannot be sent to another process: {inner}{_inside(where)}"
+    for job in content:
+        for field in fields(job):
+            value = getattr(job, field.name)
+            failure = _failure(value)
+            if failure is not None:
+                where, inner = _culprit(value, failure)
+                return (
+                    f"job {job.name!r}: {field.name} cannot be sent to another process: {inner}{_inside(where)}. "
+                    "Make it inside of a function, which runs where the job does"
+                )
+    return f"the jobs cannot be sent to another process: {error}"
+
+
+def _inside(where: str) -> str:
+    return f" (it is in {where})" if where else ""
+
+
+def _failure(value: Any) -> Exception | None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
+    """Where inside of ``value`` the smallest thing is that cannot be pickled, and why it cannot."""
+    where: list[str] = []
+    for _ in range(DEPTH):
+        for name, part in _parts_of(value):
+            failure = None if part is value else _failure(part)
+            if failure is not None:
+                where.append(name)
+                value, error = part, failure
+                break
+        else:
+            break
+    return ", ".join(reversed(where)), error
+
+
+def _parts_of(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"entry {key!r}", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple, set)):
+        return [(f"entry {number}", part) for number, part in enumerate(value)]
+    parts: list[tuple[str, Any]] = []
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        for name, cell in zip(code.co_freevars, value.__closure__ or ()):
+            parts.append((f"variable {name!r} of {value.__qualname__}", _content(cell)))
+        known = getattr(value, "__globals__", {})
+        parts += [(f"global {name!r}", known[name]) for name in code.co_names if name in known]
+    if isinstance(value, nn.Module):
+        parts += value.named_children()
+    return parts + [(f"attribute {name!r}", part) for name, part in getattr(value, "__dict__", {}).items()]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None

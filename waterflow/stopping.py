@@ -1,0 +1,57 @@
+"""Stopping jobs: several at once, within a time, and when Python ends."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from waterflow import _C
+
+if TYPE_CHECKING:
+    from waterflow.runner import JobRunner
+
+# Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, then to be broken off.
+STOP_SECONDS = 0.5
+BREAK_OFF_SECONDS = 1.0
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that comes back from native code while Python shuts down would abort the process."""
+    _C.close_engines()
+    deadline = time.monotonic() + BREAK_OFF_SECONDS
+    for thread in list(_threads):
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def stop_all(runners: Iterable[JobRunner], reason: str) -> None:
+    """Stop several jobs; does not wait for their groups to end."""
+    for runner in runners:
+        thread = threading.Thread(target=runner.stop, args=(reason,), daemon=True)
+        _threads.add(thread)
+        thread.start()
+
+
+def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None:
+    """Wait for threads that have been started, at most ``seconds`` for all of them."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        if thread is not None and thread.ident is not None:
+            _threads.add(thread)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def let_go(error: BaseException) -> None:
+    """Free what the frames behind an error hold (models, batches, the engine); its lines and files stay readable."""
+    chain = [error]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
