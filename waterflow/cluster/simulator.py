@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device
+from waterflow.cluster.scaling import Scaling, linear_scaling
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.submission import Action, Move, Report, Resize, Start, Stop, Submission
 from waterflow.errors import WaterflowError
 
-Scaling: TypeAlias = Callable[[Submission, int], float]  # speed on so many devices against those asked for
 Speeds: TypeAlias = Callable[[Device, Sequence[Entry]], Sequence[float]]  # of each resident against alone there
 _IDLE_TICKS = 10_000  # ticks in a row that change nothing while nothing runs
 
@@ -92,11 +92,6 @@ class _Run:
         self.since = 0.0  # later than now while an overhead lasts
         self.version = 0  # of its place in the queue of ends; others there are out of date
         self.first_start = -1.0
-
-
-def linear_scaling(submission: Submission, devices: int) -> float:
-    """Twice as fast on twice as many."""
-    return devices / submission.devices
 
 
 class Simulator:

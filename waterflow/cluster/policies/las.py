@@ -1,0 +1,112 @@
+"""Tiresias' discretized two-dimensional LAS (Gu et al., NSDI 2019): least attained service first, in a few queues."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any, Literal
+
+from waterflow.cluster.book import Entry
+from waterflow.cluster.policies.ranked import Item, Ranked
+
+
+class Las(Ranked):
+    """Submissions begin in the first queue, and go to the end of the next when the service they got reaches a limit.
+
+    ``limits`` are device-seconds, or with ``by="time"`` seconds on devices, whatever their number. In a queue those
+    that run go first, then those that were stopped there, then the others as they came. Each limit is reached at
+    a time that is known when the submission starts: ``next_tick``.
+    """
+
+    name = "las"
+
+    def __init__(self, limits: Sequence[float] = (3250.0, 7200.0), by: Literal["service", "time"] = "service") -> None:
+        super().__init__()
+        self._limits = tuple(float(limit) for limit in limits)
+        if not self._limits or any(low >= high for low, high in zip((0.0, *self._limits), self._limits)):
+            raise ValueError(f"limits {self._limits} of the queues; they are above 0 and rise from queue to queue")
+        if by not in ("service", "time"):
+            raise ValueError(f"las counts by 'service' or by 'time', not by {by!r}")
+        self._by = by
+        self._order: list[Item] = []  # those that run
+        self._demotions: list[tuple[float, int, Entry]] = []  # time, order; only those whose time is in _due count
+        self._due: dict[str, float] = {}
+        self._demoted: dict[str, Entry] = {}  # in the decision that is being taken
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The limits of the queues, and what they count."""
+        return {"limits": self._limits, "by": self._by}
+
+    @property
+    def next_tick(self) -> float | None:
+        """When the next submission reaches its limit."""
+        demotions, due = self._demotions, self._due
+        while demotions:
+            time, _, entry = demotions[0]
+            if due.get(entry.id) == time:
+                return time
+            heappop(demotions)
+        return None
+
+    def decide(self, now: float) -> None:
+        """Demote those whose time has come, then as all policies that rank."""
+        demoted = self._demoted
+        time = self.next_tick
+        while time is not None and time <= now:
+            entry = heappop(self._demotions)[2]
+            demoted[entry.id] = entry
+            del self._due[entry.id]
+            time = self.next_tick
+        for entry in sorted(demoted.values(), key=lambda each: each.order):
+            self._on_stop(entry)
+            entry.key = (entry.key[0] + 3, self._next(), 0, entry)  # last of the next queue, though it runs
+            insort(self._order, entry.key)
+        super().decide(now)
+        for entry in demoted.values():
+            if entry.state == "running":
+                self._on_stop(entry)
+                self._on_start(entry)
+        demoted.clear()
+
+    def queue_of(self, entry: Entry) -> int:
+        """The first is 0."""
+        return int(entry.key[0]) // 2
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The order again, and the times of the limits."""
+        super().restore(state)
+        for entry in self._running.values():
+            self._order.append(entry.key)
+            self._watch(entry)
+
+    # -- parts. The rank is twice the queue, and one more for those that wait.
+
+    def _item(self, entry: Entry) -> Item:
+        if entry.key is None:
+            return (1.0, self._next(), 0, entry)
+        if entry.id in self._demoted:
+            return entry.key
+        return (2.0 * self.queue_of(entry) + 1, -self._next(), 0, entry)  # before all that wait
+
+    def _ranked(self, now: float) -> list[Item]:
+        return self._order
+
+    def _on_start(self, entry: Entry) -> None:
+        entry.key = (2.0 * self.queue_of(entry), self._next(), 0, entry)
+        insort(self._order, entry.key)
+        self._watch(entry)
+
+    def _on_stop(self, entry: Entry) -> None:
+        del self._order[bisect_left(self._order, entry.key)]
+        self._due.pop(entry.id, None)
+
+    def _watch(self, entry: Entry) -> None:
+        queue = self.queue_of(entry)
+        if queue < len(self._limits):
+            now, limit = self.book.now, self._limits[queue]
+            by_time = self._by == "time"
+            left = limit - entry.ran_at(now) if by_time else (limit - entry.service_at(now)) / len(entry.devices)
+            due = self._due[entry.id] = now + left
+            heappush(self._demotions, (due, entry.order, entry))

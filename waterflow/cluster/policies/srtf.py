@@ -1,0 +1,41 @@
+"""Shortest remaining time first. It has to know how long each submission will still take."""
+
+from __future__ import annotations
+
+from waterflow.cluster.book import Entry
+from waterflow.cluster.policies.ranked import Item, Ranked
+
+
+class Srtf(Ranked):
+    """Ranked by the seconds that are left, alone on the devices asked for. Ties keep the order of before."""
+
+    name = "srtf"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._moment = 0  # the count at the last decision: those that waited then stand before those that ran
+
+    def refuse(self, entry: Entry) -> str | None:
+        """It needs a duration."""
+        if entry.submission.duration is None:
+            return f"policy {self.name!r} orders by the time that is left; give the submission a duration, or use las"
+        return None
+
+    def decide(self, now: float) -> None:
+        """As all policies that rank."""
+        super().decide(now)
+        self._moment = self._next()
+
+    def rank(self, entry: Entry, now: float) -> float:
+        """Seconds that are left."""
+        return entry.remaining_at(now)
+
+    def _item(self, entry: Entry) -> Item:
+        return (self.rank(entry, self.book.now), self._next(), 0, entry)
+
+    def _ranked(self, now: float) -> list[Item]:
+        before = sorted((self.rank(entry, now), *entry.key) for entry in self._running.values())
+        items = [(rank, self._moment, place, entry) for place, (rank, *_, entry) in enumerate(before)]
+        for item in items:
+            item[3].key = item
+        return items

@@ -1,0 +1,90 @@
+"""How fast a submission is on fewer or more devices than it asked for: from a table of measured throughputs."""
+
+from __future__ import annotations
+
+import csv
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from waterflow.cluster.submission import Submission
+from waterflow.errors import WaterflowError
+
+Scaling: TypeAlias = Callable[[Submission, int], float]  # speed on so many devices against those asked for
+Curve: TypeAlias = Sequence[tuple[int, float]]  # devices, throughput; devices rise
+COLUMNS = ("model", "global_batch", "num_gpus", "iters_s")
+
+
+class ScalingError(WaterflowError, ValueError):
+    """A table of throughputs that cannot be read; the message says why."""
+
+
+def linear_scaling(submission: Submission, devices: int) -> float:
+    """Twice as fast on twice as many."""
+    return devices / submission.devices
+
+
+class TableScaling:
+    """Throughput by number of devices, on straight lines between the table's points, and level beyond its last.
+
+    A submission whose model is in the table takes one of the model's curves (they differ by batch), others take any;
+    which one depends on ``seed`` and the submission's id alone.
+    """
+
+    def __init__(self, curves: dict[str, Sequence[Curve]], seed: int = 0) -> None:
+        self._curves = curves
+        self._all = [curve for each in curves.values() for curve in each]
+        self._seed = seed
+        self._of: dict[str, Curve] = {}
+        self._known: dict[tuple[str, int, int], float] = {}
+
+    @classmethod
+    def read(cls, path: Path | str, seed: int = 0) -> TableScaling:
+        """A CSV file with the columns ``COLUMNS``."""
+        path = Path(path)
+        if not path.is_file():
+            raise ScalingError(f"there is no file {path}")
+        points: dict[tuple[str, str], dict[int, float]] = {}
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ScalingError(f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(COLUMNS)}")
+            for row in reader:
+                points.setdefault((row["model"], row["global_batch"]), {})[int(row["num_gpus"])] = float(row["iters_s"])
+        curves: dict[str, list[Curve]] = {}
+        for (model, _), curve in points.items():
+            curves.setdefault(model, []).append(sorted(curve.items()))
+        if not curves:
+            raise ScalingError(f"{path} holds no throughputs")
+        return cls({model: tuple(each) for model, each in curves.items()}, seed)
+
+    def curve_of(self, submission: Submission) -> Curve:
+        """The throughputs that stand for it."""
+        curve = self._of.get(submission.id)
+        if curve is None:
+            own = self._curves.get(submission.model or "", self._all)
+            curve = self._of[submission.id] = random.Random(f"{self._seed} {submission.id}").choice(own)
+        return curve
+
+    def __call__(self, submission: Submission, devices: int) -> float:
+        """Its speed on so many devices against those asked for."""
+        key = (submission.id, devices, submission.devices)
+        speed = self._known.get(key)
+        if speed is None:
+            curve = self.curve_of(submission)
+            speed = self._known[key] = _at(curve, devices) / _at(curve, submission.devices)
+        return speed
+
+
+def _at(curve: Curve, devices: int) -> float:
+    place = bisect_left(curve, (devices, 0.0))
+    if place == len(curve):
+        return curve[-1][1]
+    right, fast = curve[place]
+    if right == devices or place == 0:
+        return fast * (devices / right if place == 0 else 1)
+    left, slow = curve[place - 1]
+    return slow + (fast - slow) * (devices - left) / (right - left)
