@@ -28,6 +28,7 @@ ORDER = [
     "",
     "study",
     "cluster",
+    "cli_cluster",
     "cli",
     "__main__",
     "__init__",

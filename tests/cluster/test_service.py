@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -179,7 +180,9 @@ def test_a_job_that_always_loses_its_node_fails(cluster: Cluster) -> None:
         cluster.backend.return_(place[0])
         cluster.turn(2)
     job = cluster.service.record("a")
-    assert job.state == "failed" and "lost 5 times without a checkpoint in between; the last time: SIGSEGV" in job.reason
+    assert (
+        job.state == "failed" and "lost 5 times without a checkpoint in between; the last time: SIGSEGV" in job.reason
+    )
     assert cluster.service.scheduler.book.entries == {}
 
 
@@ -367,10 +370,8 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
         service.backend, service.store = backend, cluster.store
         for id in wanted:
             if cluster.store.job(id) is None:
-                try:
+                with contextlib.suppress(BusyError):
                     service.submit({"id": id, "devices": 1}, b"x")
-                except BusyError:
-                    pass
     for node in backend.known:
         if not backend.known[node].alive:
             backend.return_(node)

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.parse
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import cloudpickle
 from waterflow.cluster.payload import Jobs, pack
 from waterflow.cluster.state import address_file, state_folder, token_file
 from waterflow.cluster.submission import Priority, SubmissionError
+from waterflow.cluster.together import memory_of, sets_that_fit
 from waterflow.errors import ClusterError, InvalidJobError, JobCancelled
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.job import Job, JobResult, Results
@@ -75,7 +76,8 @@ class Cluster:
             id: One id is one job: handed in twice, it runs once. Default: a new one.
             tenant, priority, devices, auto, model, duration: As in ``Submission``. ``devices`` must be there at once; jobs
                 are dealt out over them.
-            memory: What it needs on each device, in bytes or as ``"2GiB"``; 0: not known.
+            memory: What it needs on each device, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: as planned for the
+                jobs, each captured here first.
             checkpoint: Go on from here.
 
         Raises:
@@ -86,12 +88,27 @@ class Cluster:
             payload = pack(jobs)
         if checkpoint is not None and not Path(checkpoint).exists():
             raise InvalidJobError(f"there is no checkpoint {checkpoint}")
+        if memory == "auto":
+            if callable(jobs):
+                raise InvalidJobError("memory='auto' plans jobs that are there; a function makes them where they run")
+            memory = memory_of([jobs] if isinstance(jobs, Job) else list(jobs))
         asked = {
             "id": id if id is not None else _new_id(jobs), "tenant": tenant, "priority": priority, "devices": devices,
-            "auto": auto, "memory": memory if isinstance(memory, int) else parse_memory(memory), "model": model,
+            "auto": auto, "memory": memory if memory == 0 else parse_memory(memory), "model": model,
             "duration": duration, "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
         }  # fmt: skip
         return str(self._json("POST", "/jobs", payload, {"X-Submission": json.dumps(asked)})["id"])
+
+    def submit_apart(self, jobs: Sequence[Job], **asked: Any) -> list[str]:
+        """Hand in jobs in sets that the planner finds to fit on one device together; returns an id for each set.
+
+        Makes each model and reads one of its batches, here. ``asked`` is as in ``submit``, without ``id`` and ``memory``.
+        Raises MemoryLimitError for a job that fits on no device alone.
+        """
+        most = min((node["memory"] for node in self.status()["nodes"] if node["memory"]), default=0)
+        if not most:
+            raise ClusterError("no device of the cluster tells its memory; hand the jobs in one by one")
+        return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in sets_that_fit(jobs, most)]
 
     def status(self, id: str | None = None) -> dict[str, Any]:
         """The cluster's nodes, tenants and jobs; or one job. Bytes, and seconds since 1970."""
@@ -248,7 +265,12 @@ def _own_modules_by_value() -> Iterator[None]:
             continue
         path = Path(file)
         own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
-        if own and "site-packages" not in path.parts and path.suffix == ".py" and sys.modules.get(module.__name__) is module:
+        if (
+            own
+            and "site-packages" not in path.parts
+            and path.suffix == ".py"
+            and sys.modules.get(module.__name__) is module
+        ):
             chosen.append(module)
     before = cloudpickle.list_registry_pickle_by_value()
     chosen = [module for module in chosen if module.__name__ not in before]

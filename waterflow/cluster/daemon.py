@@ -61,10 +61,14 @@ class ClusterConfig:
         if self.policy not in POLICIES:
             raise ClusterError(f"no policy is called {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
         if not self.nodes or len(set(self.nodes)) < len(self.nodes):
-            raise ClusterError(f"a cluster needs one device at least, each with a name of its own; got {list(self.nodes)}")
+            raise ClusterError(
+                f"a cluster needs one device at least, each with a name of its own; got {list(self.nodes)}"
+            )
         names = [name for name, _ in self.tenants]
         if len(set(names)) < len(names) or any(quota < 0 for _, quota in self.tenants):
-            raise ClusterError(f"tenants need names that differ and quotas of 0 or more devices; got {list(self.tenants)}")
+            raise ClusterError(
+                f"tenants need names that differ and quotas of 0 or more devices; got {list(self.tenants)}"
+            )
         check_address(self.host, self.beyond_loopback)
 
 
@@ -84,7 +88,9 @@ def load_config(folder: Path) -> ClusterConfig | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise ClusterError(f"{config_file(folder)} cannot be read: {error}; remove it, and say what is wanted again") from None
+        raise ClusterError(
+            f"{config_file(folder)} cannot be read: {error}; remove it, and say what is wanted again"
+        ) from None
 
 
 def make_backend(config: ClusterConfig, folder: Path) -> Backend:

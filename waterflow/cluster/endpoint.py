@@ -5,6 +5,7 @@ Requests and answers are JSON; payloads and results are bytes that nobody unpick
 
 from __future__ import annotations
 
+import functools
 import hmac
 import io
 import ipaddress
@@ -22,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from waterflow.cluster.payload import result_files
 from waterflow.cluster.service import BusyError, ClosedError, Service
 from waterflow.cluster.submission import SubmissionError
 from waterflow.errors import InvalidJobError, WaterflowError
@@ -90,11 +92,10 @@ class Endpoint:
         check_address(host, anywhere)
         if len(token) < LEAST_TOKEN:
             raise EndpointError(f"a token must have {LEAST_TOKEN} characters at least; got {len(token)}")
-        handler = type("Handler", (_Handler,), {"service": service, "token": token, "metrics": staticmethod(metrics)})
-        self._server = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
+        self.service, self.token, self.metrics = service, token, metrics
         self.wanted_down = threading.Event()  # somebody asked for the end of the cluster
-        self._server.wanted_down = self.wanted_down  # type: ignore[attr-defined]
+        self._server = ThreadingHTTPServer((host, port), functools.partial(_Handler, self))
+        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="endpoint")
 
     @property
@@ -122,11 +123,13 @@ class _Refused(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    service: Service
-    token: str
-    metrics: Callable[[], bytes] | None
     protocol_version = "HTTP/1.1"
     timeout = QUIET_SECONDS
+
+    def __init__(self, door: Endpoint, *rest: Any) -> None:
+        self.door = door
+        self.service = door.service
+        super().__init__(*rest)  # answers
 
     def do_GET(self) -> None:
         self._answer(_GET)
@@ -138,8 +141,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._body_read = False
         try:
             given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
-                raise _Refused(401, "the token is missing or wrong; it is in the file token of the cluster's state folder")
+            if not hmac.compare_digest(given.encode(), self.door.token.encode()):
+                raise _Refused(
+                    401, "the token is missing or wrong; it is in the file token of the cluster's state folder"
+                )
             url = urllib.parse.urlsplit(self.path)
             self.query = dict(urllib.parse.parse_qsl(url.query))
             for pattern, name in routes:
@@ -202,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(409, f"job {id!r} has not ended; it is {job.state}")
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w") as archive:
-            for number, path in enumerate(self.service.result_files(id)):
+            for number, path in enumerate(result_files(Path(job.results)) if job.results else ()):
                 archive.write(path, str(number))
         return packed.getvalue()
 
@@ -211,9 +216,9 @@ class _Handler(BaseHTTPRequestHandler):
         return {"ended": self.service.wait(ids, self._number("seconds", LONGEST_WAIT, LONGEST_WAIT))}
 
     def prometheus(self) -> bytes:
-        if self.metrics is None:
+        if self.door.metrics is None:
             raise _Refused(404, "this cluster has no metrics: pip install waterflow[metrics], and start it again")
-        return self.metrics()
+        return self.door.metrics()
 
     def submit(self) -> dict[str, Any]:
         given = self.headers.get("X-Submission", "")
@@ -234,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"cancelled": self.service.cancel(id)}
 
     def down(self) -> dict[str, Any]:
-        self.server.wanted_down.set()  # type: ignore[attr-defined]
+        self.door.wanted_down.set()
         return {"pid": os.getpid()}
 
     def _number(self, name: str, default: float, most: float) -> float:

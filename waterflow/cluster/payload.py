@@ -71,14 +71,19 @@ def read_result(path: Path) -> JobResult:
     return result
 
 
-def load_results(folder: Path) -> Results:
-    """The results of one id, in the order of its jobs; ``folder`` is what ``Ended.results`` names.
+def result_files(folder: Path) -> list[Path]:
+    """The newest result of each job of one id, in their order; ``folder`` is what ``Ended.results`` names.
 
-    Jobs that have none yet (suspended ones) are left out. Unpickles: read only what a cluster of yours wrote.
+    Jobs that have none yet (suspended ones) are left out.
     """
     parts = sorted(folder.glob("job-*"), key=lambda part: int(part.name.removeprefix("job-")))
     newest = (max(part.glob("*.result"), key=lambda p: int(p.name.split(".")[0]), default=None) for part in parts)
-    return Results(read_result(path) for path in newest if path is not None)
+    return [path for path in newest if path is not None]
+
+
+def load_results(folder: Path) -> Results:
+    """What ``result_files`` hold. Unpickles: read only what a cluster of yours wrote."""
+    return Results(map(read_result, result_files(folder)))
 
 
 def _why(content: Any, error: Exception) -> str:

@@ -412,9 +412,9 @@ class Service:
         self._unsettled.add(job.id)
 
     def _end(self, job: JobRecord, how: Any, reason: str) -> None:
-        self._live.pop(job.id, None)
+        steps = max(job.steps, sum(report.steps for report in self._live.pop(job.id, {}).values()))
         self.store.place(job.id, ())
-        self.store.change(job.id, state=how, ended=self.now(), reason=reason)
+        self.store.change(job.id, state=how, ended=self.now(), reason=reason, steps=steps)
         self.store.say(job.id, self.now(), f"{how}{f': {reason}' if reason else ''}")
 
     def now(self) -> float:

@@ -56,7 +56,7 @@ def make_folder(folder: Path) -> None:
 
 def hold(folder: Path) -> IO[str] | None:
     """The folder's lock, which one process at a time has until it ends; None while another one has it."""
-    file = open(folder / "lock", "a")
+    file = (folder / "lock").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,7 +13,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +80,9 @@ class JobRecord:
     def over(self) -> bool:
         """Whether it has come to its end."""
         return self.state in ENDED
+
+
+_COLUMNS = [field.name for field in fields(JobRecord) if field.name != "places"]
 
 
 def digest_of(submission: dict[str, Any], payload: bytes) -> str:
@@ -194,19 +197,13 @@ class Store:
         if states is not None:
             where, values = f"{where} AND {_AMONG.format('state')}", [*values, json.dumps(list(states))]
         with self._lock:
-            rows = self._all(
-                "SELECT id, number, tenant, submission, state, priority, submitted, started, ended, attempts, losses, "
-                f"checkpoint, steps, reason, results FROM jobs WHERE {where} ORDER BY number", values,
-            )  # fmt: skip
+            rows = self._all(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE {where} ORDER BY number", values)
             places: dict[str, list[tuple[str, int, int]]] = {}
             for id, node, device, epoch in self._all(
                 "SELECT id, node, device, epoch FROM placements ORDER BY position"
             ):
                 places.setdefault(id, []).append((node, device, epoch))
-        return [
-            JobRecord(row[0], row[1], row[2], json.loads(row[3]), *row[4:], places=tuple(places.get(row[0], ())))
-            for row in rows
-        ]
+        return [_record(dict(zip(_COLUMNS, row)), places) for row in rows]
 
     def payload(self, id: str) -> bytes:
         """What was handed in."""
@@ -258,6 +255,11 @@ class Store:
     def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:
             return self._db.execute(sql, values).fetchall()
+
+
+def _record(columns: dict[str, Any], places: dict[str, list[tuple[str, int, int]]]) -> JobRecord:
+    columns["submission"] = json.loads(columns["submission"])
+    return JobRecord(**columns, places=tuple(places.get(columns["id"], ())))
 
 
 def _told_apart(id: str, known: dict[str, Any], given: dict[str, Any]) -> str:
