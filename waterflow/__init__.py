@@ -23,7 +23,9 @@ from waterflow.errors import (
     NonFiniteLossError,
     StepError,
     StudyError,
+    SubmissionError,
     WaterflowError,
+    WorkloadError,
 )
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.engine import current_device as device
@@ -60,8 +62,10 @@ __all__ = [
     "Step",
     "StepError",
     "StudyError",
+    "SubmissionError",
     "Timeline",
     "WaterflowError",
+    "WorkloadError",
     "count_memory",
     "device",
     "max_batch_size",

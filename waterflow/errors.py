@@ -56,3 +56,11 @@ class ClusterError(WaterflowError, RuntimeError):
 
 class CheckpointError(WaterflowError):
     """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""
+
+
+class SubmissionError(WaterflowError, ValueError):
+    """A submission that the cluster can never run."""
+
+
+class WorkloadError(WaterflowError, ValueError):
+    """A workload, or a table that its simulation needs, that cannot be read, or cannot be simulated as asked."""

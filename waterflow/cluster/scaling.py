@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from waterflow.cluster.submission import Submission
-from waterflow.errors import WaterflowError
+from waterflow.errors import WorkloadError
 
 Scaling: TypeAlias = Callable[[Submission, int], float]  # speed on so many devices against those asked for
 Curve: TypeAlias = Sequence[tuple[int, float]]  # devices, throughput; devices rise
 COLUMNS = ("model", "global_batch", "num_gpus", "iters_s")
-
-
-class ScalingError(WaterflowError, ValueError):
-    """A table of throughputs that cannot be read; the message says why."""
 
 
 def linear_scaling(submission: Submission, devices: int) -> float:
@@ -45,20 +41,20 @@ class TableScaling:
         """A CSV file with the columns ``COLUMNS``."""
         path = Path(path)
         if not path.is_file():
-            raise ScalingError(f"there is no file {path}")
+            raise WorkloadError(f"there is no file {path}")
         points: dict[tuple[str, str], dict[int, float]] = {}
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
-                raise ScalingError(f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(COLUMNS)}")
+                raise WorkloadError(f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(COLUMNS)}")
             for row in reader:
                 points.setdefault((row["model"], row["global_batch"]), {})[int(row["num_gpus"])] = float(row["iters_s"])
         curves: dict[str, list[Curve]] = {}
         for (model, _), curve in points.items():
             curves.setdefault(model, []).append(sorted(curve.items()))
         if not curves:
-            raise ScalingError(f"{path} holds no throughputs")
+            raise WorkloadError(f"{path} holds no throughputs")
         return cls({model: tuple(each) for model, each in curves.items()}, seed)
 
     def curve_of(self, submission: Submission) -> Curve:

@@ -11,7 +11,8 @@ from typing import Any
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.submission import Action, Node, Outcome, Place, Report, Stop, Submission, SubmissionError, Tenant
+from waterflow.cluster.submission import Action, Node, Outcome, Place, Report, Stop, Submission, Tenant
+from waterflow.errors import SubmissionError
 
 VERSION = 1  # of what to_dict() gives
 

@@ -6,15 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from waterflow.errors import WaterflowError
-
 Priority = Literal["guaranteed", "opportunistic"]
 Outcome = Literal["completed", "failed", "cancelled"]
 Place: TypeAlias = tuple[str, int]  # a node's name and the index of one of its devices
-
-
-class SubmissionError(WaterflowError, ValueError):
-    """A submission that the cluster can never run; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,11 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from waterflow.cluster.submission import Submission, SubmissionError
+from waterflow.cluster.submission import Submission
+from waterflow.errors import WorkloadError
 
 COLUMNS = ("job_id", "submit_s", "duration_s", "num_gpus")  # tenant, model and priority may be there, too
 _MOST_SHOWN = 3
-
-
-class WorkloadError(SubmissionError):
-    """A file that is not a workload; the message says what it lacks, and where."""
 
 
 @dataclass(frozen=True)

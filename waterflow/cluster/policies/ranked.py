@@ -20,7 +20,8 @@ class Ranked(Policy):
 
     Waiting submissions stand in a sorted list for each size (and tenant, where quotas bind): where the first of a
     list does not fit, none after it does. So a decision looks at those that run, and at no more of those that wait
-    than start. ``entry.key`` is the entry's item, of the last decision if it runs.
+    than start. Priorities are not looked at: all run as guaranteed. ``entry.key`` is the entry's item, of the last
+    decision if it runs.
     """
 
     preempts: ClassVar[bool] = True
@@ -124,13 +125,14 @@ class Ranked(Policy):
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
         """Whom to stop and whom to start, both in the order of rank."""
-        items = self._ranked(now) if self.preempts else []
-        return self._walk(items, [len(item[3].devices) for item in items], {which: which[1] for which in self._waiting})
+        return self._walk(
+            self._ranked(now) if self.preempts else [], None, {which: which[1] for which in self._waiting}
+        )
 
     def _walk(
-        self, running: Sequence[Item], sizes: Sequence[int], size_of: Mapping[Class, int]
+        self, running: Sequence[Item], sizes: Sequence[int] | None, size_of: Mapping[Class, int]
     ) -> tuple[list[Entry], list[Entry]]:
-        """The same, where those that run take ``sizes`` devices, and those that wait ``size_of`` their list."""
+        """The same, where those that run take ``sizes`` (None: as many as they have), and those that wait ``size_of``."""
         book = self.book
         free = book.devices.total if self.preempts else book.devices.free
         quotas = {name: book.quota_left(name) + self.preempts * book.held[name] for name in book.tenants}
@@ -138,6 +140,18 @@ class Ranked(Policy):
         heapify(heads)
         stops: list[Entry] = []
         starts: list[Entry] = []
+        real = sizes is None
+        if not quotas:  # whoever stands before all that wait stays
+            first = bisect_left(running, heads[0][0]) if heads else len(running)
+            if sizes is None:
+                running = running[first:]
+                sizes = [len(item[3].devices) for item in running]
+                free = book.devices.free + sum(sizes)
+            elif (used := sum(sizes[:first])) <= free:
+                free -= used
+                running, sizes = running[first:], sizes[first:]
+        elif sizes is None:
+            sizes = [len(item[3].devices) for item in running]
 
         def take_waiting(before: Item | None) -> None:
             nonlocal free
@@ -161,6 +175,8 @@ class Ranked(Policy):
         for item, size in zip(running, sizes):
             if heads and heads[0][0] < item:
                 take_waiting(item)
+                if real and not heads and not starts:
+                    break  # none of those that wait fits, so nothing changes
             if size > free or (quotas and size > quotas[item[3].tenant]):
                 stops.append(item[3])
                 continue

@@ -1,0 +1,222 @@
+"""AntMan (OSDI 2020): guaranteed submissions run as if alone, opportunistic ones use what they leave.
+
+Section 3.3 and algorithm 1. What a device does for those who share it is the local coordinator's task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from heapq import merge
+from typing import Any
+
+from waterflow.cluster.book import Entry
+from waterflow.cluster.devices import Device
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.policies.waiting import Pool, Waiting
+from waterflow.cluster.submission import Report
+
+_UNKNOWN = -math.inf
+
+
+class AntMan(Policy):
+    """Guaranteed submissions start whole, in the order of submission, or reserve what there is.
+
+    Opportunistic ones start on the least loaded of the devices whose utilization stayed below ``busy`` (M in the
+    paper) for ``window`` seconds; reserved devices are open to them. A guaranteed one that has waited ``patience``
+    seconds runs as an opportunistic one unless it forbids that (``auto=False``), and becomes guaranteed where it is
+    as soon as quota and all of its devices are free for it, before any other is started. The paper leaves ``patience``
+    open. With ``one_node`` a guaranteed submission that fits on one node waits for one.
+    """
+
+    name = "antman"
+
+    def __init__(
+        self, busy: float = 0.8, window: float = 10.0, patience: float = 600.0, one_node: bool = False
+    ) -> None:
+        if not 0 < busy <= 1:
+            raise ValueError(f"busy={busy}; it is a share of the device's time, above 0 and at most 1")
+        if window < 0 or patience < 0:
+            raise ValueError(f"window={window} and patience={patience} are seconds, 0 or more")
+        self.busy = busy
+        self.window = window
+        self.patience = patience
+        self.one_node = one_node
+        self._queues: dict[str, Waiting] = {}  # guaranteed submissions, by tenant
+        self._impatient: deque[tuple[float, Entry]] = deque()  # who may turn opportunistic, and since when it waits
+        self._extra = Waiting()  # who may run as opportunistic now
+        self._turned: dict[str, Entry] = {}  # guaranteed submissions that run as opportunistic
+        self._calm: dict[Device, float] = {}  # since when a device is below ``busy``; missing: always was
+        self._loud: set[Device] = set()
+        self._next: float | None = _UNKNOWN
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """All that was chosen, by name."""
+        return {"busy": self.busy, "window": self.window, "patience": self.patience, "one_node": self.one_node}
+
+    @property
+    def next_tick(self) -> float | None:
+        """When a device has been calm for long enough for one who waits, or somebody's patience ends."""
+        if self._next == _UNKNOWN:
+            self._next = self._find_next()
+        return self._next
+
+    def submitted(self, entry: Entry) -> None:
+        """It waits: an opportunistic one for calm devices, a guaranteed one for quota and devices of its own."""
+        self._turned.pop(entry.id, None)
+        if entry.submission.priority == "opportunistic":
+            self._extra.add(entry)
+            return
+        self._queues.setdefault(entry.tenant, Waiting()).add(entry)
+        if entry.submission.auto:
+            if self._never_guaranteed(entry):
+                self._extra.add(entry)
+            else:
+                self._impatient.append((entry.waiting_since, entry))  # time does not go back: they are in order
+
+    def ended(self, entry: Entry) -> None:
+        """It left its queue by not waiting."""
+        self._turned.pop(entry.id, None)
+
+    def reported(self, entry: Entry, report: Report) -> bool:
+        """Its devices may have become calm; that counts from now."""
+        for device in entry.devices:
+            self._listen(device)
+        self._next = _UNKNOWN
+        return False
+
+    def nodes_changed(self) -> None:
+        """Forget devices that are gone."""
+        here = set(self.book.devices)
+        self._loud &= here
+        self._calm = {device: since for device, since in self._calm.items() if device in here}
+
+    def decide(self, now: float) -> None:
+        """Upgrades, then guaranteed submissions, then opportunistic ones."""
+        book = self.book
+        for entry in [device.reserved for device in book.devices if device.reserved is not None]:
+            if entry.reserved:
+                book.unreserve(entry)
+        for device in book.devices:
+            self._listen(device)
+        self._upgrade()
+        self._start_guaranteed()
+        while self._impatient and self._impatient[0][0] + self.patience <= now:
+            since, entry = self._impatient.popleft()
+            if entry.state == "waiting" and entry.waiting_since == since:
+                self._extra.add(entry)
+        self._start_opportunistic(now)
+        self._next = _UNKNOWN
+
+    def to_dict(self) -> dict[str, Any]:
+        """Since when devices are calm."""
+        return {"calm": [[*device.place, since] for device, since in self._calm.items()]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Queues by order, patience by the time since which each waits."""
+        for entry in sorted(self.book.entries.values(), key=lambda entry: (entry.waiting_since, entry.order)):
+            if entry.state == "waiting":
+                self.submitted(entry)
+            elif entry.priority != entry.submission.priority:
+                self._turned[entry.id] = entry
+        self._calm = {self.book.devices.at((node, index)): since for node, index, since in state["calm"]}
+        self._loud = {device for device in self.book.devices if device.utilization >= self.busy}
+        self._next = _UNKNOWN
+
+    # -- guaranteed
+
+    def _never_guaranteed(self, entry: Entry) -> bool:
+        """Its tenant's whole quota, or the cluster, is too small for it."""
+        book = self.book
+        quota = book.tenants[entry.tenant].quota if book.tenants else book.devices.total
+        return entry.wanted > min(quota, book.devices.total)
+
+    def _upgrade(self) -> None:
+        """Those that turned opportunistic become guaranteed where they are: all of their workers, or none."""
+        for entry in list(self._turned.values()):
+            alone = all(device.guaranteed is None for device in entry.devices)
+            if alone and self.book.may_hold(entry, entry.wanted):
+                self.book.set_priority(entry, "guaranteed")
+                del self._turned[entry.id]
+
+    def _start_guaranteed(self) -> None:
+        book = self.book
+        if not book.devices.free:
+            return
+        by_load = sorted((device for device in book.devices if device.guaranteed is None), key=_load)
+        free = Pool(by_load)
+        by_load.reverse()
+        for entry in self._with_quota():
+            if not free:
+                return
+            if self._never_guaranteed(entry) or book.quota_left(entry.tenant) <= 0:
+                continue
+            together = self.one_node and any(len(node.devices) >= entry.wanted for node in book.devices.nodes.values())
+            if book.may_hold(entry, entry.wanted):
+                if entry.wanted == 1:
+                    while by_load[-1] not in free:
+                        by_load.pop()
+                    devices: list[Device] | None = [by_load[-1]]
+                else:
+                    devices = free.close_together(entry.wanted, together)
+                if devices is not None:
+                    book.start(entry, devices, "guaranteed")
+                    free.remove(devices)
+                    continue
+            at_most = min(entry.wanted, book.quota_left(entry.tenant))
+            kept = free.most_of_one_node(at_most, entry.wanted) if together else list(free)[:at_most]
+            book.reserve(entry, kept)
+            free.remove(kept)
+
+    def _with_quota(self) -> Iterator[Entry]:
+        """Waiting guaranteed submissions of tenants with quota left, in the order of submission."""
+        queues = [queue for tenant, queue in self._queues.items() if queue and self.book.quota_left(tenant) > 0]
+        return merge(*(queue.in_order() for queue in queues), key=lambda entry: entry.order)
+
+    # -- opportunistic
+
+    def _start_opportunistic(self, now: float) -> None:
+        if not self._extra:
+            return
+        calm = [device for device in self.book.devices if self._calm_at(device) <= now]
+        calm.sort(key=_load, reverse=True)
+        while calm:
+            entry = self._extra.first(len(calm))
+            if entry is None:
+                return
+            devices = [calm.pop() for _ in range(entry.wanted)]
+            self.book.start(entry, devices, "opportunistic")
+            if entry.submission.priority == "guaranteed":
+                self._turned[entry.id] = entry
+            for device in devices:
+                self._listen(device)
+
+    def _listen(self, device: Device) -> None:
+        """Note when a device crosses ``busy``."""
+        if device.utilization >= self.busy:
+            self._loud.add(device)
+        elif device in self._loud:
+            self._loud.remove(device)
+            self._calm[device] = self.book.now
+
+    def _calm_at(self, device: Device) -> float:
+        """When a device will have been below ``busy`` for ``window`` seconds."""
+        if device in self._loud:
+            return math.inf
+        return self._calm.get(device, -math.inf) + self.window
+
+    def _find_next(self) -> float | None:
+        impatient = self._impatient
+        while impatient and impatient[0][1].state != "waiting":
+            impatient.popleft()
+        times = [impatient[0][0] + self.patience] if impatient else []
+        if self._extra:
+            now = self.book.now
+            times += [at for device in self.book.devices if now < (at := self._calm_at(device)) < math.inf]
+        return min(times, default=None)
+
+
+def _load(device: Device) -> tuple[float, int]:
+    return device.utilization, len(device.opportunistic)

@@ -1,0 +1,393 @@
+"""Gandiva (OSDI 2018): everybody starts at once; time slicing, packing, migration, growing. Sections 4.1 and 4.2."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from waterflow.cluster.book import Book, Entry
+from waterflow.cluster.devices import Device
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers
+from waterflow.cluster.submission import Report
+
+
+class Gandiva(Policy):
+    """Servers take more submissions than they have devices for, and let them take turns.
+
+    Each turn lasts ``quantum`` seconds. With ``packing``, while there is overload, the submission of lowest
+    utilization joins the one of lowest utilization beside it for a quantum at a time; it stays while both together
+    get further than they would by turns, and while no device beside them is free. Both must have run alone before, and fit into memory together. With
+    ``migration`` groups leave crowded servers for free devices, spread ones come together, and servers of which a
+    share ``defragment`` is free are emptied. Models in ``growable`` (all of them with "all") take the free devices
+    of their server ``grow_after`` seconds after the last arrival or end, and give them back at the next arrival.
+
+    Tenants, quotas and priorities count for nothing: fairness among them is not a goal of the paper. The paper leaves
+    open ``grow_after``, and for how long a packing is tried: here one quantum.
+    """
+
+    name = "gandiva"
+
+    def __init__(
+        self,
+        quantum: float = 60.0,
+        packing: bool = True,
+        migration: bool = True,
+        defragment: float = 0.75,
+        growable: Collection[str] = (),
+        grow_after: float = 60.0,
+    ) -> None:
+        if quantum <= 0 or grow_after < 0 or not 0 < defragment <= 1:
+            raise ValueError(
+                f"quantum={quantum} is above 0 seconds, grow_after={grow_after} 0 seconds or more, "
+                f"defragment={defragment} a share above 0 and at most 1"
+            )
+        self.quantum = quantum
+        self.packing = packing
+        self.migration = migration
+        self.defragment = defragment
+        self.growable = growable
+        self.grow_after = grow_after
+        self._pending: dict[str, Entry] = {}  # who has no server
+        self._servers = Servers()
+        self._groups: dict[str, Group] = {}  # by the ids of their submissions
+        self._tried: dict[Group, str] = {}  # groups with a newcomer that is on trial
+        self._failed: set[frozenset[str]] = set()  # packings that did not pay
+        self._heard: set[str] = set()  # who reported since the last turn
+        self._slice: float | None = None  # when the turn ends
+        self._changed = 0.0  # the last arrival or end
+        self._grown: dict[str, Entry] = {}
+        self.packed = 0
+        self.unpacked = 0
+        self.migrations = 0
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """All that was chosen, by name."""
+        names = ("quantum", "packing", "migration", "defragment", "growable", "grow_after")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def next_tick(self) -> float | None:
+        """The end of the turn, or the time to grow."""
+        times = [] if self._slice is None else [self._slice]
+        if self.growable and next(self._to_grow(), None) is not None:
+            times.append(max(self._changed + self.grow_after, self.book.now))
+        return min(times, default=None)
+
+    def attach(self, book: Book) -> None:
+        """All its nodes are servers."""
+        super().attach(book)
+        self.nodes_changed()
+
+    def submitted(self, entry: Entry) -> None:
+        """It waits for a server."""
+        self._changed = self.book.now
+        self._pending[entry.id] = entry
+
+    def ended(self, entry: Entry) -> None:
+        """Those who shared its devices have them alone."""
+        self._changed = self.book.now
+        self._pending.pop(entry.id, None)
+        self._forget(entry)
+
+    def stopped(self, entry: Entry) -> None:
+        """Its server is lost; what that means for it is told by ``nodes_changed``."""
+        self._forget(entry)
+        self._pending[entry.id] = entry
+
+    def nodes_changed(self) -> None:
+        """Groups of lost servers look for others."""
+        nodes = self.book.devices.nodes.values()
+        for node in [node for node in self._servers.by_node if node not in nodes]:
+            for group in list(self._servers.by_node[node].groups):
+                for entry in list(group.entries):
+                    self._forget(entry)
+                    self._pending[entry.id] = entry
+            del self._servers.by_node[node]
+        for node in nodes:
+            if node not in self._servers.by_node:
+                self._servers.by_node[node] = Server(node)
+
+    def reported(self, entry: Entry, report: Report) -> bool:
+        """Speeds are looked at when the turn ends."""
+        self._heard.add(entry.id)
+        return False
+
+    def decide(self, now: float) -> None:
+        """Servers for those who have none; then whose turn it is."""
+        if self._pending:
+            self._shrink()
+            self._place()
+        if self.migration:
+            self._migrate()
+        self._spread()
+        if self._slice is not None and self._slice <= now:
+            self._slice = None
+            self._judge()
+            self._pack()
+            self._heard.clear()
+            self._take_turns(rotate=True)
+        else:
+            self._take_turns(rotate=False)
+        if self._slice is None and self._servers.overloaded:
+            self._slice = now + self.quantum
+        if self._changed + self.grow_after <= now:
+            self._grow()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Groups with their servers and turns, trials, and what failed."""
+        groups = [
+            {
+                "ids": [entry.id for entry in group.entries],
+                "home": {server.node.name: count for server, count in group.home.items()},
+                "turn": group.turn,
+                "left": group.left,
+                "tried": self._tried.get(group),
+            }
+            for group in dict.fromkeys(self._groups.values())
+        ]
+        return {
+            "groups": groups,
+            "affinity": {server.node.name: server.affinity for server in self._servers.by_node.values()},
+            "failed": [sorted(ids) for ids in self._failed],
+            "heard": sorted(self._heard),
+            "slice": self._slice,
+            "changed": self._changed,
+            "counts": [self.packed, self.unpacked, self.migrations],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Whoever is in no group waits for a server."""
+        for fields in state["groups"]:
+            group = Group([self.book.entries[id] for id in fields["ids"]], {})
+            group.turn, group.left = fields["turn"], fields["left"]
+            self._groups |= dict.fromkeys(fields["ids"], group)
+            self._servers.assign(group, self._servers.from_names(fields["home"]))
+            if fields["tried"] is not None:
+                self._tried[group] = fields["tried"]
+        for server in self._servers.by_node.values():
+            server.affinity = state["affinity"][server.node.name]
+        for entry in self.book.entries.values():
+            if entry.id not in self._groups:
+                self._pending[entry.id] = entry
+            elif len(entry.devices) > entry.wanted:
+                self._grown[entry.id] = entry
+        self._failed = {frozenset(ids) for ids in state["failed"]}
+        self._heard, self._slice, self._changed = set(state["heard"]), state["slice"], state["changed"]
+        self.packed, self.unpacked, self.migrations = state["counts"]
+
+    # -- servers
+
+    def _place(self) -> None:
+        hopeless: set[int] = set()  # how many devices were asked for in vain
+        for entry in sorted(self._pending.values(), key=lambda entry: entry.order):
+            if entry.wanted in hopeless:
+                continue
+            home = self._servers.find_home(entry.wanted)
+            if home is None:
+                hopeless.add(entry.wanted)
+                continue
+            group = self._groups[entry.id] = Group([entry], home)
+            self._servers.assign(group, home)
+            del self._pending[entry.id]
+
+    def _forget(self, entry: Entry) -> None:
+        self._grown.pop(entry.id, None)
+        group = self._groups.pop(entry.id, None)
+        if group is None:
+            return
+        self._tried.pop(group, None)
+        group.entries.remove(entry)
+        if not group.entries:
+            self._servers.withdraw(group)
+
+    def _migrate(self) -> None:
+        servers = self._servers
+        while (found := servers.less_crowded()) is not None:
+            self._move(*found)
+        for group in [group for group in dict.fromkeys(self._groups.values()) if len(group.home) > 1]:
+            home = servers.better_home(group)
+            if home is not None:
+                self._move(group, home)
+        while not servers.overloaded and (moves := servers.fuller(self.defragment)):
+            for group, home in moves:
+                self._move(group, home)
+
+    def _move(self, group: Group, home: dict[Server, int]) -> None:
+        """To another home, from which its devices can be had at once; suspended ones go on there at their next turn."""
+        self._shrink()
+        self._servers.withdraw(group)
+        if group.running:
+            devices = self._idle(home, own=group.entries[0].devices)
+            for entry in group.entries:
+                self.book.move(entry, devices)
+        self._servers.assign(group, home)
+        self.migrations += 1
+
+    @staticmethod
+    def _idle(home: Mapping[Server, int], own: Collection[Device] = ()) -> list[Device]:
+        """Devices of a home that nobody uses but who has ``own`` now; there are enough."""
+        devices: list[Device] = []
+        for server, count in home.items():
+            here = [device for device in server.node.devices if not device.residents or device in own][:count]
+            assert len(here) == count, f"{server.node.name} has {len(here)} devices that are idle, not {count}"
+            devices += here
+        return devices
+
+    # -- turns
+
+    def _take_turns(self, rotate: bool) -> None:
+        """Round robin: who has waited longest for its turn comes first; among those who run, who began last.
+
+        Without ``rotate`` nobody is stopped.
+        """
+        now = self.book.now
+        groups = dict.fromkeys(self._groups.values())
+        waiting = sorted((group for group in groups if not group.running), key=_waited)
+        running = sorted((group for group in groups if group.running), key=lambda group: -group.turn)
+        if not waiting:
+            return
+        room = {server: server.size for server in self._servers.by_node.values()}
+        turns = []
+        for group in [*waiting, *running] if rotate else [*running, *waiting]:
+            if all(room[server] >= count for server, count in group.home.items()):
+                for server, count in group.home.items():
+                    room[server] -= count
+                turns.append(group)
+        chosen = set(turns)
+        for group in running:
+            if group not in chosen:
+                for entry in group.entries:
+                    self.book.stop(entry)
+                group.left = now
+        for group in turns:
+            if not group.running:
+                devices = self._idle(group.home)
+                for entry in group.entries:
+                    self.book.start(entry, list(devices), "opportunistic")
+                group.turn = now
+
+    # -- packing
+
+    def _judge(self) -> None:
+        """Packed groups that get no further than one after the other would are taken apart."""
+        for group in self._packed():
+            newcomer = self._tried.get(group)
+            if not group.running or not all(entry.id in self._heard for entry in group.entries if newcomer):
+                continue
+            self._tried.pop(group, None)
+            if sum(entry.rate for entry in group.entries) <= 1.0:
+                self._failed.add(frozenset(entry.id for entry in group.entries))
+                out = next((entry for entry in group.entries if entry.id == newcomer), group.entries[-1])
+                self.book.stop(out)
+                self._split(group, out, dict(group.home)).left = self.book.now
+                self.unpacked += 1
+
+    def _spread(self) -> None:
+        """Packed groups leave none of their server's devices free."""
+        for group in self._packed():
+            server = next(iter(group.home))
+            while len(group.home) == 1 and len(group.entries) > 1 and server.free >= group.wanted:
+                self._tried.pop(group, None)
+                out = group.entries[-1]
+                alone = self._split(group, out, {server: group.wanted})
+                if group.running:
+                    self._shrink()
+                    self.book.move(out, self._idle(alone.home))
+                    alone.turn = group.turn
+                alone.left = group.left
+
+    def _packed(self) -> list[Group]:
+        return [group for group in dict.fromkeys(self._groups.values()) if len(group.entries) > 1]
+
+    def _split(self, group: Group, out: Entry, home: dict[Server, int]) -> Group:
+        group.entries.remove(out)
+        alone = self._groups[out.id] = Group([out], {})
+        self._servers.assign(alone, home)
+        return alone
+
+    def _pack(self) -> None:
+        """On each overloaded server, one packing more is tried."""
+        if not self.packing:
+            return
+        for server in self._servers.by_node.values():
+            if server.allocated <= server.size:
+                continue
+            known = [
+                group
+                for group in server.groups
+                if group not in self._tried and all(entry.utilization is not None for entry in group.entries)
+            ]
+            known.sort(key=lambda group: group.utilization)
+            pair = next(self._pairs(known), None)
+            if pair is not None:
+                self._join(*pair)
+
+    def _pairs(self, known: list[Group]) -> Iterator[tuple[Group, Group]]:
+        """A single submission and who could take it in, the lowest utilization first."""
+        for newcomer in known:
+            if len(newcomer.entries) > 1:
+                continue
+            for host in known:
+                memory = next(iter(host.home)).node.memory
+                ids = frozenset(entry.id for entry in (*host.entries, newcomer.entries[0]))
+                if (
+                    host is not newcomer
+                    and host.home == newcomer.home
+                    and ids not in self._failed
+                    and (not memory or host.memory + newcomer.memory <= memory)
+                ):
+                    yield newcomer, host
+
+    def _join(self, newcomer: Group, host: Group) -> None:
+        entry = newcomer.entries[0]
+        self._servers.withdraw(newcomer)
+        if host.running:
+            devices = list(host.entries[0].devices)
+            if newcomer.running:
+                self.book.move(entry, devices)
+            else:
+                self.book.start(entry, devices, "opportunistic")
+        elif newcomer.running:
+            self.book.stop(entry)
+        host.entries.append(entry)
+        self._groups[entry.id] = host
+        self._tried[host] = entry.id
+        host.left = min(host.left, newcomer.left)
+        self.packed += 1
+
+    # -- growing
+
+    def _shrink(self) -> None:
+        """Whoever grew gives back what others may need."""
+        for entry in self._grown.values():
+            self.book.resize(entry, entry.devices[: entry.wanted])
+        self._grown.clear()
+
+    def _to_grow(self) -> Iterator[tuple[Entry, Server]]:
+        if self._pending or self._servers.overloaded:
+            return
+        for server in self._servers.by_node.values():
+            if server.free and server.idle:
+                for group in server.groups:
+                    entry = group.entries[0]
+                    may = self.growable == "all" or entry.submission.model in self.growable
+                    if may and len(group.entries) == 1 and len(group.home) == 1 and group.running:
+                        yield entry, server
+
+    def _grow(self) -> None:
+        """One device at a time to whoever has least of what it asked for."""
+        while (found := min(self._to_grow(), key=_gain, default=None)) is not None:
+            entry, server = found
+            self.book.resize(entry, [*entry.devices, server.idle[0]])
+            self._grown[entry.id] = entry
+
+
+def _gain(found: tuple[Entry, Server]) -> tuple[float, int]:
+    entry, _ = found
+    return len(entry.devices) / entry.wanted, entry.order
+
+
+def _waited(group: Group) -> tuple[float, int]:
+    return group.left, group.entries[0].order

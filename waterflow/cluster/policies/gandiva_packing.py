@@ -1,0 +1,115 @@
+"""Gandiva's packing alone, without time slicing and migration: what AntMan (OSDI 2020, section 5.2) compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from heapq import nsmallest
+from typing import Any
+
+from waterflow.cluster.book import Entry
+from waterflow.cluster.devices import Device
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.policies.waiting import Waiting
+
+
+class GandivaPacking(Policy):
+    """Each submission goes to the devices of lowest utilization that have memory for it, in the order of submission.
+
+    Priorities and quotas count for nothing. At most ``limit`` share a device (0: as many as memory allows). With
+    ``backfill`` whoever finds devices may overtake others. With ``undo``, one that after ``trial`` seconds brought
+    the speeds on a device to no more than one alone would have is taken back, and waits for other neighbours.
+    """
+
+    name = "gandiva-packing"
+
+    def __init__(self, limit: int = 0, backfill: bool = False, undo: bool = False, trial: float = 60.0) -> None:
+        if limit < 0 or trial <= 0:
+            raise ValueError(f"limit={limit} is a number of submissions, 0 for any; trial={trial} is above 0 seconds")
+        self.limit = limit
+        self.backfill = backfill
+        self.undo = undo
+        self.trial = trial
+        self._waiting = Waiting()
+        self._trials: dict[str, float] = {}  # packed submissions, and when that is judged
+        self._failed: dict[str, set[frozenset[str]]] = {}  # whom a submission did not go well with
+        self.undone = 0
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """All that was chosen, by name."""
+        return {"limit": self.limit, "backfill": self.backfill, "undo": self.undo, "trial": self.trial}
+
+    @property
+    def next_tick(self) -> float | None:
+        """When the next packing is judged."""
+        return min(self._trials.values(), default=None)
+
+    def submitted(self, entry: Entry) -> None:
+        """It waits for devices."""
+        self._trials.pop(entry.id, None)
+        self._waiting.add(entry)
+
+    def ended(self, entry: Entry) -> None:
+        """It left the queue by not waiting."""
+        self._trials.pop(entry.id, None)
+        self._failed.pop(entry.id, None)
+
+    def decide(self, now: float) -> None:
+        """Judge what was packed, then start whoever finds devices."""
+        for id in [id for id, end in self._trials.items() if end <= now]:
+            del self._trials[id]
+            self._judge(self.book.entries[id])
+        sizes: set[int] = set()  # of which one found nothing
+        for entry in self._waiting.in_order():
+            if entry.wanted in sizes and not self._failed.get(entry.id) and not entry.memory:
+                continue
+            devices = self._find(entry)
+            if devices is None:
+                if not self.backfill:
+                    return
+                sizes.add(entry.wanted)
+                continue
+            self.book.start(entry, devices, "opportunistic")
+            if self.undo and any(len(device.opportunistic) > 1 for device in devices):
+                self._trials[entry.id] = now + self.trial
+
+    def to_dict(self) -> dict[str, Any]:
+        """Trials, and what failed."""
+        failed = {id: [sorted(ids) for ids in sets] for id, sets in self._failed.items()}
+        return {"trials": dict(self._trials), "failed": failed, "undone": self.undone}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Order is all that counts beside."""
+        for entry in self.book.entries.values():
+            if entry.state == "waiting":
+                self._waiting.add(entry)
+        self._trials = dict(state["trials"])
+        self._failed = {id: {frozenset(ids) for ids in sets} for id, sets in state["failed"].items()}
+        self.undone = state["undone"]
+
+    def _find(self, entry: Entry) -> list[Device] | None:
+        fits = [device for device in self.book.devices if self._fits(entry, device)]
+        if len(fits) < entry.wanted:
+            return None
+        return nsmallest(entry.wanted, fits, key=lambda device: (device.utilization, len(device.opportunistic)))
+
+    def _fits(self, entry: Entry, device: Device) -> bool:
+        others = device.opportunistic
+        if not others:
+            return not device.memory or entry.memory <= device.memory
+        if self.limit and len(others) >= self.limit:
+            return False
+        if device.memory and device.memory_used + entry.memory > device.memory:
+            return False
+        return frozenset(others) not in self._failed.get(entry.id, ())
+
+    def _judge(self, entry: Entry) -> None:
+        for device in entry.devices:
+            if len(device.opportunistic) > 1 and sum(each.rate for each in device.residents) <= 1.0:
+                for each in entry.devices:
+                    others = frozenset(each.opportunistic) - {entry.id}
+                    self._failed.setdefault(entry.id, set()).add(others)
+                self.book.stop(entry)
+                self.undone += 1
+                self._waiting.add(entry)
+                return

@@ -1,0 +1,178 @@
+"""The servers of Gandiva (OSDI 2018): who is assigned where, more than fits at once; its algorithm 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from math import ceil, inf
+
+from waterflow.cluster.book import Entry
+from waterflow.cluster.devices import Device, NodeDevices
+
+
+class Group:
+    """Submissions that run at the same time on the same devices: one, or several that are packed.
+
+    ``home`` tells how many devices it takes of each server. ``turn`` is when it last began to run, ``left`` when it
+    last ceased to; minus infinite: never.
+    """
+
+    def __init__(self, entries: list[Entry], home: dict[Server, int]) -> None:
+        self.entries = entries
+        self.wanted = entries[0].wanted
+        self.home = home
+        self.turn = -inf
+        self.left = -inf
+
+    @property
+    def running(self) -> bool:
+        """It has its turn."""
+        return self.entries[0].state == "running"
+
+    @property
+    def utilization(self) -> float:
+        """Of its devices, as reported when each ran alone, or since."""
+        return sum(1.0 if entry.utilization is None else entry.utilization for entry in self.entries)
+
+    @property
+    def memory(self) -> int:
+        """Bytes on each device."""
+        return sum(entry.memory for entry in self.entries)
+
+
+class Server:
+    """A node with the groups assigned to it. ``affinity`` is the number of devices that they ask for; 0: none yet."""
+
+    def __init__(self, node: NodeDevices) -> None:
+        self.node = node
+        self.size = len(node.devices)
+        self.groups: dict[Group, None] = {}
+        self.allocated = 0
+        self.affinity = 0
+
+    @property
+    def height(self) -> int:
+        """How many layers of groups its devices would have to take."""
+        return ceil(Fraction(self.allocated, self.size))
+
+    @property
+    def free(self) -> int:
+        """Devices that nobody is assigned to."""
+        return max(0, self.size - self.allocated)
+
+    @property
+    def idle(self) -> list[Device]:
+        """Devices on which nobody runs now."""
+        return [device for device in self.node.devices if not device.residents]
+
+
+class Servers:
+    """All servers, and where a new group is assigned to."""
+
+    def __init__(self, nodes: Iterable[NodeDevices] = ()) -> None:
+        self.by_node = {node: Server(node) for node in nodes}
+
+    @property
+    def overloaded(self) -> bool:
+        """Some server has more groups than it can run at once."""
+        return any(server.allocated > server.size for server in self.by_node.values())
+
+    def assign(self, group: Group, home: dict[Server, int]) -> None:
+        """It runs there from now on."""
+        group.home = home
+        for server, count in home.items():
+            server.groups[group] = None
+            server.allocated += count
+            server.affinity = server.affinity or group.wanted
+
+    def withdraw(self, group: Group) -> None:
+        """It is nowhere."""
+        for server, count in group.home.items():
+            del server.groups[group]
+            server.allocated -= count
+            if not server.groups:
+                server.affinity = 0
+        group.home = {}
+
+    def find_home(self, wanted: int) -> dict[Server, int] | None:
+        """Algorithm 1. None: no device is free, and no server has the affinity."""
+        same = [s for s in self.by_node.values() if s.affinity == wanted and s.size >= wanted]
+        least = min(same, key=_load, default=None)
+        if least is not None and least.allocated + wanted <= least.size:
+            return {least: wanted}
+        unused = [server for server in self.by_node.values() if not server.groups]
+        home = self._of_free(wanted, unused) or self._of_free(wanted, self.by_node.values())
+        if home is not None:
+            return home
+        if least is not None:
+            return {least: wanted}
+        homes = [group.home for server in self.by_node.values() for group in server.groups if group.wanted == wanted]
+        several = [home for home in homes if len(home) > 1]
+        chosen = min(several, key=lambda home: max(_load(server) for server in home), default=None)
+        return None if chosen is None else dict(chosen)
+
+    @staticmethod
+    def _of_free(wanted: int, servers: Iterable[Server]) -> dict[Server, int] | None:
+        """Free devices of one server, or else of as few as possible."""
+        ordered = sorted(servers, key=lambda server: server.free)
+        for server in ordered:
+            if server.free >= wanted:
+                return {server: wanted}
+        home: dict[Server, int] = {}
+        for server in reversed(ordered):
+            if wanted == 0 or server.free == 0:
+                break
+            home[server] = min(server.free, wanted)
+            wanted -= home[server]
+        return home if wanted == 0 else None
+
+    def better_home(self, group: Group) -> dict[Server, int] | None:
+        """One server with room for a group that is spread over several."""
+        if len(group.home) == 1:
+            return None
+        rooms = [server for server in self.by_node.values() if server.free + group.home.get(server, 0) >= group.wanted]
+        chosen = min(rooms, key=lambda server: server.free, default=None)
+        return None if chosen is None else {chosen: group.wanted}
+
+    def less_crowded(self) -> tuple[Group, dict[Server, int]] | None:
+        """A group of an overloaded server that fits on free devices elsewhere; one that waits for its turn first."""
+        for crowded in sorted(self.by_node.values(), key=_load, reverse=True):
+            if crowded.allocated <= crowded.size:
+                return None
+            for group in sorted(crowded.groups, key=lambda group: (group.running, group.left)):
+                if len(group.home) > 1:
+                    continue
+                room = self._of_free(group.wanted, [s for s in self.by_node.values() if s.free >= group.wanted])
+                if room is not None:
+                    return group, room
+        return None
+
+    def fuller(self, threshold: float) -> list[tuple[Group, dict[Server, int]]]:
+        """Moves that empty a server of which a share ``threshold`` or more is free onto others that are fuller."""
+        loose = [s for s in self.by_node.values() if s.groups and s.free >= threshold * s.size]
+        for server in sorted(loose, key=lambda server: server.free, reverse=True):
+            room = {
+                other: other.free
+                for other in self.by_node.values()
+                if other is not server and other.groups and other.free <= server.free
+            }
+            moves = []
+            for group in server.groups:
+                fits = [other for other in room if room[other] >= group.wanted]
+                if not fits or len(group.home) > 1:
+                    break
+                target = min(fits, key=lambda other: room[other])
+                room[target] -= group.wanted
+                moves.append((group, {target: group.wanted}))
+            else:
+                return moves
+        return []
+
+    def from_names(self, home: Mapping[str, int]) -> dict[Server, int]:
+        """A home as it was written down."""
+        by_name = {node.name: server for node, server in self.by_node.items()}
+        return {by_name[name]: count for name, count in home.items()}
+
+
+def _load(server: Server) -> float:
+    return server.allocated / server.size
