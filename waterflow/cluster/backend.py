@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-Priority = Literal["guaranteed", "opportunistic"]
+from waterflow.cluster.submission import Place, Priority
+from waterflow.errors import WaterflowError
+
 How = Literal["completed", "failed", "cancelled", "suspended", "lost"]
-Place = tuple[str, int]  # the name of a node, and the number of one of its devices
 
 
-class BackendError(ValueError):
+class BackendError(WaterflowError, ValueError):
     """A request that cannot be carried out as it was made: an unknown node or id, an id that runs already."""
 
 

@@ -12,21 +12,19 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from waterflow import _C
-from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Priority, Progress, Started
+from waterflow.checkpoint import Checkpoint
+from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Progress, Started
 from waterflow.cluster.payload import read_result, unpack, write_result
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
+from waterflow.cluster.submission import Priority
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
 from waterflow.job import Job, JobResult
 from waterflow.runner import JobRunner, draw_seed
-
-if TYPE_CHECKING:
-    from waterflow.checkpoint import Checkpoint
 
 logger = logging.getLogger("waterflow")
 
@@ -75,9 +73,10 @@ class RunningGroup:
         self._runners: dict[int, JobRunner] = {}
         self._results: dict[int, JobResult] = {}
         self._states: dict[int, Checkpoint] = {}  # of those that have not begun
+        self._before: dict[int, int] = {}  # steps of those that went on from a checkpoint
         self._seeds: list[int] = []
         self._halted: How | None = None
-        self._unsaved: list[str] = []
+        self._unsaved: dict[int, str] = {}
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         self._next_save = float("inf")
@@ -110,7 +109,7 @@ class RunningGroup:
             saved = False
             for number, runner in runners.items():
                 try:
-                    saved |= self._write(number, runner.snapshot())  # type: ignore[attr-defined]
+                    saved |= self._write(number, runner.snapshot())
                 except Fenced:
                     return self._fenced()
                 except Exception as error:  # it ended meanwhile, or its state cannot be taken: it trains on
@@ -137,7 +136,9 @@ class RunningGroup:
     def steps(self) -> int:
         """Steps of all jobs, from their beginning."""
         with self._lock:
-            return sum(r.steps for r in self._results.values()) + sum(map(_steps, self._runners.values()))
+            ended = sum(result.steps for result in self._results.values())
+            before = sum(count for number, count in self._before.items() if number not in self._results)
+            return ended + before + sum(map(_steps, self._runners.values()))
 
     def progress(self, utilization: float) -> Progress:
         """How far it is, and how fast since the last call."""
@@ -188,10 +189,9 @@ class RunningGroup:
             if result is not None and (known := read_result(result)).status != "cancelled":
                 self._results[number] = known
             elif state is not None:
-                from waterflow.checkpoint import Checkpoint
-
                 states[number] = Checkpoint.load(state, job=mine[number].name)
         self._jobs, self._states = mine, states
+        self._before = {number: state.steps for number, state in states.items()}
         self._seeds = seeds
         self._last = (time.monotonic(), self.steps())
         self.started = True
@@ -204,7 +204,7 @@ class RunningGroup:
             for done in [threads.submit(self._drive, n) for n in self._jobs if n not in self._results]:
                 done.result()
         if self._halted is not None and len(self._results) < len(self._jobs):
-            return self._halted, "; ".join(self._unsaved)
+            return self._halted, "; ".join(why for n, why in self._unsaved.items() if n not in self._results)
         failed = [result for result in self._results.values() if result.status == "failed"]
         reasons = [f"job {result.name!r}: {type(result.error).__name__}: {result.error}" for result in failed]
         return ("failed" if failed else "completed"), "; ".join(reasons)
@@ -214,8 +214,9 @@ class RunningGroup:
         with self._lock:
             if self._halted is not None:
                 return
-            resume = {"resume": self._states[number]} if number in self._states else {}
-            runner = JobRunner(self._jobs[number], process.engine, seed=self._seeds[number], **resume)
+            runner = JobRunner(
+                self._jobs[number], process.engine, seed=self._seeds[number], resume=self._states.pop(number, None)
+            )
             self._runners[number] = runner
         expect(process.engine, 1)
         try:
@@ -227,7 +228,6 @@ class RunningGroup:
             expect(process.engine, -1)
             with self._lock:
                 del self._runners[number]
-                self._states.pop(number, None)
         if result.status == "cancelled" and self._halted == "suspended":
             return
         written = process.folder.own(process.epoch) / f"{next(_count)}.result"
@@ -243,11 +243,11 @@ class RunningGroup:
         try:
             if self._halted == "suspended":
                 with self._saving:
-                    self._write(number, runner.suspend())  # type: ignore[attr-defined]
+                    self._write(number, runner.suspend())
         except Fenced:
             self._fenced()
         except Exception as error:  # it has ended meanwhile, or its state cannot be taken
-            self._unsaved.append(f"no checkpoint of job {self._jobs[number].name!r}: {error}")
+            self._unsaved[number] = f"no checkpoint of job {self._jobs[number].name!r}: {error}"
         runner.stop(str(self._halted))
 
     def _save_then_wait(self, every: float) -> None:

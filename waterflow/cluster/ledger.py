@@ -19,12 +19,11 @@ from waterflow.cluster.backend import (
     NodeInfo,
     NodeJoined,
     NodeLost,
-    Place,
-    Priority,
     Progress,
     Started,
 )
 from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.submission import Place, Priority
 from waterflow.cluster.worker import Hello, Numbered
 
 
@@ -188,7 +187,9 @@ class Ledger(ABC):
                     if share.node:
                         continue
                     path = self.folder.ended(id, run.number, number)
-                    said = json.loads(path.read_text()) if path.exists() else {"how": "lost", "reason": ""}
+                    said: dict[str, Any] = (
+                        json.loads(path.read_text()) if path.exists() else {"how": "lost", "reason": ""}
+                    )
                     how: How = said["how"]
                     share.ended = Ended(id, "", 0, how, self.folder.job(id), said["reason"])
                     if how == "lost":
@@ -281,7 +282,6 @@ class Ledger(ABC):
 
     def _combine(self, run: _Run, share: _Share, event: BackendEvent) -> None:
         """Put the words of one node about a run together with those of others."""
-        alone = len(run.shares) == 1
         if isinstance(event, Started):
             share.started = True
             if not run.started and all(s.started for s in run.shares):
@@ -289,8 +289,7 @@ class Ledger(ABC):
                 self._news.append(event)
         elif isinstance(event, Progress):
             share.progress = event
-            known = [s.progress for s in run.shares if s.progress is not None]
-            self._news.append(event if alone else _together(known, len(run.shares)))
+            self._news.append(event if len(run.shares) == 1 else _together(run))
         elif isinstance(event, Checkpointed):
             share.checkpointed = event.steps
             self.folder.drop_states(event.id)
@@ -317,12 +316,16 @@ class Ledger(ABC):
             self._start(id, *run.next)
 
 
-def _together(parts: Sequence[Progress], shares: int) -> Progress:
-    """The progress of a run from those of its parts."""
+def _together(run: _Run) -> Progress:
+    """The progress of a run from those of its parts, told in the name of the first."""
+    parts = [share.progress for share in run.shares if share.progress is not None]
+    shares, node, epoch = len(run.shares), run.shares[0].node, run.shares[0].epoch
     fractions = [part.fraction for part in parts if part.fraction is not None]
     moving = [part.step_seconds for part in parts if part.step_seconds > 0]
     return replace(
         parts[0],
+        node=node,
+        epoch=epoch,
         steps=sum(part.steps for part in parts),
         fraction=sum(fractions) / shares if len(fractions) == len(parts) else None,
         step_seconds=sum(moving) / len(moving) if moving else 0.0,

@@ -20,9 +20,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from waterflow.cluster.backend import BackendEvent, Priority, Progress
+from waterflow.cluster.backend import BackendEvent, Progress
 from waterflow.cluster.group import Part, Process, RunningGroup
 from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.submission import Priority
 from waterflow.executor.engine import Engine, Mode
 
 logger = logging.getLogger("waterflow")
