@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from waterflow.config import load_train
-from waterflow.errors import ClusterError, InvalidJobError
+from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
 from waterflow.partition.plan import format_bytes
 from waterflow.progress import results_table
 from waterflow.references import ConfigError, find_function
@@ -229,8 +229,6 @@ def down(state: State = None, as_json: AsJson = False, debug: Debug = False) -> 
 @contextlib.contextmanager
 def _wrong_use() -> Iterator[None]:
     """What is refused inside is a mistake of the command line."""
-    from waterflow.cluster.submission import SubmissionError
-
     try:
         yield
     except (SubmissionError, InvalidJobError) as error:

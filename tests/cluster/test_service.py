@@ -14,10 +14,11 @@ import pytest
 from tests.cluster.fake_backend import FakeBackend
 from waterflow.cluster.backend import BackendError, NodeJoined, Progress
 from waterflow.cluster.policies.fifo import Fifo
-from waterflow.cluster.service import MOST_LOSSES, BusyError, ClosedError, Service
+from waterflow.cluster.reconciler import MOST_LOSSES
+from waterflow.cluster.service import BusyError, ClosedError, Service
 from waterflow.cluster.store import Store
-from waterflow.cluster.submission import SubmissionError, Tenant
-from waterflow.errors import InvalidJobError
+from waterflow.cluster.submission import Tenant
+from waterflow.errors import InvalidJobError, SubmissionError
 
 
 class Killed(BaseException):
@@ -321,8 +322,10 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
         budget = [chance.choice([0, 0, chance.randint(1, 12)])]
         before = chance.random() < 0.5
         service = cluster.service
-        service.backend = Fragile(backend, ("start", "stop", "poll", "checkpoints"), budget, before)  # type: ignore[assignment]
-        service.store = Fragile(cluster.store, ("change", "place", "set_meta", "say", "add"), budget, before)  # type: ignore[assignment]
+        asking = Fragile(backend, ("start", "stop", "poll", "checkpoints"), budget, before)
+        writing = Fragile(cluster.store, ("change", "place", "set_meta", "say", "add"), budget, before)
+        service.backend = service.jobs.backend = asking  # type: ignore[assignment]
+        service.store = service.jobs.store = writing  # type: ignore[assignment]
         runs = dict(backend.runs)
         try:
             draw = chance.random()
@@ -367,7 +370,8 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
             pass
         # Whoever got no answer asks again.
         service = cluster.service
-        service.backend, service.store = backend, cluster.store
+        service.backend = service.jobs.backend = backend
+        service.store = service.jobs.store = cluster.store
         for id in wanted:
             if cluster.store.job(id) is None:
                 with contextlib.suppress(BusyError):

@@ -22,9 +22,9 @@ import cloudpickle
 
 from waterflow.cluster.payload import Jobs, pack
 from waterflow.cluster.state import address_file, state_folder, token_file
-from waterflow.cluster.submission import Priority, SubmissionError
+from waterflow.cluster.submission import Priority
 from waterflow.cluster.together import memory_of, sets_that_fit
-from waterflow.errors import ClusterError, InvalidJobError, JobCancelled
+from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.job import Job, JobResult, Results
 

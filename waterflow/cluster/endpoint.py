@@ -25,8 +25,7 @@ from typing import Any
 
 from waterflow.cluster.payload import result_files
 from waterflow.cluster.service import BusyError, ClosedError, Service
-from waterflow.cluster.submission import SubmissionError
-from waterflow.errors import InvalidJobError, WaterflowError
+from waterflow.errors import InvalidJobError, SubmissionError, WaterflowError
 from waterflow.partition.plan import format_bytes
 
 logger = logging.getLogger("waterflow")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from waterflow.cluster.submission import Submission, SubmissionError
+from waterflow.cluster.submission import Submission
+from waterflow.errors import SubmissionError
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KINDS: dict[str, tuple[type, ...]] = {
