@@ -19,7 +19,7 @@ from waterflow.executor.presets import gpu
 from waterflow.partition.plan import format_bytes
 from waterflow.planner.search import largest_batch
 from waterflow.planner.sizes import StepSizes
-from waterflow.runner import STEPS_AHEAD
+from waterflow.step_queue import STEPS_AHEAD
 from waterflow.together import fit_together
 
 

@@ -13,6 +13,7 @@ if _native.built_with_torch != _torch.__version__:
 from waterflow.allocator.counting import count_memory
 from waterflow.batch_size import max_batch_size
 from waterflow.checkpoint import Checkpoint
+from waterflow.checkpoint_folder import Checkpoints
 from waterflow.errors import (
     CaptureError,
     CheckpointError,
@@ -35,6 +36,7 @@ from waterflow.job import Job, JobResult, Results
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import Plan
 from waterflow.partition.recompute import Recomputed
+from waterflow.runner import JobRunner
 from waterflow.step import Step
 from waterflow.training import Callback, train
 
@@ -45,6 +47,7 @@ __all__ = [
     "CaptureError",
     "Checkpoint",
     "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "Engine",
@@ -52,6 +55,7 @@ __all__ = [
     "Job",
     "JobCancelled",
     "JobResult",
+    "JobRunner",
     "MemoryLimitError",
     "NonFiniteLossError",
     "Offsets",

@@ -27,7 +27,7 @@ from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
 from waterflow.planner.sets import Need, in_turns, largest_set
 from waterflow.planner.sizes import Batches, SizedStep, StepSizes
-from waterflow.runner import STEPS_AHEAD
+from waterflow.step_queue import STEPS_AHEAD
 from waterflow.together import step_and_batch
 
 _LEAST_BARE = 1 << 20  # bytes: less is no memory that anybody has

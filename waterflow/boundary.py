@@ -14,6 +14,10 @@ from waterflow.errors import CheckpointError
 LOOK_AGAIN = 0.05  # seconds
 
 
+class JobEnded(CheckpointError):
+    """There is no state between two steps any more."""
+
+
 @dataclass(eq=False)
 class Wish:
     """Something to do between two steps: a copy of the job's state, and with ``suspend`` to stand still behind it."""
@@ -43,23 +47,28 @@ class Boundary:
         """Whether the job stands still, or is about to."""
         return not self._going.is_set()
 
-    def ask(self, suspend: bool, timeout: float | None) -> Any:
-        """Wait for the job's state at its next boundary. Raises CheckpointError where none comes."""
+    def ask(self, suspend: bool) -> Future[Any]:
+        """For the job's state at its next boundary; a CheckpointError where none comes."""
         wish = Wish(suspend)
         with self._lock:
             if self._over:
-                raise self._ended()
-            self._wishes.append(wish)
+                wish.made.set_exception(self._ended())
+            else:
+                self._wishes.append(wish)
+        return wish.made
+
+    def await_answer(self, made: Future[Any], timeout: float | None) -> Any:
+        """What was asked for. Raises CheckpointError where it does not come in time, and takes the wish back."""
         try:
-            return wish.made.result(timeout)
+            return made.result(timeout)
         except Late:
             with self._lock:
-                if wish in self._wishes:
-                    self._wishes.remove(wish)
-                    raise CheckpointError(
-                        f"job {self._name!r} did not come to the end of a step within {timeout} s; wait longer, or ask again"
-                    ) from None
-            return wish.made.result()  # it is being made
+                before, self._wishes = self._wishes, [wish for wish in self._wishes if wish.made is not made]
+            if len(before) == len(self._wishes):
+                return made.result()  # it is being made
+            raise CheckpointError(
+                f"job {self._name!r} did not come to the end of a step within {timeout} s; wait longer, or ask again"
+            ) from None
 
     def answer(self, make: Callable[[], Any], stand: Callable[[Any, Callable[[], None]], None] | None = None) -> None:
         """Give what ``make`` makes to all who ask for a copy; with ``stand`` to those who want the job suspended.
@@ -122,5 +131,5 @@ class Boundary:
             now, self._wishes = self._wishes, []
         return now
 
-    def _ended(self) -> CheckpointError:
-        return CheckpointError(f"job {self._name!r} has ended: its result has what it trained")
+    def _ended(self) -> JobEnded:
+        return JobEnded(f"job {self._name!r} has ended: its result has what it trained")

@@ -22,7 +22,7 @@ from waterflow.planner.report import save_report
 from waterflow.planner.sets import Need, in_turns
 from waterflow.planner.sizes import SizedStep
 from waterflow.references import ConfigError, find_function, meant, one_line
-from waterflow.runner import STEPS_AHEAD
+from waterflow.step_queue import STEPS_AHEAD
 
 
 @dataclass(frozen=True)

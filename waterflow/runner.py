@@ -6,8 +6,8 @@ import contextlib
 import math
 import threading
 import time
-import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -16,24 +16,18 @@ from torch import nn
 from waterflow import _C
 from waterflow.boundary import Boundary
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import CheckpointError, InvalidJobError, JobCancelled, NonFiniteLossError
+from waterflow.errors import CaptureError, CheckpointError, InvalidJobError, JobCancelled, NonFiniteLossError
 from waterflow.evaluation import Evaluation
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.shared_data import Reader, SharedData
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
+from waterflow.results import result_of
 from waterflow.step import Step
-from waterflow.step_queue import StepQueue
+from waterflow.step_queue import STEPS_AHEAD, StepQueue, steps_ahead
 from waterflow.stopping import let_go
 from waterflow.user_code import UserCode
-
-# Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
-STEPS_AHEAD = 2
-# Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
-BRIDGE_SECONDS = 5e-3
-MOST_STEPS_AHEAD = 16
-BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
 
 OnEpoch = Callable[[int, Metrics], None]
 InOrder = Callable[[], contextlib.AbstractContextManager[None]]
@@ -71,6 +65,7 @@ class JobRunner:
         self._started = time.perf_counter()
         self._losses: list[float] = []
         self._metrics: list[Metrics] = []
+        self._epoch = self._epoch_began = 0  # epochs done, and the steps before
         self._batches: Batches | Reader | None = None
         self._thread: int | None = None
         self._scheduler: Any = None
@@ -78,20 +73,17 @@ class JobRunner:
         self._evaluation = Evaluation(job, engine, self._user_code)
         self._lock = threading.Lock()
         self._in_order = in_order
-        if resume is not None:
-            check_same_job(job, resume)
-            seed = resume.state["seed"]
-        elif job.seed is not None or seed is None:
-            seed = int(job.seed) if job.seed is not None else draw_seed()
-        self._seed = seed
-        self._resume = resume
+        self._resume: Checkpoint | None = None
         self._state: JobState | None = None
         self._boundary = Boundary(job.name)
         self._between = False  # the job's own thread stands between two steps
-        self._epoch = self._epoch_began = 0  # epochs done, and the steps before
         self._steps = StepQueue()
-        self._numbers = torch.Generator().manual_seed(seed)
-        self._data_numbers = torch.Generator().manual_seed(seed)
+        self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
+        if resume is not None:
+            seed = self._start_at(resume)
+        elif job.seed is not None or seed is None:
+            seed = int(job.seed) if job.seed is not None else draw_seed()
+        self._set_seed(seed)
         if isinstance(job.data, SharedData):  # from now on other jobs wait for this one
             place = (0, 0) if resume is None else (resume.epoch, resume.batch)
             self._batches = job.data.reader(job.epochs, self._check_stop, self._held_up, place)
@@ -117,12 +109,16 @@ class JobRunner:
         jobs that nobody could go on with (data that can be read only once). On the job's own thread: in ``on_epoch`` alone.
         """
         if threading.get_ident() != self._thread:
-            return self._boundary.ask(False, timeout)
+            return self._boundary.await_answer(self.ask_for_snapshot(), timeout)
         if not self._between:
             raise CheckpointError(
                 f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation"
             )
         return self._checkpoint()
+
+    def ask_for_snapshot(self) -> Future[Checkpoint]:
+        """The same without waiting for it."""
+        return self._boundary.ask(False)
 
     def suspend(self, timeout: float | None = None) -> Checkpoint:
         """Stand still behind the step that it does now: the job's state leaves the device, what it claimed is given back.
@@ -132,26 +128,58 @@ class JobRunner:
         """
         if threading.get_ident() == self._thread:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
-        return self._boundary.ask(True, timeout)
+        return self._boundary.await_answer(self._boundary.ask(True), timeout)
 
     def resume(self) -> None:
         """Let a suspended job go on where it stands. Raises CheckpointError for one that is not suspended."""
         self._boundary.go()
 
     @property
+    def steps(self) -> int:
+        """Steps that it has done so far, or a few less."""
+        return len(self._losses) + self._steps.ended
+
+    @property
     def suspended(self) -> bool:
         """Whether the job stands still until ``resume()``."""
         return self._boundary.suspended
 
-    def run(self) -> JobResult:
-        """Train to the end; errors of the job end up in its result, whatever their kind."""
+    def prepare(self) -> None:
+        """Before ``run()``, and on any thread: make model and data, and capture the step, so that it begins at once.
+
+        Of the data the first batch is read and not trained on, where it can be read again. ``run(resume=)`` then goes on from
+        a checkpoint that is newer than this object, as one that moves here from another process.
+        """
+        with self._user_code.here(), self._in_order():
+            self._build()
+        assert self.step is not None and self._batches is not None
+        with contextlib.suppress(CaptureError, CheckpointError):  # it runs eagerly; its data can be read only once
+            self.step.plan_for(self._batches.first())
+
+    def run(self, resume: Checkpoint | None = None) -> JobResult:
+        """Train to the end; errors of the job end up in its result, whatever their kind.
+
+        With ``resume`` from there on; raises CheckpointError for the state of another job.
+        """
+        if resume is not None:
+            seed = self._start_at(resume)
+            if seed != self._seed and self.step is not None:  # what was made is of other numbers
+                self.step.close()
+                self.step = None
+            self._set_seed(seed)
+            if isinstance(self._batches, Reader):
+                self._batches.go_to((resume.epoch, resume.batch))
         status: Status = "completed"
         self._thread = threading.get_ident()
         error: BaseException | None = None
         try:
             with self._user_code.here():
                 with self._in_order():
-                    self._build()
+                    if self.step is None:
+                        self._build()
+                    if self._resume is not None:
+                        self._go_on_from(self._resume)
+                        self._resume = None
                 self._train()
         except StopJob:
             status = "pruned"
@@ -165,7 +193,8 @@ class JobRunner:
         if error is not None and self._stop is not None:
             status = "cancelled"
         try:
-            return self._result(status, error)
+            told = tuple(self._metrics), tuple(self._losses), time.perf_counter() - self._started
+            return result_of(self.job.name, status, error, self.step, *told)
         finally:
             self._end(error)
 
@@ -198,13 +227,9 @@ class JobRunner:
             raise InvalidJobError(f"job {job.name!r}: optimizer made a {type(optimizer).__name__}, not an optimizer")
         self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
         self._state = JobState(job, model, optimizer, self._scheduler)
-        if self._resume is not None:
-            self._state.put(self._resume.state["job"])
         self._make_step(model, optimizer)
         if not isinstance(job.data, SharedData):
             self._batches = Batches(job.name, job.data, self._data_numbers)
-        if self._resume is not None:
-            self._go_on_from(self._resume)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         job = self.job
@@ -242,18 +267,29 @@ class JobRunner:
         }
         return Checkpoint(self.job.name, self._epoch, len(self._losses) - self._epoch_began, len(self._losses), held)
 
+    def _start_at(self, checkpoint: Checkpoint) -> int:
+        """Begin there; returns the seed."""
+        check_same_job(self.job, checkpoint)
+        self._resume = checkpoint
+        self._losses = checkpoint.state["losses"].tolist()
+        self._metrics = [dict(metrics) for metrics in checkpoint.state["metrics"]]
+        self._started -= checkpoint.state["seconds"]
+        self._epoch, self._epoch_began = checkpoint.epoch, checkpoint.steps - checkpoint.batch
+        return int(checkpoint.state["seed"])
+
+    def _set_seed(self, seed: int) -> None:
+        self._seed = seed
+        self._numbers.manual_seed(seed)
+        self._data_numbers.manual_seed(seed)
+
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
-        """Take up what is not model, optimizer or scheduler."""
         state, step = checkpoint.state, self.step
-        assert step is not None
+        assert step is not None and self._state is not None
+        self._state.put(state["job"])
         if isinstance(self._batches, Batches):
             self._batches.go_on_from(state["data"])
         self._numbers.set_state(state["numbers"])
         put_progress(step, state["step"])
-        self._losses = state["losses"].tolist()
-        self._metrics = [dict(metrics) for metrics in state["metrics"]]
-        self._started -= state["seconds"]
-        self._epoch, self._epoch_began = checkpoint.epoch, checkpoint.steps - checkpoint.batch
 
     def _grant(self) -> None:
         """Do what others have asked for."""
@@ -269,7 +305,7 @@ class JobRunner:
         try:
             step.close()
             if isinstance(self._batches, Reader):
-                self._batches.pause()
+                self._batches.go_to(self._batches.place)  # others do not wait for it
             tell()
             self._boundary.await_go(self._check_stop, checkpoint)
         finally:
@@ -310,9 +346,9 @@ class JobRunner:
 
     def _train_epoch(self) -> list[float]:
         """One pass over the data: the next batch is loaded while the last ones run."""
-        assert self._batches is not None
+        assert self.step is not None and self._batches is not None
         steps = self._steps
-        ahead = self._steps_ahead()
+        ahead = steps_ahead(self.step, self.engine)
         batches = self._batches.epoch()
         try:
             while True:
@@ -331,7 +367,7 @@ class JobRunner:
                     self._scheduler.step()
                 if len(steps) >= ahead:
                     if ahead == STEPS_AHEAD:
-                        ahead = self._steps_ahead()
+                        ahead = steps_ahead(self.step, self.engine)
                     steps.take_half()
             steps.take_all()
         except BaseException:
@@ -343,21 +379,6 @@ class JobRunner:
             self._losses += steps.losses()
         return self._losses[self._epoch_began :]
 
-    def _steps_ahead(self) -> int:
-        """How many steps to have queued or running.
-
-        Batches beyond those that are claimed lie in the reserve: a job that fits must not fail, or wait, for a
-        deeper queue.
-        """
-        step = self.step
-        assert step is not None
-        if self.engine is None or not step.steps or not step.plan.measured:
-            return STEPS_AHEAD
-        plan = step.plan
-        by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
-        by_memory = STEPS_AHEAD + int(self.engine.reserve * BATCH_SHARE / max(plan.batch, 1))
-        return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
-
     def _held_up(self) -> bool:
         """Whether the job may wait for what other jobs hold: memory, or its turn in a study."""
         return self.engine is not None and (self.engine.clock is not None or self.engine.waits(self._thread))
@@ -365,32 +386,3 @@ class JobRunner:
     def _check_stop(self) -> None:
         if self._stop is not None:
             raise JobCancelled(self._stop)
-
-    def _result(self, status: Status, error: BaseException | None) -> JobResult:
-        step = self.step
-        if step is not None:
-            step.stand_alone()  # what the result keeps is the job's own
-        plan = predicted = measured = None
-        with contextlib.suppress(RuntimeError):  # no step came so far, or an opaque one alone, which needs no plan
-            plan = step.plan if step is not None else None
-        if step is not None and plan is not None:
-            held = plan.persistent + plan.batch
-            predicted = held + step.predicted_height if step.opaque_reason is None else None
-            measured = held + step.measured_height if step.measured_height else None
-        return JobResult(
-            name=self.job.name,
-            status=status,
-            metrics=tuple(self._metrics),
-            losses=tuple(self._losses),
-            steps=len(self._losses),
-            seconds=time.perf_counter() - self._started,
-            predicted_peak=predicted,
-            measured_peak=measured,
-            error=error,
-            traceback="".join(traceback.format_exception(error)) if error is not None else None,
-            **({} if step is None else {
-                "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
-                "missed_requests": step.missed_requests, "recomputed": step.recomputed, "compiled": step.compiled,
-                "fused_steps": step.fused_steps, "state_dict": step.model.state_dict(),
-            }),
-        )  # fmt: skip

@@ -8,8 +8,30 @@ from typing import Any
 
 import torch
 
+from waterflow.executor.engine import Engine
 from waterflow.executor.fused_group import FusedPending
 from waterflow.executor.pending import Pending
+from waterflow.step import Step
+
+# Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
+STEPS_AHEAD = 2
+# Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
+BRIDGE_SECONDS = 5e-3
+MOST_STEPS_AHEAD = 16
+BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
+
+
+def steps_ahead(step: Step, engine: Engine | None) -> int:
+    """How many steps to have queued or running.
+
+    Batches beyond those that are claimed lie in the reserve: a job that fits must not fail, or wait, for a deeper queue.
+    """
+    if engine is None or not step.steps or not step.plan.measured:
+        return STEPS_AHEAD
+    plan = step.plan
+    by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
+    by_memory = STEPS_AHEAD + int(engine.reserve * BATCH_SHARE / max(plan.batch, 1))
+    return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
 
 
 class StepQueue:
@@ -21,6 +43,11 @@ class StepQueue:
 
     def __len__(self) -> int:
         return len(self._under_way)
+
+    @property
+    def ended(self) -> int:
+        """Steps whose losses were not asked for yet."""
+        return len(self._ended)
 
     def add(self, pending: Pending | FusedPending) -> None:
         """A step was handed in."""

@@ -20,8 +20,8 @@ from waterflow.partition.plan import Plan, format_bytes
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.structure import flatten
 from waterflow.planner.refusal import what_fits
-from waterflow.runner import STEPS_AHEAD
 from waterflow.step import Step
+from waterflow.step_queue import STEPS_AHEAD
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,9 @@ import torch
 from torch import nn
 
 from waterflow import _C
+from waterflow.checkpoint import Checkpoint
+from waterflow.checkpoint_folder import Checkpoints
+from waterflow.checkpointing import Checkpointing
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Engine, Mode, within
 from waterflow.executor.fusing import expect
@@ -52,6 +56,7 @@ def train(
     callbacks: Sequence[Callback | Callable[[JobResult], None]] = (),
     show_progress_bar: bool = False,
     timeline: Callable[[Timeline], None] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     **shared: Any,
 ) -> Results:
     """Train several jobs side by side on one device and return their results in the order given.
@@ -74,10 +79,14 @@ def train(
         callbacks: ``Callback`` objects, or functions that are called with each result.
         show_progress_bar: One line that counts jobs, where there is a terminal.
         timeline: Called at the end with the record of the run, to save its pictures.
+        checkpoint: A folder, or ``Checkpoints``, where jobs are written while they train, and at Ctrl-C as far as two seconds
+            allow. A second call with it goes on where the first one stopped, and has the results of jobs that had ended;
+            callbacks hear of what happens now alone. See ``Checkpoint`` for what ends bitwise equal.
 
     Raises:
         InvalidJobError: Jobs that cannot be trained as they are: two that share a module, names that are not unique.
         MemoryLimitError: A job that does not fit (with ``on_error="raise"``).
+        CheckpointError: A folder whose checkpoints are damaged or of other jobs, or jobs that could not go on from one.
     """
     given = _as_jobs(jobs, shared)
     _check_settings(max_concurrent, callbacks)
@@ -87,12 +96,16 @@ def train(
     if not given:
         return Results()
     with contextlib.ExitStack() as stack:
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+            checkpoint = Checkpoints(checkpoint)
+        if checkpoint is not None:
+            stack.enter_context(checkpoint.opened(given))
         if engine is None:
             engine = stack.enter_context(Engine(device, memory, lanes, intra_op, exact=exact, mode=mode))
         if timeline is not None:
             engine.native.record_spans(True)
         with ProgressLine(len(given), "jobs", show_progress_bar) as progress:
-            results = _Training(given, engine, max_concurrent, on_error, callbacks, progress).run()
+            results = _Training(given, engine, max_concurrent, on_error, callbacks, progress, checkpoint).run()
         if timeline is not None:
             timeline(Timeline.of(engine))
     return results
@@ -103,7 +116,7 @@ class _Training:
 
     def __init__(
         self, jobs: list[Job], engine: Engine, max_concurrent: int | None, on_error: str,
-        callbacks: Sequence[Callback | Callable[[JobResult], None]], progress: ProgressLine,
+        callbacks: Sequence[Callback | Callable[[JobResult], None]], progress: ProgressLine, checkpoints: Checkpoints | None,
     ) -> None:  # fmt: skip
         self._jobs = jobs
         self._engine = engine
@@ -117,12 +130,32 @@ class _Training:
         self._waiting = deque(enumerate(jobs))
         # While jobs run, torch's generator stands in for theirs.
         self._seeds = [job.seed if job.seed is not None else draw_seed() for job in jobs]
+        self._resume: dict[int, Checkpoint] = {}
+        self._writing = Checkpointing(checkpoints) if checkpoints is not None else None
+        if checkpoints is not None:
+            self._go_on(checkpoints)
         self._lock = threading.Lock()
         self._telling = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._failure: BaseException | None = None
 
+    def _go_on(self, checkpoints: Checkpoints) -> None:
+        """Look where each job stands."""
+        self._seeds = checkpoints.seeds(self._jobs, self._seeds)
+        for number, job in enumerate(self._jobs):
+            found = checkpoints.load(job)
+            if isinstance(found, JobResult):
+                self._results[number] = found
+                self._progress.advance()
+            elif found is not None:
+                self._resume[number] = found
+        self._waiting = deque(entry for entry in self._waiting if entry[0] not in self._results)
+
     def run(self) -> Results:
+        with self._writing.under_way() if self._writing is not None else contextlib.nullcontext():
+            return self._run()
+
+    def _run(self) -> Results:
         threads: list[threading.Thread] = []
         try:
             with remembered_interrupts() as check_interrupt, self._lock:
@@ -141,6 +174,8 @@ class _Training:
                     self._changed.wait(timeout=0.1)
                     check_interrupt()
         except BaseException:
+            if self._writing is not None:
+                self._writing.last()
             self._stop_all("interrupted")
             join_all(threads, STOP_SECONDS)
             for runner in list(self._running.values()):
@@ -160,7 +195,10 @@ class _Training:
                     if isinstance(callback, Callback):
                         callback.on_epoch_end(job, epoch, metrics)
 
-        return JobRunner(job, self._engine, on_epoch, seed=self._seeds[number])
+        runner = JobRunner(job, self._engine, on_epoch, seed=self._seeds[number], resume=self._resume.pop(number, None))
+        if self._writing is not None:
+            self._writing.begin(runner, isinstance(job.model, nn.Module))
+        return runner
 
     def _drive(self, number: int) -> None:
         job, runner = self._jobs[number], self._running[number]
@@ -169,6 +207,8 @@ class _Training:
             _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
             with within(self._engine):
                 result = self._results[number] = runner.run()
+            if self._writing is not None:
+                self._writing.end(runner, result)
             if result.status == "failed":
                 logger.warning("job %r failed: %s", job.name, result.error)
                 if self._on_error == "raise":

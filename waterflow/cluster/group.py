@@ -137,8 +137,9 @@ class RunningGroup:
         """Steps of all jobs, from their beginning."""
         with self._lock:
             ended = sum(result.steps for result in self._results.values())
-            before = sum(count for number, count in self._before.items() if number not in self._results)
-            return ended + before + sum(map(_steps, self._runners.values()))
+            begun = {n: runner.steps for n, runner in self._runners.items()}
+            under_way = (n for n in self._jobs if n not in self._results)
+            return ended + sum(max(begun.get(n, 0), self._before.get(n, 0)) for n in under_way)
 
     def progress(self, utilization: float) -> Progress:
         """How far it is, and how fast since the last call."""
@@ -218,26 +219,28 @@ class RunningGroup:
                 self._jobs[number], process.engine, seed=self._seeds[number], resume=self._states.pop(number, None)
             )
             self._runners[number] = runner
-        expect(process.engine, 1)
+        result: JobResult | None = None
         try:
-            _C.set_threads_here(process.engine.intra_op)
-            _prioritize(runner, self.priority)
-            with within(process.engine):
-                result = runner.run()
+            expect(process.engine, 1)
+            try:
+                _C.set_threads_here(process.engine.intra_op)
+                _prioritize(runner, self.priority)
+                with within(process.engine):
+                    result = runner.run()
+            finally:
+                expect(process.engine, -1)
+            if result.status == "cancelled" and self._halted == "suspended":
+                return
+            written = process.folder.own(process.epoch) / f"{next(_count)}.result"
+            write_result(result, written)
+            process.folder.publish(
+                process.epoch, written, process.folder.result(self.part.id, number, self.part.run, process.epoch)
+            )
         finally:
-            expect(process.engine, -1)
             with self._lock:
                 del self._runners[number]
-        if result.status == "cancelled" and self._halted == "suspended":
-            return
-        written = process.folder.own(process.epoch) / f"{next(_count)}.result"
-        write_result(result, written)
-        process.folder.publish(
-            process.epoch, written, process.folder.result(self.part.id, number, self.part.run, process.epoch)
-        )
-        if result.status != "cancelled":
-            with self._lock:
-                self._results[number] = result
+                if result is not None and result.status != "cancelled":
+                    self._results[number] = result
 
     def _halt_one(self, number: int, runner: JobRunner) -> None:
         try:
@@ -277,11 +280,6 @@ def _prioritize(runner: JobRunner, priority: Priority) -> None:
     hook = getattr(runner, "set_priority", None)
     if hook is not None:
         hook(priority)
-
-
-def _steps(runner: JobRunner) -> int:
-    step = runner.step
-    return step.steps if step is not None else 0
 
 
 def _length(job: Job) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -78,7 +77,7 @@ class LocalBackend(Ledger):
         path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
         super().__init__(SharedFolder(path.absolute()))
         self.folder.make()
-        self._lock_file = _locked(self.folder.path)
+        self._lock_file = self.folder.lock()
         self._silent = silent_seconds
         self._outlive = outlive
         self._closed = False
@@ -291,17 +290,6 @@ class LocalBackend(Ledger):
                     child.connection = None
             self._runs.clear()
             os.close(self._lock_file)
-
-
-def _locked(folder: Path) -> int:
-    """The folder for this process alone, until it ends."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise BackendError(f"another backend uses {folder}; close it, or take another folder") from None
-    return lock
 
 
 def _connected(path: str) -> Connection:

@@ -8,6 +8,7 @@ counts, or fails.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import shutil
@@ -15,6 +16,8 @@ import socket
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
+
+from waterflow.cluster.backend import BackendError
 
 KEPT_CHECKPOINTS = 2  # of each job: one may be read while the next is written
 
@@ -34,6 +37,16 @@ class SharedFolder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("claims", "epochs", "fenced", "jobs", "logs", "nodes"):
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
+
+    def lock(self) -> int:
+        """The folder for one backend alone, until the file that is returned is closed, or this process ends."""
+        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise BackendError(f"another backend uses {self.path}; close it, or take another folder") from None
+        return file
 
     # -- processes
 

@@ -72,7 +72,8 @@ class Worker:
 
     def __init__(self, node: str, epoch: int, folder: SharedFolder, settings: WorkerSettings) -> None:
         if settings.cores is not None:
-            os.sched_setaffinity(0, settings.cores)
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), settings.cores)
         lanes = settings.lanes or (len(settings.cores) if settings.cores is not None else None)
         self._engine = Engine(
             settings.device, settings.memory, lanes, settings.intra_op, exact=settings.exact, mode=settings.mode

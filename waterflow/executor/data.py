@@ -32,6 +32,7 @@ class Batches:
         self._what = "shared data" if name is None else f"data of job {name!r}"
         self._generator = generator
         self._given = data
+        self._seeded = generator.get_state()
         order = self._order = torch.Generator()
         order.set_state(generator.get_state())
         self._make: Callable[[], Any] = data if is_function(data) else lambda: data  # type: ignore[assignment]
@@ -95,7 +96,7 @@ class Batches:
 
         Raises CheckpointError for data that cannot be read again from a place.
         """
-        if (why := self._why_not()) is not None:
+        if (why := why_not_again(self._what, self._given, self.source)) is not None:
             raise CheckpointError(why)
         if self._go_on is not None:
             return self._go_on
@@ -128,6 +129,23 @@ class Batches:
         self._passes = place["passes"]
         self._go_on = place
 
+    def first(self) -> Any:
+        """The next batch, which will be given again. Raises CheckpointError for data that can be read only once."""
+        place = self.place()
+        if isinstance(self.source, Iterator) and place["source"] is None:  # a function's: it makes another one
+            numbers = torch.Generator()
+            numbers.set_state(self._seeded)
+            other = Batches(None, self._given, numbers)
+            try:
+                return next(other.epoch())
+            finally:
+                other.close()
+        try:
+            return next(self.epoch())
+        finally:
+            self.close()
+            self.go_on_from(place)
+
     def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
         if place["source"] is not None:
             if place["read"]:  # its iterator has drawn again what had been drawn
@@ -155,23 +173,6 @@ class Batches:
             return
         self._read = 1
         yield batch
-
-    def _why_not(self) -> str | None:
-        source = self.source
-        if _has_state(source):
-            return None
-        if isinstance(self._given, Iterator):
-            return (
-                f"the {self._what} is a {type(self._given).__name__}, which gives each batch only once: a checkpoint could not "
-                "go on from its place. Pass a list, a DataLoader, a function that makes an iterator, or data with the methods "
-                "state_dict and load_state_dict"
-            )
-        if isinstance(source, DataLoader) and source.persistent_workers and source.num_workers > 0:
-            return (
-                f"the workers of the {self._what} persist over epochs, and so do their random numbers, which cannot be asked "
-                "for. Pass persistent_workers=False, or a loader with the methods state_dict and load_state_dict"
-            )
-        return None
 
     def _numbers(self) -> dict[str, Any]:
         """Where all generators stand that the order or the values of batches may come from."""
@@ -221,6 +222,25 @@ class Batches:
 def is_function(data: Any) -> bool:
     """Whether the data of a job is a function that makes it."""
     return callable(data) and not isinstance(data, Iterable)
+
+
+def why_not_again(what: str, given: Any, source: Any) -> str | None:
+    """Why data cannot be read again from a place, in another process; None where it can. ``source`` was made of what was ``given``."""
+    if _has_state(source):
+        return None
+    if isinstance(given, Iterator):
+        return (
+            f"the {what} is a {type(given).__name__}, which gives each batch only once: a checkpoint could not go on from its "
+            "place. Pass a list, a DataLoader, a function that makes an iterator, or data with the methods state_dict and "
+            "load_state_dict"
+        )
+    if isinstance(source, DataLoader) and source.persistent_workers and source.num_workers > 0:
+        return (
+            f"the workers of the {what} persist over epochs, and so do their random numbers, which cannot be asked for: a "
+            "checkpoint could not go on from its place. Pass persistent_workers=False, or a loader with the methods state_dict "
+            "and load_state_dict"
+        )
+    return None
 
 
 def _has_state(data: Any) -> bool:

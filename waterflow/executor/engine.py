@@ -240,6 +240,8 @@ class Engine:
             claim = self._claims.pop(job, None)
             if claim is not None:
                 self._book(job, claim.name, 0)
+                if not self._claims:  # pages that nobody uses go back to the system
+                    self.native.set_capacity(0)
                 self._set_capacity()
             self._changed.notify_all()
 

@@ -272,9 +272,18 @@ class Reader:
                 return
             yield batch
 
-    def pause(self) -> None:
-        """Until the next batch is asked for, nobody waits for the job."""
+    def go_to(self, place: tuple[int, int]) -> None:
+        """The next batch is the one at ``place``. Until it is asked for, nobody waits for the job."""
         self.data.leave(self)
+        self.place = place
+
+    def first(self) -> Any:
+        """The next batch, which will be given again."""
+        place = self.place
+        try:
+            return next(self.epoch())
+        finally:
+            self.go_to(place)
 
     def close(self) -> None:
         """The job reads no more, wherever it stands. Calling it twice is no error."""

@@ -1,0 +1,382 @@
+"""Devices of a Ray cluster: an actor for each. The only file that imports Ray, and only when a backend is made.
+
+Two things of Ray 2.60 that are not as they seem: with an address of 127.0.0.1 it takes the machine's other address all the
+same, and then either listens on all interfaces or waits for ever for a node that nobody reaches, unless
+``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0`` says, on Linux too, that there is no cluster beyond this machine; and processes of
+actors run at a lower priority of the system (niceness 15) unless ``worker_niceness`` is 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from waterflow.cluster.backend import BackendError
+from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.worker import BEAT_SECONDS, Hello, Numbered, Worker, WorkerSettings
+
+logger = logging.getLogger("waterflow")
+
+READY_SECONDS = 120.0  # for all actors to begin
+RETRY_SECONDS = 0.2  # before an actor that is being restarted is asked again
+NODES_SECONDS = 5.0  # how often new nodes of Ray are looked for
+# A node whose processes are gone is known to be after period * threshold, at most.
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 300,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 4,
+    "worker_niceness": 0,
+}
+LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+
+
+class DeviceActor:
+    """What runs on a device: a ``Worker``, and the calls that Ray brings to it. Each start has a new epoch."""
+
+    def __init__(self, node: str, folder: str, settings: WorkerSettings, outlive: float) -> None:
+        shared = SharedFolder(Path(folder))
+        self._epoch = shared.new_epoch()
+        with shared.log(node, self._epoch).open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        self._worker = Worker(node, self._epoch, shared, settings)
+        self._outlive = outlive
+
+    def events(self, epoch: int, after: int, timeout: float) -> tuple[int, Hello | None, list[Numbered]]:
+        """What happened behind event ``after`` of the process ``epoch``; who this is, if it is another one."""
+        if epoch != self._epoch:
+            return self._epoch, self._worker.hello(), []
+        return epoch, None, self._worker.events(after, timeout)
+
+    def request(self, epoch: int, name: str, arguments: dict[str, Any]) -> None:
+        """Carry out a request that was meant for the process ``epoch``; Ray brings those for the one before, too."""
+        if epoch == self._epoch:
+            self._worker.request(name, arguments)
+
+
+@dataclass
+class _Actor:
+    """One device, as its backend knows it."""
+
+    node: str
+    handle: Any
+    hello: Hello | None = None  # of its process now
+    answer: Any = None  # what Ray will bring
+    heard: float = 0.0
+    again: float = 0.0  # when to ask it next, where it could not be asked
+
+
+class RayBackend(Ledger):
+    """A ``Backend`` over the GPUs of a Ray cluster: each is a node, ``device-0``, ``device-1``, ...
+
+    ``address``: of a cluster that runs, ``host:port``; None makes one on this machine with ``devices`` made-up GPUs, which ends
+    with the backend. ``folder``: one that all of its nodes share. ``token``: the file of the cluster's token; a cluster beyond
+    this machine needs one (or ``RAY_AUTH_TOKEN`` or ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds``
+    are those of ``LocalBackend``. With ``outlive`` above 0 the actors are detached: they stay when this process is gone, until
+    they are ended, and a backend with the same folder and address takes them over.
+
+    Raises BackendError where there is no GPU, no token, or no answer.
+    """
+
+    def __init__(
+        self, address: str | None = None, folder: str | Path | None = None, *, devices: int | None = None,
+        settings: WorkerSettings = WorkerSettings(), cores: Sequence[Iterable[int]] | None = None,  # noqa: B008
+        silent_seconds: float = 5.0, outlive: float = 0.0, token: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        self._own_cluster = LoopbackCluster([devices or 1]) if address is None else None
+        if self._own_cluster is not None:
+            address, token = self._own_cluster.address, self._own_cluster.token
+        assert address is not None
+        self._temporary = folder is None
+        path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
+        super().__init__(SharedFolder(path.absolute()))
+        self.folder.make()
+        self._lock_file = self.folder.lock()
+        self._settings, self._cores = settings, [tuple(c) for c in cores] if cores is not None else None
+        self._silent, self._outlive, self._devices = silent_seconds, outlive, devices
+        self._namespace = "waterflow-" + hashlib.sha256(str(self.folder.path).encode()).hexdigest()[:12]
+        self._actors: dict[str, _Actor] = {}
+        self._closed = False
+        self._next_look = 0.0
+        try:
+            self._ray = _connected(address, token, self._namespace)
+            self._await_all()
+        except BaseException:
+            self.close()
+            raise
+        self._all_joined()
+
+    def close(self) -> None:
+        """See ``Backend``."""
+        self._leave(end=True)
+        if self._temporary:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+
+    def detach(self) -> None:
+        """See ``Backend``."""
+        self._leave(end=False)
+
+    def __enter__(self) -> RayBackend:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def process(self, node: str) -> int:
+        """The number of the process of a node, on its machine."""
+        hello = self._actors[node].hello
+        return hello.pid if hello is not None else 0
+
+    # -- Ledger
+
+    def _send(self, node: str, name: str, arguments: dict[str, Any]) -> None:
+        actor = self._actors[node]
+        if actor.hello is not None:
+            actor.handle.request.remote(actor.hello.epoch, name, arguments)
+
+    def _listen(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not self._closed:
+            self._look_for_devices()
+            self._look_after()
+            left = deadline - time.monotonic()
+            if self._news or left <= 0:
+                return
+            answers = [actor.answer for actor in self._actors.values() if actor.answer is not None]
+            if answers:
+                self._ray.wait(answers, timeout=min(left, 0.1), fetch_local=False)
+            else:
+                time.sleep(min(left, 0.1))
+
+    # -- actors
+
+    def _look_after(self) -> None:
+        for actor in self._actors.values():
+            with self._guard:
+                if actor.answer is None and time.monotonic() >= actor.again:
+                    self._ask_for_events(actor)
+                elif actor.answer is not None and self._ray.wait([actor.answer], timeout=0)[0]:
+                    self._hear(actor)
+                if actor.hello is not None and time.monotonic() - actor.heard > self._silent:
+                    self._end(actor, f"its process said nothing for {time.monotonic() - actor.heard:.1f} s")
+
+    def _ask_for_events(self, actor: _Actor) -> None:
+        known = self._known.get(actor.node)
+        after = known.heard if known is not None else 0
+        epoch = actor.hello.epoch if actor.hello is not None else 0
+        actor.answer = actor.handle.events.remote(epoch, after, BEAT_SECONDS)
+
+    def _hear(self, actor: _Actor) -> None:
+        answer, actor.answer = actor.answer, None
+        try:
+            epoch, hello, events = self._ray.get(answer)
+        except self._ray.exceptions.RayError as error:
+            actor.again = time.monotonic() + RETRY_SECONDS
+            if actor.hello is not None:
+                self._end(actor, f"its process ended: {str(error).splitlines()[0]}")
+            return
+        actor.heard = time.monotonic()
+        if hello is None:
+            self._take(actor.node, epoch, events)
+        elif not self.folder.is_fenced(epoch):
+            if actor.hello is not None:
+                self._end(actor, "its process was replaced by another one")
+            actor.hello = hello
+            self._joined(hello)
+        self._ask_for_events(actor)
+
+    def _end(self, actor: _Actor, why: str) -> None:
+        assert actor.hello is not None
+        hello, actor.hello = actor.hello, None
+        logger.warning("node %r, epoch %d, is lost: %s", actor.node, hello.epoch, why)
+        self._lost(actor.node, hello.epoch, why)
+        self._kill(actor, hello)
+        if actor.answer is not None:  # a process that comes back late may answer for ever
+            actor.answer, actor.again = None, time.monotonic() + RETRY_SECONDS
+
+    def _kill(self, actor: _Actor, hello: Hello) -> None:
+        """Ray starts it again. A process that stands still cannot follow Ray's request to end."""
+        if hello.machine == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(hello.pid, signal.SIGKILL)
+        else:
+            self._ray.kill(actor.handle, no_restart=False)
+
+    def _look_for_devices(self) -> None:
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + NODES_SECONDS
+        there = int(self._ray.cluster_resources().get("GPU", 0))
+        for number in range(len(self._actors), self._devices if self._devices is not None else there):
+            node = f"device-{number}"
+            self._actors[node] = _Actor(node, self._started(node, number))
+
+    def _started(self, node: str, number: int) -> Any:
+        settings = self._settings
+        if self._cores is not None:
+            settings = replace(settings, cores=self._cores[number % len(self._cores)])
+        detached = {"name": node, "namespace": self._namespace, "lifetime": "detached", "get_if_exists": True}
+        remote = self._ray.remote(
+            num_gpus=1, num_cpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups={"events": 1, "request": 1},
+            **(detached if self._outlive > 0 else {}),
+        )  # fmt: skip
+        for name in (
+            "events",
+            "request",
+        ):  # one thread for each: requests come in their order, also while events are awaited
+            self._ray.method(concurrency_group=name)(getattr(DeviceActor, name))
+        return remote(DeviceActor).remote(node, str(self.folder.path), settings, self._outlive)
+
+    def _await_all(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        self._look_for_devices()
+        if not self._actors:
+            raise BackendError("the Ray cluster has no GPU; start its nodes with --num-gpus")
+        while any(actor.hello is None for actor in self._actors.values()):
+            if time.monotonic() > deadline:
+                raise BackendError(
+                    f"{sum(a.hello is None for a in self._actors.values())} of {len(self._actors)} devices of the Ray "
+                    f"cluster did not answer within {READY_SECONDS:g} s; see {self.folder.path / 'logs'}"
+                )
+            self._look_after()
+            answers = [actor.answer for actor in self._actors.values() if actor.answer is not None]
+            if answers:
+                self._ray.wait(answers, timeout=0.1, fetch_local=False)
+
+    def _leave(self, end: bool) -> None:
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            for actor in self._actors.values():
+                if end:
+                    self._ray.kill(actor.handle, no_restart=True)
+                    if actor.hello is not None:
+                        self.folder.fence(actor.hello.epoch)
+            self._runs.clear()
+            if self._actors:
+                self._ray.shutdown()
+            if self._own_cluster is not None:
+                self._own_cluster.close()
+            os.close(self._lock_file)
+
+
+class LoopbackCluster:
+    """Several nodes of Ray on this machine, with made-up GPUs: ``gpus`` has their number for each node. For tests and trials.
+
+    All of it listens on 127.0.0.1 alone, asks for a token (``token`` is its file), has no dashboard unless ``dashboard``, and
+    reports no usage. One at a time in a process; the settings of this process's environment are put back at the end.
+    """
+
+    def __init__(self, gpus: Sequence[int] = (1,), dashboard: bool = False) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="wf-ray-"))
+        self.token = self._folder / "token"
+        self.token.touch(0o600)
+        self.token.write_text(secrets.token_hex(32))
+        self._before = {name: os.environ.get(name) for name in _environment(self.token, True)}
+        _load(self.token, True)
+        from ray.cluster_utils import Cluster
+
+        settings = {"node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": False}
+        head = settings | {
+            "include_dashboard": dashboard,
+            "_system_config": HEALTH,
+            "temp_dir": str(self._folder / "r"),
+        }
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            self.nodes = [self._cluster.add_node(wait=False, num_gpus=count, **settings) for count in gpus]
+            self._cluster.wait_for_nodes()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """For ``RayBackend``."""
+        return str(self._cluster.address)
+
+    def kill(self, number: int) -> None:
+        """End all processes of a node at once, with SIGKILL."""
+        self._cluster.remove_node(self.nodes[number], allow_graceful=False)
+
+    def add(self, gpus: int = 1) -> None:
+        """One more node."""
+        self.nodes.append(
+            self._cluster.add_node(num_gpus=gpus, node_ip_address="127.0.0.1", num_cpus=0, include_dashboard=False)
+        )
+
+    def close(self) -> None:
+        """End all nodes."""
+        self._cluster.shutdown()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> LoopbackCluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _environment(token: Path | None, loopback: bool) -> dict[str, str]:
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    if loopback:
+        settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if token is not None:
+        settings["RAY_AUTH_TOKEN_PATH"] = str(token)
+    return settings
+
+
+def _load(token: Path | None, loopback: bool) -> Any:
+    """Ray, with these settings, which it reads when it is imported."""
+    os.environ.update(_environment(token, loopback))
+    try:
+        import ray
+    except ImportError:
+        raise BackendError("RayBackend needs Ray: pip install waterflow[ray]") from None
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    ray_constants.ENABLE_RAY_CLUSTER = not loopback  # it may have been imported before
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    return ray
+
+
+def _connected(address: str, token: str | Path | None, namespace: str) -> Any:
+    loopback = address.startswith(LOOPBACK)
+    given = token is not None or any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not loopback and not given:
+        raise BackendError(
+            f"the Ray cluster at {address} is beyond this machine, where a token is needed: pass token=, the file that the "
+            "cluster was started with, or set RAY_AUTH_TOKEN_PATH"
+        )
+    ray = _load(Path(token) if token is not None else None, loopback)
+    if ray.is_initialized():
+        raise BackendError(
+            "this process uses Ray already; ray.shutdown() first, or start the backend in a process of its own"
+        )
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+    except Exception as error:
+        raise BackendError(f"there is no Ray cluster at {address}, or its token is another one: {error}") from error
+    return ray

@@ -1,0 +1,42 @@
+"""What became of a job, from what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+
+from waterflow.job import JobResult, Metrics, Status
+from waterflow.step import Step
+
+
+def result_of(
+    name: str, status: Status, error: BaseException | None, step: Step | None,
+    metrics: tuple[Metrics, ...], losses: tuple[float, ...], seconds: float,
+) -> JobResult:  # fmt: skip
+    """The result of a job, whose step is None where it did not come that far; none of it may be under way."""
+    if step is not None:
+        step.stand_alone()  # what the result keeps is the job's own
+    plan = predicted = measured = None
+    with contextlib.suppress(RuntimeError):  # no step came so far, or an opaque one alone, which needs no plan
+        plan = step.plan if step is not None else None
+    if step is not None and plan is not None:
+        held = plan.persistent + plan.batch
+        predicted = held + step.predicted_height if step.opaque_reason is None else None
+        measured = held + step.measured_height if step.measured_height else None
+    return JobResult(
+        name=name,
+        status=status,
+        metrics=metrics,
+        losses=losses,
+        steps=len(losses),
+        seconds=seconds,
+        predicted_peak=predicted,
+        measured_peak=measured,
+        error=error,
+        traceback="".join(traceback.format_exception(error)) if error is not None else None,
+        **({} if step is None else {
+            "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
+            "missed_requests": step.missed_requests, "recomputed": step.recomputed, "compiled": step.compiled,
+            "fused_steps": step.fused_steps, "state_dict": step.model.state_dict(),
+        }),
+    )  # fmt: skip
