@@ -29,6 +29,7 @@ ORDER = [
     "study",
     "cluster",
     "cli_cluster",
+    "cli_simulate",
     "cli",
     "__main__",
     "__init__",

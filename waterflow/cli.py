@@ -14,6 +14,7 @@ from rich.table import Table
 import waterflow
 from waterflow.batch_size import device_of
 from waterflow.cli_cluster import cluster
+from waterflow.cli_simulate import simulate
 from waterflow.config import TrainConfig, load_study, load_train
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.presets import gpu as gpu_of
@@ -38,6 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cluster)
+app.command()(simulate)
 Config = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="See examples/ for one to start from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -110,6 +110,7 @@ class Book:
         self.tenants = {tenant.name: tenant for tenant in tenants}
         self.held: dict[str, int] = dict.fromkeys(self.tenants, 0)  # devices of guaranteed runs and reservations
         self.entries: dict[str, Entry] = {}
+        self.occupied = 0  # devices with anybody on them
         self.actions: list[Action] = []
         self.now = 0.0
 
@@ -236,6 +237,7 @@ class Book:
         assert held == self.held, f"devices held by tenant: {held}, counted {self.held}"
         for tenant in self.tenants.values():
             assert held[tenant.name] <= tenant.quota, f"{tenant} holds {held[tenant.name]} devices"
+        assert self.occupied == sum(bool(device.residents) for device in self.devices)
         for device in self.devices:
             for entry in [*device.residents, *([device.reserved] if device.reserved else [])]:
                 assert self.entries.get(entry.id) is entry, f"{device} holds {entry}, which is not in the book"
@@ -280,8 +282,10 @@ class Book:
             self.devices.take(devices)
             for device in devices:
                 device.guaranteed = entry
+                self.occupied += not device.opportunistic
         else:
             for device in devices:
+                self.occupied += device.guaranteed is None and not device.opportunistic
                 device.opportunistic[entry.id] = entry
         entry.devices = devices
 
@@ -289,9 +293,11 @@ class Book:
         if entry.priority == "guaranteed":
             for device in entry.devices:
                 device.guaranteed = None
+                self.occupied -= not device.opportunistic
             self.devices.give(entry.devices)
             self._return_quota(entry, len(entry.devices))
         else:
             for device in entry.devices:
                 del device.opportunistic[entry.id]
+                self.occupied -= device.guaranteed is None and not device.opportunistic
         entry.devices = []

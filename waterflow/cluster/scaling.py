@@ -17,9 +17,18 @@ Curve: TypeAlias = Sequence[tuple[int, float]]  # devices, throughput; devices r
 COLUMNS = ("model", "global_batch", "num_gpus", "iters_s")
 
 
-def linear_scaling(submission: Submission, devices: int) -> float:
+class LinearScaling:
     """Twice as fast on twice as many."""
-    return devices / submission.devices
+
+    def __call__(self, submission: Submission, devices: int) -> float:
+        """Its speed on so many devices against those asked for."""
+        return devices / submission.devices
+
+    def __str__(self) -> str:
+        return "linear"
+
+
+LINEAR = LinearScaling()
 
 
 class TableScaling:
@@ -29,8 +38,9 @@ class TableScaling:
     which one depends on ``seed`` and the submission's id alone.
     """
 
-    def __init__(self, curves: dict[str, Sequence[Curve]], seed: int = 0) -> None:
+    def __init__(self, curves: dict[str, Sequence[Curve]], seed: int = 0, name: str = "a table") -> None:
         self._curves = curves
+        self._name = name
         self._all = [curve for each in curves.values() for curve in each]
         self._seed = seed
         self._of: dict[str, Curve] = {}
@@ -55,7 +65,7 @@ class TableScaling:
             curves.setdefault(model, []).append(sorted(curve.items()))
         if not curves:
             raise WorkloadError(f"{path} holds no throughputs")
-        return cls({model: tuple(each) for model, each in curves.items()}, seed)
+        return cls({model: tuple(each) for model, each in curves.items()}, seed, str(path))
 
     def curve_of(self, submission: Submission) -> Curve:
         """The throughputs that stand for it."""
@@ -73,6 +83,9 @@ class TableScaling:
             curve = self.curve_of(submission)
             speed = self._known[key] = _at(curve, devices) / _at(curve, submission.devices)
         return speed
+
+    def __str__(self) -> str:
+        return f"{self._name} ({len(self._all)} curves, seed {self._seed})"
 
 
 def _at(curve: Curve, devices: int) -> float:

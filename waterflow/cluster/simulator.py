@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device
-from waterflow.cluster.scaling import Scaling, linear_scaling
+from waterflow.cluster.scaling import LINEAR, Scaling
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.submission import Action, Move, Report, Resize, Start, Stop, Submission
 from waterflow.errors import WorkloadError
@@ -48,7 +48,6 @@ class JobRecord:
     ran: float  # on devices, overheads included
     service: float  # device-seconds
     preemptions: int
-    milestone: float | None = None  # when it had got so far as was asked
 
     @property
     def completion(self) -> float:
@@ -63,19 +62,22 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A workload under a policy. ``moments`` counts points of time at which something happened."""
+    """A workload under a policy.
+
+    ``occupied`` holds, for each point of time at which something happened, how many devices have somebody on them
+    from then on.
+    """
 
     jobs: list[JobRecord]
     devices: int
-    moments: int
+    occupied: list[tuple[float, int]]
 
 
 class _Run:
     """A submission and how far it is: ``left`` seconds alone on the devices asked for, at ``since``."""
 
     __slots__ = (
-        "alone", "count", "devices", "entry", "first_start", "left", "milestone", "passed", "placed", "rate", "since",
-        "submission", "version",
+        "alone", "count", "devices", "entry", "first_start", "left", "placed", "rate", "since", "submission", "version",
     )  # fmt: skip
 
     def __init__(self, entry: Entry, submission: Submission) -> None:
@@ -90,37 +92,27 @@ class _Run:
         self.since = 0.0  # later than now while an overhead lasts
         self.version = 0  # of its place in the queue of ends; others there are out of date
         self.first_start = -1.0
-        self.milestone = -1.0  # what is left of it at the milestone; below 0: none is asked for
-        self.passed: float | None = None  # when that was
 
 
 class Simulator:
     """Runs one workload on one scheduler, which must be new.
 
     ``speeds`` tells how residents of one device slow each other down; without it each runs as if alone. Whoever runs
-    on several devices goes at the pace of its slowest. ``utilization`` is the share of time in which a submission
-    alone keeps each of its devices busy; the scheduler hears it in reports, whoever shares the device: neighbours that
-    ask for more than it has keep it busy all the time. ``milestone`` is how far a
-    submission has to get, in seconds alone, for the record to tell when it did. A run that is stopped without being
-    suspended begins anew.
+    on several devices goes at the pace of its slowest.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         overheads: Overheads | None = None,
-        scaling: Scaling = linear_scaling,
+        scaling: Scaling = LINEAR,
         speeds: Speeds | None = None,
-        utilization: Callable[[Submission], float] | None = None,
-        milestone: Callable[[Submission], float] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._overheads = overheads or Overheads()
         self._free_of_charge = self._overheads == Overheads()
         self._scaling = scaling
         self._speeds = speeds
-        self._utilization = utilization
-        self._milestone = milestone
         self._now = 0.0
         self._runs: dict[str, _Run] = {}
         self._ends: list[tuple[float, int, int, _Run]] = []  # time, order of submission, version
@@ -132,13 +124,22 @@ class Simulator:
         """Until the last submission has ended. Raises SubmissionError for one that can never run."""
         scheduler, ends, jobs = self._scheduler, self._ends, self._jobs
         arrivals = sorted(workload, key=lambda submission: submission.submitted)
+        devices = scheduler.book.devices.total
         for submission in arrivals:
             if submission.duration is None:
                 raise WorkloadError(f"submission {submission.id!r} has no duration; a simulation needs one")
+        large = [submission for submission in arrivals if submission.devices > devices]
+        if large:
+            largest = max(large, key=lambda submission: submission.devices)
+            raise WorkloadError(
+                f"{len(large)} of {len(arrivals)} jobs ask for more than the {devices} devices that there are (job "
+                f"{largest.id!r} for {largest.devices}). Take a cluster of {largest.devices} or more, or leave them out"
+            )
         arrivals.reverse()
-        devices = scheduler.book.devices.total
         infinity = float("inf")
-        moments = idle = 0
+        idle = 0
+        book = scheduler.book
+        occupied: list[tuple[float, int]] = []
         while True:
             while ends and ends[0][2] != ends[0][3].version:
                 heappop(ends)
@@ -149,7 +150,7 @@ class Simulator:
                 infinity if tick is None else tick,
             )
             if not ends and not arrivals:
-                if not scheduler.book.entries:
+                if not book.entries:
                     break
                 idle += 1
                 if now == infinity or idle > _IDLE_TICKS:
@@ -157,7 +158,6 @@ class Simulator:
             else:
                 idle = 0
             self._now = now = max(now, self._now)
-            moments += 1
             while ends and ends[0][0] <= now:
                 run, version = ends[0][3], ends[0][2]
                 heappop(ends)
@@ -166,27 +166,23 @@ class Simulator:
             while arrivals and arrivals[-1].submitted <= now:
                 submission = arrivals.pop()
                 scheduler.submit(now, submission, False)
-                run = self._runs[submission.id] = _Run(scheduler.book.entries[submission.id], submission)
-                if self._milestone is not None:
-                    run.milestone = max(0.0, run.left - self._milestone(submission))
+                self._runs[submission.id] = _Run(book.entries[submission.id], submission)
             self._carry_out(scheduler.tick(now))
+            occupied.append((now, book.occupied))
         jobs.sort(key=lambda job: job.submitted)
-        return Simulated(jobs, devices, moments)
+        return Simulated(jobs, devices, occupied)
 
     # -- parts
 
     def _end(self, run: _Run) -> None:
         entry, submission, now = run.entry, run.submission, self._now
-        if run.milestone >= 0:
-            self._advance(run)
-            run.passed = run.passed or now
         if self._speeds is not None:
             self._touch(run, [])
         self._scheduler.ended(now, entry.id, "completed", False)
         del self._runs[entry.id]
         record = JobRecord(
             entry.id, entry.tenant, submission.model, submission.devices, submission.duration or 0.0,
-            submission.submitted, run.first_start, now, entry.ran, entry.service, entry.preemptions, run.passed,
+            submission.submitted, run.first_start, now, entry.ran, entry.service, entry.preemptions,
         )  # fmt: skip
         self._jobs.append(record)
 
@@ -206,8 +202,6 @@ class Simulator:
                 self._scheduler.started(now, action.id, False)
             elif kind is Stop:
                 self._advance(run)
-                if not action.suspend:
-                    self._begin_anew(run)
                 run.version += 1
                 if self._speeds is not None:
                     self._touch(run, [])
@@ -231,15 +225,8 @@ class Simulator:
         """What it did until now."""
         seconds = self._now - run.since
         if seconds > 0:
-            left = run.left - seconds * run.rate
-            if run.passed is None and left <= run.milestone and run.rate > 0:
-                run.passed = run.since + (run.left - run.milestone) / run.rate
-            run.left = left
+            run.left -= seconds * run.rate
             run.since = self._now
-
-    def _begin_anew(self, run: _Run) -> None:
-        run.left = run.submission.duration or 0.0
-        run.entry.done = 0.0
 
     def _place(self, run: _Run) -> None:
         """Its devices are new: how fast it is there alone, and when it ends."""
@@ -255,11 +242,10 @@ class Simulator:
 
     def _set_rate(self, run: _Run, rate: float) -> None:
         """From now on it goes at ``rate``; the scheduler is told."""
-        if rate != run.rate or (run.placed and self._utilization is not None):
+        if rate != run.rate:
             run.rate = rate
             done = 1 - run.left / run.submission.duration if run.submission.duration else 1.0
-            busy = None if self._utilization is None else self._utilization(run.submission)
-            self._scheduler.report(self._now, run.entry.id, Report(progress=done, rate=rate, utilization=busy), False)
+            self._scheduler.report(self._now, run.entry.id, Report(progress=done, rate=rate), False)
         run.version += 1
         if rate > 0:
             end = run.since + (run.left if rate == 1.0 else run.left / rate)

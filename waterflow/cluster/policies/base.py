@@ -35,8 +35,14 @@ class Policy(ABC):
         return None
 
     def refuse(self, entry: Entry) -> str | None:
-        """Why it could never run this entry; None if it could."""
-        return None
+        """Why it could never run this entry; None if it could. Here: all run as guaranteed, within their quota."""
+        tenant = self.book.tenants.get(entry.tenant)
+        if tenant is None or entry.wanted <= tenant.quota:
+            return None
+        return (
+            f"it asks for {entry.wanted} devices, and the quota of {tenant.name!r} is {tenant.quota}; "
+            f"policy {self.name!r} runs all submissions as guaranteed. Ask for fewer, or raise the quota"
+        )
 
     @abstractmethod
     def submitted(self, entry: Entry) -> None:

@@ -10,7 +10,7 @@ from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device
 from waterflow.cluster.policies.las import Las
 from waterflow.cluster.policies.ranked import Class
-from waterflow.cluster.scaling import Scaling, linear_scaling
+from waterflow.cluster.scaling import LINEAR, Scaling
 
 
 class ElasticTiresias(Las):
@@ -29,7 +29,7 @@ class ElasticTiresias(Las):
         self,
         limits: Sequence[float] = (10_000.0, 200_000.0),
         pending: int = 0,
-        scaling: Scaling = linear_scaling,
+        scaling: Scaling = LINEAR,
         least: int = 1,
         most: float | None = None,
         least_gain: float = 0.0,
@@ -48,7 +48,7 @@ class ElasticTiresias(Las):
     def parameters(self) -> Mapping[str, Any]:
         """All that the rules leave open."""
         own = {"pending": self._pending, "least": self._least, "most": self._most, "least_gain": self._least_gain}
-        return {**super().parameters, **own, "scaling": getattr(self._scaling, "__name__", str(self._scaling))}
+        return {**super().parameters, **own, "scaling": str(self._scaling)}
 
     def _class_of(self, entry: Entry) -> Class:
         tenant, size, _ = super()._class_of(entry)

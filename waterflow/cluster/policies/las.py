@@ -74,12 +74,16 @@ class Las(Ranked):
         """The first is 0."""
         return int(entry.key[0]) // 2
 
+    def to_dict(self) -> dict[str, Any]:
+        """The order, and when limits are reached."""
+        return {**super().to_dict(), "due": dict(self._due)}
+
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The order again, and the times of the limits."""
+        """Both again."""
         super().restore(state)
-        for entry in self._running.values():
-            self._order.append(entry.key)
-            self._watch(entry)
+        self._order = [entry.key for entry in self._running.values()]
+        self._due = dict(state["due"])
+        self._demotions = sorted((due, self._running[id].order, self._running[id]) for id, due in self._due.items())
 
     # -- parts. The rank is twice the queue, and one more for those that wait.
 

@@ -19,7 +19,7 @@ class Srtf(Ranked):
         """It needs a duration."""
         if entry.submission.duration is None:
             return f"policy {self.name!r} orders by the time that is left; give the submission a duration, or use las"
-        return None
+        return super().refuse(entry)
 
     def decide(self, now: float) -> None:
         """As all policies that rank."""
@@ -35,7 +35,7 @@ class Srtf(Ranked):
 
     def _ranked(self, now: float) -> list[Item]:
         before = sorted((self.rank(entry, now), *entry.key) for entry in self._running.values())
-        items = [(rank, self._moment, place, entry) for place, (rank, *_, entry) in enumerate(before)]
-        for item in items:
-            item[3].key = item
-        return items
+        for place, (rank, last, *_, entry) in enumerate(before):
+            if rank != last:
+                entry.key = (rank, self._moment, place, entry)
+        return [entry.key for *_, entry in before]

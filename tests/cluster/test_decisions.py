@@ -1,0 +1,56 @@
+"""Decisions stay quick when many wait."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+
+import pytest
+
+from tests.cluster.simulated import cluster
+from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.submission import Submission, Tenant
+
+WAITING, DEVICES, EVENTS = 10_000, 1_000, 40
+LIMIT = 0.05  # seconds
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("tenants", [0, 5])
+def test_each_decision_is_quick(name: str, tenants: int) -> None:
+    rng = random.Random(1)
+    quotas = [Tenant(f"t{i}", DEVICES // tenants) for i in range(tenants)]
+    scheduler = Scheduler(cluster(DEVICES), POLICIES[name](), quotas)
+
+    def submission(number: int) -> Submission:
+        tenant = f"t{rng.randrange(tenants)}" if tenants else "default"
+        return Submission(
+            str(number), tenant, rng.choice((1, 1, 1, 2, 4, 8)), rng.choice(("guaranteed", "opportunistic")),
+            duration=rng.uniform(60, 1e5), memory=0,
+        )  # fmt: skip
+
+    number = 0
+    while sum(entry.state == "waiting" for entry in scheduler.book.entries.values()) < WAITING:
+        for _ in range(2_000):
+            scheduler.submit(float(number), submission(number), decide=False)
+            number += 1
+        scheduler.tick(float(number))
+    scheduler.book.check()
+    seconds = []
+    now = float(number)
+    for event in range(EVENTS):
+        now += 30.0
+        running = [entry for entry in scheduler.book.entries.values() if entry.state == "running"]
+        begin = time.perf_counter()
+        if event % 3 == 0:
+            scheduler.submit(now, submission(number + event))
+        elif event % 3 == 1:
+            scheduler.ended(now, rng.choice(running).id, "completed")
+        else:
+            scheduler.tick(now)
+        seconds.append(time.perf_counter() - begin)
+    scheduler.book.check()
+    assert statistics.median(seconds) < LIMIT
+    assert sorted(seconds)[-3] < LIMIT  # the machine may pause twice

@@ -1,0 +1,157 @@
+"""``waterflow simulate``: workloads under policies of the cluster, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.table import Table
+
+from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.scaling import LINEAR, TableScaling
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.simulator import Overheads, Simulated, Simulator
+from waterflow.cluster.submission import Node, Tenant
+from waterflow.cluster.summary import Summary, save_pictures, summarize
+from waterflow.cluster.workload import read_workload
+from waterflow.references import ConfigError, meant
+from waterflow.terminal import Terminal
+
+OVERHEADS = tuple(field.name for field in dataclasses.fields(Overheads))
+_GIVEN = ("scaling",)  # parameters of policies that have options of their own
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.CSV", help="job_id, submit_s, duration_s, num_gpus, ...")],
+    policy: Annotated[list[str], typer.Option(help=f"{', '.join(POLICIES)}. Several are compared.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    quota: Annotated[
+        list[str] | None, typer.Option(metavar="TENANT=DEVICES", help="Guaranteed devices; for all, or none.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A policy's parameter.")] = None,
+    overhead: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=SECONDS", help=f"{', '.join(OVERHEADS)}; 0 unless given.")
+    ] = None,
+    scaling: Annotated[
+        Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by devices; linear without.")
+    ] = None,
+    scaling_seed: Annotated[int, typer.Option(help="Which curve of the table stands for which job.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for simulate.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Replay a cluster's workload in virtual time, with the scheduler and policies of a live cluster."""
+    with Terminal(as_json, debug) as terminal:
+        for name in policy:
+            if name not in POLICIES:
+                raise ConfigError(f"there is no policy {name!r}{meant(name, POLICIES)}")
+        workload = read_workload(trace)
+        for note in workload.notes:
+            terminal.say(note)
+        curves = TableScaling.read(scaling, scaling_seed) if scaling else LINEAR
+        parameters = _parameters(policy, set_ or ())
+        seconds = {name: _number(text, name, "--overhead") for name, text in _pairs(overhead, "--overhead", OVERHEADS)}
+        tenants = [Tenant(name, int(_number(text, name, "--quota"))) for name, text in _pairs(quota, "--quota")]
+        nodes = [
+            Node(f"node{i}", min(gpus_per_node, gpus - i * gpus_per_node)) for i in range(-(-gpus // gpus_per_node))
+        ]
+        runs: dict[str, Simulated] = {}
+        printed: dict[str, dict[str, Any]] = {}
+        for name in dict.fromkeys(policy):
+            chosen = _policy(name, parameters, curves)
+            runs[name] = Simulator(Scheduler(nodes, chosen, tenants), Overheads(**seconds), curves).run(
+                workload.submissions
+            )
+            printed[name] = dict(chosen.parameters)
+        summaries = {name: summarize(run) for name, run in runs.items()}
+        shared = {
+            "devices": gpus, "devices per node": gpus_per_node, "quotas": {each.name: each.quota for each in tenants} or None,
+            "overheads (s)": dataclasses.asdict(Overheads(**seconds)), "scaling": str(curves),
+        }  # fmt: skip
+        _show(terminal, f"{workload.name}: {len(workload):,} jobs on {gpus} devices", summaries)
+        for name, value in shared.items():
+            terminal.say(f"{name}: {value}")
+        for name, own in printed.items():
+            if own:
+                terminal.say(f"{name}: " + ", ".join(f"{key}={value}" for key, value in own.items()))
+        files = {}
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            files["picture"] = str(out / "simulate.png")
+            save_pictures(files["picture"], runs, f"{workload.name}: {len(workload):,} jobs on {gpus} devices")
+            terminal.say(f"distributions: {files['picture']}")
+        terminal.result({
+            "workload": workload.name, "notes": workload.notes, "parameters": shared,
+            "policies": {name: {**found.to_dict(), "parameters": printed[name]} for name, found in summaries.items()},
+            "files": files,
+        })  # fmt: skip
+
+
+def _pairs(given: Sequence[str] | None, option: str, known: Sequence[str] | None = None) -> list[tuple[str, str]]:
+    pairs = []
+    for text in given or ():
+        name, found, value = text.partition("=")
+        if not found or not name or not value:
+            raise ConfigError(f"{option} {text!r}: write it as NAME=VALUE")
+        if known is not None and name not in known:
+            raise ConfigError(f"{option} knows no {name!r}{meant(name, known)}")
+        pairs.append((name, value))
+    return pairs
+
+
+def _number(text: str, name: str, option: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{option} {name}={text}: a number of 0 or more is needed")
+    return value
+
+
+def _parameters(policies: Sequence[str], given: Sequence[str]) -> dict[str, Any]:
+    known = {name: None for policy in policies for name in _names(policy)}
+    return {name: yaml.safe_load(value) for name, value in _pairs(given, "--set", list(known))}
+
+
+def _names(policy: str) -> list[str]:
+    return [name for name in inspect.signature(POLICIES[policy]).parameters if name not in _GIVEN]
+
+
+def _policy(name: str, parameters: dict[str, Any], scaling: Any) -> Policy:
+    own = {key: value for key, value in parameters.items() if key in _names(name)}
+    if "scaling" in inspect.signature(POLICIES[name]).parameters:
+        own["scaling"] = scaling
+    try:
+        return POLICIES[name](**own)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"policy {name!r} with {own}: {error}") from None
+
+
+def _show(terminal: Terminal, title: str, summaries: dict[str, Summary]) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy")
+    columns = (
+        "average", "median", "99 %", "makespan", "queueing", "queueing 99 %", "utilization", "unfair", "worst share",
+        "preemptions",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, found in summaries.items():
+        table.add_row(
+            name, *(f"{value:,.2f} s" for value in (found.average, found.p50, found.p99, found.makespan)),
+            f"{found.queueing:,.2f} s", f"{found.queueing_p99:,.2f} s", f"{found.utilization:.1%}",
+            f"{found.unfair:.1%}", f"{found.worst_share:.2f} x", f"{found.preemptions:,}",
+        )  # fmt: skip
+    terminal.say(table)
+    terminal.say(
+        "Completion times from submission to end; queueing: the part of it without devices. Unfair: jobs that took longer "
+        "than under an equal share of the cluster; worst share: how many times longer, 99th percentile."
+    )
