@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from waterflow.config import load_train
-from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
+from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
 from waterflow.partition.plan import format_bytes
 from waterflow.progress import results_table
 from waterflow.references import ConfigError, find_function
@@ -231,7 +231,7 @@ def _wrong_use() -> Iterator[None]:
     """What is refused inside is a mistake of the command line."""
     try:
         yield
-    except (SubmissionError, InvalidJobError) as error:
+    except (SubmissionError, InvalidJobError, CheckpointError) as error:
         raise ConfigError(str(error)) from error
 
 

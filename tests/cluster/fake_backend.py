@@ -120,6 +120,10 @@ class FakeBackend:
     def checkpoints(self, id: str) -> Path | None:
         return self.folder / id if id in self.states else None
 
+    def adopt(self, id: str, checkpoint: Path) -> Path:
+        self.states.add(id)
+        return self.folder / id
+
     def stop(self, id: str, suspend: bool) -> None:
         if id in self.runs:
             self.stopping.setdefault(id, suspend)

@@ -20,6 +20,7 @@ from typing import Any
 
 import cloudpickle
 
+from waterflow.checkpoint import Checkpoint
 from waterflow.cluster.payload import Jobs, pack
 from waterflow.cluster.state import address_file, state_folder, token_file
 from waterflow.cluster.submission import Priority
@@ -78,16 +79,17 @@ class Cluster:
                 are dealt out over them.
             memory: What it needs on each device, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: as planned for the
                 jobs, each captured here first.
-            checkpoint: Go on from here.
+            checkpoint: A file of ``Checkpoint.save`` that a single job goes on from.
 
         Raises:
+            CheckpointError: A checkpoint that is damaged, of another version, or of another job.
             InvalidJobError: What cannot be pickled; an id that belongs to another job.
             SubmissionError: What the cluster can never run: an unknown tenant, more devices or memory than there are.
         """
         with _own_modules_by_value():
             payload = pack(jobs)
-        if checkpoint is not None and not Path(checkpoint).exists():
-            raise InvalidJobError(f"there is no checkpoint {checkpoint}")
+        if checkpoint is not None:
+            _check_checkpoint(Path(checkpoint), jobs)
         if memory == "auto":
             if callable(jobs):
                 raise InvalidJobError("memory='auto' plans jobs that are there; a function makes them where they run")
@@ -238,6 +240,18 @@ def _refusal(status: int, content: bytes) -> Exception:
         return _KINDS.get(told["kind"], ClusterError)(told["error"])
     except (ValueError, KeyError, TypeError):
         return ClusterError(f"the answer of the cluster cannot be read (status {status}): {content[:200]!r}")
+
+
+def _check_checkpoint(file: Path, jobs: Any) -> None:
+    """Here, where somebody hears it, and not in a worker much later."""
+    if not isinstance(jobs, Job) and not callable(jobs):
+        jobs = list(jobs)
+        if len(jobs) != 1:
+            raise InvalidJobError(f"a checkpoint is of one job; with it come {len(jobs)}. Hand them in one by one")
+        jobs = jobs[0]
+    if not file.is_file():
+        raise InvalidJobError(f"there is no checkpoint {file}")
+    Checkpoint.load(file, job=jobs.name if isinstance(jobs, Job) else None)
 
 
 def _new_id(jobs: Any) -> str:

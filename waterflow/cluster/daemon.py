@@ -30,6 +30,7 @@ from waterflow.cluster.store import Store
 from waterflow.cluster.submission import Tenant
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.errors import ClusterError
+from waterflow.executor.memory_limit import parse_memory
 
 logger = logging.getLogger("waterflow")
 
@@ -57,7 +58,7 @@ class ClusterConfig:
     beyond_loopback: bool = False
 
     def check(self) -> None:
-        """Raise ClusterError where it cannot be right."""
+        """Raise ClusterError or InvalidJobError where it cannot be right."""
         if self.policy not in POLICIES:
             raise ClusterError(f"no policy is called {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
         if not self.nodes or len(set(self.nodes)) < len(self.nodes):
@@ -69,6 +70,7 @@ class ClusterConfig:
             raise ClusterError(
                 f"tenants need names that differ and quotas of 0 or more devices; got {list(self.tenants)}"
             )
+        parse_memory(self.memory)
         check_address(self.host, self.beyond_loopback)
 
 

@@ -137,9 +137,10 @@ class Reconciler:
         self.store.say(job.id, self._now, f"starts at {where} as {priority}, attempt {job.attempts + 1}")
 
         def ask() -> None:
-            written = self.backend.checkpoints(job.id) if job.attempts else None
-            given = Path(job.checkpoint) if job.checkpoint is not None else None
-            self.backend.start(job.id, self.store.payload(job.id), places, priority, written or given)
+            known = self.backend.checkpoints(job.id) if job.attempts else None
+            if known is None and job.checkpoint is not None:
+                known = self.backend.adopt(job.id, Path(job.checkpoint))
+            self.backend.start(job.id, self.store.payload(job.id), places, priority, known)
 
         return ask
 
@@ -209,7 +210,9 @@ class Reconciler:
     def _gone(self, job: JobRecord, why: str, how: str = "lost") -> None:
         """Nothing of a job that has not ended is left on the backend: it waits until it is started again."""
         self.store.place(job.id, ())
-        self.live.pop(job.id, None)
+        reports = self.live.pop(job.id, {})
+        if how == "suspended":  # with a checkpoint of what it had
+            self.store.change(job.id, steps=max(job.steps, sum(report.steps for report in reports.values())))
         losses = job.losses + (how == "lost")
         self.store.say(job.id, self._now, f"{how}: {why}")
         if losses > MOST_LOSSES:

@@ -233,7 +233,7 @@ class Service:
             for id, ask in asks:
                 try:
                     ask()
-                except BackendError as error:
+                except (BackendError, OSError) as error:
                     self.jobs.not_started(self.now(), id, str(error))
             self._changed.notify_all()
 

@@ -10,7 +10,7 @@ from waterflow.executor.memory_limit import reserve_of
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
 from waterflow.planner.sets import Need, in_turns
-from waterflow.runner import STEPS_AHEAD
+from waterflow.step_queue import STEPS_AHEAD
 from waterflow.together import step_and_batch
 
 
