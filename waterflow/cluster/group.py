@@ -79,7 +79,7 @@ class RunningGroup:
         self._unsaved: dict[int, str] = {}
         self._lock = threading.Lock()
         self._saving = threading.Lock()
-        self._next_save = float("inf")
+        self._next_save: float | None = None
         self._last = (time.monotonic(), 0)
         self.started = self.over = False
         self._thread = threading.Thread(target=self._run, name=part.id, daemon=True)
@@ -105,25 +105,31 @@ class RunningGroup:
         with self._saving:
             with self._lock:
                 runners = {} if self._halted else dict(self._runners)
-            began = time.monotonic()
             saved = False
+            took = 0.0
             for number, runner in runners.items():
                 try:
-                    saved |= self._write(number, runner.snapshot())
+                    state = runner.snapshot()
+                    began = time.monotonic()  # waiting for the boundary of a step costs nothing
+                    self._write(number, state)
+                    took += time.monotonic() - began
+                    saved = True
                 except Fenced:
                     return self._fenced()
                 except Exception as error:  # it ended meanwhile, or its state cannot be taken: it trains on
                     logger.info("no checkpoint of job %r: %s", self._jobs[number].name, error)
             if saved:
                 self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), self.steps()))
-            self._next_save = time.monotonic() + (time.monotonic() - began) / SAVING_SHARE
+            self._next_save = max(self._next_save or 0.0, time.monotonic() + took / SAVING_SHARE)
 
     def save_if_due(self, every: float) -> None:
-        """Save in a thread of its own, if the last time is so many seconds ago."""
+        """Save in a thread of its own, if the last time, or the beginning, is so many seconds ago."""
         now = time.monotonic()
+        if self._next_save is None:
+            self._next_save = now + every
         if now >= self._next_save and not self._saving.locked():
             self._next_save = now + every
-            threading.Thread(target=self._save_then_wait, args=(every,), daemon=True).start()
+            threading.Thread(target=self.save, daemon=True).start()
 
     def set_priority(self, priority: Priority) -> None:
         """Hand the priority on to the engine's jobs."""
@@ -196,7 +202,6 @@ class RunningGroup:
         self._seeds = seeds
         self._last = (time.monotonic(), self.steps())
         self.started = True
-        self._next_save = 0.0
         self._tell(Started(*self._who))
 
     def _train(self) -> tuple[How, str]:
@@ -253,11 +258,7 @@ class RunningGroup:
             self._unsaved[number] = f"no checkpoint of job {self._jobs[number].name!r}: {error}"
         runner.stop(str(self._halted))
 
-    def _save_then_wait(self, every: float) -> None:
-        self.save()
-        self._next_save = max(self._next_save, time.monotonic() + every)
-
-    def _write(self, number: int, state: Checkpoint) -> bool:
+    def _write(self, number: int, state: Checkpoint) -> None:
         process, part = self._process, self.part
         count = next(_count)
         written = process.folder.own(process.epoch) / f"{count}.checkpoint"
@@ -265,7 +266,6 @@ class RunningGroup:
         process.folder.publish(
             process.epoch, written, process.folder.state(part.id, number, part.run, process.epoch, count)
         )
-        return True
 
     @property
     def _who(self) -> tuple[str, str, int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import BackendError
-from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.ledger import Ledger, Silence
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
 
@@ -46,10 +46,10 @@ class _Child:
     alive: int = -1  # a file that becomes readable when the process ends, whoever still holds its sockets
     popen: subprocess.Popen[bytes] | None = None
     joined: bool = False
-    heard: float = 0.0
+    silence: Silence = field(default_factory=Silence)
     started: float = 0.0
     failures: int = 0
-    again: float = field(default=0.0)  # when to start it again
+    again: float = 0.0  # when to start it again
 
 
 class LocalBackend(Ledger):
@@ -142,10 +142,9 @@ class LocalBackend(Ledger):
             if child.connection is not None:
                 with self._guard:
                     gone = self._hear(child)
-                    silence = time.monotonic() - child.heard
                     allowed = self._silent if child.joined else READY_SECONDS
-                    if gone is None and silence > allowed:
-                        gone = f"its process said nothing for {silence:.1f} s"
+                    if child.silence.passed() > allowed and gone is None:
+                        gone = f"its process said nothing for {allowed:g} s"
                     if gone is not None:
                         self._end(child, gone)
             elif time.monotonic() >= child.again and not self._closed:
@@ -163,7 +162,7 @@ class LocalBackend(Ledger):
         try:
             while child.connection.poll():
                 said = child.connection.recv()
-                child.heard = time.monotonic()
+                child.silence.broken()
                 if isinstance(said, Hello):
                     if not child.joined:
                         child.joined = True
@@ -209,7 +208,7 @@ class LocalBackend(Ledger):
         child.joined, child.started = False, time.monotonic()
         child.connection = _connected(path)
         child.alive = os.pidfd_open(child.pid)
-        child.heard = time.monotonic()
+        child.silence.broken()
         note = {"epoch": epoch, "pid": child.pid, "began": child.began, "socket": path}
         unfinished = self.folder.node(child.node).with_suffix(".new")
         unfinished.write_text(json.dumps(note))
@@ -228,7 +227,7 @@ class LocalBackend(Ledger):
         except OSError:
             self._finish(child)
             return False
-        child.heard = child.started = time.monotonic()
+        child.started = time.monotonic()
         return True
 
     def _await_all(self) -> None:

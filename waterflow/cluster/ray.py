@@ -19,14 +19,15 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import BackendError
-from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.device_actor import DeviceActor
+from waterflow.cluster.ledger import Ledger, Silence
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.worker import BEAT_SECONDS, Hello, Numbered, Worker, WorkerSettings
+from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
 
 logger = logging.getLogger("waterflow")
 
@@ -44,30 +45,6 @@ HEALTH = {
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
-class DeviceActor:
-    """What runs on a device: a ``Worker``, and the calls that Ray brings to it. Each start has a new epoch."""
-
-    def __init__(self, node: str, folder: str, settings: WorkerSettings, outlive: float) -> None:
-        shared = SharedFolder(Path(folder))
-        self._epoch = shared.new_epoch()
-        with shared.log(node, self._epoch).open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        self._worker = Worker(node, self._epoch, shared, settings)
-        self._outlive = outlive
-
-    def events(self, epoch: int, after: int, timeout: float) -> tuple[int, Hello | None, list[Numbered]]:
-        """What happened behind event ``after`` of the process ``epoch``; who this is, if it is another one."""
-        if epoch != self._epoch:
-            return self._epoch, self._worker.hello(), []
-        return epoch, None, self._worker.events(after, timeout)
-
-    def request(self, epoch: int, name: str, arguments: dict[str, Any]) -> None:
-        """Carry out a request that was meant for the process ``epoch``; Ray brings those for the one before, too."""
-        if epoch == self._epoch:
-            self._worker.request(name, arguments)
-
-
 @dataclass
 class _Actor:
     """One device, as its backend knows it."""
@@ -76,7 +53,7 @@ class _Actor:
     handle: Any
     hello: Hello | None = None  # of its process now
     answer: Any = None  # what Ray will bring
-    heard: float = 0.0
+    silence: Silence = field(default_factory=Silence)
     again: float = 0.0  # when to ask it next, where it could not be asked
 
 
@@ -171,8 +148,8 @@ class RayBackend(Ledger):
                     self._ask_for_events(actor)
                 elif actor.answer is not None and self._ray.wait([actor.answer], timeout=0)[0]:
                     self._hear(actor)
-                if actor.hello is not None and time.monotonic() - actor.heard > self._silent:
-                    self._end(actor, f"its process said nothing for {time.monotonic() - actor.heard:.1f} s")
+                if actor.silence.passed() > self._silent and actor.hello is not None:
+                    self._end(actor, f"its process said nothing for {self._silent:g} s")
 
     def _ask_for_events(self, actor: _Actor) -> None:
         known = self._known.get(actor.node)
@@ -189,7 +166,7 @@ class RayBackend(Ledger):
             if actor.hello is not None:
                 self._end(actor, f"its process ended: {str(error).splitlines()[0]}")
             return
-        actor.heard = time.monotonic()
+        actor.silence.broken()
         if hello is None:
             self._take(actor.node, epoch, events)
         elif not self.folder.is_fenced(epoch):
@@ -311,8 +288,20 @@ class LoopbackCluster:
         return str(self._cluster.address)
 
     def kill(self, number: int) -> None:
-        """End all processes of a node at once, with SIGKILL."""
-        self._cluster.remove_node(self.nodes[number], allow_graceful=False)
+        """End all processes of a node at once, with SIGKILL, as if its machine had lost its power."""
+        started = [entry.process.pid for entries in self.nodes[number].all_processes.values() for entry in entries]
+        for pid in [*started, *(child for parent in started for child in _children(parent))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._cluster.remove_node(self.nodes.pop(number), allow_graceful=False)
+
+    def number_of(self, process: int) -> int:
+        """Which of ``nodes`` has a process; raises LookupError."""
+        for number, node in enumerate(self.nodes):
+            started = (entry.process.pid for entries in node.all_processes.values() for entry in entries)
+            if any(process in _children(pid) for pid in started):
+                return number
+        raise LookupError(f"process {process} is of none of the {len(self.nodes)} nodes")
 
     def add(self, gpus: int = 1) -> None:
         """One more node."""
@@ -335,6 +324,15 @@ class LoopbackCluster:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *_children(child)]
+    return found
 
 
 def _environment(token: Path | None, loopback: bool) -> dict[str, str]:

@@ -1,0 +1,34 @@
+"""What runs on a device of a Ray cluster, without Ray itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.worker import Hello, Numbered, Worker, WorkerSettings
+
+
+class DeviceActor:
+    """What runs on a device: a ``Worker``, and the calls that Ray brings to it. Each start has a new epoch."""
+
+    def __init__(self, node: str, folder: str, settings: WorkerSettings, outlive: float) -> None:
+        shared = SharedFolder(Path(folder))
+        self._epoch = shared.new_epoch()
+        with shared.log(node, self._epoch).open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        self._worker = Worker(node, self._epoch, shared, settings)
+        self._outlive = outlive
+
+    def events(self, epoch: int, after: int, timeout: float) -> tuple[int, Hello | None, list[Numbered]]:
+        """What happened behind event ``after`` of the process ``epoch``; who this is, if it is another one."""
+        if epoch != self._epoch:
+            return self._epoch, self._worker.hello(), []
+        return epoch, None, self._worker.events(after, timeout)
+
+    def request(self, epoch: int, name: str, arguments: dict[str, Any]) -> None:
+        """Carry out a request that was meant for the process ``epoch``; Ray brings those for the one before, too."""
+        if epoch == self._epoch:
+            self._worker.request(name, arguments)
