@@ -3,6 +3,30 @@
 import importlib
 from typing import Any
 
+from waterflow.cluster.book import Book, Entry
+from waterflow.cluster.devices import Device
+from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.scaling import LINEAR, Scaling, TableScaling
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.simulator import JobRecord, Overheads, Simulated, Simulator, Speeds
+from waterflow.cluster.submission import (
+    Action,
+    Move,
+    Node,
+    Place,
+    Priority,
+    Report,
+    Resize,
+    SetPriority,
+    Start,
+    Stop,
+    Submission,
+    Tenant,
+)
+from waterflow.cluster.summary import Summary, save_pictures, share_ratios, summarize
+from waterflow.cluster.workload import Workload, read_workload
+
 # Looked up when they are asked for: those who simulate need neither torch nor processes, and Ray may not be there.
 _PUBLIC = {
     "BackendError": "backend",
@@ -20,6 +44,41 @@ _PUBLIC = {
     "load_results": "payload",
     "pack": "payload",
 }
+
+__all__ = [
+    "LINEAR",
+    "POLICIES",
+    "Action",
+    "Book",
+    "Device",
+    "Entry",
+    "JobRecord",
+    "Move",
+    "Node",
+    "Overheads",
+    "Place",
+    "Policy",
+    "Priority",
+    "Report",
+    "Resize",
+    "Scaling",
+    "Scheduler",
+    "SetPriority",
+    "Simulated",
+    "Simulator",
+    "Speeds",
+    "Start",
+    "Stop",
+    "Submission",
+    "Summary",
+    "TableScaling",
+    "Tenant",
+    "Workload",
+    "read_workload",
+    "save_pictures",
+    "share_ratios",
+    "summarize",
+]
 
 
 def __getattr__(name: str) -> Any:

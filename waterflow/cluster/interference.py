@@ -44,14 +44,17 @@ class Resident:
 class Interference:
     """Speeds of jobs that share a device. Every field that is a number is an assumption that reports print.
 
-    ``packing_efficiency``: how much of a device packed jobs use together, as a share of what one alone could: the mean
-    over the six models of Gandiva's table 1 that fill a device (0.73 to 0.93). ``guaranteed_slowdown``: of a
-    guaranteed job with neighbours under control, the mean of the two pairs that AntMan published. ``least_leftover``:
-    what a guaranteed job leaves even if it fills the device by its utilization, which counts time and not the work
-    done in it; 0.22 is what GCN got beside ResNet-50, at the demand assumed for it. ``queueing``: without control, a
-    job waits behind kernels of those that keep the device busier: its speed is at most
-    1 / (1 + queueing x sum of what their utilizations are above its own). The one such pair that AntMan published
-    (ESPnet 5.23 times slower beside ResNet-50) means 6.6; equal models (Gandiva) and most pairs of Gavel's, 0. ``utilization_scale`` multiplies all utilizations (for tables of sensitivity).
+    - ``packing_efficiency``: how much of a device packed jobs use together, as a share of what one alone could: the
+      mean over the six models of Gandiva's table 1 that fill a device (0.73 to 0.93).
+    - ``guaranteed_slowdown``: of a guaranteed job with neighbours under control, the mean of the two pairs that AntMan
+      published.
+    - ``least_leftover``: what a guaranteed job leaves even if it fills the device by its utilization, which counts
+      time and not the work done in it; 0.22 is what GCN got beside ResNet-50, at the demand assumed for it.
+    - ``queueing``: without control, a job waits behind kernels of those that keep the device busier. Its speed is at
+      most 1 / (1 + queueing x sum of what their utilizations are above its own). The one such pair that AntMan
+      published (ESPnet 5.23 times slower beside ResNet-50) means 6.6; equal models (Gandiva) and the mean of Gavel's
+      pairs (1.32 together) mean 0.
+    - ``utilization_scale`` multiplies all utilizations, for tables of sensitivity.
     """
 
     models: Mapping[str, ModelProfile] = field(default_factory=lambda: KNOWN_MODELS)

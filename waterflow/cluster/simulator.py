@@ -48,6 +48,7 @@ class JobRecord:
     ran: float  # on devices, overheads included
     service: float  # device-seconds
     preemptions: int
+    milestone: float | None = None  # when it had got so far as was asked
 
     @property
     def completion(self) -> float:
@@ -77,7 +78,8 @@ class _Run:
     """A submission and how far it is: ``left`` seconds alone on the devices asked for, at ``since``."""
 
     __slots__ = (
-        "alone", "count", "devices", "entry", "first_start", "left", "placed", "rate", "since", "submission", "version",
+        "alone", "count", "devices", "entry", "first_start", "left", "milestone", "passed", "placed", "rate", "since",
+        "submission", "version",
     )  # fmt: skip
 
     def __init__(self, entry: Entry, submission: Submission) -> None:
@@ -92,13 +94,19 @@ class _Run:
         self.since = 0.0  # later than now while an overhead lasts
         self.version = 0  # of its place in the queue of ends; others there are out of date
         self.first_start = -1.0
+        self.milestone = -1.0  # what is left of it at the milestone; below 0: none is asked for
+        self.passed: float | None = None  # when that was
 
 
 class Simulator:
     """Runs one workload on one scheduler, which must be new.
 
     ``speeds`` tells how residents of one device slow each other down; without it each runs as if alone. Whoever runs
-    on several devices goes at the pace of its slowest.
+    on several devices goes at the pace of its slowest. ``utilization`` is the share of time in which a submission
+    alone keeps each of its devices busy; the scheduler hears it in reports, whoever shares the device: neighbours that
+    ask for more than it has keep it busy all the time. ``milestone`` is how far a
+    submission has to get, in seconds alone, for the record to tell when it did. A run that is stopped without being
+    suspended begins anew.
     """
 
     def __init__(
@@ -107,12 +115,16 @@ class Simulator:
         overheads: Overheads | None = None,
         scaling: Scaling = LINEAR,
         speeds: Speeds | None = None,
+        utilization: Callable[[Submission], float] | None = None,
+        milestone: Callable[[Submission], float] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._overheads = overheads or Overheads()
         self._free_of_charge = self._overheads == Overheads()
         self._scaling = scaling
         self._speeds = speeds
+        self._utilization = utilization
+        self._milestone = milestone
         self._now = 0.0
         self._runs: dict[str, _Run] = {}
         self._ends: list[tuple[float, int, int, _Run]] = []  # time, order of submission, version
@@ -166,7 +178,9 @@ class Simulator:
             while arrivals and arrivals[-1].submitted <= now:
                 submission = arrivals.pop()
                 scheduler.submit(now, submission, False)
-                self._runs[submission.id] = _Run(book.entries[submission.id], submission)
+                run = self._runs[submission.id] = _Run(book.entries[submission.id], submission)
+                if self._milestone is not None:
+                    run.milestone = max(0.0, run.left - self._milestone(submission))
             self._carry_out(scheduler.tick(now))
             occupied.append((now, book.occupied))
         jobs.sort(key=lambda job: job.submitted)
@@ -176,13 +190,16 @@ class Simulator:
 
     def _end(self, run: _Run) -> None:
         entry, submission, now = run.entry, run.submission, self._now
+        if run.milestone >= 0:
+            self._advance(run)
+            run.passed = run.passed or now
         if self._speeds is not None:
             self._touch(run, [])
         self._scheduler.ended(now, entry.id, "completed", False)
         del self._runs[entry.id]
         record = JobRecord(
             entry.id, entry.tenant, submission.model, submission.devices, submission.duration or 0.0,
-            submission.submitted, run.first_start, now, entry.ran, entry.service, entry.preemptions,
+            submission.submitted, run.first_start, now, entry.ran, entry.service, entry.preemptions, run.passed,
         )  # fmt: skip
         self._jobs.append(record)
 
@@ -202,6 +219,8 @@ class Simulator:
                 self._scheduler.started(now, action.id, False)
             elif kind is Stop:
                 self._advance(run)
+                if not action.suspend:
+                    self._begin_anew(run)
                 run.version += 1
                 if self._speeds is not None:
                     self._touch(run, [])
@@ -225,8 +244,15 @@ class Simulator:
         """What it did until now."""
         seconds = self._now - run.since
         if seconds > 0:
-            run.left -= seconds * run.rate
+            left = run.left - seconds * run.rate
+            if run.passed is None and left <= run.milestone and run.rate > 0:
+                run.passed = run.since + (run.left - run.milestone) / run.rate
+            run.left = left
             run.since = self._now
+
+    def _begin_anew(self, run: _Run) -> None:
+        run.left = run.submission.duration or 0.0
+        run.entry.done = 0.0
 
     def _place(self, run: _Run) -> None:
         """Its devices are new: how fast it is there alone, and when it ends."""
@@ -242,10 +268,11 @@ class Simulator:
 
     def _set_rate(self, run: _Run, rate: float) -> None:
         """From now on it goes at ``rate``; the scheduler is told."""
-        if rate != run.rate:
+        if rate != run.rate or (run.placed and self._utilization is not None):
             run.rate = rate
             done = 1 - run.left / run.submission.duration if run.submission.duration else 1.0
-            self._scheduler.report(self._now, run.entry.id, Report(progress=done, rate=rate), False)
+            busy = None if self._utilization is None else self._utilization(run.submission)
+            self._scheduler.report(self._now, run.entry.id, Report(progress=done, rate=rate, utilization=busy), False)
         run.version += 1
         if rate > 0:
             end = run.since + (run.left if rate == 1.0 else run.left / rate)

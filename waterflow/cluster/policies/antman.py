@@ -95,19 +95,18 @@ class AntMan(Policy):
 
     def decide(self, now: float) -> None:
         """Upgrades, then guaranteed submissions, then opportunistic ones."""
-        book = self.book
-        for entry in [device.reserved for device in book.devices if device.reserved is not None]:
-            if entry.reserved:
-                book.unreserve(entry)
-        for device in book.devices:
+        for device in self.book.devices:
             self._listen(device)
+        self._reopen()
         self._upgrade()
         self._start_guaranteed()
         while self._impatient and self._impatient[0][0] + self.patience <= now:
             since, entry = self._impatient.popleft()
             if entry.state == "waiting" and entry.waiting_since == since:
                 self._extra.add(entry)
-        self._start_opportunistic(now)
+        while self._start_opportunistic(now):
+            self._reopen()
+            self._start_guaranteed()
         self._next = _UNKNOWN
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,6 +139,11 @@ class AntMan(Policy):
             if alone and self.book.may_hold(entry, entry.wanted):
                 self.book.set_priority(entry, "guaranteed")
                 del self._turned[entry.id]
+
+    def _reopen(self) -> None:
+        """Reservations are made anew in each decision: the first in order never waits for what a later one keeps."""
+        for entry in {device.reserved: None for device in self.book.devices if device.reserved is not None}:
+            self.book.unreserve(entry)
 
     def _start_guaranteed(self) -> None:
         book = self.book
@@ -177,21 +181,25 @@ class AntMan(Policy):
 
     # -- opportunistic
 
-    def _start_opportunistic(self, now: float) -> None:
+    def _start_opportunistic(self, now: float) -> bool:
+        """Whether one of those that started gave back a reservation."""
+        reopened = False
         if not self._extra:
-            return
+            return False
         calm = [device for device in self.book.devices if self._calm_at(device) <= now]
         calm.sort(key=_load, reverse=True)
         while calm:
             entry = self._extra.first(len(calm))
             if entry is None:
-                return
+                break
+            reopened = reopened or bool(entry.reserved)
             devices = [calm.pop() for _ in range(entry.wanted)]
             self.book.start(entry, devices, "opportunistic")
             if entry.submission.priority == "guaranteed":
                 self._turned[entry.id] = entry
             for device in devices:
                 self._listen(device)
+        return reopened
 
     def _listen(self, device: Device) -> None:
         """Note when a device crosses ``busy``."""

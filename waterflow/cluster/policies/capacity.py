@@ -42,6 +42,19 @@ class Capacity(Policy):
         """All that was chosen, by name."""
         return {"preempt": self.preempt, "elastic": self.elastic, "backfill": self.backfill, "keep": self.keep}
 
+    def refuse(self, entry: Entry) -> str | None:
+        """Without ``elastic``, a guaranteed submission needs a quota that is large enough."""
+        book = self.book
+        if self.elastic or entry.submission.priority == "opportunistic" or not book.tenants:
+            return None
+        quota = book.tenants[entry.tenant].quota
+        if entry.wanted <= quota:
+            return None
+        return (
+            f"it asks for {entry.wanted} guaranteed devices; the quota of {entry.tenant!r} is {quota}, and nothing is "
+            "lent (elastic=False). Ask for fewer, or submit it as opportunistic"
+        )
+
     def submitted(self, entry: Entry) -> None:
         """It waits in the queue of its tenant."""
         self._take_back(entry)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
-from typing import Any
+from typing import Any, TypeAlias
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device
 from waterflow.cluster.policies.las import Las
 from waterflow.cluster.policies.ranked import Class
 from waterflow.cluster.scaling import LINEAR, Scaling
+
+Gain: TypeAlias = tuple[float, int, Entry]  # less than nothing, so that the largest comes first; order; who gains
 
 
 class ElasticTiresias(Las):
@@ -43,6 +46,7 @@ class ElasticTiresias(Las):
         self._most = most
         self._least_gain = least_gain
         self._sizes: dict[str, int] = {}
+        self._gains: defaultdict[str, dict[int, Gain | None]] = defaultdict(dict)  # by size, of those not ended
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -50,12 +54,18 @@ class ElasticTiresias(Las):
         own = {"pending": self._pending, "least": self._least, "most": self._most, "least_gain": self._least_gain}
         return {**super().parameters, **own, "scaling": str(self._scaling)}
 
+    def ended(self, entry: Entry) -> None:
+        """Nothing is kept of it."""
+        super().ended(entry)
+        self._gains.pop(entry.id, None)
+
     def _class_of(self, entry: Entry) -> Class:
         tenant, size, _ = super()._class_of(entry)
         return (tenant, size, entry.key[0] >= 2)  # whether rule 1 may halve it
 
     def _halved(self, size: int) -> int:
-        return max(min(self._least, size), size // 2)
+        half = size // 2
+        return half if half >= self._least else min(self._least, size)
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
         """Rule 1, and rule 2 where it applies; ``_sizes`` of all that run then."""
@@ -102,13 +112,15 @@ class ElasticTiresias(Las):
             else:
                 heapreplace(heap, item)
 
-    def _gain(self, entry: Entry, size: int) -> tuple[float, int, Entry] | None:
+    def _gain(self, entry: Entry, size: int) -> Gain | None:
         """What one device more brings, the largest gain first; None if nothing, or if it may have no more."""
-        if self._most is not None and size + 1 > self._most * entry.wanted:
-            return None
-        now = self._scaling(entry.submission, size)
-        gain = (self._scaling(entry.submission, size + 1) - now) / now
-        return (-gain, entry.order, entry) if gain > self._least_gain else None
+        gains = self._gains[entry.id]
+        if size not in gains:
+            now = self._scaling(entry.submission, size)
+            gain = (self._scaling(entry.submission, size + 1) - now) / now
+            allowed = gain > self._least_gain and (self._most is None or size < self._most * entry.wanted)
+            gains[size] = (-gain, entry.order, entry) if allowed else None
+        return gains[size]
 
     def _act(self, stops: Sequence[Entry], starts: Sequence[Entry]) -> None:
         """What is given back goes first, so that there is room for the others."""

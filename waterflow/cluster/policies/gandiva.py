@@ -17,10 +17,11 @@ class Gandiva(Policy):
 
     Each turn lasts ``quantum`` seconds. With ``packing``, while there is overload, the submission of lowest
     utilization joins the one of lowest utilization beside it for a quantum at a time; it stays while both together
-    get further than they would by turns, and while no device beside them is free. Both must have run alone before, and fit into memory together. With
-    ``migration`` groups leave crowded servers for free devices, spread ones come together, and servers of which a
-    share ``defragment`` is free are emptied. Models in ``growable`` (all of them with "all") take the free devices
-    of their server ``grow_after`` seconds after the last arrival or end, and give them back at the next arrival.
+    get further than they would by turns, and while no device beside them is free. Both must have run alone before,
+    and fit into memory together. With ``migration`` groups leave crowded servers for free devices, spread ones come
+    together, and servers of which a share ``defragment`` is free are emptied. Models in ``growable`` (all of them
+    with "all") take the free devices of their server ``grow_after`` seconds after the last arrival or end, and give
+    them back at the next arrival.
 
     Tenants, quotas and priorities count for nothing: fairness among them is not a goal of the paper. The paper leaves
     open ``grow_after``, and for how long a packing is tried: here one quantum.
