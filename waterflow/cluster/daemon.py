@@ -47,7 +47,7 @@ class ClusterConfig:
     """
 
     nodes: tuple[str, ...] = ("device-0",)
-    policy: str = "fifo"
+    policy: str = "antman"
     tenants: tuple[tuple[str, int], ...] = ()
     memory: int | float | str | None = None
     lanes: int | None = None
