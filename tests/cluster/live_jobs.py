@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,19 @@ from torch.nn import functional as F
 import waterflow as wf
 
 
-def job(name: str = "a", seconds: float = 0.0, steps: int = 40, seed: int = 0, width: int = 8) -> wf.Job:
-    """Dropout, momentum and a seeded order: all of a job's state counts."""
+def job(
+    name: str = "a", seconds: float = 0.0, steps: int = 40, seed: int = 0, width: int = 8, gate: Path | None = None,
+) -> wf.Job:  # fmt: skip
+    """Dropout, momentum and a seeded order: all of a job's state counts.
+
+    It stands still in the middle until the file ``gate`` is there.
+    """
 
     def data() -> Iterator[Any]:
         numbers = torch.Generator().manual_seed(seed)
-        for _ in range(steps):
+        for number in range(steps):
+            while gate is not None and number == steps // 2 and not gate.exists():
+                time.sleep(0.02)
             if seconds:
                 time.sleep(seconds / steps)
             yield torch.randn(4, 6, generator=numbers), torch.randint(0, 3, (4,), generator=numbers)

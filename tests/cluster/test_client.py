@@ -269,11 +269,12 @@ def test_no_cluster_is_up(tmp_path: Path) -> None:
 # -- killed in the middle
 
 
-def test_the_scheduler_is_killed(clusters: Callable[..., LiveCluster]) -> None:
+def test_the_scheduler_is_killed(clusters: Callable[..., LiveCluster], tmp_path: Path) -> None:
     """It is back with all its state, and what runs is untouched."""
     cluster = clusters()
     client = cluster.client
-    running = {f"running-{n}": job(f"running {n}", seconds=4.0, seed=n) for n in range(2)}
+    gate = tmp_path / "gate"
+    running = {f"running-{n}": job(f"running {n}", seed=n, gate=gate) for n in range(2)}
     waiting = {f"waiting-{n}": job(f"waiting {n}", seed=10 + n) for n in range(3)}
     alone = {f"running-{n}": undisturbed(job(f"running {n}", seed=n)) for n in range(2)}
     alone |= {id: undisturbed(made) for id, made in waiting.items()}
@@ -285,7 +286,6 @@ def test_the_scheduler_is_killed(clusters: Callable[..., LiveCluster]) -> None:
     cluster.kill_scheduler()
     with pytest.raises(ClusterError, match="no cluster is up"):
         client.status()
-    time.sleep(0.5)
     cluster.up()
     after = client.status()
     assert cluster.workers() == workers
@@ -294,17 +294,19 @@ def test_the_scheduler_is_killed(clusters: Callable[..., LiveCluster]) -> None:
         {key: job[key] for key in kept} for job in before["jobs"]
     ]
     assert client.submit(waiting["waiting-0"], id="waiting-0") == "waiting-0"
+    gate.touch()
     for id, result in alone.items():
         same_bits(client.result(id, timeout=PATIENCE)[0], result)
         assert client.status(id)["attempts"] == 1
     cluster.end()
 
 
-def test_a_node_is_killed(clusters: Callable[..., LiveCluster]) -> None:
+def test_a_node_is_killed(clusters: Callable[..., LiveCluster], tmp_path: Path) -> None:
     """Noticed in 2 s, its job goes on elsewhere in 10 s from its checkpoint, and ends with the same bits."""
     cluster = clusters()
     client = cluster.client
-    client.submit(job("moved", seconds=3.0, steps=60), id="moved")
+    gate = tmp_path / "gate"
+    client.submit(job("moved", steps=60, gate=gate), id="moved")
     client.submit(job("other"), id="other")
     wait_until(
         lambda: client.status("moved")["steps"] > 10 and any("checkpoint" in line for line in client.logs("moved"))
@@ -317,6 +319,7 @@ def test_a_node_is_killed(clusters: Callable[..., LiveCluster]) -> None:
     assert again["places"][0][0] != node
     wait_until(lambda: client.status("moved")["state"] == "running")
     going = time.time() - killed
+    gate.touch()
     assert noticed < 2.0 and going < 10.0
     same_bits(client.result("moved", timeout=PATIENCE)[0], undisturbed(job("moved", steps=60)))
     lines = [line.split(" ", 1)[1] for line in client.logs("moved")]
