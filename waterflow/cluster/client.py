@@ -28,6 +28,7 @@ from waterflow.cluster.together import memory_of, sets_that_fit
 from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.job import Job, JobResult, Results
+from waterflow.task import Task
 
 _REQUEST_SECONDS = 60.0
 _WAIT_SECONDS = 20.0  # that one request waits for the end of a job
@@ -44,11 +45,16 @@ class Cluster:
         token: For an address; default: ``$WATERFLOW_CLUSTER_TOKEN``. A state folder has it.
         patience: Seconds for which a request is tried again while the cluster cannot be reached, for it may be starting
             again; waiting for results is patient for a minute at least.
+        tenant, priority: Of what is handed in without one.
 
     Each method raises ClusterError where no cluster can be reached.
     """
 
-    def __init__(self, where: str | Path | None = None, token: str | None = None, patience: float = 0.0) -> None:
+    def __init__(
+        self, where: str | Path | None = None, token: str | None = None, patience: float = 0.0, *,
+        tenant: str = "default", priority: Priority = "guaranteed",
+    ) -> None:  # fmt: skip
+        self.tenant, self.priority = tenant, priority
         self._address: str | None = None
         self._folder: Path | None = None
         self._token = token
@@ -65,8 +71,8 @@ class Cluster:
             self._folder = state_folder(where)
 
     def submit(
-        self, jobs: Jobs | Callable[[], Jobs], *, id: str | None = None, tenant: str = "default",
-        priority: Priority = "guaranteed", devices: int = 1, auto: bool = True, memory: int | str = 0,
+        self, jobs: Jobs | Callable[[], Jobs], *, id: str | None = None, tenant: str | None = None,
+        priority: Priority | None = None, devices: int = 1, auto: bool = True, memory: int | str = 0,
         model: str | None = None, duration: float | None = None, checkpoint: str | Path | None = None,
     ) -> str:  # fmt: skip
         """Hand in a job, several that train together, or a function that makes them where they run; returns the id.
@@ -91,15 +97,23 @@ class Cluster:
         if checkpoint is not None:
             _check_checkpoint(Path(checkpoint), jobs)
         if memory == "auto":
-            if callable(jobs):
+            there = [jobs] if isinstance(jobs, Job) else [] if callable(jobs) or isinstance(jobs, Task) else list(jobs)
+            known = [job for job in there if isinstance(job, Job)]
+            if not known or len(known) < len(there):
                 raise InvalidJobError("memory='auto' plans jobs that are there; a function makes them where they run")
-            memory = memory_of([jobs] if isinstance(jobs, Job) else list(jobs))
+            memory = memory_of(known)
         asked = {
-            "id": id if id is not None else _new_id(jobs), "tenant": tenant, "priority": priority, "devices": devices,
+            "id": id if id is not None else _new_id(jobs), "tenant": tenant or self.tenant,
+            "priority": priority or self.priority, "devices": devices,
             "auto": auto, "memory": memory if memory == 0 else parse_memory(memory), "model": model,
             "duration": duration, "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
         }  # fmt: skip
         return str(self._json("POST", "/jobs", payload, {"X-Submission": json.dumps(asked)})["id"])
+
+    def check(self, jobs: Jobs | Callable[[], Jobs]) -> None:
+        """Raise InvalidJobError for what cannot be pickled, as ``submit`` does."""
+        with _own_modules_by_value():
+            pack(jobs)
 
     def submit_apart(self, jobs: Sequence[Job], **asked: Any) -> list[str]:
         """Hand in jobs in sets that the planner finds to fit on one device together; returns an id for each set.

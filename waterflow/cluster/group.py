@@ -25,6 +25,7 @@ from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
 from waterflow.job import Job, JobResult
 from waterflow.runner import JobRunner, draw_seed
+from waterflow.task import Task
 
 logger = logging.getLogger("waterflow")
 
@@ -69,7 +70,7 @@ class RunningGroup:
         self._resume = resume
         self._tell_run = tell
         self._fenced = fenced
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, Job | Task] = {}
         self._runners: dict[int, JobRunner] = {}
         self._results: dict[int, JobResult] = {}
         self._states: dict[int, Checkpoint] = {}  # of those that have not begun
@@ -196,7 +197,8 @@ class RunningGroup:
             if result is not None and (known := read_result(result)).status != "cancelled":
                 self._results[number] = known
             elif state is not None:
-                states[number] = Checkpoint.load(state, job=mine[number].name)
+                job = mine[number]
+                states[number] = Checkpoint.load(state, job=None if isinstance(job, Task) else job.name)
         self._jobs, self._states = mine, states
         self._before = {number: state.steps for number, state in states.items()}
         self._seeds = seeds
@@ -220,9 +222,11 @@ class RunningGroup:
         with self._lock:
             if self._halted is not None:
                 return
-            runner = JobRunner(
-                self._jobs[number], process.engine, seed=self._seeds[number], resume=self._states.pop(number, None)
-            )
+            job, seed, state = self._jobs[number], self._seeds[number], self._states.pop(number, None)
+            runner = (
+                job.runner(process.engine, seed, state) if isinstance(job, Task)
+                else JobRunner(job, process.engine, seed=seed, resume=state)
+            )  # fmt: skip
             self._runners[number] = runner
         result: JobResult | None = None
         try:
@@ -282,8 +286,10 @@ def _prioritize(runner: JobRunner, priority: Priority) -> None:
         hook(priority)
 
 
-def _length(job: Job) -> int | None:
+def _length(job: Job | Task) -> int | None:
     """Steps of the whole job, where its data tells."""
+    if isinstance(job, Task):
+        return None
     with contextlib.suppress(TypeError):
         return len(job.data) * job.epochs  # type: ignore[arg-type]
     return None
