@@ -113,6 +113,16 @@ def test_sets_that_fit_together(client: wf.Cluster) -> None:
         client.submit_apart([job("too wide", steps=1, width=9_000_000)])
 
 
+def test_metrics(client: wf.Cluster) -> None:
+    id = client.submit(job("measured", seconds=2.0))
+    wait_until(lambda: (client.status(id)["step_seconds"] or 0) > 0)
+    told = client.metrics()
+    (line,) = [line for line in told.splitlines() if line.startswith("waterflow_job_rate{") and id in line]
+    assert 0.5 < float(line.split()[-1]) < 40  # steps each second: 20 at most, for the data takes so long
+    assert 'waterflow_node_up{node="one"} 1.0' in told
+    client.cancel(id)
+
+
 # -- refused
 
 

@@ -31,6 +31,7 @@ from waterflow.cluster.submission import Tenant
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.errors import ClusterError
 from waterflow.executor.memory_limit import parse_memory
+from waterflow.metrics import available, cluster_text
 
 logger = logging.getLogger("waterflow")
 
@@ -155,7 +156,10 @@ def _endpoint(service: Service, token: str, config: ClusterConfig, folder: Path)
             ports.insert(0, int(json.loads(address_file(folder).read_text())["address"].rpartition(":")[2]))
     for port in ports:
         try:
-            return Endpoint(service, token, config.host, port, anywhere=config.beyond_loopback)
+            return Endpoint(
+                service, token, config.host, port, anywhere=config.beyond_loopback,
+                metrics=(lambda: cluster_text(service.status())) if available() else None,
+            )  # fmt: skip
         except OSError as error:
             reason = error
     raise ClusterError(f"cannot listen on {config.host}:{ports[-1]}: {reason}; choose another --port")
