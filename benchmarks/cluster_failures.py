@@ -140,7 +140,7 @@ def ray(trials: int, expected: wf.Results) -> bool:
     settings = cluster.WorkerSettings(memory="512MiB", lanes=1, checkpoint_seconds=0.5, report_seconds=0.05)
     with (
         cluster.LoopbackCluster([1, 1]) as made,
-        cluster.RayBackend(made.address, settings=settings, token=made.token) as backend,
+        cluster.RayBackend(made.address, devices=2, settings=settings, token=made.token) as backend,
     ):
 
         def process(node: str) -> None:

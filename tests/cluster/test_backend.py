@@ -199,6 +199,18 @@ def test_stop(there: Watched, id: str) -> None:
     assert id not in there.backend.running()
 
 
+def test_data_that_is_stuck_can_be_cancelled(there: Watched, id: str) -> None:
+    first, _ = there.alive()
+    made = jobs(batches=5, seconds=0.0)
+    made[0].evaluate = lambda model: [time.sleep(0.01) for _ in range(10_000)]
+    there.backend.start(id, pack(made), [(first, 0)])
+    there.until(lambda e: isinstance(e, Progress) and e.id == id and e.steps >= 5)
+    there.backend.stop(id, suspend=True)  # which waits for a boundary
+    assert not there.backend.poll(0.3) or not any(isinstance(e, Ended) for e in there.of(id))
+    there.backend.stop(id, suspend=False)
+    assert there.event(Ended, id, seconds=10).how == "cancelled"
+
+
 def test_priority_can_change(there: Watched, id: str) -> None:
     first, _ = there.alive()
     there.backend.start(id, pack(jobs(batches=60, seconds=SLOW)), [(first, 0)], "guaranteed")

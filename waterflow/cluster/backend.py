@@ -161,7 +161,11 @@ class Backend(Protocol):
         """Take a file of ``Checkpoint.save`` as what the first job of ``id`` goes on from; returns what ``start`` takes."""
 
     def stop(self, id: str, suspend: bool) -> None:
-        """End ``id`` at the next boundary: ``suspended``, with a checkpoint, or ``cancelled``. One that has ended: nothing."""
+        """End ``id`` at the next boundary: ``suspended``, with a checkpoint, or ``cancelled``. One that has ended: nothing.
+
+        One that is being suspended may be cancelled. A job whose data or evaluation is stuck is never suspended; cancelled, it
+        is broken off after some seconds, where that code is Python.
+        """
 
     def set_priority(self, id: str, priority: Priority) -> None:
         """Let ``id`` run as guaranteed, or as opportunistic, from its next step on."""

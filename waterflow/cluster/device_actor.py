@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.worker import Hello, Numbered, Worker, WorkerSettings
+from waterflow.cluster.silence import Silence
+from waterflow.cluster.worker import BEAT_SECONDS, FIRST_SECONDS, Hello, Numbered, Worker, WorkerSettings
 
 
 class DeviceActor:
@@ -20,10 +23,13 @@ class DeviceActor:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         self._worker = Worker(node, self._epoch, shared, settings)
-        self._outlive = outlive
+        self._asked = Silence()
+        if outlive > 0:
+            threading.Thread(target=self._end_when_forgotten, args=(outlive,), daemon=True).start()
 
     def events(self, epoch: int, after: int, timeout: float) -> tuple[int, Hello | None, list[Numbered]]:
         """What happened behind event ``after`` of the process ``epoch``; who this is, if it is another one."""
+        self._asked.broken()
         if epoch != self._epoch:
             return self._epoch, self._worker.hello(), []
         return epoch, None, self._worker.events(after, timeout)
@@ -32,3 +38,10 @@ class DeviceActor:
         """Carry out a request that was meant for the process ``epoch``; Ray brings those for the one before, too."""
         if epoch == self._epoch:
             self._worker.request(name, arguments)
+
+    def _end_when_forgotten(self, seconds: float) -> None:
+        while self._asked.passed() < max(seconds, FIRST_SECONDS):
+            time.sleep(BEAT_SECONDS)
+        from waterflow.cluster.ray import end_this_actor
+
+        end_this_actor()

@@ -30,6 +30,7 @@ from waterflow.task import Task
 logger = logging.getLogger("waterflow")
 
 SAVING_SHARE = 0.05  # of a group's time, at most, goes into checkpoints that nobody asked for
+PATIENCE = 5.0  # seconds for a cancelled job's data or evaluation to come to its end
 LONGEST_REASON = 4000  # characters
 
 _count = itertools.count(1)  # of files that this process makes
@@ -92,14 +93,19 @@ class RunningGroup:
     # -- what others ask
 
     def halt(self, suspend: bool) -> None:
-        """Stop all jobs at their next boundaries; with ``suspend``, save them first. Returns at once."""
+        """Stop all jobs at their next boundaries; with ``suspend``, save them first. Returns at once.
+
+        One that is being suspended can still be cancelled. User code that does not come to its end is broken off then.
+        """
+        how: How = "suspended" if suspend else "cancelled"
         with self._lock:
-            if self._halted is not None:
+            if self._halted in (how, "cancelled"):
                 return
-            self._halted = "suspended" if suspend else "cancelled"
+            self._halted = how
             runners = list(self._runners.items())
         for number, runner in runners:
-            threading.Thread(target=self._halt_one, args=(number, runner), daemon=True).start()
+            stop = self._suspend_one if suspend else self._cancel_one
+            threading.Thread(target=stop, args=(number, runner), daemon=True).start()
 
     def save(self) -> None:
         """Write a checkpoint of each job that trains, and tell. Waits for boundaries of steps."""
@@ -251,16 +257,23 @@ class RunningGroup:
                 if result is not None and result.status != "cancelled":
                     self._results[number] = result
 
-    def _halt_one(self, number: int, runner: JobRunner) -> None:
+    def _suspend_one(self, number: int, runner: JobRunner) -> None:
         try:
-            if self._halted == "suspended":
-                with self._saving:
-                    self._write(number, runner.suspend())
+            with self._saving:
+                self._write(number, runner.suspend())
         except Fenced:
             self._fenced()
         except Exception as error:  # it has ended meanwhile, or its state cannot be taken
             self._unsaved[number] = f"no checkpoint of job {self._jobs[number].name!r}: {error}"
         runner.stop(str(self._halted))
+
+    def _cancel_one(self, number: int, runner: JobRunner) -> None:
+        threading.Thread(target=runner.stop, args=("cancelled",), daemon=True).start()
+        self._thread.join(PATIENCE)
+        with self._lock:
+            late = self._runners.get(number) is runner
+        if late:
+            runner.break_off()
 
     def _write(self, number: int, state: Checkpoint) -> None:
         process, part = self._process, self.part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,29 +65,6 @@ class Known:
     info: NodeInfo
     heard: int = 0
     acknowledged: int = 0
-
-
-class Silence:
-    """For how long nothing was heard, in seconds in which somebody listened.
-
-    Who did not listen, as it was stopped itself or had other things to do, knows nothing of that time.
-    """
-
-    LONGEST = 0.5  # seconds that count between two looks
-
-    def __init__(self) -> None:
-        self._passed, self._looked = 0.0, time.monotonic()
-
-    def passed(self) -> float:
-        """The length so far; somebody listens now, and heard nothing."""
-        now = time.monotonic()
-        self._passed += min(now - self._looked, self.LONGEST)
-        self._looked = now
-        return self._passed
-
-    def broken(self) -> None:
-        """Something was heard."""
-        self._passed, self._looked = 0.0, time.monotonic()
 
 
 class Ledger(ABC):
@@ -179,7 +155,7 @@ class Ledger(ABC):
             how: How = "suspended" if suspend else "cancelled"
             if run.next is not None:
                 run.next_stopped = how
-            elif run.stopping is None:
+            elif run.stopping is None or (run.stopping == "suspended" and not suspend):
                 run.stopping = how
                 self._ask(id, "stop", {"suspend": suspend})
 

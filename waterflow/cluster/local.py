@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import BackendError
-from waterflow.cluster.ledger import Ledger, Silence
+from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
 
 logger = logging.getLogger("waterflow")
@@ -29,6 +30,7 @@ logger = logging.getLogger("waterflow")
 READY_SECONDS = 120.0  # for all processes to begin
 END_SECONDS = 2.0  # for a process that was asked to end
 PAUSES = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # before a process that ended at once is started again
+FIRST_TRIES = 2  # for a process that ends before it was ever ready
 STEADY_SECONDS = 30.0  # a process that lived so long begins the count anew
 
 
@@ -235,7 +237,7 @@ class LocalBackend(Ledger):
         while not all(child.joined for child in self._children.values()):
             self._look_after()
             worst = max(self._children.values(), key=lambda child: child.failures)
-            if worst.failures >= len(PAUSES) - 3 or time.monotonic() > deadline:
+            if worst.failures >= FIRST_TRIES or time.monotonic() > deadline:
                 raise BackendError(f"node {worst.node!r} does not start; it said: {self._last_words(worst)}")
             self._wait(0.1)
 

@@ -25,8 +25,9 @@ from typing import Any
 
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.device_actor import DeviceActor
-from waterflow.cluster.ledger import Ledger, Silence
+from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.shared_folder import SharedFolder
+from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
 
 logger = logging.getLogger("waterflow")
@@ -40,6 +41,7 @@ HEALTH = {
     "health_check_period_ms": 300,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 4,
+    "timeout_ms_task_wait_for_death_info": 100,  # a call that an actor's end broke off says so that much later
     "worker_niceness": 0,
 }
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
@@ -63,8 +65,8 @@ class RayBackend(Ledger):
     ``address``: of a cluster that runs, ``host:port``; None makes one on this machine with ``devices`` made-up GPUs, which ends
     with the backend. ``folder``: one that all of its nodes share. ``token``: the file of the cluster's token; a cluster beyond
     this machine needs one (or ``RAY_AUTH_TOKEN`` or ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds``
-    are those of ``LocalBackend``. With ``outlive`` above 0 the actors are detached: they stay when this process is gone, until
-    they are ended, and a backend with the same folder and address takes them over.
+    are those of ``LocalBackend``. With ``outlive`` above 0 the actors are detached: they stay for so many seconds when this
+    process is gone, 10 at least, and a backend with the same folder and address takes them over.
 
     Raises BackendError where there is no GPU, no token, or no answer.
     """
@@ -89,8 +91,10 @@ class RayBackend(Ledger):
         self._actors: dict[str, _Actor] = {}
         self._closed = False
         self._next_look = 0.0
+        given, loopback = Path(token) if token is not None else None, address.startswith(LOOPBACK)
+        self._environment = _Environment(given, loopback)
         try:
-            self._ray = _connected(address, token, self._namespace)
+            self._ray = _connected(address, given, self._namespace, loopback)
             self._await_all()
         except BaseException:
             self.close()
@@ -247,6 +251,7 @@ class RayBackend(Ledger):
             self._runs.clear()
             if self._actors:
                 self._ray.shutdown()
+            self._environment.put_back()
             if self._own_cluster is not None:
                 self._own_cluster.close()
             os.close(self._lock_file)
@@ -264,8 +269,8 @@ class LoopbackCluster:
         self.token = self._folder / "token"
         self.token.touch(0o600)
         self.token.write_text(secrets.token_hex(32))
-        self._before = {name: os.environ.get(name) for name in _environment(self.token, True)}
-        _load(self.token, True)
+        self._environment = _Environment(self.token, loopback=True)
+        _load()
         from ray.cluster_utils import Cluster
 
         settings = {"node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": False}
@@ -312,11 +317,7 @@ class LoopbackCluster:
     def close(self) -> None:
         """End all nodes."""
         self._cluster.shutdown()
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._environment.put_back()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> LoopbackCluster:
@@ -335,18 +336,35 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _environment(token: Path | None, loopback: bool) -> dict[str, str]:
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
-    if loopback:
-        settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    if token is not None:
-        settings["RAY_AUTH_TOKEN_PATH"] = str(token)
-    return settings
+def end_this_actor() -> None:
+    """On any thread of an actor's process: end it, and do not start it again."""
+    ray = _load()
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def _load(token: Path | None, loopback: bool) -> Any:
-    """Ray, with these settings, which it reads when it is imported."""
-    os.environ.update(_environment(token, loopback))
+class _Environment:
+    """What Ray reads of the environment of this process, and hands on to the processes that it starts."""
+
+    def __init__(self, token: Path | None, loopback: bool) -> None:
+        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+        if loopback:
+            settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if token is not None:
+            settings["RAY_AUTH_TOKEN_PATH"] = str(token)
+        self._before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+
+    def put_back(self) -> None:
+        """As it was before."""
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _load() -> Any:
+    """Ray, with the settings of the environment, which it reads when it is imported."""
     try:
         import ray
     except ImportError:
@@ -354,21 +372,23 @@ def _load(token: Path | None, loopback: bool) -> Any:
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    ray_constants.ENABLE_RAY_CLUSTER = not loopback  # it may have been imported before
+    # It may have been imported before.
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     return ray
 
 
-def _connected(address: str, token: str | Path | None, namespace: str) -> Any:
-    loopback = address.startswith(LOOPBACK)
+def _connected(address: str, token: Path | None, namespace: str, loopback: bool) -> Any:
     given = token is not None or any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not loopback and not given:
         raise BackendError(
             f"the Ray cluster at {address} is beyond this machine, where a token is needed: pass token=, the file that the "
             "cluster was started with, or set RAY_AUTH_TOKEN_PATH"
         )
-    ray = _load(Path(token) if token is not None else None, loopback)
+    if token is not None and not token.is_file():
+        raise BackendError(f"there is no token {token}; give the file that the cluster was started with")
+    ray = _load()
     if ray.is_initialized():
         raise BackendError(
             "this process uses Ray already; ray.shutdown() first, or start the backend in a process of its own"
