@@ -12,14 +12,16 @@ import typer
 import yaml
 from rich.table import Table
 
+from waterflow.cluster.interference import Interference, gavel_models, read_gavel_pairs
+from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, draw_models
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.scaling import LINEAR, TableScaling
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.simulator import Overheads, Simulated, Simulator
-from waterflow.cluster.submission import Node, Tenant
+from waterflow.cluster.submission import Node, Submission, Tenant
 from waterflow.cluster.summary import Summary, save_pictures, summarize
-from waterflow.cluster.workload import read_workload
+from waterflow.cluster.workload import Workload, read_workload
 from waterflow.references import ConfigError, meant
 from waterflow.terminal import Terminal
 
@@ -43,6 +45,10 @@ def simulate(
         Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by devices; linear without.")
     ] = None,
     scaling_seed: Annotated[int, typer.Option(help="Which curve of the table stands for which job.")] = 0,
+    colocation: Annotated[
+        Path | None, typer.Option(metavar="TABLE.CSV", help="Measured pairs on a device; by utilization without.")
+    ] = None,
+    model_seed: Annotated[int, typer.Option(help="Of the models that are drawn where the trace names none.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for simulate.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -59,21 +65,21 @@ def simulate(
         parameters = _parameters(policy, set_ or ())
         seconds = {name: _number(text, name, "--overhead") for name, text in _pairs(overhead, "--overhead", OVERHEADS)}
         tenants = [Tenant(name, int(_number(text, name, "--quota"))) for name, text in _pairs(quota, "--quota")]
-        nodes = [
-            Node(f"node{i}", min(gpus_per_node, gpus - i * gpus_per_node)) for i in range(-(-gpus // gpus_per_node))
-        ]
+        sharing = _Sharing(policy, colocation, model_seed)
+        submissions = sharing.with_models(terminal, workload)
+        sizes = [gpus_per_node] * (gpus // gpus_per_node) + [gpus % gpus_per_node] * (gpus % gpus_per_node > 0)
+        nodes = [Node(f"node{i}", size, sharing.memory) for i, size in enumerate(sizes)]
         runs: dict[str, Simulated] = {}
         printed: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(policy):
             chosen = _policy(name, parameters, curves)
-            runs[name] = Simulator(Scheduler(nodes, chosen, tenants), Overheads(**seconds), curves).run(
-                workload.submissions
-            )
+            scheduler = Scheduler(nodes, chosen, tenants)
+            runs[name] = Simulator(scheduler, Overheads(**seconds), curves, **sharing.of(chosen)).run(submissions)
             printed[name] = dict(chosen.parameters)
         summaries = {name: summarize(run) for name, run in runs.items()}
         shared = {
             "devices": gpus, "devices per node": gpus_per_node, "quotas": {each.name: each.quota for each in tenants} or None,
-            "overheads (s)": dataclasses.asdict(Overheads(**seconds)), "scaling": str(curves),
+            "overheads (s)": dataclasses.asdict(Overheads(**seconds)), "scaling": str(curves), **sharing.parameters,
         }  # fmt: skip
         _show(terminal, f"{workload.name}: {len(workload):,} jobs on {gpus} devices", summaries)
         for name, value in shared.items():
@@ -92,6 +98,50 @@ def simulate(
             "policies": {name: {**found.to_dict(), "parameters": printed[name]} for name, found in summaries.items()},
             "files": files,
         })  # fmt: skip
+
+
+class _Sharing:
+    """What happens on devices that submissions share, where one of the policies lets them."""
+
+    def __init__(self, policies: Sequence[str], colocation: Path | None, seed: int) -> None:
+        self._seed = seed
+        self._model: Interference | None = None
+        if all(POLICIES[name].sharing == "none" for name in policies):
+            return
+        if colocation is not None and not colocation.is_file():
+            raise ConfigError(f"there is no file {colocation}")
+        pairs = read_gavel_pairs(colocation) if colocation else {}
+        self._model = Interference(models=KNOWN_MODELS | gavel_models(pairs), pairs=pairs)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of each device, 0 where they do not matter."""
+        return self._model.device_memory if self._model else 0
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What is assumed."""
+        return {"sharing": self._model.parameters()} if self._model else {}
+
+    def with_models(self, terminal: Terminal, workload: Workload) -> list[Submission]:
+        """Submissions with the memory of their models; those without a model draw one."""
+        if self._model is None:
+            return workload.submissions
+        nameless = sum(each.model is None for each in workload.submissions)
+        if nameless:
+            terminal.say(
+                f"{nameless:,} of {len(workload):,} jobs name no model: drawn from AntMan's mix, seed {self._seed}"
+            )
+        known = draw_models(workload.submissions, ANTMAN_MIX, self._seed)
+        return [dataclasses.replace(each, memory=self._model.memory(each.model)) for each in known]
+
+    def of(self, policy: Policy) -> dict[str, Any]:
+        """What the simulator is told for a policy."""
+        model = self._model
+        if model is None or policy.sharing == "none":
+            return {}
+        speeds = model.under_control if policy.sharing == "controlled" else model.packed
+        return {"speeds": speeds, "utilization": lambda submission: model.utilization(submission.model)}
 
 
 def _pairs(given: Sequence[str] | None, option: str, known: Sequence[str] | None = None) -> list[tuple[str, str]]:
@@ -137,17 +187,17 @@ def _policy(name: str, parameters: dict[str, Any], scaling: Any) -> Policy:
 
 def _show(terminal: Terminal, title: str, summaries: dict[str, Summary]) -> None:
     table = Table(title=title, title_justify="left")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     columns = (
-        "average", "median", "99 %", "makespan", "queueing", "queueing 99 %", "utilization", "unfair", "worst share",
-        "preemptions",
+        "average s", "median s", "99 % s", "makespan s", "queueing s", "queueing 99 % s", "utilization", "unfair",
+        "worst share", "preemptions",
     )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
     for name, found in summaries.items():
         table.add_row(
-            name, *(f"{value:,.2f} s" for value in (found.average, found.p50, found.p99, found.makespan)),
-            f"{found.queueing:,.2f} s", f"{found.queueing_p99:,.2f} s", f"{found.utilization:.1%}",
+            name, f"{found.average:,.2f}", *(f"{value:,.0f}" for value in (found.p50, found.p99, found.makespan)),
+            f"{found.queueing:,.2f}", f"{found.queueing_p99:,.0f}", f"{found.utilization:.1%}",
             f"{found.unfair:.1%}", f"{found.worst_share:.2f} x", f"{found.preemptions:,}",
         )  # fmt: skip
     terminal.say(table)

@@ -36,7 +36,6 @@ class ClusterMachine(RuleBasedStateMachine):
 
     policies: ClassVar[list[Callable[[], Policy]]]
     shares_devices: ClassVar[bool] = False  # several submissions on one device
-    lends_quota: ClassVar[bool] = True  # runs also whom no quota covers
 
     @initialize(
         data=st.data(),
@@ -66,8 +65,6 @@ class ClusterMachine(RuleBasedStateMachine):
         duration=st.floats(1, 1000),
     )
     def submit(self, tenant: str, devices: int, guaranteed: bool, auto: bool, memory: int, duration: float) -> None:
-        if self.quotas is not None and not self.lends_quota and devices > self.quotas[tenant]:
-            return
         submission = Submission(
             id=str(self.number),
             tenant=tenant,

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.simulated import cluster
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.scheduler import Scheduler
-from waterflow.cluster.submission import Submission, Tenant
+from waterflow.cluster.submission import Node, Submission, Tenant
 
 WAITING, DEVICES, EVENTS = 10_000, 1_000, 40
 LIMIT = 0.05  # seconds
@@ -22,18 +22,20 @@ LIMIT = 0.05  # seconds
 def test_each_decision_is_quick(name: str, tenants: int) -> None:
     rng = random.Random(1)
     quotas = [Tenant(f"t{i}", DEVICES // tenants) for i in range(tenants)]
-    scheduler = Scheduler(cluster(DEVICES), POLICIES[name](), quotas)
+    nodes = [Node(node.name, node.devices, 16) for node in cluster(DEVICES)]
+    scheduler = Scheduler(nodes, POLICIES[name](), quotas)
 
     def submission(number: int) -> Submission:
         tenant = f"t{rng.randrange(tenants)}" if tenants else "default"
         return Submission(
             str(number), tenant, rng.choice((1, 1, 1, 2, 4, 8)), rng.choice(("guaranteed", "opportunistic")),
-            duration=rng.uniform(60, 1e5), memory=0,
+            duration=rng.uniform(60, 1e5), memory=rng.choice((8, 12, 16)),
         )  # fmt: skip
 
     number = 0
-    while sum(entry.state == "waiting" for entry in scheduler.book.entries.values()) < WAITING:
-        for _ in range(2_000):
+    while (waiting := sum(entry.state == "waiting" for entry in scheduler.book.entries.values())) < WAITING:
+        assert number < 2 * WAITING
+        for _ in range(WAITING - waiting):
             scheduler.submit(float(number), submission(number), decide=False)
             number += 1
         scheduler.tick(float(number))

@@ -24,7 +24,6 @@ class WholeDevices(ClusterMachine):
     """Policies that give whole devices and know no tenants but their quotas."""
 
     policies: ClassVar = [POLICIES[name] for name in OTHERS]
-    lends_quota: ClassVar = False
 
 
 class AntManMachine(ClusterMachine):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.cluster.simulated import TRACES, Overheads, simulate
+from tests.cluster.simulated import TRACES, Overheads, cluster, simulate
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device
 from waterflow.cluster.policies import ElasticTiresias, Fifo, Las, Policy
 from waterflow.cluster.scaling import LINEAR, TableScaling
+from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.simulator import Simulated
-from waterflow.cluster.submission import Submission
+from waterflow.cluster.submission import Resize, Submission
 from waterflow.cluster.summary import save_pictures, share_ratios, summarize
 from waterflow.cluster.workload import read_workload
 from waterflow.errors import WorkloadError
@@ -84,6 +86,22 @@ def test_neighbours_slow_each_other_down() -> None:
     assert ends(alone) == {"g": 100, "o": 60, "p": 50}
 
 
+def test_on_several_devices_the_slowest_sets_the_pace() -> None:
+    class Wide(Beside):
+        def decide(self, now: float) -> None:
+            devices = [self.book.devices.at(("n0", at)) for at in (0, 1)]
+            for entry in self._waiting:
+                self.book.start(entry, devices[: entry.wanted], "opportunistic")
+            self._waiting = []
+
+    def speeds(device: Device, residents: Sequence[Entry]) -> Sequence[float]:
+        return [1 / len(residents)] * len(residents)
+
+    # The wide one runs at half its speed while the narrow one is beside it on one of its two devices.
+    run = simulate(Wide(), [job("wide", 100, 2), job("narrow", 20, 1, at=10)], 2, check=True, speeds=speeds)
+    assert ends(run) == {"narrow": 50, "wide": 120}
+
+
 def test_a_speed_of_nothing_waits_for_better_times() -> None:
     def speeds(device: Device, residents: Sequence[Entry]) -> Sequence[float]:
         return [1.0] + [0.0] * (len(residents) - 1)
@@ -111,6 +129,16 @@ def test_elastic_rule_2_gives_idle_devices_to_whoever_gains_most() -> None:
     assert ends(run) == {"s": pytest.approx(80 / 6), "f": pytest.approx(80 / 6 + (30 - 80 / 6 * 1.5) / 1.6)}
     limited = simulate(ElasticTiresias(scaling=table, most=2), jobs, 8, scaling=table)
     assert ends(limited) == {"s": 40.0, "f": 20.0}
+
+
+def test_limits_come_sooner_to_those_that_grew() -> None:
+    scheduler = Scheduler(cluster(4), ElasticTiresias((100.0,)))
+    scheduler.submit(0.0, job("a", 1e3, 2), decide=False)
+    scheduler.submit(0.0, job("b", 1e3, 2))
+    assert scheduler.next_tick == 50.0
+    (grown,) = scheduler.ended(10.0, "b", "completed")
+    assert grown == Resize("a", scheduler.book.entries["a"].places) and len(grown.places) == 4
+    assert scheduler.next_tick == 10.0 + (100.0 - 20.0) / 4
 
 
 def test_growing_stops_a_job_and_shrinking_does_not() -> None:
@@ -144,6 +172,17 @@ def test_speed_is_recorded_for_the_same_seed() -> None:
     assert [table.curve_of(j) for j in jobs] == [again.curve_of(j) for j in jobs] != [other.curve_of(j) for j in jobs]
 
 
+def test_a_month_in_a_moment() -> None:
+    """The benchmark asks for 10,000 jobs a second on a core of its own; here others may be at work."""
+    jobs = read_workload(TRACES / "philly_multigpu_month.csv").submissions
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        simulate(Las(), jobs, 400)
+        seconds.append(time.perf_counter() - begin)
+    assert len(jobs) / min(seconds) > 5_000
+
+
 def test_what_cannot_be_simulated() -> None:
     with pytest.raises(WorkloadError, match=r"1 of 2 jobs ask for more than the 8 devices .*job 'b' for 9"):
         simulate(Fifo(), [job("a", 1), job("b", 1, 9)], 8)
@@ -172,6 +211,7 @@ def test_summary_and_pictures(tmp_path: Path) -> None:
     expected = [10 / (10 * 2.5), 20 / (10 * (10 + 15 + 20) / 20), 25 / (10 * (15 + 20 + 10) / 25)]
     assert np.allclose(share_ratios(run), expected)
     assert found.unfair == 1 / 3
+    assert share_ratios(simulate(Fifo(), [job("a", 10)], 2)) == 1.0, "who is alone gets no more than was asked for"
     save_pictures(tmp_path / "a.png", {"fifo": run, "las": simulate(Las(), [job("z", 0)], 1)}, "title")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -5,6 +5,14 @@ from typing import Any
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.devices import Device
+from waterflow.cluster.interference import (
+    Interference,
+    Resident,
+    gavel_models,
+    read_gandiva_models,
+    read_gavel_pairs,
+)
+from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, ModelProfile, draw_models
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.scaling import LINEAR, Scaling, TableScaling
@@ -32,7 +40,6 @@ _PUBLIC = {
     "BackendError": "backend",
     "Checkpointed": "backend",
     "Cluster": "client",
-    "ClusterConfig": "daemon",
     "Ended": "backend",
     "LocalBackend": "local",
     "LoopbackCluster": "ray",
@@ -45,11 +52,11 @@ _PUBLIC = {
     "WorkerSettings": "worker",
     "load_results": "payload",
     "pack": "payload",
-    "start": "daemon",
-    "wait_for_end": "daemon",
 }
 
 __all__ = [
+    "ANTMAN_MIX",
+    "KNOWN_MODELS",
     "LINEAR",
     "POLICIES",
     "Action",
@@ -57,13 +64,14 @@ __all__ = [
     "Book",
     "Checkpointed",
     "Cluster",
-    "ClusterConfig",
     "Device",
     "Ended",
     "Entry",
+    "Interference",
     "JobRecord",
     "LocalBackend",
     "LoopbackCluster",
+    "ModelProfile",
     "Move",
     "Node",
     "NodeInfo",
@@ -76,6 +84,7 @@ __all__ = [
     "Progress",
     "RayBackend",
     "Report",
+    "Resident",
     "Resize",
     "Scaling",
     "Scheduler",
@@ -92,14 +101,16 @@ __all__ = [
     "Tenant",
     "WorkerSettings",
     "Workload",
+    "draw_models",
+    "gavel_models",
     "load_results",
     "pack",
+    "read_gandiva_models",
+    "read_gavel_pairs",
     "read_workload",
     "save_pictures",
     "share_ratios",
-    "start",
     "summarize",
-    "wait_for_end",
 ]
 
 

@@ -14,13 +14,13 @@ opportunistic ones share what it leaves.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.model_profiles import GIB, KNOWN_MODELS, UNKNOWN, ModelProfile
-from waterflow.cluster.submission import Priority
+from waterflow.cluster.submission import Priority, Submission
 
 Pair = tuple[str, str]
 
@@ -94,6 +94,10 @@ class Interference:
         """Share of time in which a device works for the model alone on it."""
         return self.profile(model).utilization
 
+    def utilization_of(self, submission: Submission) -> float:
+        """The same, as a simulation asks for it."""
+        return self.utilization(submission.model)
+
     def memory(self, model: str | None) -> int:
         """Bytes that the model holds on each device."""
         return self.profile(model).memory
@@ -115,6 +119,10 @@ class Interference:
         if key not in self._known:
             self._known[key] = self._speeds(residents, controlled)
         return self._known[key]
+
+    def of(self, sharing: str) -> Callable[[object, Sequence[Entry]], Sequence[float]] | None:
+        """The speeds of a simulation of a policy with that way of sharing devices; None where nobody shares."""
+        return {"controlled": self.under_control, "packed": self.packed}.get(sharing)
 
     def under_control(self, device: object, entries: Sequence[Entry]) -> tuple[float, ...]:
         """Speeds of a simulation whose devices have coordinators."""

@@ -219,7 +219,7 @@ class Simulator:
                 self._scheduler.started(now, action.id, False)
             elif kind is Stop:
                 self._advance(run)
-                if not action.suspend:
+                if isinstance(action, Stop) and not action.suspend:
                     self._begin_anew(run)
                 run.version += 1
                 if self._speeds is not None:

@@ -31,6 +31,8 @@ class AntMan(Policy):
     """
 
     name = "antman"
+    beyond_quotas = True
+    sharing = "controlled"
 
     def __init__(
         self, busy: float = 0.8, window: float = 10.0, patience: float = 600.0, one_node: bool = False
@@ -168,6 +170,8 @@ class AntMan(Policy):
                 if devices is not None:
                     book.start(entry, devices, "guaranteed")
                     free.remove(devices)
+                    for device in devices:
+                        self._listen(device)
                     continue
             at_most = min(entry.wanted, book.quota_left(entry.tenant))
             kept = free.most_of_one_node(at_most, entry.wanted) if together else list(free)[:at_most]

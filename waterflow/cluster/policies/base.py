@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.submission import Report
+
+# How submissions share a device: not at all; under the control of a coordinator on it; each as fast as it can.
+Sharing: TypeAlias = Literal["none", "controlled", "packed"]
 
 
 class Policy(ABC):
@@ -18,6 +21,8 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
+    beyond_quotas: ClassVar[bool] = False  # runs also those whom no quota could ever cover
+    sharing: ClassVar[Sharing] = "none"
     book: Book
 
     def attach(self, book: Book) -> None:
@@ -35,9 +40,9 @@ class Policy(ABC):
         return None
 
     def refuse(self, entry: Entry) -> str | None:
-        """Why it could never run this entry; None if it could. Here: all run as guaranteed, within their quota."""
+        """Why it could never run this entry; None if it could. Here: all run within quotas, or beyond."""
         tenant = self.book.tenants.get(entry.tenant)
-        if tenant is None or entry.wanted <= tenant.quota:
+        if self.beyond_quotas or tenant is None or entry.wanted <= tenant.quota:
             return None
         return (
             f"it asks for {entry.wanted} devices, and the quota of {tenant.name!r} is {tenant.quota}; "

@@ -106,25 +106,33 @@ class Capacity(Policy):
         book = self.book
         open_queues = {tenant: queue for tenant, queue in self._queues.items() if queue}
         while open_queues:
-            tenant = min(open_queues, key=lambda name: (self._use(name), name))
-            queue = open_queues[tenant]
-            entry = queue.first(book.quota_left(tenant)) if self.backfill else queue.first(book.devices.total)
-            if entry is None or not book.may_hold(entry, entry.wanted):
-                del open_queues[tenant]
-                continue
+            heads: list[tuple[float, int, Entry]] = []
+            for name, queue in list(open_queues.items()):
+                most = book.quota_left(name) if self.backfill else book.devices.total
+                if self.backfill and not self.preempt:
+                    most = min(most, len(vacant))
+                head = queue.first(most)
+                if head is None or not book.may_hold(head, head.wanted):
+                    del open_queues[name]
+                else:
+                    heads.append((self._use(name), head.order, head))
+            if not heads:
+                return
+            entry = min(heads)[2]
             devices = self._find(entry, vacant)
             if devices is None and self.backfill:
-                entry = queue.first(min(book.quota_left(tenant), len(vacant)))
-                devices = None if entry is None else vacant.close_together(entry.wanted)
-            if entry is not None and devices is not None:
+                fits = open_queues[entry.tenant].first(min(book.quota_left(entry.tenant), len(vacant)))
+                if fits is not None:
+                    entry, devices = fits, vacant.close_together(fits.wanted)
+            if devices is not None:
                 book.start(entry, devices, "guaranteed")
                 vacant.remove(devices)
                 continue
-            if entry is not None and not self.backfill:
+            if not self.backfill:
                 kept = list(vacant)
                 book.reserve(entry, kept)
                 vacant.remove(kept)
-            del open_queues[tenant]
+            del open_queues[entry.tenant]
 
     def _find(self, entry: Entry, vacant: Pool) -> list[Device] | None:
         """Vacant devices, or those of runs that are stopped for it."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from heapq import heapify, heappop, nsmallest
+from itertools import chain
 from typing import Any
 
 from waterflow.cluster.book import Book, Entry
-from waterflow.cluster.devices import Device
 from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers
+from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers, idle_devices
 from waterflow.cluster.submission import Report
+
+_PARAMETERS = ("quantum", "packing", "migration", "defragment", "growable", "grow_after", "newest_first")
+_LOWEST = 8  # groups of a server that are looked at for one more packing
 
 
 class Gandiva(Policy):
@@ -18,16 +22,20 @@ class Gandiva(Policy):
     Each turn lasts ``quantum`` seconds. With ``packing``, while there is overload, the submission of lowest
     utilization joins the one of lowest utilization beside it for a quantum at a time; it stays while both together
     get further than they would by turns, and while no device beside them is free. Both must have run alone before,
-    and fit into memory together. With ``migration`` groups leave crowded servers for free devices, spread ones come
+    say what memory they need, and fit into it together. With ``migration`` groups leave crowded servers for free devices, spread ones come
     together, and servers of which a share ``defragment`` is free are emptied. Models in ``growable`` (all of them
     with "all") take the free devices of their server ``grow_after`` seconds after the last arrival or end, and give
     them back at the next arrival.
 
+    With ``newest_first`` those that never ran have the next turn, for early feedback; otherwise the last of the round.
+
     Tenants, quotas and priorities count for nothing: fairness among them is not a goal of the paper. The paper leaves
-    open ``grow_after``, and for how long a packing is tried: here one quantum.
+    open ``newest_first``, ``grow_after``, and for how long a packing is tried: here one quantum.
     """
 
     name = "gandiva"
+    beyond_quotas = True
+    sharing = "packed"
 
     def __init__(
         self,
@@ -37,6 +45,7 @@ class Gandiva(Policy):
         defragment: float = 0.75,
         growable: Collection[str] = (),
         grow_after: float = 60.0,
+        newest_first: bool = True,
     ) -> None:
         if quantum <= 0 or grow_after < 0 or not 0 < defragment <= 1:
             raise ValueError(
@@ -49,9 +58,11 @@ class Gandiva(Policy):
         self.defragment = defragment
         self.growable = growable
         self.grow_after = grow_after
+        self.newest_first = newest_first
         self._pending: dict[str, Entry] = {}  # who has no server
         self._servers = Servers()
         self._groups: dict[str, Group] = {}  # by the ids of their submissions
+        self._packs: dict[Group, None] = {}  # groups of several submissions
         self._tried: dict[Group, str] = {}  # groups with a newcomer that is on trial
         self._failed: set[frozenset[str]] = set()  # packings that did not pay
         self._heard: set[str] = set()  # who reported since the last turn
@@ -65,8 +76,7 @@ class Gandiva(Policy):
     @property
     def parameters(self) -> Mapping[str, Any]:
         """All that was chosen, by name."""
-        names = ("quantum", "packing", "migration", "defragment", "growable", "grow_after")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _PARAMETERS}
 
     @property
     def next_tick(self) -> float | None:
@@ -111,7 +121,7 @@ class Gandiva(Policy):
                 self._servers.by_node[node] = Server(node)
 
     def reported(self, entry: Entry, report: Report) -> bool:
-        """Speeds are looked at when the turn ends."""
+        """Speeds are looked at when a turn ends."""
         self._heard.add(entry.id)
         return False
 
@@ -131,7 +141,7 @@ class Gandiva(Policy):
             self._take_turns(rotate=True)
         else:
             self._take_turns(rotate=False)
-        if self._slice is None and self._servers.overloaded:
+        if self._slice is None and (self._servers.overloaded or self._packs):
             self._slice = now + self.quantum
         if self._changed + self.grow_after <= now:
             self._grow()
@@ -165,6 +175,8 @@ class Gandiva(Policy):
             group.turn, group.left = fields["turn"], fields["left"]
             self._groups |= dict.fromkeys(fields["ids"], group)
             self._servers.assign(group, self._servers.from_names(fields["home"]))
+            if len(group.entries) > 1:
+                self._packs[group] = None
             if fields["tried"] is not None:
                 self._tried[group] = fields["tried"]
         for server in self._servers.by_node.values():
@@ -190,6 +202,8 @@ class Gandiva(Policy):
                 hopeless.add(entry.wanted)
                 continue
             group = self._groups[entry.id] = Group([entry], home)
+            if not self.newest_first:
+                group.left = self.book.now
             self._servers.assign(group, home)
             del self._pending[entry.id]
 
@@ -199,9 +213,14 @@ class Gandiva(Policy):
         if group is None:
             return
         self._tried.pop(group, None)
-        group.entries.remove(entry)
+        self._leave(group, entry)
         if not group.entries:
             self._servers.withdraw(group)
+
+    def _leave(self, group: Group, entry: Entry) -> None:
+        group.entries.remove(entry)
+        if len(group.entries) == 1:
+            self._packs.pop(group, None)
 
     def _migrate(self) -> None:
         servers = self._servers
@@ -220,21 +239,11 @@ class Gandiva(Policy):
         self._shrink()
         self._servers.withdraw(group)
         if group.running:
-            devices = self._idle(home, own=group.entries[0].devices)
+            devices = idle_devices(home, own=group.entries[0].devices)
             for entry in group.entries:
                 self.book.move(entry, devices)
         self._servers.assign(group, home)
         self.migrations += 1
-
-    @staticmethod
-    def _idle(home: Mapping[Server, int], own: Collection[Device] = ()) -> list[Device]:
-        """Devices of a home that nobody uses but who has ``own`` now; there are enough."""
-        devices: list[Device] = []
-        for server, count in home.items():
-            here = [device for device in server.node.devices if not device.residents or device in own][:count]
-            assert len(here) == count, f"{server.node.name} has {len(here)} devices that are idle, not {count}"
-            devices += here
-        return devices
 
     # -- turns
 
@@ -243,37 +252,46 @@ class Gandiva(Policy):
 
         Without ``rotate`` nobody is stopped.
         """
-        now = self.book.now
-        groups = dict.fromkeys(self._groups.values())
-        waiting = sorted((group for group in groups if not group.running), key=_waited)
-        running = sorted((group for group in groups if group.running), key=lambda group: -group.turn)
+        now, book = self.book.now, self.book
+        if not rotate and book.occupied == book.devices.total:
+            return
+        servers = self._servers.by_node.values()
+        room = {server: server.size if rotate else len(server.idle) for server in servers}
+        groups = dict.fromkeys(group for server in servers if room[server] for group in server.groups)
+        waiting = [(group.left, group.entries[0].order, group) for group in groups if not group.running]
         if not waiting:
             return
-        room = {server: server.size for server in self._servers.by_node.values()}
+        heapify(waiting)  # most of them are not looked at
+        in_turn = (heappop(waiting)[2] for _ in range(len(waiting)))
+        running = sorted((group for group in groups if group.running), key=lambda group: -group.turn) if rotate else []
+        left = sum(room.values())
         turns = []
-        for group in [*waiting, *running] if rotate else [*running, *waiting]:
+        for group in chain(in_turn, running):
             if all(room[server] >= count for server, count in group.home.items()):
                 for server, count in group.home.items():
                     room[server] -= count
+                left -= group.wanted
                 turns.append(group)
+                if not left:
+                    break
         chosen = set(turns)
         for group in running:
             if group not in chosen:
                 for entry in group.entries:
-                    self.book.stop(entry)
+                    book.stop(entry)
                 group.left = now
         for group in turns:
             if not group.running:
-                devices = self._idle(group.home)
+                devices = idle_devices(group.home)
                 for entry in group.entries:
-                    self.book.start(entry, list(devices), "opportunistic")
+                    book.start(entry, list(devices), "opportunistic")
                 group.turn = now
 
     # -- packing
 
     def _judge(self) -> None:
         """Packed groups that get no further than one after the other would are taken apart."""
-        for group in self._packed():
+        for group in list(self._packs):
             newcomer = self._tried.get(group)
             if not group.running or not all(entry.id in self._heard for entry in group.entries if newcomer):
                 continue
@@ -287,7 +305,7 @@ class Gandiva(Policy):
 
     def _spread(self) -> None:
         """Packed groups leave none of their server's devices free."""
-        for group in self._packed():
+        for group in list(self._packs):
             server = next(iter(group.home))
             while len(group.home) == 1 and len(group.entries) > 1 and server.free >= group.wanted:
                 self._tried.pop(group, None)
@@ -295,15 +313,12 @@ class Gandiva(Policy):
                 alone = self._split(group, out, {server: group.wanted})
                 if group.running:
                     self._shrink()
-                    self.book.move(out, self._idle(alone.home))
+                    self.book.move(out, idle_devices(alone.home))
                     alone.turn = group.turn
                 alone.left = group.left
 
-    def _packed(self) -> list[Group]:
-        return [group for group in dict.fromkeys(self._groups.values()) if len(group.entries) > 1]
-
     def _split(self, group: Group, out: Entry, home: dict[Server, int]) -> Group:
-        group.entries.remove(out)
+        self._leave(group, out)
         alone = self._groups[out.id] = Group([out], {})
         self._servers.assign(alone, home)
         return alone
@@ -315,13 +330,8 @@ class Gandiva(Policy):
         for server in self._servers.by_node.values():
             if server.allocated <= server.size:
                 continue
-            known = [
-                group
-                for group in server.groups
-                if group not in self._tried and all(entry.utilization is not None for entry in group.entries)
-            ]
-            known.sort(key=lambda group: group.utilization)
-            pair = next(self._pairs(known), None)
+            known = [group for group in server.groups if group.profiled and group not in self._tried]
+            pair = next(self._pairs(nsmallest(_LOWEST, known, key=lambda group: group.utilization)), None)
             if pair is not None:
                 self._join(*pair)
 
@@ -353,6 +363,7 @@ class Gandiva(Policy):
         elif newcomer.running:
             self.book.stop(entry)
         host.entries.append(entry)
+        self._packs[host] = None
         self._groups[entry.id] = host
         self._tried[host] = entry.id
         host.left = min(host.left, newcomer.left)
@@ -379,16 +390,7 @@ class Gandiva(Policy):
 
     def _grow(self) -> None:
         """One device at a time to whoever has least of what it asked for."""
-        while (found := min(self._to_grow(), key=_gain, default=None)) is not None:
+        while found := min(self._to_grow(), key=lambda f: (len(f[0].devices) / f[0].wanted, f[0].order), default=None):
             entry, server = found
             self.book.resize(entry, [*entry.devices, server.idle[0]])
             self._grown[entry.id] = entry
-
-
-def _gain(found: tuple[Entry, Server]) -> tuple[float, int]:
-    entry, _ = found
-    return len(entry.devices) / entry.wanted, entry.order
-
-
-def _waited(group: Group) -> tuple[float, int]:
-    return group.left, group.entries[0].order

@@ -12,15 +12,24 @@ from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.policies.waiting import Waiting
 
 
+def fits_beside(memory: int, device: Device) -> bool:
+    """Whether a submission that needs so many bytes fits beside those who are there; not where one of them is unknown."""
+    known = memory > 0 and all(entry.memory > 0 for entry in device.residents)
+    return known and (not device.memory or device.memory_used + memory <= device.memory)
+
+
 class GandivaPacking(Policy):
     """Each submission goes to the devices of lowest utilization that have memory for it, in the order of submission.
 
-    Priorities and quotas count for nothing. At most ``limit`` share a device (0: as many as memory allows). With
-    ``backfill`` whoever finds devices may overtake others. With ``undo``, one that after ``trial`` seconds brought
-    the speeds on a device to no more than one alone would have is taken back, and waits for other neighbours.
+    Who does not say what memory it needs shares with nobody. Priorities and quotas count for nothing. At most
+    ``limit`` share a device (0: as many as memory allows). With ``backfill`` whoever finds devices may overtake
+    others. With ``undo``, one that after ``trial`` seconds brought the speeds on a device to no more than one alone
+    would have is taken back, and waits for other neighbours.
     """
 
     name = "gandiva-packing"
+    beyond_quotas = True
+    sharing = "packed"
 
     def __init__(self, limit: int = 0, backfill: bool = False, undo: bool = False, trial: float = 60.0) -> None:
         if limit < 0 or trial <= 0:
@@ -59,15 +68,16 @@ class GandivaPacking(Policy):
         for id in [id for id, end in self._trials.items() if end <= now]:
             del self._trials[id]
             self._judge(self.book.entries[id])
-        sizes: set[int] = set()  # of which one found nothing
+        hopeless: set[tuple[int, int]] = set()  # devices and memory for which one found nothing
         for entry in self._waiting.in_order():
-            if entry.wanted in sizes and not self._failed.get(entry.id) and not entry.memory:
+            if (entry.wanted, entry.memory) in hopeless:
                 continue
             devices = self._find(entry)
             if devices is None:
                 if not self.backfill:
                     return
-                sizes.add(entry.wanted)
+                if entry.id not in self._failed:
+                    hopeless.add((entry.wanted, entry.memory))
                 continue
             self.book.start(entry, devices, "opportunistic")
             if self.undo and any(len(device.opportunistic) > 1 for device in devices):
@@ -99,7 +109,7 @@ class GandivaPacking(Policy):
             return not device.memory or entry.memory <= device.memory
         if self.limit and len(others) >= self.limit:
             return False
-        if device.memory and device.memory_used + entry.memory > device.memory:
+        if not fits_beside(entry.memory, device):
             return False
         return frozenset(others) not in self._failed.get(entry.id, ())
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fractions import Fraction
-from math import ceil, inf
+from collections.abc import Collection, Iterable, Mapping
+from math import inf
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device, NodeDevices
@@ -30,6 +29,11 @@ class Group:
         return self.entries[0].state == "running"
 
     @property
+    def profiled(self) -> bool:
+        """Its utilization and its memory are known."""
+        return all(entry.memory > 0 and entry.utilization is not None for entry in self.entries)
+
+    @property
     def utilization(self) -> float:
         """Of its devices, as reported when each ran alone, or since."""
         return sum(1.0 if entry.utilization is None else entry.utilization for entry in self.entries)
@@ -49,11 +53,6 @@ class Server:
         self.groups: dict[Group, None] = {}
         self.allocated = 0
         self.affinity = 0
-
-    @property
-    def height(self) -> int:
-        """How many layers of groups its devices would have to take."""
-        return ceil(Fraction(self.allocated, self.size))
 
     @property
     def free(self) -> int:
@@ -136,15 +135,17 @@ class Servers:
 
     def less_crowded(self) -> tuple[Group, dict[Server, int]] | None:
         """A group of an overloaded server that fits on free devices elsewhere; one that waits for its turn first."""
+        rooms = [server for server in self.by_node.values() if server.free]
+        most = max((server.free for server in rooms), default=0)
+        if not most:
+            return None
         for crowded in sorted(self.by_node.values(), key=_load, reverse=True):
             if crowded.allocated <= crowded.size:
                 return None
-            for group in sorted(crowded.groups, key=lambda group: (group.running, group.left)):
-                if len(group.home) > 1:
-                    continue
-                room = self._of_free(group.wanted, [s for s in self.by_node.values() if s.free >= group.wanted])
-                if room is not None:
-                    return group, room
+            small = [group for group in crowded.groups if group.wanted <= most and len(group.home) == 1]
+            if small:
+                group = min(small, key=lambda group: (group.running, group.left))
+                return group, {min((s for s in rooms if s.free >= group.wanted), key=lambda s: s.free): group.wanted}
         return None
 
     def fuller(self, threshold: float) -> list[tuple[Group, dict[Server, int]]]:
@@ -172,6 +173,16 @@ class Servers:
         """A home as it was written down."""
         by_name = {node.name: server for node, server in self.by_node.items()}
         return {by_name[name]: count for name, count in home.items()}
+
+
+def idle_devices(home: Mapping[Server, int], own: Collection[Device] = ()) -> list[Device]:
+    """Devices of a home that nobody uses but who has ``own`` now; there are enough."""
+    devices: list[Device] = []
+    for server, count in home.items():
+        here = [device for device in server.node.devices if not device.residents or device in own][:count]
+        assert len(here) == count, f"{server.node.name} has {len(here)} devices that are idle, not {count}"
+        devices += here
+    return devices
 
 
 def _load(server: Server) -> float:

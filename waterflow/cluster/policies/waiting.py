@@ -95,7 +95,8 @@ class Pool:
             return None
         enough = [devices for devices in self._by_node.values() if len(devices) >= count]
         if enough:
-            return list(islice(min(enough, key=len), count))
+            fewest = min(enough, key=len)
+            return list(islice(fewest, count))
         if one_node:
             return None
         chosen: list[Device] = []
