@@ -13,6 +13,8 @@ import pytest
 
 from tests.cluster.fake_backend import FakeBackend
 from waterflow.cluster.backend import BackendError, NodeJoined, Progress
+from waterflow.cluster.journal import JournaledScheduler
+from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.fifo import Fifo
 from waterflow.cluster.reconciler import MOST_LOSSES
 from waterflow.cluster.service import BusyError, ClosedError, Service
@@ -33,11 +35,12 @@ class Cluster:
         self.tenants = tenants
         self.backend = FakeBackend(devices, folder)
         self.time = 1000.0
+        self.policy: Any = Fifo
         self.open()
 
-    def open(self, policy: Any = Fifo) -> None:
+    def open(self) -> None:
         self.store = Store(self.folder / "cluster.db")
-        self.service = Service(self.store, self.backend, policy(), self.tenants, clock=lambda: self.time)
+        self.service = Service(self.store, self.backend, self.policy(), self.tenants, clock=lambda: self.time)
 
     def kill(self) -> None:
         self.store.close()
@@ -302,8 +305,10 @@ class Fragile:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+def test_killed_at_any_moment(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever it dies: no job is lost, none runs twice at a time, none again after its end, none that runs is touched."""
+    if seed % 2:  # the state from events alone
+        monkeypatch.setattr(JournaledScheduler, "save", lambda self: None)
     chance = random.Random(seed)
     cluster = Cluster(tmp_path, devices=3)
     backend = cluster.backend
@@ -323,9 +328,9 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
         before = chance.random() < 0.5
         service = cluster.service
         asking = Fragile(backend, ("start", "stop", "poll", "checkpoints"), budget, before)
-        writing = Fragile(cluster.store, ("change", "place", "set_meta", "say", "add"), budget, before)
+        writing = Fragile(cluster.store, ("change", "place", "set_meta", "say", "add", "add_event"), budget, before)
         service.backend = service.jobs.backend = asking  # type: ignore[assignment]
-        service.store = service.jobs.store = writing  # type: ignore[assignment]
+        service.store = service.jobs.store = service.scheduler._store = writing  # type: ignore[assignment]
         runs = dict(backend.runs)
         try:
             draw = chance.random()
@@ -371,7 +376,7 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
         # Whoever got no answer asks again.
         service = cluster.service
         service.backend = service.jobs.backend = backend
-        service.store = service.jobs.store = cluster.store
+        service.store = service.jobs.store = service.scheduler._store = cluster.store
         for id in wanted:
             if cluster.store.job(id) is None:
                 with contextlib.suppress(BusyError):
@@ -396,3 +401,33 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
 
 def _preempted(cluster: Cluster) -> set[str]:
     return {job.id for job in cluster.store.jobs() if job.state == "stopping"}
+
+
+@pytest.mark.parametrize("policy", ["antman", "las", "gandiva", "fifo"])
+def test_a_long_queue_is_taken_up_from_events(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the state is written now and then; what came since gives the same decisions again."""
+    monkeypatch.setattr("waterflow.cluster.journal.ENTRIES_PER_EVENT", 5)
+    cluster = Cluster(tmp_path, devices=3)
+    cluster.policy = POLICIES[policy]
+    cluster.store.set_meta("scheduler", None)
+    cluster.store._run("DELETE FROM meta WHERE key != 'format'")
+    cluster.store.forget_events()
+    cluster.store.close()
+    cluster.open()
+    chance = random.Random(0)
+    for number in range(60):
+        priority = chance.choice(["guaranteed", "opportunistic"])
+        cluster.submit(f"job-{number}", devices=chance.randint(1, 2), priority=priority)
+        for id in sorted(cluster.backend.runs):
+            cluster.backend.begin(id) if chance.random() < 0.5 else cluster.backend.progress(id, number, number / 60)
+        cluster.turn()
+        cluster.backend.obey()
+        if number % 7 == 6:
+            before = cluster.service.scheduler._inner.to_dict()
+            runs = dict(cluster.backend.runs)
+            cluster.kill()
+            assert cluster.backend.runs == runs
+            after = cluster.service.scheduler._inner.to_dict()
+            assert [entry["places"] for entry in after["entries"]] == [entry["places"] for entry in before["entries"]]
+    assert len(cluster.store.events()) < 60
+    cluster.store.close()

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from waterflow.cluster.store import LOG_LINES, Store, digest_of
+from waterflow.cluster.store import Store, digest_of
 from waterflow.errors import ClusterError, InvalidJobError
 
 
@@ -86,14 +86,13 @@ def test_jobs_by_id_and_state(store: Store) -> None:
     assert [job.over for job in store.jobs()] == [False, False, False, True, False]
 
 
-def test_a_log_keeps_its_last_lines(store: Store) -> None:
-    for number in range(LOG_LINES + 10):
-        if number % 500 == 0 or number > LOG_LINES:
-            store.say("b", 0.0, "another job's")
-        with store._lock:
-            store.say("a", float(number), f"line {number}")
+def test_a_log_keeps_its_last_lines(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waterflow.cluster.store.LOG_LINES", 20)
+    for number in range(30):
+        store.say("b", 0.0, "another job's")
+        store.say("a", float(number), f"line {number}")
     lines = store.log("a")
-    assert len(lines) == LOG_LINES and lines[-1][2] == f"line {LOG_LINES + 9}"
+    assert [line for _, _, line in lines] == [f"line {number}" for number in range(10, 30)]
     assert store.log("a", after=lines[-2][0]) == [lines[-1]]
 
 

@@ -22,7 +22,7 @@ from waterflow.cluster.backend import (
     Progress,
     Started,
 )
-from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.store import ENDED, JobRecord, Store
 from waterflow.cluster.submission import Action, Node, Place, Report
 
@@ -40,7 +40,7 @@ class Reconciler:
     Times are those of the caller. All but ``not_started`` stands inside of a transaction of the store, which its caller opens.
     """
 
-    def __init__(self, store: Store, backend: Backend, scheduler: Scheduler) -> None:
+    def __init__(self, store: Store, backend: Backend, scheduler: JournaledScheduler) -> None:
         self.store = store
         self.backend = backend
         self.scheduler = scheduler
@@ -57,11 +57,6 @@ class Reconciler:
     def touch(self, *ids: str, actions: list[Action] | None = None) -> None:
         """Look at these jobs, and at those whose actions the scheduler returned, at the next settling."""
         self._unsettled |= {*ids, *(action.id for action in actions or ())}
-
-    def save(self) -> None:
-        """Write the scheduler down."""
-        self.store.set_meta("scheduler", self.scheduler.to_dict())
-        self.store.set_meta("epochs", self._epochs)
 
     def take_up(self, now: float) -> None:
         """Compare what the store says with what runs: nodes first, then events that nobody heard, then jobs."""
@@ -86,7 +81,7 @@ class Reconciler:
         for id in running - {job.id for job in known}:
             logger.warning("job %r runs and should not: it is stopped", id)
             self.backend.stop(id, suspend=False)
-        self.touch(*(job.id for job in known), actions=self.scheduler.tick(now))
+        self.touch(*(job.id for job in known))
 
     # -- asking
 
@@ -171,16 +166,16 @@ class Reconciler:
         if isinstance(event, Started):
             if job.state == "starting":
                 self.store.change(job.id, state="running", started=job.started if job.started is not None else now)
-            self.touch(actions=self.scheduler.started(now, job.id, decide=False))
+            self.scheduler.started(now, job.id)
         elif isinstance(event, Progress):
             self.live.setdefault(job.id, {})[event.node] = event
             report = Report(event.fraction, event.steps, None, event.utilization, event.memory)
-            self.touch(actions=self.scheduler.report(now, job.id, report, decide=False))
+            self.scheduler.report(now, job.id, report)
         elif isinstance(event, Checkpointed):
             self.store.change(job.id, checkpoint=str(event.path), steps=event.steps, losses=0)
             self.store.say(job.id, now, f"checkpoint after {event.steps} steps")
         elif event.how in ENDED:
-            self.touch(actions=self.scheduler.ended(now, job.id, event.how, decide=False))
+            self.scheduler.ended(now, job.id, event.how)
             self.store.change(job.id, results=str(event.results))
             self._end(job, event.how, event.reason)
         elif job.state != "starting" or event.how == "lost":  # else: news of the start before
@@ -188,14 +183,16 @@ class Reconciler:
 
     def _node_lost(self, node: str) -> None:
         self._epochs.pop(node, None)
-        self.touch(actions=self.scheduler.node_lost(self._now, node, decide=False))
+        self.store.set_meta("epochs", self._epochs)
+        self.touch(actions=self.scheduler.node_lost(self._now, node))
 
     def _node_joined(self, event: NodeJoined) -> None:
         """A node with a process that is new; one that a backend takes over is told of again, and nothing has changed."""
         if self._epochs.get(event.node) != event.epoch:
             self._epochs[event.node] = event.epoch
+            self.store.set_meta("epochs", self._epochs)
             node = Node(event.node, event.devices, event.memory)
-            self.touch(actions=self.scheduler.node_joined(self._now, node, decide=False))
+            self.touch(actions=self.scheduler.node_joined(self._now, node))
 
     def _current(self, job: JobRecord, event: Any) -> bool:
         """Whether an event comes from where the job was started last; a node that came back since has a higher epoch."""
@@ -216,7 +213,7 @@ class Reconciler:
         losses = job.losses + (how == "lost")
         self.store.say(job.id, self._now, f"{how}: {why}")
         if losses > MOST_LOSSES:
-            self.scheduler.ended(self._now, job.id, "failed", decide=False)
+            self.scheduler.ended(self._now, job.id, "failed")
             self._end(
                 job, "failed", f"its node was lost {losses} times without a checkpoint in between; the last time: {why}"
             )

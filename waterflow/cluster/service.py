@@ -12,12 +12,11 @@ from typing import Any
 from waterflow.cluster.backend import (
     Backend,
     BackendError,
-    Progress,
 )
 from waterflow.cluster.intake import checked
+from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.reconciler import Reconciler
-from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.status import cluster_status, job_status
 from waterflow.cluster.store import ENDED, JobRecord, Store
 from waterflow.cluster.submission import Tenant
@@ -26,7 +25,6 @@ from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
 logger = logging.getLogger("waterflow")
 
 LONGEST_POLL = 0.25  # seconds; the backend watches its nodes inside of polls
-SAVE_SECONDS = 5.0  # how often the scheduler is written down where only reports came in
 SUSPEND_SECONDS = 30.0  # that ``down`` gives jobs to write their checkpoints
 
 
@@ -54,16 +52,11 @@ class Service:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._over = threading.Event()
-        self._saved = 0.0
         self._closing = self._ended = False
         self._loop: threading.Thread | None = None
         self.failure: BaseException | None = None
-        state = store.meta("scheduler")
-        if state is None:
-            self.scheduler = Scheduler([], policy, tenants)
-        else:
-            self.scheduler = Scheduler.from_dict(state, policy)
-            self._same_tenants(tenants)
+        self.scheduler = JournaledScheduler(store, policy, tenants)
+        self._same_tenants(tenants)
         self.jobs = Reconciler(store, backend, self.scheduler)
         self._now = max(clock(), self.scheduler.book.now)
         with self._turn():
@@ -97,8 +90,8 @@ class Service:
                     f"job {asked.id!r} asks for {asked.devices} devices, and {', '.join(node.name for node in down)} "
                     "is being started again; try it in some seconds"
                 )
-            actions = self.scheduler.submit(self.now(), asked)
-            self.jobs.touch(asked.id, actions=actions)
+            self.scheduler.submit(self.now(), asked)
+            self.jobs.touch(asked.id)
             self.store.say(asked.id, self.now(), f"submitted: {asked.devices} device(s), {asked.priority}")
         return True
 
@@ -108,8 +101,8 @@ class Service:
             job = self.record(id)
             if job.over:
                 return False
-            actions = self.scheduler.cancel(self.now(), id)
-            self.jobs.touch(id, actions=actions)
+            self.scheduler.cancel(self.now(), id)
+            self.jobs.touch(id)
             self.store.say(id, self.now(), "cancelled")
         return True
 
@@ -207,24 +200,22 @@ class Service:
         tick = self.scheduler.next_tick
         late = tick is not None and tick <= self.now()
         if events or late or self.jobs.due(self.now()):
-            with self._turn(save=late or not all(isinstance(event, Progress) for event in events)):
+            with self._turn():
                 for event in events:
                     self.jobs.take(self.now(), event)
-                self.jobs.touch(actions=self.scheduler.tick(self.now()))
 
     @contextlib.contextmanager
-    def _turn(self, save: bool = True) -> Iterator[None]:
-        """Changes of the scheduler inside are written down, with what follows from them; then that is asked for."""
+    def _turn(self) -> Iterator[None]:
+        """Events of the scheduler inside are written down, with what follows from them; then that is asked for."""
         with self._lock:
             if self._over.is_set():
                 raise ClosedError("the scheduler has ended; start it again: waterflow cluster up")
             try:
                 with self.store.transaction():
                     yield
+                    self.jobs.touch(actions=self.scheduler.tick(self.now()))
                     asks = [] if self._closing else self.jobs.settle(self.now())
-                    if save or asks or self.now() - self._saved >= SAVE_SECONDS:
-                        self.jobs.save()
-                        self._saved = self.now()
+                    self.scheduler.save()
             except (SubmissionError, InvalidJobError, BusyError):  # nothing was changed
                 raise
             except BaseException as error:  # the scheduler may be ahead of what is written: what is written counts

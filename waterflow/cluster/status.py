@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from waterflow.cluster.backend import NodeInfo, Progress
-from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.store import JobRecord
 
 Live = Mapping[str, Mapping[str, Progress]]  # the last report of each running job, by node
 
 
 def cluster_status(
-    now: float, scheduler: Scheduler, nodes: Sequence[NodeInfo], jobs: Sequence[JobRecord], live: Live
+    now: float, scheduler: JournaledScheduler, nodes: Sequence[NodeInfo], jobs: Sequence[JobRecord], live: Live
 ) -> dict[str, Any]:
     """Nodes, tenants and jobs."""
     return {
@@ -67,7 +67,7 @@ def _node(node: NodeInfo, jobs: Sequence[JobRecord], live: Live) -> dict[str, An
     }
 
 
-def _used(scheduler: Scheduler, tenant: str) -> int:
+def _used(scheduler: JournaledScheduler, tenant: str) -> int:
     return sum(
         len(entry.places)
         for entry in scheduler.book.entries.values()

@@ -42,6 +42,9 @@ CREATE TABLE IF NOT EXISTS placements (
 CREATE TABLE IF NOT EXISTS log (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, at REAL NOT NULL, line TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, at REAL NOT NULL, arguments TEXT NOT NULL
+);
 CREATE INDEX IF NOT EXISTS log_by_job ON log (id, number);
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
 """
@@ -160,6 +163,19 @@ class Store:
     def set_meta(self, key: str, value: Any) -> None:
         """Set one; anything that JSON can write."""
         self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+    def add_event(self, name: str, at: float, arguments: list[Any]) -> None:
+        """Note an event of the scheduler, until its whole state is set."""
+        self._run("INSERT INTO events (name, at, arguments) VALUES (?, ?, ?)", (name, at, json.dumps(arguments)))
+
+    def events(self) -> list[tuple[str, float, list[Any]]]:
+        """Those that were noted since, in their order."""
+        rows = self._all("SELECT name, at, arguments FROM events ORDER BY number")
+        return [(name, at, json.loads(arguments)) for name, at, arguments in rows]
+
+    def forget_events(self) -> None:
+        """The whole state has been set."""
+        self._run("DELETE FROM events")
 
     # -- jobs
 
