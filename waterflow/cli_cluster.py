@@ -47,6 +47,7 @@ def up(
     nodes: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Names of the devices, instead of a number.")
     ] = None,
+    ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The GPUs of a Ray cluster that runs.")] = None,
     policy: Annotated[str | None, typer.Option(help="Who runs where: antman, fifo, las and others.")] = None,
     tenant: Annotated[
         list[str] | None, typer.Option(metavar="NAME=QUOTA", help="Who shares it, and their devices. Repeatable.")
@@ -71,13 +72,13 @@ def up(
         folder = state_folder(state)
         host, port = _address(listen)
         names = tuple(filter(None, nodes.split(","))) if nodes is not None else None
-        if names is not None and devices is not None:
-            raise ConfigError("give --devices or --nodes, not both")
+        if sum(given is not None for given in (names, devices, ray)) > 1:
+            raise ConfigError("give one of --devices, --nodes and --ray")
         if devices is not None:
             names = tuple(f"device-{number}" for number in range(devices))
         wanted = {
             "nodes": names, "policy": policy, "tenants": _tenants(tenant), "memory": memory, "lanes": lanes, "host": host,
-            "port": port, "checkpoint_seconds": checkpoint_seconds, "beyond_loopback": beyond_loopback or None,
+            "port": port, "checkpoint_seconds": checkpoint_seconds, "beyond_loopback": beyond_loopback or None, "ray": ray,
         }  # fmt: skip
         before = daemon.load_config(folder)
         changes = {key: value for key, value in wanted.items() if value is not None}

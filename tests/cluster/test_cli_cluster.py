@@ -145,7 +145,7 @@ def test_what_is_wrong_is_said_in_a_line(up: LiveCluster, folder: Path, argument
     [
         (["--policy", "best"], "no policy is called 'best'; there are "),
         (["--tenant", "us"], "--tenant must be NAME=QUOTA, such as vision=2; got 'us'"),
-        (["--devices", "2", "--nodes", "a,b"], "give --devices or --nodes, not both"),
+        (["--devices", "2", "--nodes", "a,b"], "give one of --devices, --nodes and --ray"),
         (["--nodes", "a,a"], "each with a name of its own"),
         (["--listen", "8470"], "--listen must be HOST:PORT"),
         (["--listen", "0.0.0.0:0"], "can be reached from other machines"),

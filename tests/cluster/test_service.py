@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.fake_backend import FakeBackend
-from waterflow.cluster.backend import BackendError, NodeJoined, Progress
+from waterflow.cluster.backend import BackendError, Ended, NodeJoined, Progress
 from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.fifo import Fifo
@@ -200,6 +200,26 @@ def test_late_words_do_not_count(cluster: Cluster) -> None:
     cluster.backend.waiting.append(Progress("a", node, epoch, 99, 0.9, 0.1, 1, 1.0))
     cluster.turn()
     assert cluster.service.status()["jobs"][0]["steps"] == 0
+
+
+def test_an_end_that_an_older_process_tells_does_not_count(tmp_path: Path) -> None:
+    """The node is back, and the job runs there again."""
+    cluster = Cluster(tmp_path, devices=1)
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.turn()
+    ((node, _, epoch),) = cluster.service.record("a").places
+    cluster.backend.lose(node)
+    cluster.backend.return_(node)
+    cluster.turn()
+    cluster.backend.begin("a")
+    cluster.backend.waiting.append(Ended("a", node, epoch, "completed", tmp_path))
+    cluster.turn()
+    assert cluster.states() == {"a": "running"} and cluster.service.record("a").places[0][2] > epoch
+    cluster.backend.end("a")
+    cluster.turn()
+    assert cluster.states() == {"a": "completed"}
+    cluster.store.close()
 
 
 def test_a_start_that_is_refused_is_tried_again(cluster: Cluster) -> None:

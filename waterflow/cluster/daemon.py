@@ -43,8 +43,9 @@ READY_SECONDS = 180.0  # for the process to answer
 class ClusterConfig:
     """What a cluster is made of; it is kept in the state folder, and the next ``up`` takes it from there.
 
-    ``nodes`` are the names of its devices, each a process of its own; ``memory`` is the limit of each, in bytes or as text;
-    ``tenants`` have quotas in devices (none: anybody may submit).
+    ``nodes`` are the names of its devices, each a process of its own, or, with ``ray`` (the address of a Ray cluster that
+    runs), all of its GPUs. ``memory`` is the limit of each, in bytes or as text; ``tenants`` have quotas in devices (none:
+    anybody may submit).
     """
 
     nodes: tuple[str, ...] = ("device-0",)
@@ -57,6 +58,7 @@ class ClusterConfig:
     host: str = "127.0.0.1"
     port: int = 0
     beyond_loopback: bool = False
+    ray: str | None = None
 
     def check(self) -> None:
         """Raise ClusterError or InvalidJobError where it cannot be right."""
@@ -101,6 +103,10 @@ def make_backend(config: ClusterConfig, folder: Path) -> Backend:
     settings = WorkerSettings(
         device=config.device, memory=config.memory, lanes=config.lanes, checkpoint_seconds=config.checkpoint_seconds
     )
+    if config.ray is not None:
+        from waterflow.cluster.ray import RayBackend
+
+        return RayBackend(config.ray, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS)
     return LocalBackend(config.nodes, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS)
 
 
@@ -133,7 +139,8 @@ def serve(
         stopped = _signals()
         service.start()
         endpoint.start()
-        told = {"address": endpoint.address, "pid": os.getpid(), "policy": config.policy, "nodes": list(config.nodes)}
+        told = {"address": endpoint.address, "pid": os.getpid(), "policy": config.policy,
+                "nodes": [node.name for node in made.nodes()]}  # fmt: skip
         _write(config_file(folder), asdict(config))
         _write(address_file(folder), told)
         ready(told)
