@@ -82,7 +82,9 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    with LocalBackend(2, tmp_path_factory.mktemp("shared"), settings=SETTINGS, silent_seconds=2.0) as backend:
+    # A late process must not end only because nobody is connected to it.
+    folder = tmp_path_factory.mktemp("shared")
+    with LocalBackend(2, folder, settings=SETTINGS, silent_seconds=2.0, outlive=30.0) as backend:
         yield Watched(backend, backend.process)
 
 
@@ -164,6 +166,7 @@ def test_suspend_and_go_on_elsewhere(there: Watched, id: str) -> None:
     there.backend.stop(id, suspend=True)
     ended = there.event(Ended, id)
     assert ended.how == "suspended" and ended.results == there.backend.checkpoints(id)
+    assert load_results(ended.results) == []
     there.backend.start(id, payload, [(second, 0)], "opportunistic", ended.results)
     told = there.event(Progress, id)
     assert told.steps >= 15 and told.node == second
@@ -189,7 +192,7 @@ def test_move_without_waiting(there: Watched, id: str) -> None:
 def test_stop(there: Watched, id: str) -> None:
     first, _ = there.alive()
     there.backend.start(id, pack(jobs(batches=10_000, seconds=SLOW)), [(first, 0)])
-    there.event(Started, id)
+    there.until(lambda e: isinstance(e, Progress) and e.id == id and e.steps > 0)
     with pytest.raises(BackendError, match="runs on"):
         there.backend.start(id, pack(jobs()), [(first, 0)])
     there.backend.stop(id, suspend=False)

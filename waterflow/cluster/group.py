@@ -21,16 +21,18 @@ from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Pr
 from waterflow.cluster.payload import read_result, unpack, write_result
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
+from waterflow.errors import JobCancelled
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
 from waterflow.job import Job, JobResult
 from waterflow.runner import JobRunner, draw_seed
 from waterflow.task import Task
+from waterflow.user_code import UserCode
 
 logger = logging.getLogger("waterflow")
 
 SAVING_SHARE = 0.05  # of a group's time, at most, goes into checkpoints that nobody asked for
-PATIENCE = 5.0  # seconds for a cancelled job's data or evaluation to come to its end
+PATIENCE = 2.0  # seconds for a cancelled job's data or evaluation to come to its end
 LONGEST_REASON = 4000  # characters
 
 _count = itertools.count(1)  # of files that this process makes
@@ -77,6 +79,8 @@ class RunningGroup:
         self._states: dict[int, Checkpoint] = {}  # of those that have not begun
         self._before: dict[int, int] = {}  # steps of those that went on from a checkpoint
         self._seeds: list[int] = []
+        self._length: int | None = None  # steps of all jobs
+        self._user_code = UserCode()
         self._halted: How | None = None
         self._unsaved: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -106,6 +110,8 @@ class RunningGroup:
         for number, runner in runners:
             stop = self._suspend_one if suspend else self._cancel_one
             threading.Thread(target=stop, args=(number, runner), daemon=True).start()
+        if not self.started and not suspend:
+            threading.Thread(target=self._break_off_beginning, daemon=True).start()
 
     def save(self) -> None:
         """Write a checkpoint of each job that trains, and tell. Waits for boundaries of steps."""
@@ -116,9 +122,10 @@ class RunningGroup:
             took = 0.0
             for number, runner in runners.items():
                 try:
+                    count = next(_count)  # before the state is taken: one that is taken later is newer
                     state = runner.snapshot()
                     began = time.monotonic()  # waiting for the boundary of a step costs nothing
-                    self._write(number, state)
+                    self._write(number, state, count)
                     took += time.monotonic() - began
                     saved = True
                 except Fenced:
@@ -160,11 +167,9 @@ class RunningGroup:
         (since, before), self._last = self._last, (now, steps)
         with self._lock:
             runners = list(self._runners.values())
-            lengths = [_length(job) for job in self._jobs.values()]
         done = steps - before
         step_seconds = (now - since) * max(1, len(runners)) / done if done else 0.0
-        total = sum(length for length in lengths if length is not None)
-        fraction = min(1.0, steps / total) if total and None not in lengths else None
+        fraction = min(1.0, steps / self._length) if self._length else None
         return Progress(*self._who, steps, fraction, step_seconds, sum(map(_memory, runners)), utilization)
 
     # -- its threads
@@ -179,6 +184,8 @@ class RunningGroup:
                 how, reason = self._train()
             except Fenced:
                 raise
+            except JobCancelled:  # while it was unpacked
+                how = "cancelled"
             except Exception as error:
                 how, reason = "failed", f"{type(error).__name__}: {error}"
             note = folder.own(epoch) / f"{next(_count)}.ended"
@@ -191,7 +198,8 @@ class RunningGroup:
 
     def _begin(self) -> None:
         folder, part = self._process.folder, self.part
-        jobs = unpack(folder.payload(part.id, part.run).read_bytes())
+        with self._user_code.here():
+            jobs = unpack(folder.payload(part.id, part.run).read_bytes())
         # Jobs without a seed get the same ones wherever and whenever the group starts.
         numbers = torch.Generator().manual_seed(zlib.crc32(part.id.encode()))
         seeds = [draw_seed(numbers) for _ in jobs]
@@ -206,6 +214,7 @@ class RunningGroup:
                 job = mine[number]
                 states[number] = Checkpoint.load(state, job=None if isinstance(job, Task) else job.name)
         self._jobs, self._states = mine, states
+        self._length = _length(list(mine.values()))
         self._before = {number: state.steps for number, state in states.items()}
         self._seeds = seeds
         self._last = (time.monotonic(), self.steps())
@@ -259,8 +268,7 @@ class RunningGroup:
 
     def _suspend_one(self, number: int, runner: JobRunner) -> None:
         try:
-            with self._saving:
-                self._write(number, runner.suspend())
+            self._write(number, runner.suspend(), next(_count))
         except Fenced:
             self._fenced()
         except Exception as error:  # it has ended meanwhile, or its state cannot be taken
@@ -275,9 +283,13 @@ class RunningGroup:
         if late:
             runner.break_off()
 
-    def _write(self, number: int, state: Checkpoint) -> None:
+    def _break_off_beginning(self) -> None:
+        self._thread.join(PATIENCE)
+        if not self.started:
+            self._user_code.break_off()
+
+    def _write(self, number: int, state: Checkpoint, count: int) -> None:
         process, part = self._process, self.part
-        count = next(_count)
         written = process.folder.own(process.epoch) / f"{count}.checkpoint"
         state.save(written)
         process.folder.publish(
@@ -299,12 +311,10 @@ def _prioritize(runner: JobRunner, priority: Priority) -> None:
         hook(priority)
 
 
-def _length(job: Job | Task) -> int | None:
-    """Steps of the whole job, where its data tells."""
-    if isinstance(job, Task):
-        return None
-    with contextlib.suppress(TypeError):
-        return len(job.data) * job.epochs  # type: ignore[arg-type]
+def _length(jobs: list[Job | Task]) -> int | None:
+    """Steps of all jobs to their ends, where the data of all of them tells."""
+    with contextlib.suppress(Exception):  # it is the user's, and may refuse as it likes
+        return sum(len(job.data) * job.epochs for job in jobs)  # type: ignore[arg-type, misc, union-attr]
     return None
 
 

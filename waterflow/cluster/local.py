@@ -24,6 +24,7 @@ from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
+from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
 logger = logging.getLogger("waterflow")
 
@@ -58,7 +59,8 @@ class LocalBackend(Ledger):
     """A ``Backend`` over the devices of this machine: each is a node, ``device-0``, ``device-1``, ... or as ``devices`` names them.
 
     ``folder`` holds all that the processes share (default: a temporary one, removed at the end). ``settings`` are those of
-    each device; a ``memory`` of None is an equal part of 0.8 of what is free. ``cores``: for each device the CPU cores that
+    each device; on the CPU a ``memory`` of None is an equal part of 0.8 of what is free. With ``device="cuda"`` each process
+    sees one GPU, in the order of ``CUDA_VISIBLE_DEVICES``. ``cores``: for each device the CPU cores that
     its process is pinned to. A process that says nothing for ``silent_seconds`` is lost: killed, and started again. For
     ``outlive`` seconds after this process is gone its children wait for another backend on the same folder; then they end.
 
@@ -83,8 +85,8 @@ class LocalBackend(Ledger):
         self._silent = silent_seconds
         self._outlive = outlive
         self._closed = False
-        if settings.memory is None:
-            settings = replace(settings, memory=0.8 / len(names))
+        if settings.memory is None and settings.device == "cpu":  # all of them have the same
+            settings = replace(settings, memory=DEFAULT_MEMORY / len(names))
         self._children = {
             name: _Child(name, replace(settings, cores=tuple(cores[n])) if cores is not None else settings)
             for n, name in enumerate(names)
@@ -193,6 +195,10 @@ class LocalBackend(Ledger):
             "OMP_NUM_THREADS": str(child.settings.intra_op),
             "PYTHONUNBUFFERED": "1",
         }
+        if child.settings.device == "cuda":
+            number = list(self._children).index(child.node)
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[number] if seen else str(number)
         command = [
             sys.executable, "-c", "from waterflow.cluster.worker import main; main()", "--node", child.node, "--epoch", str(epoch),
             "--folder", str(self.folder.path), "--listener", str(listener.fileno()), "--outlive", str(self._outlive),
@@ -288,7 +294,8 @@ class LocalBackend(Ledger):
                     self._finish(child)
                 elif child.connection is not None:
                     child.connection.close()
-                    child.connection = None
+                    os.close(child.alive)
+                    child.connection, child.alive = None, -1
             self._runs.clear()
             os.close(self._lock_file)
 

@@ -26,24 +26,17 @@ from typing import Any
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.device_actor import DeviceActor
 from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.ray_environment import HEALTH, RayEnvironment
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
+from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
 logger = logging.getLogger("waterflow")
 
 READY_SECONDS = 120.0  # for all actors to begin
 RETRY_SECONDS = 0.2  # before an actor that is being restarted is asked again
 NODES_SECONDS = 5.0  # how often new nodes of Ray are looked for
-# A node whose processes are gone is known to be after period * threshold, at most.
-HEALTH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 300,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 4,
-    "timeout_ms_task_wait_for_death_info": 100,  # a call that an actor's end broke off says so that much later
-    "worker_niceness": 0,
-}
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
@@ -76,10 +69,6 @@ class RayBackend(Ledger):
         settings: WorkerSettings = WorkerSettings(), cores: Sequence[Iterable[int]] | None = None,  # noqa: B008
         silent_seconds: float = 5.0, outlive: float = 0.0, token: str | Path | None = None,
     ) -> None:  # fmt: skip
-        self._own_cluster = LoopbackCluster([devices or 1]) if address is None else None
-        if self._own_cluster is not None:
-            address, token = self._own_cluster.address, self._own_cluster.token
-        assert address is not None
         self._temporary = folder is None
         path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
         super().__init__(SharedFolder(path.absolute()))
@@ -91,9 +80,15 @@ class RayBackend(Ledger):
         self._actors: dict[str, _Actor] = {}
         self._closed = False
         self._next_look = 0.0
-        given, loopback = Path(token) if token is not None else None, address.startswith(LOOPBACK)
-        self._environment = _Environment(given, loopback)
+        self._own_cluster: LoopbackCluster | None = None
+        self._environment: RayEnvironment | None = None
+        self._ray: Any = None
         try:
+            if address is None:
+                self._own_cluster = LoopbackCluster([devices or 1])
+                address, token = self._own_cluster.address, self._own_cluster.token
+            given, loopback = Path(token) if token is not None else None, address.startswith(LOOPBACK)
+            self._environment = RayEnvironment(given, loopback)
             self._ray = _connected(address, given, self._namespace, loopback)
             self._await_all()
         except BaseException:
@@ -208,6 +203,8 @@ class RayBackend(Ledger):
 
     def _started(self, node: str, number: int) -> Any:
         settings = self._settings
+        if settings.memory is None and settings.device == "cpu":  # they may all be of one machine
+            settings = replace(settings, memory=DEFAULT_MEMORY / max(1, int(self._ray.cluster_resources()["GPU"])))
         if self._cores is not None:
             settings = replace(settings, cores=self._cores[number % len(self._cores)])
         detached = {"name": node, "namespace": self._namespace, "lifetime": "detached", "get_if_exists": True}
@@ -215,10 +212,8 @@ class RayBackend(Ledger):
             num_gpus=1, num_cpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups={"events": 1, "request": 1},
             **(detached if self._outlive > 0 else {}),
         )  # fmt: skip
-        for name in (
-            "events",
-            "request",
-        ):  # one thread for each: requests come in their order, also while events are awaited
+        # A thread for each: requests come in their order, also while events are awaited.
+        for name in ("events", "request"):
             self._ray.method(concurrency_group=name)(getattr(DeviceActor, name))
         return remote(DeviceActor).remote(node, str(self.folder.path), settings, self._outlive)
 
@@ -249,9 +244,10 @@ class RayBackend(Ledger):
                     if actor.hello is not None:
                         self.folder.fence(actor.hello.epoch)
             self._runs.clear()
-            if self._actors:
+            if self._ray is not None:
                 self._ray.shutdown()
-            self._environment.put_back()
+            if self._environment is not None:
+                self._environment.put_back()
             if self._own_cluster is not None:
                 self._own_cluster.close()
             os.close(self._lock_file)
@@ -269,7 +265,7 @@ class LoopbackCluster:
         self.token = self._folder / "token"
         self.token.touch(0o600)
         self.token.write_text(secrets.token_hex(32))
-        self._environment = _Environment(self.token, loopback=True)
+        self._environment = RayEnvironment(self.token, loopback=True)
         _load()
         from ray.cluster_utils import Cluster
 
@@ -340,27 +336,6 @@ def end_this_actor() -> None:
     """On any thread of an actor's process: end it, and do not start it again."""
     ray = _load()
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-class _Environment:
-    """What Ray reads of the environment of this process, and hands on to the processes that it starts."""
-
-    def __init__(self, token: Path | None, loopback: bool) -> None:
-        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
-        if loopback:
-            settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        if token is not None:
-            settings["RAY_AUTH_TOKEN_PATH"] = str(token)
-        self._before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-
-    def put_back(self) -> None:
-        """As it was before."""
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _load() -> Any:

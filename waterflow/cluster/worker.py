@@ -173,15 +173,17 @@ class Worker:
             time.sleep(self._settings.report_seconds)
             if self._process.folder.is_fenced(self._process.epoch):
                 self._exit_fenced()
-            with self._lock:
-                groups = list(self._groups.values())
             now, total = time.monotonic(), sum(self._engine.native.lane_busy_ns) * 1e-9
             utilization = min(1.0, (total - busy) / (now - since) / self._engine.lanes)
             busy, since = total, now
+            with self._lock:
+                groups = [group for group in self._groups.values() if group.started and not group.over]
             for group in groups:
-                if not group.over and group.started:
+                try:
                     self._tell(group.part.run, group.progress(utilization))
                     group.save_if_due(self._settings.checkpoint_seconds)
+                except Exception:  # nobody else would look after the other groups
+                    logger.exception("no report of %r", group.part.id)
 
     def _exit_fenced(self) -> None:
         logger.error("node %r, epoch %d, was declared lost; it ends", self._process.node, self._process.epoch)
