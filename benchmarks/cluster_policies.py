@@ -50,11 +50,12 @@ class Setup:
     share: float = 0.5
     auto: bool = False
     changed: tuple[tuple[str, float], ...] = ()  # fields of Interference
+    gavel: bool = False  # Gavel's models, evenly, with the speeds that it measured of pairs
 
     @property
     def models(self) -> cluster.Interference:
         """How those who share a device slow each other down."""
-        return _interference(self.changed)
+        return _interference(self.changed, self.gavel)
 
     def jobs(self, seed: int) -> list[cluster.Submission]:
         """The workload; ``seed`` draws models and tenants where the trace names none, and nothing else."""
@@ -63,7 +64,8 @@ class Setup:
         offered = work / 64 / max(job.submitted for job in given)
         rng = random.Random(seed)
         jobs = []
-        for job in cluster.draw_models(given, cluster.ANTMAN_MIX, seed):
+        mix = dict.fromkeys(self.models.models, 1.0) if self.gavel else cluster.ANTMAN_MIX
+        for job in cluster.draw_models(given, mix, seed):
             if self.trace.startswith("philly"):
                 first = rng.random() < self.share
                 job = replace(job, tenant="AB"[not first], priority="guaranteed" if first else "opportunistic")
@@ -83,8 +85,11 @@ class Setup:
 
 
 @cache
-def _interference(changed: tuple[tuple[str, float], ...]) -> cluster.Interference:
-    return cluster.Interference(**dict(changed))
+def _interference(changed: tuple[tuple[str, float], ...], gavel: bool) -> cluster.Interference:
+    if not gavel:
+        return cluster.Interference(**dict(changed))
+    pairs = cluster.read_gavel_pairs(TRACES / "gavel_colocation.csv")
+    return cluster.Interference(models=cluster.gavel_models(pairs), pairs=pairs, **dict(changed))
 
 
 def average(run: cluster.Simulated, tenant: str = "AB") -> float:
@@ -101,7 +106,7 @@ class Ratio(list[float]):
     """One figure for each seed."""
 
     def __str__(self) -> str:
-        return f"{statistics.mean(self):.2f} ({min(self):.2f} .. {max(self):.2f})"
+        return f"{statistics.mean(self):.2f} ({min(self):.1f}-{max(self):.1f})" if len(self) > 1 else f"{self[0]:.2f}"
 
 
 def over(setup: Setup, policy: str, seeds: int, of: Callable[[cluster.Simulated], float] = average,
@@ -177,6 +182,7 @@ def sensitivity(seeds: int) -> list[dict[str, Any]]:
         for value in values:
             shown = f"{value / (1 << 30):g} GiB" if name == "device_memory" else f"{value:g}"
             add(f"{name} = {shown}", Setup(changed=((name, value),)))
+    add("Gavel's models and measured pairs", Setup(gavel=True))
     add("whoever fits overtakes, in both others", Setup(), None, {"backfill": True}, {"backfill": True})
     add("at most 2 packed", Setup(), None, None, {"limit": 2})
     add("packing undone by throughput", Setup(), None, None, {"undo": True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from heapq import heapify, heappop, nsmallest
 from itertools import chain
+from math import inf
 from typing import Any
 
 from waterflow.cluster.book import Book, Entry
@@ -314,12 +315,12 @@ class Gandiva(Policy):
                 if group.running:
                     self._shrink()
                     self.book.move(out, idle_devices(alone.home))
-                    alone.turn = group.turn
                 alone.left = group.left
 
     def _split(self, group: Group, out: Entry, home: dict[Server, int]) -> Group:
         self._leave(group, out)
         alone = self._groups[out.id] = Group([out], {})
+        alone.turn = group.turn
         self._servers.assign(alone, home)
         return alone
 
@@ -330,7 +331,7 @@ class Gandiva(Policy):
         for server in self._servers.by_node.values():
             if server.allocated <= server.size:
                 continue
-            known = [group for group in server.groups if group.profiled and group not in self._tried]
+            known = [g for g in server.groups if g.turn > -inf and g.profiled and g not in self._tried]
             pair = next(self._pairs(nsmallest(_LOWEST, known, key=lambda group: group.utilization)), None)
             if pair is not None:
                 self._join(*pair)
