@@ -80,7 +80,8 @@ class TrialRunner:
 
     def __init__(self, task: TrialTask, engine: Engine, resume: Checkpoint | None) -> None:
         self._task = task
-        self._engine = engine
+        self.engine = engine
+        self.priority = "guaranteed"
         self._resume = resume
         self._code = UserCode()
         self._inner: JobRunner | None = None
@@ -131,12 +132,19 @@ class TrialRunner:
                 if trial.should_prune():
                     raise StopJob
 
-        runner = JobRunner(job, self._engine, on_epoch, seed=self._task.seed, resume=self._resume)
+        if hasattr(job, "priority"):
+            job.priority = self.priority  # type: ignore[attr-defined]
+        runner = JobRunner(job, self.engine, on_epoch, seed=self._task.seed, resume=self._resume)
         with self._lock:
             self._inner = runner
             if self._halted is not None:
                 runner.stop(self._halted)
         return runner.run()
+
+    @property
+    def job(self) -> Any:
+        """Whose ``priority`` counts: its job, once there is one."""
+        return self._inner.job if self._inner is not None else self
 
     @property
     def steps(self) -> int:
@@ -165,12 +173,6 @@ class TrialRunner:
             inner.stop(reason)
         else:
             self._code.break_off()
-
-    def set_priority(self, priority: str) -> None:
-        """Hand it on to the job, where jobs have one."""
-        hook = getattr(self._inner, "set_priority", None)
-        if hook is not None:
-            hook(priority)
 
     def _job(self) -> JobRunner:
         if self._inner is None:

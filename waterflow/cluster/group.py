@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -238,6 +240,8 @@ class RunningGroup:
             if self._halted is not None:
                 return
             job, seed, state = self._jobs[number], self._seeds[number], self._states.pop(number, None)
+            if hasattr(job, "priority"):
+                job.priority = self.priority
             runner = (
                 job.runner(process.engine, seed, state) if isinstance(job, Task)
                 else JobRunner(job, process.engine, seed=seed, resume=state)
@@ -248,7 +252,6 @@ class RunningGroup:
             expect(process.engine, 1)
             try:
                 _C.set_threads_here(process.engine.intra_op)
-                _prioritize(runner, self.priority)
                 with within(process.engine):
                     result = runner.run()
             finally:
@@ -305,10 +308,14 @@ class RunningGroup:
 
 
 def _prioritize(runner: JobRunner, priority: Priority) -> None:
-    """Hand a priority on, where the engine knows priorities."""
-    hook = getattr(runner, "set_priority", None)
-    if hook is not None:
-        hook(priority)
+    """Hand a priority on, where jobs and engines know priorities; to a job that has begun, from its next step on."""
+    if hasattr(runner.job, "priority"):
+        runner.job.priority = priority
+    engine: Any = runner.engine
+    step = runner.step
+    if step is not None and step.job is not None and hasattr(engine, "set_terms"):
+        terms = engine.terms_of(step.job)
+        engine.set_terms(step.job, dataclasses.replace(terms, priority=priority))
 
 
 def _length(jobs: list[Job | Task]) -> int | None:

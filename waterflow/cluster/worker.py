@@ -216,7 +216,10 @@ class _Server:
                     continue
                 if name == "end":
                     return
-                self._worker.request(name, arguments)
+                try:
+                    self._worker.request(name, arguments)
+                except Exception:  # one request that fails is no reason for the other groups to end
+                    logger.exception("request %r failed", name)
 
     def _accept(self) -> Connection:
         accepted, _ = self._listener.accept()
