@@ -100,8 +100,8 @@ class AntMan(Policy):
         """Upgrades, then guaranteed submissions, then opportunistic ones."""
         for device in self.book.devices:
             self._listen(device)
-        self._reopen()
         self._upgrade()
+        self._reopen()
         self._start_guaranteed()
         while self._impatient and self._impatient[0][0] + self.patience <= now:
             since, entry = self._impatient.popleft()
@@ -110,6 +110,7 @@ class AntMan(Policy):
         while self._start_opportunistic(now):
             self._reopen()
             self._start_guaranteed()
+        self._upgrade()
         self._next = _UNKNOWN
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class AntMan(Policy):
     def _upgrade(self) -> None:
         """Those that turned opportunistic become guaranteed where they are: all of their workers, or none."""
         for entry in list(self._turned.values()):
-            alone = all(device.guaranteed is None for device in entry.devices)
+            alone = all(device.guaranteed is None and device.reserved is None for device in entry.devices)
             if alone and self.book.may_hold(entry, entry.wanted):
                 self.book.set_priority(entry, "guaranteed")
                 del self._turned[entry.id]
