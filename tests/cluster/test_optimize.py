@@ -28,7 +28,9 @@ def cluster(shared_cluster: LiveCluster, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def study(tmp_path: Path, cluster: wf.Cluster) -> optuna.Study:
-    return optuna.create_study(storage="sqlite:///study.db", sampler=optuna.samplers.RandomSampler(seed=1))
+    return optuna.create_study(
+        storage="sqlite:///study.db", sampler=optuna.samplers.RandomSampler(seed=1), pruner=optuna.pruners.NopPruner()
+    )
 
 
 def data(steps: int = 4) -> Iterator[Any]:
@@ -58,6 +60,14 @@ def test_trials_that_return_jobs(cluster: wf.Cluster, study: optuna.Study) -> No
         (alone,) = wf.train([build(optuna.trial.FixedTrial(trial.params))], lanes=1)  # type: ignore[arg-type]
         assert alone.value == trial.value and len(trial.intermediate_values) == 2
     assert {trial.number: trial.params for trial in told} == {trial.number: trial.params for trial in study.trials}
+
+
+def test_a_job_is_pruned_where_it_runs(cluster: wf.Cluster) -> None:
+    study = optuna.create_study(storage="sqlite:///study.db", pruner=optuna.pruners.ThresholdPruner(lower=1e9))
+    done = wf.optimize(study, build, 2, backend=cluster)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED"] * 2
+    assert [result.steps for result in done.results] == [4, 4]  # one epoch of two
+    assert all(trial.value == trial.intermediate_values[0] for trial in study.trials)
 
 
 def test_trials_with_loops_of_their_own(cluster: wf.Cluster, study: optuna.Study) -> None:
