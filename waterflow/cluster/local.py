@@ -31,7 +31,8 @@ logger = logging.getLogger("waterflow")
 READY_SECONDS = 120.0  # for all processes to begin
 END_SECONDS = 2.0  # for a process that was asked to end
 PAUSES = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # before a process that ended at once is started again
-FIRST_TRIES = 2  # for a process that ends before it was ever ready
+START_SECONDS = 30.0  # for one process to say that it is there, before another one takes its place
+FIRST_TRIES = 3  # for a process that ends before it was ever ready
 STEADY_SECONDS = 30.0  # a process that lived so long begins the count anew
 
 
@@ -146,7 +147,7 @@ class LocalBackend(Ledger):
             if child.connection is not None:
                 with self._guard:
                     gone = self._hear(child)
-                    allowed = self._silent if child.joined else READY_SECONDS
+                    allowed = self._silent if child.joined else START_SECONDS
                     if child.silence.passed() > allowed and gone is None:
                         gone = f"its process said nothing for {allowed:g} s"
                     if gone is not None:

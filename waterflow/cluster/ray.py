@@ -267,7 +267,10 @@ class LoopbackCluster:
         self.token.write_text(secrets.token_hex(32))
         self._environment = RayEnvironment(self.token, loopback=True)
         _load()
+        from ray._common.utils import get_default_ray_temp_dir
         from ray.cluster_utils import Cluster
+
+        Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)  # it writes the address there
 
         settings = {"node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": False}
         head = settings | {
