@@ -28,6 +28,7 @@ ORDER = [
     "",
     "study",
     "cluster",
+    "cli_cluster",
     "cli_simulate",
     "cli",
     "__main__",

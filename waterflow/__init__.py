@@ -17,6 +17,7 @@ from waterflow.checkpoint_folder import Checkpoints
 from waterflow.errors import (
     CaptureError,
     CheckpointError,
+    ClusterError,
     InvalidJobError,
     JobCancelled,
     MemoryLimitError,
@@ -47,6 +48,8 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Checkpoints",
+    "Cluster",
+    "ClusterError",
     "Engine",
     "InvalidJobError",
     "Job",
@@ -82,4 +85,8 @@ def __getattr__(name: str):  # type: ignore[no-untyped-def]
         from waterflow.study import optimize
 
         return optimize
+    if name == "Cluster":
+        from waterflow.cluster.client import Cluster
+
+        return Cluster
     raise AttributeError(f"module 'waterflow' has no attribute {name!r}")

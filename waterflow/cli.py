@@ -13,6 +13,7 @@ from rich.table import Table
 
 import waterflow
 from waterflow.batch_size import device_of
+from waterflow.cli_cluster import cluster
 from waterflow.cli_simulate import simulate
 from waterflow.config import TrainConfig, load_study, load_train
 from waterflow.executor.memory_limit import parse_recompute
@@ -37,6 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cluster)
 app.command()(simulate)
 Config = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="See examples/ for one to start from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]

@@ -50,13 +50,17 @@ class StudyError(WaterflowError, ValueError):
     """A study, or its settings, that cannot be run as asked."""
 
 
+class ClusterError(WaterflowError, RuntimeError):
+    """A cluster that cannot be reached, or that cannot do what it was asked for; the message says why."""
+
+
+class CheckpointError(WaterflowError):
+    """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""
+
+
 class SubmissionError(WaterflowError, ValueError):
     """A submission that the cluster can never run."""
 
 
 class WorkloadError(WaterflowError, ValueError):
     """A workload, or a table that its simulation needs, that cannot be read, or cannot be simulated as asked."""
-
-
-class CheckpointError(WaterflowError):
-    """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""

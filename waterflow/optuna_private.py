@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import optuna
+from optuna import TrialPruned
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow.errors import StudyError, WaterflowError
 from waterflow.evaluation import evaluating
 from waterflow.executor.engine import current_worker
 from waterflow.executor.virtual_clock import VirtualClock
+
+__all__ = ["TrialPruned"]  # beside what is defined here: for those who do without the rest of Optuna
 
 
 def _loop_flags(study: optuna.Study) -> Any:
@@ -158,3 +163,61 @@ def take_turns(trial: Trial, clock: VirtualClock) -> None:
     # A new object would ask the sampler again.
     trial.__class__ = _InTurn
     trial._waterflow_clock = clock  # type: ignore[attr-defined]
+
+
+def shareable(study: optuna.Study) -> optuna.Study:
+    """The study as other processes can open it: files of its storage are named from the root.
+
+    Raises StudyError for a storage that stays in this process.
+    """
+    storage: Any = study._storage
+    inner: Any = getattr(storage, "_backend", storage)
+    if isinstance(storage, optuna.storages.JournalStorage):
+        path = getattr(inner, "_file_path", None)
+        if path is None or os.path.isabs(path):
+            return study
+        changed = copy.copy(inner)
+        changed._file_path = os.path.abspath(path)
+        lock = copy.copy(inner._lock)
+        for name in ("_lock_target_file", "_lock_file"):
+            if isinstance(getattr(lock, name, None), str):
+                setattr(lock, name, os.path.abspath(getattr(lock, name)))
+        changed._lock = lock
+        return _with_storage(study, _with_backend(storage, changed))
+    if isinstance(inner, optuna.storages.RDBStorage):
+        from sqlalchemy.engine import make_url
+
+        url = make_url(inner.url)
+        if url.get_backend_name() != "sqlite":
+            return study
+        if url.database and url.database != ":memory:":
+            changed = copy.copy(inner)
+            changed.url = url.set(database=os.path.abspath(url.database)).render_as_string(hide_password=False)
+            return _with_storage(study, changed if inner is storage else _with_backend(storage, changed))
+    raise StudyError(
+        "backend= spreads trials over processes, which meet in the study's storage: it must be an RDB or a journal storage, "
+        f"in a file or on a server; this one is in memory ({type(inner).__name__}). Make it with "
+        "optuna.create_study(storage='sqlite:///study.db')"
+    )
+
+
+def _with_storage(study: optuna.Study, storage: Any) -> optuna.Study:
+    changed = copy.copy(study)
+    changed._storage = storage
+    return changed
+
+
+def _with_backend(storage: Any, backend: Any) -> Any:
+    changed = copy.copy(storage)
+    changed._backend = backend
+    return changed
+
+
+def trial_of(study: optuna.Study, number: int) -> Trial:
+    """A trial that was asked for in another process."""
+    return Trial(study, study._storage.get_trial_id_from_study_id_trial_number(study._study_id, number))
+
+
+def refresh(trial: Trial) -> None:
+    """Let the trial see what another process wrote of it, as ``tell`` looks here."""
+    trial._cached_frozen_trial = trial.storage.get_trial(trial._trial_id)

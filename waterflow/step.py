@@ -162,7 +162,7 @@ class Step:
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
-            made_here.steps.add(self)
+            made_here.add(self)
 
     # -- what a caller sees
 

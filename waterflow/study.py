@@ -14,6 +14,7 @@ from waterflow.job import Job
 from waterflow.optuna_private import in_loop
 from waterflow.progress import ProgressLine
 from waterflow.study_coordinator import Coordinator, Objective, StudyCallback, StudySummary
+from waterflow.study_trials import Devices, spread
 
 __all__ = ["StudySummary", "optimize"]
 
@@ -37,6 +38,7 @@ def optimize(
     exact: bool = True,
     mode: Mode = "auto",
     timeline: Callable[[Timeline], None] | None = None,
+    backend: Devices | None = None,
 ) -> StudySummary:
     """``study.optimize``, with several trials training side by side on one device.
 
@@ -63,6 +65,9 @@ def optimize(
             What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
         exact, mode: As in ``train``: with ``exact=False`` trials of equal structure may run as one.
         timeline: Called at the end with the record of the run, to save its pictures.
+        backend: A ``waterflow.Cluster``, over whose devices the trials spread, in the place of one device here. The study
+            needs an RDB or journal storage. Samplers work as with Optuna's ``n_jobs``: what is sampled one by one is
+            drawn in the trial's process, from numbers of its own.
 
     Returns:
         Figures of the run. What the trials found is in ``study``.
@@ -77,6 +82,15 @@ def optimize(
         raise StudyError(
             "deterministic=True and exact=False contradict each other: which trials run as one follows the clock"
         )
+    if backend is not None:
+        elsewhere = {"memory": (memory, None), "device": (device, "cpu"), "lanes": (lanes, None), "intra_op": (intra_op, 1),
+                     "deterministic": (deterministic, False), "exact": (exact, True), "mode": (mode, "auto"),
+                     "timeline": (timeline, None)}  # fmt: skip
+        _check_backend(backend, [name for name, (given, default) in elsewhere.items() if given != default])
+        return spread(
+            study, objective, n_trials, timeout, backend, None if max_concurrent == "auto" else max_concurrent, caught,
+            list(callbacks or ()), gc_after_trial, show_progress_bar,
+        )  # fmt: skip
     with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine:
         if timeline is not None:
             engine.native.record_spans(True)
@@ -86,6 +100,18 @@ def optimize(
         if timeline is not None:
             timeline(Timeline.of(engine))
     return summary
+
+
+def _check_backend(backend: Any, given: list[str]) -> None:
+    if not all(
+        callable(getattr(backend, name, None)) for name in ("check", "submit", "wait", "status", "results", "cancel")
+    ):
+        raise StudyError(f"backend must be a waterflow.Cluster; got {type(backend).__name__}")
+    if given:
+        raise StudyError(
+            f"{', '.join(f'{name}=' for name in given)} cannot stand beside backend=: devices belong to the cluster, and were "
+            "set up with it; leave it out"
+        )
 
 
 def _check(

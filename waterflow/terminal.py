@@ -87,6 +87,11 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
             wide = isinstance(what, Table) and not self._console.is_terminal and not self.holds(what)
             self._console.print(what, width=_ENDLESS if wide else None)
 
+    @property
+    def live(self) -> bool:
+        """Whether somebody looks at a terminal."""
+        return self._console.is_terminal and not self._as_json
+
     def holds(self, table: Table) -> bool:
         """Whether the table has room without being cut."""
         endless = self._console.options.update(max_width=_ENDLESS)

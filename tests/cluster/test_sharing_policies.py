@@ -379,3 +379,25 @@ def test_milestones_are_timed_within_a_run() -> None:
     assert [job.milestone for job in run.jobs] == [130.0, pytest.approx(170.0)]
     assert all(math.isfinite(job.ended) for job in run.jobs)
     assert all(job.milestone is None for job in simulate(Gandiva(), jobs, 1).jobs)
+
+
+def test_antman_puts_together_what_fits_together() -> None:
+    """Memory that is known counts; who has no room waits, and those behind it do not wait for it."""
+    scheduler = new(AntMan(), (2,), memory=10 * GIB)
+    scheduler.submit(0.0, guaranteed("g", memory=6 * GIB))
+    busy(scheduler, 1.0, g=0.1)
+    (g,) = state(scheduler, "g").places
+    scheduler.submit(20.0, extra("a", memory=5 * GIB))
+    assert state(scheduler, "a").places != (g,) and state(scheduler, "a").places
+    busy(scheduler, 21.0, a=0.1)
+    scheduler.submit(40.0, extra("b", memory=6 * GIB))
+    scheduler.submit(40.0, extra("c", memory=4 * GIB))
+    assert state(scheduler, "b").state == "waiting" and state(scheduler, "c").state == "running"
+    busy(scheduler, 41.0, c=0.1)
+    scheduler.tick(60.0)
+    assert state(scheduler, "b").state == "waiting"
+    scheduler.ended(80.0, "a", "completed")
+    scheduler.tick(100.0)
+    assert state(scheduler, "b").places and state(scheduler, "b").places != (g,)
+    for device in scheduler.book.devices:
+        assert device.memory_used <= 10 * GIB

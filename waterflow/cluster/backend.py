@@ -157,6 +157,9 @@ class Backend(Protocol):
     def checkpoints(self, id: str) -> Path | None:
         """Where the checkpoints of ``id`` are, for ``start(checkpoint=)``; None before there is one."""
 
+    def adopt(self, id: str, checkpoint: Path) -> Path:
+        """Take a file of ``Checkpoint.save`` as what the first job of ``id`` goes on from; returns what ``start`` takes."""
+
     def stop(self, id: str, suspend: bool) -> None:
         """End ``id`` at the next boundary: ``suspended``, with a checkpoint, or ``cancelled``. One that has ended: nothing.
 

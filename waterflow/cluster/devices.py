@@ -43,6 +43,10 @@ class Device:
         """Bytes that its residents hold, or said that they need."""
         return sum(entry.memory for entry in self.residents)
 
+    def has_room(self, entry: Entry) -> bool:
+        """Whether ``entry`` fits beside them, as far as is known of it and them."""
+        return not (self.memory and entry.memory) or self.memory_used + entry.memory <= self.memory
+
     def __repr__(self) -> str:
         return f"Device({self.place[0]}:{self.place[1]}, {[entry.id for entry in self.residents]})"
 

@@ -26,6 +26,7 @@ from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
 from waterflow.job import Job, JobResult
 from waterflow.runner import JobRunner, draw_seed
+from waterflow.task import Task
 from waterflow.user_code import UserCode
 
 logger = logging.getLogger("waterflow")
@@ -72,7 +73,7 @@ class RunningGroup:
         self._resume = resume
         self._tell_run = tell
         self._fenced = fenced
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, Job | Task] = {}
         self._runners: dict[int, JobRunner] = {}
         self._results: dict[int, JobResult] = {}
         self._states: dict[int, Checkpoint] = {}  # of those that have not begun
@@ -210,7 +211,8 @@ class RunningGroup:
             if result is not None and (known := read_result(result)).status != "cancelled":
                 self._results[number] = known
             elif state is not None:
-                states[number] = Checkpoint.load(state, job=mine[number].name)
+                job = mine[number]
+                states[number] = Checkpoint.load(state, job=None if isinstance(job, Task) else job.name)
         self._jobs, self._states = mine, states
         self._length = _length(list(mine.values()))
         self._before = {number: state.steps for number, state in states.items()}
@@ -235,9 +237,12 @@ class RunningGroup:
         with self._lock:
             if self._halted is not None:
                 return
-            job = self._jobs[number]
-            job.priority = self.priority
-            runner = JobRunner(job, process.engine, seed=self._seeds[number], resume=self._states.pop(number, None))
+            job, seed, state = self._jobs[number], self._seeds[number], self._states.pop(number, None)
+            runner = (
+                job.runner(process.engine, seed, state) if isinstance(job, Task)
+                else JobRunner(job, process.engine, seed=seed, resume=state)
+            )  # fmt: skip
+            runner.residence.set(self.priority)
             self._runners[number] = runner
         result: JobResult | None = None
         try:
@@ -299,10 +304,10 @@ class RunningGroup:
         self._tell_run(self.part.run, event)
 
 
-def _length(jobs: list[Job]) -> int | None:
+def _length(jobs: list[Job | Task]) -> int | None:
     """Steps of all jobs to their ends, where the data of all of them tells."""
     with contextlib.suppress(Exception):  # it is the user's, and may refuse as it likes
-        return sum(len(job.data) * job.epochs for job in jobs)  # type: ignore[arg-type, misc]
+        return sum(len(job.data) * job.epochs for job in jobs)  # type: ignore[arg-type, misc, union-attr]
     return None
 
 

@@ -141,6 +141,11 @@ class Ledger(ABC):
         """See ``Backend``."""
         return self.folder.job(id) if self.folder.has_state(id) else None
 
+    def adopt(self, id: str, checkpoint: Path) -> Path:
+        """See ``Backend``."""
+        self.folder.adopt(id, checkpoint)
+        return self.folder.job(id)
+
     def stop(self, id: str, suspend: bool) -> None:
         """See ``Backend``."""
         with self._guard:

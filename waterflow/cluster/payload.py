@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 
 from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.job import Job, JobResult, Results
+from waterflow.task import Task
 
-Jobs = Job | Iterable[Job]
+Jobs = Job | Task | Iterable[Job | Task]
 DEPTH = 8  # how far into an object the one that cannot be pickled is looked for
 
 
@@ -31,20 +32,20 @@ def pack(jobs: Jobs | Callable[[], Jobs]) -> bytes:
         raise InvalidJobError(_why(content, error)) from error
 
 
-def unpack(payload: bytes) -> list[Job]:
+def unpack(payload: bytes) -> list[Job | Task]:
     """The jobs of a payload. Runs code of whoever made it."""
     content = pickle.loads(payload)
     return checked(content() if callable(content) else content)
 
 
-def checked(jobs: Any) -> list[Job]:
+def checked(jobs: Any) -> list[Job | Task]:
     """Jobs as a list, each with a name of its own. Raises InvalidJobError."""
-    made = [jobs] if isinstance(jobs, Job) else list(jobs) if isinstance(jobs, Iterable) else [jobs]
+    made = [jobs] if isinstance(jobs, (Job, Task)) else list(jobs) if isinstance(jobs, Iterable) else [jobs]
     if not made:
         raise InvalidJobError("a payload needs at least one job; got none")
     names: set[str] = set()
     for number, job in enumerate(made):
-        if not isinstance(job, Job):
+        if not isinstance(job, (Job, Task)):
             raise InvalidJobError(f"entry {number} of a payload must be a Job; got {type(job).__name__}")
         job.check()
         if job.name in names:
@@ -71,14 +72,19 @@ def read_result(path: Path) -> JobResult:
     return result
 
 
-def load_results(folder: Path) -> Results:
-    """The results of one id, in the order of its jobs; ``folder`` is what ``Ended.results`` names.
+def result_files(folder: Path) -> list[Path]:
+    """The newest result of each job of one id, in their order; ``folder`` is what ``Ended.results`` names.
 
-    Jobs that have none yet (suspended ones) are left out. Unpickles: read only what a cluster of yours wrote.
+    Jobs that have none yet (suspended ones) are left out.
     """
     parts = sorted(folder.glob("job-*"), key=lambda part: int(part.name.removeprefix("job-")))
     newest = (max(part.glob("*.result"), key=lambda p: int(p.name.split(".")[0]), default=None) for part in parts)
-    return Results(read_result(path) for path in newest if path is not None)
+    return [path for path in newest if path is not None]
+
+
+def load_results(folder: Path) -> Results:
+    """What ``result_files`` hold. Unpickles: read only what a cluster of yours wrote."""
+    return Results(map(read_result, result_files(folder)))
 
 
 def _why(content: Any, error: Exception) -> str:
@@ -86,13 +92,12 @@ def _why(content: Any, error: Exception) -> str:
         where, inner = _culprit(content, error)
         return f"the function that makes the jobs cannot be sent to another process: {inner}{_inside(where)}"
     for job in content:
-        for field in fields(job):
-            value = getattr(job, field.name)
+        for field, value in vars(job).items():
             failure = _failure(value)
             if failure is not None:
                 where, inner = _culprit(value, failure)
                 return (
-                    f"job {job.name!r}: {field.name} cannot be sent to another process: {inner}{_inside(where)}. "
+                    f"job {job.name!r}: {field} cannot be sent to another process: {inner}{_inside(where)}. "
                     "Make it inside of a function, which runs where the job does"
                 )
     return f"the jobs cannot be sent to another process: {error}"

@@ -118,6 +118,14 @@ class SharedFolder:
             if old != self.payload(id, run):
                 old.unlink(missing_ok=True)
 
+    def adopt(self, id: str, checkpoint: Path) -> None:
+        """Copy a checkpoint from elsewhere, as the oldest one of the first job of ``id``."""
+        to = self.state(id, 0, 0, 0, 0)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = to.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+        shutil.copyfile(checkpoint, unfinished)
+        os.replace(unfinished, to)
+
     def forget(self, id: str) -> None:
         """Remove the checkpoints and results of ``id``."""
         for part in [*self._parts(id), *self.job(id).glob("*.ended")]:

@@ -1,10 +1,10 @@
-"""The steps that each thread has made inside an engine, for whoever ends its work."""
+"""The steps that were made inside an engine, by thread for whoever ends its work, and all of them for those who count."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Closable(Protocol):
@@ -20,8 +20,22 @@ class _Made(threading.local):
     def __init__(self) -> None:
         self.steps: weakref.WeakSet[Closable] = weakref.WeakSet()
 
+    def add(self, step: Closable) -> None:
+        """Keep a step that the calling thread has made, as long as it lives."""
+        self.steps.add(step)
+        with _guard:
+            _all.add(step)
 
+
+_guard = threading.Lock()
+_all: weakref.WeakSet[Any] = weakref.WeakSet()
 made_here = _Made()
+
+
+def steps_of(engine: object) -> list[Any]:
+    """The steps that are alive in an engine, whoever made them."""
+    with _guard:
+        return [step for step in _all if step.engine is engine]
 
 
 def close_steps_of_thread() -> None:

@@ -18,16 +18,17 @@ from waterflow.cluster.policies.waiting import Pool, Waiting
 from waterflow.cluster.submission import Report
 
 _UNKNOWN = -math.inf
+_MOST_CROWDED = 50  # waiting ones that are passed over in one decision as no device has memory for them
 
 
 class AntMan(Policy):
     """Guaranteed submissions start whole, in the order of submission, or reserve what there is.
 
-    Opportunistic ones start on the least loaded of the devices whose utilization stayed below ``busy`` (M in the
-    paper) for ``window`` seconds; reserved devices are open to them. A guaranteed one that has waited ``patience``
-    seconds runs as an opportunistic one unless it forbids that (``auto=False``), and becomes guaranteed where it is
-    as soon as quota and all of its devices are free for it, before any other is started. The paper leaves ``patience``
-    open. With ``one_node`` a guaranteed submission that fits on one node waits for one.
+    Opportunistic ones start on the least loaded of the devices that have memory for them and whose utilization stayed
+    below ``busy`` (M in the paper) for ``window`` seconds; reserved devices are open to them. A guaranteed one that
+    has waited ``patience`` seconds runs as an opportunistic one unless it forbids that (``auto=False``), and becomes
+    guaranteed where it is as soon as quota and all of its devices are free for it, before any other is started. The paper
+    leaves ``patience`` open. With ``one_node`` a guaranteed submission that fits on one node waits for one.
     """
 
     name = "antman"
@@ -193,17 +194,29 @@ class AntMan(Policy):
             return False
         calm = [device for device in self.book.devices if self._calm_at(device) <= now]
         calm.sort(key=_load, reverse=True)
+        crowded: list[Entry] = []
         while calm:
             entry = self._extra.first(len(calm))
             if entry is None:
                 break
+            roomy = [device for device in calm if device.has_room(entry)] if entry.memory else calm
+            if len(roomy) < entry.wanted:
+                self._extra.take_out(entry)
+                crowded.append(entry)
+                if len(crowded) == _MOST_CROWDED:
+                    break
+                continue
             reopened = reopened or bool(entry.reserved)
-            devices = [calm.pop() for _ in range(entry.wanted)]
+            devices = [roomy.pop() for _ in range(entry.wanted)]
+            if roomy is not calm:
+                calm = [device for device in calm if device not in devices]
             self.book.start(entry, devices, "opportunistic")
             if entry.submission.priority == "guaranteed":
                 self._turned[entry.id] = entry
             for device in devices:
                 self._listen(device)
+        for entry in crowded:
+            self._extra.add(entry)
         return reopened
 
     def _listen(self, device: Device) -> None:

@@ -31,6 +31,11 @@ class Waiting:
         heads = [head for size in self._by_size if size <= at_most and (head := self._head(size)) is not None]
         return self._entries[min(heads)] if heads else None
 
+    def take_out(self, entry: Entry) -> None:
+        """Pass over the one that ``first`` gave, until it is added again."""
+        heappop(self._by_size[entry.wanted])
+        del self._entries[entry.order]
+
     def in_order(self) -> Iterator[Entry]:
         """All of them, the first first. Starting them meanwhile is fine."""
         for order in sorted(self._entries):

@@ -1,0 +1,212 @@
+"""``waterflow cluster``: from one command to a running cluster, and words for what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.cluster.conftest import LiveCluster
+from waterflow.cli import app
+from waterflow.cluster.state import address_file
+
+USER_CODE = """
+import os, threading, time
+import torch
+from torch import nn
+import waterflow as wf
+
+lock = threading.Lock()
+
+def model(width=4): return nn.Linear(4, width)
+def data(steps=4, pause=0.0):
+    numbers = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        time.sleep(pause)
+        yield torch.randn(8, 4, generator=numbers), torch.zeros(8, dtype=torch.int64)
+def locked(model): return float(lock.locked())
+def job(): return wf.Job("made", model, data, lambda p: torch.optim.SGD(p, lr=0.1), loss=nn.functional.cross_entropy)
+def long(): return wf.Job("long", model, lambda: data(200, 0.1), lambda p: torch.optim.SGD(p, lr=0.1),
+                          loss=nn.functional.cross_entropy)
+def broken(): raise RuntimeError("no weights today")
+"""
+PIECES = "model: code.py:model, data: code.py:data, loss: cross_entropy, optimizer: {name: sgd, lr: 0.1}, seed: 0"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["cluster", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "code.py").write_text(USER_CODE)
+    (tmp_path / "jobs.yaml").write_text(f"jobs:\n- {{name: a, {PIECES}}}\n- {{name: b, {PIECES}}}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def up(shared_cluster: LiveCluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> LiveCluster:
+    monkeypatch.setenv("WATERFLOW_CLUSTER", str(shared_cluster.folder))
+    return shared_cluster
+
+
+def test_from_up_to_down(folder: Path) -> None:
+    """A job is handed in, the cluster ends in the middle of it, and goes on."""
+    state = ["--state", folder / "state"]
+    try:
+        started = run("up", "--devices", "1", "--memory", "128MiB", "--lanes", "1", *state)
+        assert started.exit_code == 0, started.output
+        assert "a cluster is up: 1 device(s), policy " in started.output
+        assert "a cluster is up in " in run("up", *state).stderr
+        assert run("submit", "code.py:long", "--id", "long", *state).stdout == "long\n"
+        until = time.monotonic() + 30
+        while json.loads(run("status", "--json", *state).stdout)["jobs"][0]["steps"] == 0:
+            assert time.monotonic() < until
+        down = run("down", *state)
+        assert down.exit_code == 0 and "goes on with the jobs that have not ended" in down.output
+        gone = run("status", *state)
+        assert gone.exit_code == 1 and "no cluster is up in " in gone.stderr
+        assert f"start one: waterflow cluster up --state {folder / 'state'}" in gone.stderr
+        again = json.loads(run("up", "--json", *state).stdout)  # with the settings that it had
+        assert again["nodes"] == ["device-0"]
+        told = json.loads(run("status", "--json", *state).stdout)["jobs"][0]
+        assert told["id"] == "long" and told["attempts"] == 2 and told["steps"] > 0
+        assert "suspended" in run("logs", "long", *state).stdout
+        assert run("cancel", "long", *state).stdout == "long is cancelled\n"
+    finally:
+        run("down", *state)
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(json.loads(address_file(folder / "state").read_text())["pid"], signal.SIGKILL)
+
+
+def test_submit_and_results(up: LiveCluster) -> None:
+    ended = run("submit", "jobs.yaml", "--wait")
+    assert ended.exit_code == 0, ended.output
+    assert all(word in ended.stdout for word in ("a-", "│ a ", "│ b ", "completed"))
+    told = json.loads(run("submit", "jobs.yaml", "--wait", "--apart", "--json").stdout)
+    assert [result["name"] for result in told["jobs"][0]["results"]] == ["a", "b"] and len(told["ids"]) == 1
+    (id,) = told["ids"]
+    assert run("logs", id).stdout.rstrip().endswith("completed")
+    assert json.loads(run("result", id, "--json").stdout)["results"][0]["steps"] == 4
+    assert "had ended already: completed" in run("cancel", id).stdout
+    shown = run("status").stdout
+    assert "devices, policy " in shown and "small" in shown and id in shown
+    assert run("submit", "code.py:job", "--id", "again", "--wait").exit_code == 0
+    assert run("submit", "code.py:job", "--id", "again").stdout == "again\n"
+
+
+def test_a_job_that_fails(up: LiveCluster) -> None:
+    ended = run("submit", "code.py:broken", "--id", "broken", "--wait")
+    assert ended.exit_code == 1
+    assert "waterflow: job 'broken' failed: RuntimeError: no weights today" in ended.stderr
+    assert "no weights today" in run("status").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["jobs.yaml", "--tenant", "nobody"], "unknown tenant 'nobody'; there are ['default', 'small']"),
+        (["jobs.yaml", "--devices", "3"], "asks for 3 devices; the cluster has 2. Ask for fewer"),
+        (["jobs.yaml", "--memory", "2GiB"], "needs 2,147,483,648 bytes on each device"),
+        (["jobs.yaml", "--memory", "2 parsecs"], "cannot read '2 parsecs'"),
+        (["jobs.yaml", "--priority", "high"], "priority 'high' is neither guaranteed nor opportunistic"),
+        (["jobs.yaml", "--id", "a/b"], "a job's id is 1 to 100 letters"),
+        (["nothing.yaml"], "there is no file nothing.yaml"),
+        (["code.py:nothing"], "code.py has no function 'nothing'"),
+        (["locked.yaml"], "evaluate cannot be sent to another process: cannot pickle '_thread.lock' object"),
+        (["one.yaml", "--checkpoint", "damaged"], "damaged is no checkpoint"),
+        (["one.yaml", "--checkpoint", "missing"], "there is no checkpoint missing"),
+        (["jobs.yaml", "--checkpoint", "damaged"], "a checkpoint is of one job; with it come 2"),
+        (["code.py:job", "--apart"], "--apart takes a config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_said_in_a_line(up: LiveCluster, folder: Path, arguments: list[str], said: str) -> None:
+    (folder / "damaged").write_bytes(b"not a checkpoint at all" * 10)
+    (folder / "one.yaml").write_text(f"jobs: [{{name: a, {PIECES}}}]")
+    (folder / "locked.yaml").write_text(f"jobs: [{{name: a, evaluate: code.py:locked, {PIECES}}}]")
+    ended = run("submit", *arguments)
+    assert ended.exit_code == 2, ended.output
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("waterflow: ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "best"], "no policy is called 'best'; there are "),
+        (["--tenant", "us"], "--tenant must be NAME=QUOTA, such as vision=2; got 'us'"),
+        (["--devices", "2", "--nodes", "a,b"], "give one of --devices, --nodes and --ray"),
+        (["--nodes", "a,a"], "each with a name of its own"),
+        (["--listen", "8470"], "--listen must be HOST:PORT"),
+        (["--listen", "0.0.0.0:0"], "can be reached from other machines"),
+        (["--memory", "2 parsecs"], "cannot read '2 parsecs'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_started_is_said_in_a_line(folder: Path, arguments: list[str], said: str) -> None:
+    ended = run("up", "--state", folder / "state", *arguments)
+    assert ended.exit_code in (1, 2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("waterflow: ") and said in line
+    assert not address_file(folder / "state").exists()
+
+
+def test_watch_shows_a_live_table(up: LiveCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody looks at a terminal; Ctrl-C ends it."""
+    from waterflow import cli_cluster
+    from waterflow.terminal import Terminal
+
+    monkeypatch.setattr(Terminal, "live", True)
+    seen: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        seen.append(seconds)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_cluster.time, "sleep", sleep)
+    ended = run("status", "--watch")
+    assert ended.exit_code == 130 and len(seen) == 3 and "devices, policy" in ended.stdout
+
+
+def test_in_the_foreground(folder: Path) -> None:
+    """It stays until the cluster is taken down."""
+    state = folder / "state"
+    box: list[Result] = []
+    thread = threading.Thread(
+        target=lambda: box.append(
+            run("up", "--foreground", "--devices", "1", "--memory", "64MiB", "--lanes", "1", "--state", state)
+        )
+    )
+    thread.start()
+    until = time.monotonic() + 60
+    while not address_file(state).exists() and thread.is_alive():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    from waterflow.cluster.client import Cluster
+
+    Cluster(state).down()
+    thread.join(30)
+    assert not thread.is_alive() and box[0].exit_code == 0 and "a cluster is up: 1 device(s)" in box[0].stdout
+
+
+@pytest.fixture(autouse=True)
+def _no_trace_in_sys_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import sys
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.endswith("code.py"):
+            del sys.modules[name]

@@ -1,0 +1,154 @@
+"""A study over the devices of a cluster: as on one device, with trials in other processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import waterflow as wf
+from tests.cluster.conftest import LiveCluster
+from waterflow.errors import InvalidJobError, StudyError
+
+
+@pytest.fixture
+def cluster(shared_cluster: LiveCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wf.Cluster:
+    monkeypatch.chdir(tmp_path)
+    return shared_cluster.client
+
+
+@pytest.fixture
+def study(tmp_path: Path, cluster: wf.Cluster) -> optuna.Study:
+    return optuna.create_study(
+        storage="sqlite:///study.db", sampler=optuna.samplers.RandomSampler(seed=1), pruner=optuna.pruners.NopPruner()
+    )
+
+
+def data(steps: int = 4) -> Iterator[Any]:
+    numbers = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        yield torch.randn(4, 6, generator=numbers), torch.randint(0, 3, (4,), generator=numbers)
+
+
+def build(trial: optuna.Trial) -> wf.Job:
+    rate = trial.suggest_float("rate", 1e-3, 1.0, log=True)
+    trial.set_user_attr("process", os.getpid())
+    return wf.Job(
+        name="built", data=data, seed=3, epochs=2, loss=F.cross_entropy, model=lambda: nn.Linear(6, 3),
+        optimizer=lambda p: torch.optim.SGD(p, lr=rate), evaluate=lambda m: float(sum(p.sum() for p in m.parameters())),
+    )  # fmt: skip
+
+
+def test_trials_that_return_jobs(cluster: wf.Cluster, study: optuna.Study) -> None:
+    told: list[optuna.trial.FrozenTrial] = []
+    done = wf.optimize(study, build, 6, backend=cluster, callbacks=[lambda _, trial: told.append(trial)])
+    assert done.trials == 6 and len(study.trials) == 6 and 1 <= done.most_at_once <= 4
+    assert [result.steps for result in done.results] == [8] * 6 and done.steps == 48
+    processes = {trial.user_attrs["process"] for trial in study.trials}
+    assert os.getpid() not in processes
+    assert len({trial.params["rate"] for trial in study.trials}) == 6  # copies of one sampler do not repeat each other
+    for trial in study.trials:  # as in this process, bit by bit
+        (alone,) = wf.train([build(optuna.trial.FixedTrial(trial.params))], lanes=1)  # type: ignore[arg-type]
+        assert alone.value == trial.value and len(trial.intermediate_values) == 2
+    assert {trial.number: trial.params for trial in told} == {trial.number: trial.params for trial in study.trials}
+
+
+def test_a_job_is_pruned_where_it_runs(cluster: wf.Cluster) -> None:
+    study = optuna.create_study(storage="sqlite:///study.db", pruner=optuna.pruners.ThresholdPruner(lower=1e9))
+    done = wf.optimize(study, build, 2, backend=cluster)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED"] * 2
+    assert [result.steps for result in done.results] == [4, 4]  # one epoch of two
+    assert all(trial.value == trial.intermediate_values[0] for trial in study.trials)
+
+
+def test_trials_with_loops_of_their_own(cluster: wf.Cluster, study: optuna.Study) -> None:
+    """Pruned, failed, stopped: each as Optuna would have it."""
+
+    def objective(trial: optuna.Trial) -> float:
+        model = nn.Linear(6, 3)
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = sum(float(step(batch)) for batch in data())
+        trial.report(loss, 0)
+        if trial.number == 1:
+            raise optuna.TrialPruned
+        if trial.number == 2:
+            raise ValueError("boom")
+        if trial.number == 3:
+            trial.study.stop()
+        return loss
+
+    wf.optimize(study, objective, 50, backend=cluster, catch=(ValueError,), max_concurrent=1)
+    states = [trial.state.name for trial in study.trials]
+    assert states == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE"]
+    assert study.trials[1].value == study.trials[1].intermediate_values[0]
+    with pytest.raises(ValueError, match="boom"):
+        wf.optimize(study, lambda trial: (_ for _ in ()).throw(ValueError("boom")), 1, backend=cluster)
+
+
+def test_several_objectives_and_journal_storage(cluster: wf.Cluster) -> None:
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend("journal.log"))
+    study = optuna.create_study(storage=storage, directions=["minimize", "maximize"])
+
+    def objective(trial: optuna.Trial) -> Any:
+        job = build(trial)
+        job.evaluate = lambda model: {"a": 1.0, "b": float(trial.number)}
+        return job
+
+    wf.optimize(study, objective, 3, backend=cluster)
+    assert sorted(tuple(trial.values) for trial in study.trials) == [(1.0, 0.0), (1.0, 1.0), (1.0, 2.0)]
+
+
+def test_interrupted(cluster: wf.Cluster, study: optuna.Study) -> None:
+    """Ctrl-C ends the trials, too."""
+    import signal
+
+    def objective(trial: optuna.Trial) -> float:
+        trial.set_user_attr("began", True)
+        time.sleep(60)
+        return 0.0
+
+    def press() -> None:
+        until = time.monotonic() + 30
+        while not any(trial.user_attrs for trial in study.trials) and time.monotonic() < until:
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        wf.optimize(study, objective, 4, backend=cluster, max_concurrent=2)
+    assert {trial.state.name for trial in study.trials} == {"FAIL"}
+    jobs = [job for job in cluster.status()["jobs"] if job["id"].startswith("trial-")]
+    assert not [job for job in jobs if job["state"] in ("waiting", "running", "starting")]
+
+
+@pytest.mark.parametrize("storage", [None, "sqlite://"])
+def test_a_study_in_this_process_cannot_be_spread(cluster: wf.Cluster, storage: str | None) -> None:
+    study = optuna.create_study(storage=storage)
+    with pytest.raises(
+        StudyError, match=r"must be an RDB or a journal storage, in a file .*storage='sqlite:///study.db'"
+    ):
+        wf.optimize(study, build, 1, backend=cluster)
+    assert study.trials == []
+
+
+def test_settings_that_contradict(cluster: wf.Cluster, study: optuna.Study) -> None:
+    with pytest.raises(StudyError, match="memory=, deterministic= cannot stand beside backend="):
+        wf.optimize(study, build, 1, backend=cluster, memory="1GiB", deterministic=True, max_concurrent=1)
+    with pytest.raises(StudyError, match="backend must be a waterflow.Cluster; got str"):
+        wf.optimize(study, build, 1, backend="here")  # type: ignore[arg-type]
+
+
+def test_an_objective_that_cannot_be_pickled(cluster: wf.Cluster, study: optuna.Study) -> None:
+    lock = threading.Lock()
+    with pytest.raises(InvalidJobError, match=r"objective cannot be sent to another process: .*variable 'lock' of"):
+        wf.optimize(study, lambda trial: float(lock.locked()), 1, backend=cluster)
+    assert study.trials == []

@@ -1,0 +1,453 @@
+"""The live loop over a backend that a test holds in its hands, and its death at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_backend import FakeBackend
+from waterflow.cluster.backend import BackendError, Ended, NodeJoined, Progress
+from waterflow.cluster.journal import JournaledScheduler
+from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies.fifo import Fifo
+from waterflow.cluster.reconciler import MOST_LOSSES
+from waterflow.cluster.service import BusyError, ClosedError, Service
+from waterflow.cluster.store import Store
+from waterflow.cluster.submission import Tenant
+from waterflow.errors import InvalidJobError, SubmissionError
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Cluster:
+    """A service that can be killed, and made again on what it left."""
+
+    def __init__(self, folder: Path, devices: int = 2, tenants: tuple[Tenant, ...] = ()) -> None:
+        self.folder = folder
+        self.tenants = tenants
+        self.backend = FakeBackend(devices, folder)
+        self.time = 1000.0
+        self.policy: Any = Fifo
+        self.open()
+
+    def open(self) -> None:
+        self.store = Store(self.folder / "cluster.db")
+        self.service = Service(self.store, self.backend, self.policy(), self.tenants, clock=lambda: self.time)
+
+    def kill(self) -> None:
+        self.store.close()
+        self.backend.attach_again()
+        self.open()
+
+    def submit(self, id: str, payload: bytes = b"payload", **more: Any) -> bool:
+        return self.service.submit({"id": id, **more}, payload)
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.time += 1.0
+            self.service.turn(0.0)
+
+    def states(self) -> dict[str, str]:
+        return {job.id: job.state for job in self.store.jobs()}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path):
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.store.close()
+
+
+def test_a_job_from_submission_to_end(cluster: Cluster) -> None:
+    assert cluster.submit("a")
+    assert cluster.states() == {"a": "starting"} and cluster.backend.starts == ["a"]
+    cluster.backend.begin("a")
+    cluster.turn()
+    cluster.backend.progress("a", 10, 0.5)
+    cluster.turn()
+    told = cluster.service.status()["jobs"][0]
+    assert told["state"] == "running" and told["steps"] == 10 and told["fraction"] == 0.5 and told["places"]
+    cluster.backend.end("a")
+    cluster.turn()
+    told = cluster.service.status()["jobs"][0]
+    assert told["state"] == "completed" and told["places"] == [] and told["fraction"] == 1.0
+    assert cluster.service.wait(["a"], 0.0) == ["a"]
+    cluster.store.check()
+    lines = [line for _, _, line in cluster.store.log("a")]
+    assert lines[0] == "submitted: 1 device(s), guaranteed" and lines[-1] == "completed"
+
+
+def test_twice_with_one_id_is_one_job(cluster: Cluster) -> None:
+    assert cluster.submit("a") and not cluster.submit("a")
+    cluster.kill()
+    assert not cluster.submit("a")
+    with pytest.raises(InvalidJobError, match="One id is one job"):
+        cluster.submit("a", b"another payload")
+    cluster.turn()
+    assert cluster.backend.starts == ["a"]
+
+
+def test_a_queue_moves_on(cluster: Cluster) -> None:
+    for id in "abc":
+        cluster.submit(id)
+    assert cluster.states() == {"a": "starting", "b": "starting", "c": "waiting"}
+    for id in "ab":
+        cluster.backend.begin(id)
+    cluster.turn()
+    cluster.backend.end("b", "failed", "it broke")
+    cluster.turn()
+    assert cluster.states() == {"a": "running", "b": "failed", "c": "starting"}
+    assert cluster.service.record("b").reason == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"id": "a", "devices": 3}, "asks for 3 devices; the cluster has 2"),
+        ({"id": "a", "tenant": "nobody"}, "unknown tenant 'nobody'"),
+        ({"id": "a", "tenant": "us", "memory": 1 << 31}, "needs 2,147,483,648 bytes on each device; the largest has"),
+        ({"id": "a", "memory": -1}, "memory must be a number of bytes; got -1"),
+        ({"id": "a", "devices": "many"}, "devices of a submission cannot be 'many'"),
+        ({"id": "a", "devices": True}, "devices of a submission cannot be True"),
+        ({"id": "a", "colour": 1}, "a submission has no 'colour'; it has id, tenant"),
+        ({"id": "../a"}, "a job's id is 1 to 100 letters, digits, dots"),
+        ({}, "a job's id is 1 to 100 letters"),
+        ({"id": "a", "tenant": "us", "priority": "high"}, "priority 'high' is neither"),
+    ],
+)
+def test_what_can_never_run_is_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    cluster = Cluster(tmp_path, tenants=(Tenant("us", 2),))
+    with pytest.raises(SubmissionError) as refused:
+        cluster.service.submit({"tenant": "us"} | given if "devices" in given else given, b"")
+    assert said in str(refused.value)
+    assert cluster.store.jobs() == [] and cluster.backend.starts == []
+    assert cluster.service.submit({"id": "a", "tenant": "us"}, b"")  # the id is free
+    cluster.store.close()
+
+
+def test_a_device_that_is_started_again_is_no_reason_to_refuse(cluster: Cluster) -> None:
+    cluster.backend.lose("device-1")
+    cluster.turn()
+    with pytest.raises(BusyError, match="asks for 2 devices, and device-1 is being started again"):
+        cluster.submit("a", devices=2)
+    cluster.backend.return_("device-1")
+    cluster.turn()
+    assert cluster.submit("a", devices=2)
+
+
+def test_cancel(cluster: Cluster) -> None:
+    for id in "abc":
+        cluster.submit(id)
+    cluster.backend.begin("a")
+    cluster.turn()
+    assert cluster.service.cancel("c") and cluster.service.cancel("a")
+    assert cluster.states() == {"a": "stopping", "b": "starting", "c": "cancelled"}
+    assert cluster.backend.stopping == {"a": False}
+    cluster.kill()  # the wish survives
+    cluster.backend.obey()
+    cluster.turn()
+    assert cluster.states()["a"] == "cancelled" and not cluster.service.cancel("a")
+    with pytest.raises(SubmissionError, match="no job is called 'z'"):
+        cluster.service.cancel("z")
+
+
+def test_a_lost_node(cluster: Cluster) -> None:
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.turn()
+    cluster.backend.save("a", 7)
+    (place,) = cluster.service.record("a").places
+    cluster.turn()
+    cluster.backend.lose(place[0])
+    cluster.turn()
+    job = cluster.service.record("a")
+    assert job.state == "starting" and job.places[0][0] != place[0] and job.steps == 7 and job.attempts == 2
+    assert cluster.backend.starts == ["a", "a"] and cluster.backend.resumed == ["a"]
+
+
+def test_a_job_that_always_loses_its_node_fails(cluster: Cluster) -> None:
+    cluster.submit("a")
+    for lost in range(MOST_LOSSES + 1):
+        assert not cluster.service.record("a").over, lost
+        cluster.backend.begin("a")
+        cluster.turn()
+        (place,) = cluster.service.record("a").places
+        cluster.backend.lose(place[0], "SIGSEGV")
+        cluster.backend.return_(place[0])
+        cluster.turn(2)
+    job = cluster.service.record("a")
+    assert (
+        job.state == "failed" and "lost 5 times without a checkpoint in between; the last time: SIGSEGV" in job.reason
+    )
+    assert cluster.service.scheduler.book.entries == {}
+
+
+def test_late_words_do_not_count(cluster: Cluster) -> None:
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.turn()
+    (node, _, epoch) = cluster.service.record("a").places[0]
+    cluster.backend.lose(node)
+    cluster.turn()
+    cluster.backend.waiting.append(Progress("a", node, epoch, 99, 0.9, 0.1, 1, 1.0))
+    cluster.turn()
+    assert cluster.service.status()["jobs"][0]["steps"] == 0
+
+
+def test_an_end_that_an_older_process_tells_does_not_count(tmp_path: Path) -> None:
+    """The node is back, and the job runs there again."""
+    cluster = Cluster(tmp_path, devices=1)
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.turn()
+    ((node, _, epoch),) = cluster.service.record("a").places
+    cluster.backend.lose(node)
+    cluster.backend.return_(node)
+    cluster.turn()
+    cluster.backend.begin("a")
+    cluster.backend.waiting.append(Ended("a", node, epoch, "completed", tmp_path))
+    cluster.turn()
+    assert cluster.states() == {"a": "running"} and cluster.service.record("a").places[0][2] > epoch
+    cluster.backend.end("a")
+    cluster.turn()
+    assert cluster.states() == {"a": "completed"}
+    cluster.store.close()
+
+
+def test_a_start_that_is_refused_is_tried_again(cluster: Cluster) -> None:
+    node = cluster.backend.known["device-0"]
+    other = cluster.backend.known["device-1"]
+    cluster.backend.known = {}
+
+    class Gone(dict):  # type: ignore[type-arg]
+        def __missing__(self, name: str) -> Any:
+            raise BackendError(f"node {name!r} is gone")
+
+    cluster.backend.known = Gone()
+    cluster.submit("a")
+    assert cluster.states() == {"a": "waiting"}
+    cluster.backend.known = {"device-0": node, "device-1": other}
+    cluster.turn()
+    assert cluster.states() == {"a": "starting"} and cluster.backend.starts == ["a"]
+    assert any("is not started: node 'device-" in line for _, _, line in cluster.store.log("a"))
+
+
+def test_a_restart_leaves_what_runs_alone(cluster: Cluster) -> None:
+    for id in "abc":
+        cluster.submit(id)
+    for id in "ab":
+        cluster.backend.begin(id)
+    cluster.turn()
+    before = dict(cluster.backend.runs)
+    cluster.kill()
+    cluster.turn(3)
+    assert cluster.backend.runs == before and cluster.backend.starts == ["a", "b"] and not cluster.backend.stopping
+    assert cluster.states() == {"a": "running", "b": "running", "c": "waiting"}
+    # Nodes that are taken over are told of again.
+    for node in cluster.backend.nodes():
+        cluster.backend.waiting.append(NodeJoined(node.name, node.epoch, node.devices, node.memory))
+    cluster.turn()
+    assert cluster.backend.runs == before and not cluster.backend.stopping
+
+
+def test_what_ended_while_no_scheduler_ran(cluster: Cluster) -> None:
+    for id in "ab":
+        cluster.submit(id)
+        cluster.backend.begin(id)
+    cluster.turn()
+    cluster.store.close()
+    cluster.backend.end("a")
+    cluster.backend.lose("device-1")
+    cluster.backend.return_("device-1")
+    cluster.open()
+    assert cluster.states() == {"a": "completed", "b": "starting"}
+
+
+def test_another_policy_or_other_tenants_are_refused(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, tenants=(Tenant("us", 2),))
+    cluster.store.close()
+    cluster.tenants = (Tenant("us", 1),)
+    with pytest.raises(SubmissionError, match="has the tenants us=2; leave out --tenant"):
+        cluster.open()
+
+
+def test_down_suspends_and_up_goes_on(cluster: Cluster) -> None:
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.turn()
+    ending = threading.Thread(target=cluster.service.down, args=(10.0,))
+    ending.start()
+    while not cluster.backend.stopping:
+        time.sleep(0.01)
+    assert cluster.backend.stopping == {"a": True}
+    cluster.backend.obey()
+    cluster.turn()
+    ending.join(10)
+    assert cluster.backend.closed and not ending.is_alive()
+    with pytest.raises(ClosedError, match="start it again: waterflow cluster up"):
+        cluster.submit("b")
+    cluster.open()
+    assert cluster.states() == {"a": "starting"} and cluster.backend.resumed == ["a"]
+
+
+# -- killed at any moment
+
+
+class Fragile:
+    """Lets so many calls to store and backend through, then the process ends."""
+
+    def __init__(self, inside: Any, names: tuple[str, ...], budget: list[int], before: bool) -> None:
+        self._inside, self._names, self._budget, self._before = inside, names, budget, before
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inside, name)
+        if name not in self._names:
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._budget[0] -= 1
+            if self._budget[0] == 0 and self._before:
+                raise Killed
+            made = value(*args, **kwargs)
+            if self._budget[0] == 0:
+                raise Killed
+            return made
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_killed_at_any_moment(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it dies: no job is lost, none runs twice at a time, none again after its end, none that runs is touched."""
+    if seed % 2:  # the state from events alone
+        monkeypatch.setattr(JournaledScheduler, "save", lambda self: None)
+    chance = random.Random(seed)
+    cluster = Cluster(tmp_path, devices=3)
+    backend = cluster.backend
+    wanted: dict[str, bytes] = {}
+    over: dict[str, str] = {}
+    real_start = backend.start
+
+    def start(id: str, *args: Any, **kwargs: Any) -> None:
+        assert id not in over, f"{id} is started after it has {over[id]}"
+        real_start(id, *args, **kwargs)
+
+    backend.start = start  # type: ignore[method-assign]
+    cancelled: set[str] = set()
+    deaths = 0
+    for step in range(120):
+        budget = [chance.choice([0, 0, chance.randint(1, 12)])]
+        before = chance.random() < 0.5
+        service = cluster.service
+        asking = Fragile(backend, ("start", "stop", "poll", "checkpoints"), budget, before)
+        writing = Fragile(cluster.store, ("change", "place", "set_meta", "say", "add", "add_event"), budget, before)
+        service.backend = service.jobs.backend = asking  # type: ignore[assignment]
+        service.store = service.jobs.store = service.scheduler._store = writing  # type: ignore[assignment]
+        runs = dict(backend.runs)
+        try:
+            draw = chance.random()
+            if draw < 0.25 and step < 90:
+                id = f"job-{len(wanted)}"
+                wanted[id] = b"x"
+                service.submit({"id": id, "devices": chance.randint(1, 2)}, b"x")
+            elif draw < 0.32 and wanted:
+                id = chance.choice(sorted(wanted))
+                if id in {job.id for job in cluster.store.jobs()}:
+                    cancelled.add(id)
+                    service.cancel(id)
+            elif draw < 0.4:
+                node = f"device-{chance.randrange(3)}"
+                if backend.known[node].alive:
+                    backend.lose(node)
+                else:
+                    backend.return_(node)
+            elif backend.runs and draw < 0.8:
+                id = chance.choice(sorted(backend.runs))
+                kind = chance.choice(["begin", "progress", "save", "end"])
+                if kind == "end" and id not in backend.stopping:
+                    over[id] = "completed"
+                    backend.end(id)
+                elif kind == "begin":
+                    backend.begin(id)
+                elif kind != "end":
+                    getattr(backend, kind)(id, step)
+            else:
+                backend.obey()
+            cluster.time += 1.0
+            service.turn(0.0)
+        except Killed:
+            deaths += 1
+            alive = {id: run for id, run in backend.runs.items() if id in runs}
+            stopping = set(backend.stopping)
+            cluster.kill()
+            now = {id: run for id, run in backend.runs.items() if id in alive}
+            assert now == alive, "a restart touched what ran"
+            assert {id for id in backend.stopping if id not in stopping} <= cancelled | _preempted(cluster)
+        except (SubmissionError, BusyError):
+            pass
+        # Whoever got no answer asks again.
+        service = cluster.service
+        service.backend = service.jobs.backend = backend
+        service.store = service.jobs.store = service.scheduler._store = cluster.store
+        for id in wanted:
+            if cluster.store.job(id) is None:
+                with contextlib.suppress(BusyError):
+                    service.submit({"id": id, "devices": 1}, b"x")
+    for node in backend.known:
+        if not backend.known[node].alive:
+            backend.return_(node)
+    for _ in range(200):
+        backend.obey()
+        for id in sorted(backend.runs):
+            over[id] = "completed"
+            backend.end(id)
+        cluster.turn()
+    assert set(cluster.states()) == set(wanted)
+    for id, state in cluster.states().items():
+        assert state == "completed" or (state == "cancelled" and id in cancelled) or state == "failed", (id, state)
+        assert state != "completed" or over[id] == "completed"
+    assert deaths > 3 and not backend.runs
+    cluster.store.check()
+    cluster.store.close()
+
+
+def _preempted(cluster: Cluster) -> set[str]:
+    return {job.id for job in cluster.store.jobs() if job.state == "stopping"}
+
+
+@pytest.mark.parametrize("policy", ["antman", "las", "gandiva", "fifo"])
+def test_a_long_queue_is_taken_up_from_events(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the state is written now and then; what came since gives the same decisions again."""
+    monkeypatch.setattr("waterflow.cluster.journal.ENTRIES_PER_EVENT", 5)
+    cluster = Cluster(tmp_path, devices=3)
+    cluster.policy = POLICIES[policy]
+    cluster.store.set_meta("scheduler", None)
+    cluster.store._run("DELETE FROM meta WHERE key != 'format'")
+    cluster.store.forget_events()
+    cluster.store.close()
+    cluster.open()
+    chance = random.Random(0)
+    for number in range(60):
+        priority = chance.choice(["guaranteed", "opportunistic"])
+        cluster.submit(f"job-{number}", devices=chance.randint(1, 2), priority=priority)
+        for id in sorted(cluster.backend.runs):
+            cluster.backend.begin(id) if chance.random() < 0.5 else cluster.backend.progress(id, number, number / 60)
+        cluster.turn()
+        cluster.backend.obey()
+        if number % 7 == 6:
+            before = cluster.service.scheduler._inner.to_dict()
+            runs = dict(cluster.backend.runs)
+            cluster.kill()
+            assert cluster.backend.runs == runs
+            after = cluster.service.scheduler._inner.to_dict()
+            assert [entry["places"] for entry in after["entries"]] == [entry["places"] for entry in before["entries"]]
+    assert len(cluster.store.events()) < 60
+    cluster.store.close()

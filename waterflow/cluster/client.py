@@ -1,0 +1,311 @@
+"""Cluster: submit jobs to a running cluster, see how they do, and have their results."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import pickle
+import re
+import secrets
+import sys
+import time
+import urllib.parse
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from waterflow.checkpoint import Checkpoint
+from waterflow.cluster.payload import Jobs, pack
+from waterflow.cluster.state import address_file, state_folder, token_file
+from waterflow.cluster.submission import Priority
+from waterflow.cluster.together import memory_of, sets_that_fit
+from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
+from waterflow.executor.memory_limit import parse_memory
+from waterflow.job import Job, JobResult, Results
+from waterflow.task import Task
+
+_REQUEST_SECONDS = 60.0
+_WAIT_SECONDS = 20.0  # that one request waits for the end of a job
+_AGAIN_SECONDS = 0.2
+_KINDS: dict[str, type[Exception]] = {"SubmissionError": SubmissionError, "InvalidJobError": InvalidJobError}
+
+
+class Cluster:
+    """A cluster that is up. Thread-safe; no connection is kept.
+
+    Args:
+        where: The state folder of a cluster on this machine (default: ``$WATERFLOW_CLUSTER``, or the usual folder), or the
+            address of one, as ``http://host:port``.
+        token: For an address; default: ``$WATERFLOW_CLUSTER_TOKEN``. A state folder has it.
+        patience: Seconds for which a request is tried again while the cluster cannot be reached, for it may be starting
+            again; waiting for results is patient for a minute at least.
+        tenant, priority: Of what is handed in without one.
+
+    Each method raises ClusterError where no cluster can be reached.
+    """
+
+    def __init__(
+        self, where: str | Path | None = None, token: str | None = None, patience: float = 0.0, *,
+        tenant: str = "default", priority: Priority = "guaranteed",
+    ) -> None:  # fmt: skip
+        self.tenant, self.priority = tenant, priority
+        self._address: str | None = None
+        self._folder: Path | None = None
+        self._token = token
+        self._patience = patience
+        if isinstance(where, str) and where.startswith(("http://", "https://")):
+            self._address = where
+            self._token = token or os.environ.get("WATERFLOW_CLUSTER_TOKEN")
+            if not self._token:
+                raise ClusterError(
+                    f"the cluster at {where} asks for a token: pass token=, or set WATERFLOW_CLUSTER_TOKEN; it is in the file "
+                    "token of the cluster's state folder"
+                )
+        else:
+            self._folder = state_folder(where)
+
+    def submit(
+        self, jobs: Jobs | Callable[[], Jobs], *, id: str | None = None, tenant: str | None = None,
+        priority: Priority | None = None, devices: int = 1, auto: bool = True, memory: int | str = 0,
+        model: str | None = None, duration: float | None = None, checkpoint: str | Path | None = None,
+    ) -> str:  # fmt: skip
+        """Hand in a job, several that train together, or a function that makes them where they run; returns the id.
+
+        Args:
+            jobs: What to train; it is pickled (lambdas, too). Functions and classes of modules in the current folder go
+                with it; others must be installed where it runs.
+            id: One id is one job: handed in twice, it runs once. Default: a new one.
+            tenant, priority, devices, auto, model, duration: As in ``Submission``. ``devices`` must be there at once; jobs
+                are dealt out over them.
+            memory: What it needs on each device, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: as planned for the
+                jobs, each captured here first.
+            checkpoint: A file of ``Checkpoint.save`` that a single job goes on from.
+
+        Raises:
+            CheckpointError: A checkpoint that is damaged, of another version, or of another job.
+            InvalidJobError: What cannot be pickled; an id that belongs to another job.
+            SubmissionError: What the cluster can never run: an unknown tenant, more devices or memory than there are.
+        """
+        with _own_modules_by_value():
+            payload = pack(jobs)
+        if checkpoint is not None:
+            _check_checkpoint(Path(checkpoint), jobs)
+        if memory == "auto":
+            there = [jobs] if isinstance(jobs, Job) else [] if callable(jobs) or isinstance(jobs, Task) else list(jobs)
+            known = [job for job in there if isinstance(job, Job)]
+            if not known or len(known) < len(there):
+                raise InvalidJobError("memory='auto' plans jobs that are there; a function makes them where they run")
+            memory = memory_of(known)
+        asked = {
+            "id": id if id is not None else _new_id(jobs), "tenant": tenant or self.tenant,
+            "priority": priority or self.priority, "devices": devices,
+            "auto": auto, "memory": memory if memory == 0 else parse_memory(memory), "model": model,
+            "duration": duration, "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
+        }  # fmt: skip
+        return str(self._json("POST", "/jobs", payload, {"X-Submission": json.dumps(asked)})["id"])
+
+    def check(self, jobs: Jobs | Callable[[], Jobs]) -> None:
+        """Raise InvalidJobError for what cannot be pickled, as ``submit`` does."""
+        with _own_modules_by_value():
+            pack(jobs)
+
+    def submit_apart(self, jobs: Sequence[Job], **asked: Any) -> list[str]:
+        """Hand in jobs in sets that the planner finds to fit on one device together; returns an id for each set.
+
+        Makes each model and reads one of its batches, here. ``asked`` is as in ``submit``, without ``id`` and ``memory``.
+        Raises MemoryLimitError for a job that fits on no device alone.
+        """
+        most = min((node["memory"] for node in self.status()["nodes"] if node["memory"]), default=0)
+        if not most:
+            raise ClusterError("no device of the cluster tells its memory; hand the jobs in one by one")
+        return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in sets_that_fit(jobs, most)]
+
+    def status(self, id: str | None = None) -> dict[str, Any]:
+        """The cluster's nodes, tenants and jobs; or one job. Bytes, and seconds since 1970."""
+        made: dict[str, Any] = self._json("GET", "/status" if id is None else _of(id))
+        return made
+
+    def wait(self, id: str | Iterable[str], timeout: float | None = None) -> list[str]:
+        """Wait until a job has ended, or one of several; returns those that have. Empty after ``timeout`` seconds."""
+        ids = [id] if isinstance(id, str) else list(id)
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _WAIT_SECONDS if until is None else max(0.0, until - time.monotonic())
+            query = urllib.parse.urlencode({"ids": ",".join(ids), "seconds": min(_WAIT_SECONDS, left)})
+            ended: list[str] = self._json("GET", f"/wait?{query}", patience=60.0)["ended"]
+            if ended or (until is not None and time.monotonic() >= until):
+                return ended
+
+    def result(self, id: str, timeout: float | None = None) -> Results:
+        """Wait for the end of a job, and return its results, in the order of the jobs handed in.
+
+        Raises what made it fail; JobCancelled for one that was cancelled; TimeoutError after ``timeout`` seconds.
+        """
+        if not self.wait(id, timeout):
+            raise TimeoutError(f"job {id!r} has not ended after {timeout} s; it is {self.status(id)['state']}")
+        told = self.status(id)
+        if told["state"] == "cancelled":
+            raise JobCancelled(f"job {id!r} was cancelled")
+        results = self.results(id)
+        if told["state"] == "failed":
+            for result in results:
+                if result.error is not None:
+                    raise result.error
+            raise ClusterError(f"job {id!r} failed: {told['reason']}")
+        return results
+
+    def results(self, id: str) -> Results:
+        """What there is of the results of a job that has ended, however it did."""
+        with zipfile.ZipFile(io.BytesIO(self._ask("GET", _of(id) + "/results"))) as archive:
+            found: list[JobResult] = [pickle.loads(archive.read(name)) for name in archive.namelist()]
+        return Results(found)
+
+    def cancel(self, id: str) -> bool:
+        """End a job; False where it had ended already."""
+        return bool(self._json("POST", _of(id) + "/cancel")["cancelled"])
+
+    def logs(self, id: str, follow: bool = False) -> Iterator[str]:
+        """What became of a job, a line each; with ``follow`` until it has ended."""
+        after = 0
+        while True:
+            told = self._json("GET", f"{_of(id)}/log?after={after}", patience=60.0 if follow else None)
+            for line in told["lines"]:
+                after = line["number"]
+                yield f"{time.strftime('%H:%M:%S', time.localtime(line['at']))} {line['line']}"
+            if not follow or told["state"] in ("completed", "failed", "cancelled"):
+                return
+            time.sleep(_AGAIN_SECONDS)
+
+    def metrics(self) -> str:
+        """What Prometheus would read."""
+        return self._ask("GET", "/metrics").decode()
+
+    def down(self) -> int:
+        """End the cluster: what runs is suspended, and goes on when it is up again. Returns its process id."""
+        return int(self._json("POST", "/down")["pid"])
+
+    # -- requests
+
+    def _json(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None,
+        patience: float | None = None,
+    ) -> Any:  # fmt: skip
+        return json.loads(self._ask(method, path, body, headers, patience))
+
+    def _ask(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None,
+        patience: float | None = None,
+    ) -> bytes:  # fmt: skip
+        until = time.monotonic() + max(self._patience, patience or 0.0)
+        while True:
+            status = 0
+            try:
+                status, content = self._ask_once(method, path, body, headers or {})
+            except (OSError, http.client.HTTPException) as error:
+                if time.monotonic() >= until:
+                    raise self._nobody(error) from error
+            if status == 200:
+                return content
+            if status and (status != 503 or time.monotonic() >= until):
+                raise _refusal(status, content)
+            time.sleep(_AGAIN_SECONDS)
+
+    def _ask_once(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+        address, token = self._door()
+        url = urllib.parse.urlsplit(address)
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        assert url.hostname is not None
+        connection = kind(url.hostname, url.port, timeout=_REQUEST_SECONDS)
+        with contextlib.closing(connection):
+            with contextlib.suppress(BrokenPipeError):  # refused before all of it was read: the answer says why
+                connection.request(method, path, body, {"Authorization": f"Bearer {token}", **headers})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def _door(self) -> tuple[str, str]:
+        if self._folder is None:
+            assert self._address is not None and self._token is not None
+            return self._address, self._token
+        told = json.loads(address_file(self._folder).read_text())  # another one after each start
+        return told["address"], self._token or token_file(self._folder).read_text().strip()
+
+    def _nobody(self, error: Exception) -> ClusterError:
+        if self._folder is None:
+            return ClusterError(f"no cluster answers at {self._address}: {error}")
+        remedy = "start one: waterflow cluster up"
+        if self._folder != state_folder(None):
+            remedy += f" --state {self._folder}"
+        return ClusterError(f"no cluster is up in {self._folder}; {remedy}")
+
+
+def _of(id: str) -> str:
+    return "/jobs/" + urllib.parse.quote(id, safe="")
+
+
+def _refusal(status: int, content: bytes) -> Exception:
+    try:
+        told = json.loads(content)
+        return _KINDS.get(told["kind"], ClusterError)(told["error"])
+    except (ValueError, KeyError, TypeError):
+        return ClusterError(f"the answer of the cluster cannot be read (status {status}): {content[:200]!r}")
+
+
+def _check_checkpoint(file: Path, jobs: Any) -> None:
+    """Here, where somebody hears it, and not in a worker much later."""
+    if not isinstance(jobs, Job) and not callable(jobs):
+        jobs = list(jobs)
+        if len(jobs) != 1:
+            raise InvalidJobError(f"a checkpoint is of one job; with it come {len(jobs)}. Hand them in one by one")
+        jobs = jobs[0]
+    if not file.is_file():
+        raise InvalidJobError(f"there is no checkpoint {file}")
+    Checkpoint.load(file, job=jobs.name if isinstance(jobs, Job) else None)
+
+
+def _new_id(jobs: Any) -> str:
+    name = getattr(jobs, "__name__", "") or "job"
+    if isinstance(jobs, Job):
+        name = jobs.name
+    elif isinstance(jobs, (list, tuple)) and jobs and isinstance(jobs[0], Job):
+        name = jobs[0].name
+    name = re.sub("[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "job"
+    return f"{name}-{secrets.token_hex(4)}"
+
+
+@contextlib.contextmanager
+def _own_modules_by_value() -> Iterator[None]:
+    """Inside, functions of modules in the current folder and beside the script are pickled whole.
+
+    A worker may have another current folder, or be on another machine. Packages that are installed stay references.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    roots = {Path.cwd().resolve()} | ({Path(script).resolve().parent} if script else set())
+    chosen = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name.split(".")[0] in ("waterflow", "__main__", "__mp_main__"):
+            continue
+        path = Path(file)
+        own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
+        if (
+            own
+            and "site-packages" not in path.parts
+            and path.suffix == ".py"
+            and sys.modules.get(module.__name__) is module
+        ):
+            chosen.append(module)
+    before = cloudpickle.list_registry_pickle_by_value()
+    chosen = [module for module in chosen if module.__name__ not in before]
+    for module in chosen:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in chosen:
+            cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,272 @@
+"""The door of a cluster: HTTP on loopback, with a token that only the cluster's owner can read.
+
+Requests and answers are JSON; payloads and results are bytes that nobody unpickles here. Each refusal has its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import io
+import ipaddress
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import urllib.parse
+import zipfile
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from waterflow.cluster.payload import result_files
+from waterflow.cluster.service import BusyError, ClosedError, Service
+from waterflow.errors import InvalidJobError, SubmissionError, WaterflowError
+from waterflow.partition.plan import format_bytes
+
+logger = logging.getLogger("waterflow")
+
+LARGEST_PAYLOAD = 1 << 30  # bytes; data belongs into files that workers read
+LARGEST_SUBMISSION = 1 << 16
+LONGEST_WAIT = 30.0  # seconds that a request may be held
+QUIET_SECONDS = 60.0  # a connection on which nothing comes is closed
+LEAST_TOKEN = 32  # characters
+
+
+class EndpointError(WaterflowError, ValueError):
+    """An address or a token that the endpoint cannot be opened with."""
+
+
+def make_token(path: Path) -> str:
+    """The token in a file that only its owner may read; it is made where there is none. Raises EndpointError."""
+    try:
+        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_token(path)
+    with os.fdopen(made, "w") as file:
+        token = secrets.token_hex(LEAST_TOKEN)
+        file.write(token)
+    return token
+
+
+def read_token(path: Path) -> str:
+    """The token in a file. Raises EndpointError where others can read it, too, or it is none."""
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise EndpointError(
+            f"{path} may be read by others (mode {mode:o}), and whoever reads it can run code as you. "
+            f"Remove it, and start the cluster again, which makes a new one"
+        )
+    token = path.read_text().strip()
+    if len(token) < LEAST_TOKEN:
+        raise EndpointError(f"the token in {path} has {len(token)} characters; it must have {LEAST_TOKEN} at least")
+    return token
+
+
+def check_address(host: str, anywhere: bool) -> None:
+    """Raise EndpointError for a host beyond loopback, unless that is wanted."""
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise EndpointError(f"cannot listen on {host!r}: {error}") from None
+    beyond = sorted(str(a) for a in addresses if not ipaddress.ip_address(str(a).split("%")[0]).is_loopback)
+    if beyond and not anywhere:
+        raise EndpointError(
+            f"{host} ({', '.join(beyond)}) can be reached from other machines, and nothing is encrypted there. Listen on "
+            "127.0.0.1 and use an SSH tunnel, or say --listen-beyond-loopback"
+        )
+
+
+class Endpoint:
+    """Answers requests for a service on threads of its own, from ``start()`` to ``close()``."""
+
+    def __init__(
+        self, service: Service, token: str, host: str = "127.0.0.1", port: int = 0, *, anywhere: bool = False,
+        metrics: Callable[[], bytes] | None = None,
+    ) -> None:  # fmt: skip
+        check_address(host, anywhere)
+        if len(token) < LEAST_TOKEN:
+            raise EndpointError(f"a token must have {LEAST_TOKEN} characters at least; got {len(token)}")
+        self.service, self.token, self.metrics = service, token, metrics
+        self.wanted_down = threading.Event()  # somebody asked for the end of the cluster
+        self._server = ThreadingHTTPServer((host, port), functools.partial(_Handler, self))
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="endpoint")
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as http://host:port."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = QUIET_SECONDS
+
+    def __init__(self, door: Endpoint, *rest: Any) -> None:
+        self.door = door
+        self.service = door.service
+        super().__init__(*rest)  # answers
+
+    def do_GET(self) -> None:
+        self._answer(_GET)
+
+    def do_POST(self) -> None:
+        self._answer(_POST)
+
+    def _answer(self, routes: list[tuple[str, str]]) -> None:
+        self._body_read = False
+        try:
+            given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.door.token.encode()):
+                raise _Refused(
+                    401, "the token is missing or wrong; it is in the file token of the cluster's state folder"
+                )
+            url = urllib.parse.urlsplit(self.path)
+            self.query = dict(urllib.parse.parse_qsl(url.query))
+            for pattern, name in routes:
+                found = re.fullmatch(pattern, url.path)
+                if found:
+                    made = getattr(self, name)(*map(urllib.parse.unquote, found.groups()))
+                    break
+            else:
+                raise _Refused(404, f"there is nothing at {url.path}")
+            if isinstance(made, bytes):
+                self._send(200, made, "application/octet-stream")
+            else:
+                self._send(200, json.dumps(made).encode())
+        except _Refused as error:
+            self._refuse(error.status, "EndpointError", str(error))
+        except (SubmissionError, InvalidJobError) as error:
+            self._refuse(400, type(error).__name__, str(error))
+        except (BusyError, ClosedError) as error:
+            self._refuse(503, type(error).__name__, str(error))
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.close_connection = True
+        except Exception as error:
+            logger.exception("a request failed: %s %s", self.command, self.path)
+            self._refuse(500, "ClosedError", f"{type(error).__name__}: {error}")
+
+    def _refuse(self, status: int, kind: str, why: str) -> None:
+        self.close_connection = True  # the rest of the request is not read
+        self._send(status, json.dumps({"error": why, "kind": kind}).encode())
+
+    def _send(self, status: int, content: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("endpoint: " + format, *args)
+
+    # -- what can be asked
+
+    def status(self) -> dict[str, Any]:
+        return self.service.status()
+
+    def job(self, id: str) -> dict[str, Any]:
+        return self.service.told(self.service.record(id))
+
+    def log(self, id: str) -> dict[str, Any]:
+        after = self._number("after", 0, 1e18)
+        self.service.record(id)
+        lines = [{"number": n, "at": at, "line": line} for n, at, line in self.service.store.log(id, int(after))]
+        return {"lines": lines, "state": self.service.record(id).state}
+
+    def results(self, id: str) -> bytes:
+        """A zip file with the newest result of each job of the group, in their order."""
+        job = self.service.record(id)
+        if not job.over:
+            raise _Refused(409, f"job {id!r} has not ended; it is {job.state}")
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as archive:
+            for number, path in enumerate(result_files(Path(job.results)) if job.results else ()):
+                archive.write(path, str(number))
+        return packed.getvalue()
+
+    def wait(self) -> dict[str, Any]:
+        ids = [id for id in self.query.get("ids", "").split(",") if id]
+        return {"ended": self.service.wait(ids, self._number("seconds", LONGEST_WAIT, LONGEST_WAIT))}
+
+    def prometheus(self) -> bytes:
+        if self.door.metrics is None:
+            raise _Refused(404, "this cluster has no metrics: pip install waterflow[metrics], and start it again")
+        return self.door.metrics()
+
+    def submit(self) -> dict[str, Any]:
+        given = self.headers.get("X-Submission", "")
+        if len(given) > LARGEST_SUBMISSION:
+            raise _Refused(413, f"a submission has at most {LARGEST_SUBMISSION} characters")
+        try:
+            submission = json.loads(given)
+        except ValueError:
+            submission = None
+        if not isinstance(submission, dict):
+            raise _Refused(400, "a submission is JSON in the header X-Submission, and its payload is the body")
+        checkpoint = submission.pop("checkpoint", None)
+        if checkpoint is not None and not isinstance(checkpoint, str):
+            raise _Refused(400, f"checkpoint must be a path; got {checkpoint!r}")
+        return {"new": self.service.submit(submission, self._body(), checkpoint), "id": submission["id"]}
+
+    def cancel(self, id: str) -> dict[str, Any]:
+        return {"cancelled": self.service.cancel(id)}
+
+    def down(self) -> dict[str, Any]:
+        self.door.wanted_down.set()
+        return {"pid": os.getpid()}
+
+    def _number(self, name: str, default: float, most: float) -> float:
+        text = self.query.get(name)
+        try:
+            value = default if text is None else float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value <= most:
+            raise _Refused(400, f"{name} must be a number from 0 to {most:g}; got {text!r}")
+        return value
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit():
+            raise _Refused(411, "the payload needs a Content-Length")
+        if int(length) > LARGEST_PAYLOAD:
+            raise _Refused(
+                413, f"the payload has {format_bytes(int(length))}; at most {format_bytes(LARGEST_PAYLOAD)} are taken. Let a "
+                "function load the data where the job runs",
+            )  # fmt: skip
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise _Refused(400, f"the payload ended after {len(body)} of {length} bytes")
+        return body
+
+
+_JOB = "/jobs/([^/]+)"
+_GET = [("/status", "status"), (_JOB, "job"), (_JOB + "/log", "log"), (_JOB + "/results", "results"),
+        ("/wait", "wait"), ("/metrics", "prometheus")]  # fmt: skip
+_POST = [("/jobs", "submit"), (_JOB + "/cancel", "cancel"), ("/down", "down")]

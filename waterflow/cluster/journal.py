@@ -1,0 +1,125 @@
+"""The scheduler's state on disk: now and then all of it, and in between each event, which gives the same decisions again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from waterflow.cluster.book import Book
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.store import Store
+from waterflow.cluster.submission import Action, Node, Outcome, Report, Submission, Tenant
+
+logger = logging.getLogger("waterflow")
+
+ENTRIES_PER_EVENT = 50  # all of the state is written after one event for so many submissions in it, and one more
+
+
+class JournaledScheduler:
+    """A ``Scheduler`` whose events are written down in the transaction of the store in which they come.
+
+    Takes up what the store has: the state that was written last, and the events since.
+    """
+
+    def __init__(self, store: Store, policy: Policy, tenants: Sequence[Tenant] = ()) -> None:
+        self._store = store
+        state = store.meta("scheduler")
+        self._inner = Scheduler([], policy, tenants) if state is None else Scheduler.from_dict(state, policy)
+        self._since = 0
+        for name, now, arguments in store.events():
+            self._call(name, now, _read(name, arguments), decide=name == "tick")
+            self._since += 1
+        if self._since:
+            logger.info("took up the scheduler's state, and %d events since it was written", self._since)
+
+    @property
+    def book(self) -> Book:
+        """Who is where."""
+        return self._inner.book
+
+    @property
+    def policy(self) -> Policy:
+        """Who decides."""
+        return self._inner.policy
+
+    @property
+    def next_tick(self) -> float | None:
+        """See ``Scheduler``."""
+        return self._inner.next_tick
+
+    def submit(self, now: float, submission: Submission) -> None:
+        """See ``Scheduler``; what follows is decided at the next tick, here and in all other events."""
+        self._event("submit", now, submission)
+
+    def started(self, now: float, id: str) -> None:
+        """See ``Scheduler``."""
+        self._event("started", now, id)
+
+    def ended(self, now: float, id: str, how: Outcome) -> None:
+        """See ``Scheduler``."""
+        self._event("ended", now, id, how)
+
+    def cancel(self, now: float, id: str) -> None:
+        """See ``Scheduler``."""
+        self._event("cancel", now, id)
+
+    def report(self, now: float, id: str, report: Report) -> None:
+        """See ``Scheduler``."""
+        self._event("report", now, id, report)
+
+    def node_lost(self, now: float, node: str) -> list[Action]:
+        """See ``Scheduler``."""
+        return self._event("node_lost", now, node)
+
+    def node_joined(self, now: float, node: Node) -> list[Action]:
+        """See ``Scheduler``."""
+        return self._event("node_joined", now, node)
+
+    def tick(self, now: float) -> list[Action]:
+        """See ``Scheduler``."""
+        return self._event("tick", now)
+
+    def save(self) -> None:
+        """Write all of the state down, if enough has happened since the last time."""
+        if self._since > len(self.book.entries) // ENTRIES_PER_EVENT:
+            self._store.set_meta("scheduler", self._inner.to_dict())
+            self._store.forget_events()
+            self._since = 0
+
+    def _event(self, name: str, now: float, *arguments: Any) -> list[Action]:
+        actions = self._call(name, now, arguments, decide=name == "tick")
+        self._store.add_event(name, now, [_written(argument) for argument in arguments])
+        self._since += 1
+        return actions
+
+    def _call(self, name: str, now: float, arguments: Sequence[Any], decide: bool) -> list[Action]:
+        if decide:
+            return self._inner.tick(now)
+        made: list[Action] = getattr(self._inner, name)(now, *arguments, decide=False)
+        return made
+
+
+def _written(argument: Any) -> Any:
+    if isinstance(argument, Submission):
+        return argument.to_dict()
+    if isinstance(argument, Report):
+        return [
+            argument.progress,
+            argument.steps,
+            argument.rate,
+            argument.utilization,
+            argument.memory,
+            argument.slowdown,
+        ]
+    return [argument.name, argument.devices, argument.memory] if isinstance(argument, Node) else argument
+
+
+def _read(name: str, arguments: list[Any]) -> list[Any]:
+    kinds: dict[str, Any] = {
+        "submit": lambda given: [Submission.from_dict(given)],
+        "report": lambda id, given: [id, Report(*given)],
+        "node_joined": lambda given: [Node(*given)],
+    }
+    return list(kinds[name](*arguments)) if name in kinds else arguments

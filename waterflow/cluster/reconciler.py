@@ -1,0 +1,228 @@
+"""What is wanted of each job, and what the backend was asked for: whatever differs is settled by one more request.
+
+What is wanted (where a job runs, and how) stands in the scheduler; what was asked stands in the store, written down before
+it is asked. So there is no list of actions that could be carried out twice: after a restart the same comparison goes on, with
+what the backend says runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from waterflow.cluster.backend import (
+    Backend,
+    BackendEvent,
+    Checkpointed,
+    Ended,
+    NodeJoined,
+    NodeLost,
+    Progress,
+    Started,
+)
+from waterflow.cluster.journal import JournaledScheduler
+from waterflow.cluster.store import ENDED, JobRecord, Store
+from waterflow.cluster.submission import Action, Node, Place, Report
+
+logger = logging.getLogger("waterflow")
+
+RETRY_SECONDS = 0.5  # after a start that the backend refused
+MOST_LOSSES = 4  # a job whose node is lost so often without a checkpoint in between is taken to be the reason
+
+Ask = Callable[[], None]
+
+
+class Reconciler:
+    """Takes the backend's events to scheduler and store, and says what to ask for then. Its caller holds the lock.
+
+    Times are those of the caller. All but ``not_started`` stands inside of a transaction of the store, which its caller opens.
+    """
+
+    def __init__(self, store: Store, backend: Backend, scheduler: JournaledScheduler) -> None:
+        self.store = store
+        self.backend = backend
+        self.scheduler = scheduler
+        self.live: dict[str, dict[str, Progress]] = {}  # the last report of each running job, by node
+        self._epochs: dict[str, int] = store.meta("epochs") or {}  # of the nodes that the scheduler knows
+        self._unsettled: set[str] = set()
+        self._retry_at: dict[str, float] = {}
+        self._now = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether there is something to settle though nothing happened."""
+        return bool(self._unsettled) or any(at <= now for at in self._retry_at.values())
+
+    def touch(self, *ids: str, actions: list[Action] | None = None) -> None:
+        """Look at these jobs, and at those whose actions the scheduler returned, at the next settling."""
+        self._unsettled |= {*ids, *(action.id for action in actions or ())}
+
+    def take_up(self, now: float) -> None:
+        """Compare what the store says with what runs: nodes first, then events that nobody heard, then jobs."""
+        self._now = now
+        alive = {node.name: node for node in self.backend.nodes() if node.alive}
+        for name in [name for name in self.scheduler.book.devices.nodes if name not in alive]:
+            self._node_lost(name)
+        for node in alive.values():
+            self._node_joined(NodeJoined(node.name, node.epoch, node.devices, node.memory))
+        events = self.backend.poll(0.0)
+        for event in events:
+            self.take(now, event)
+        running = set(self.backend.running())
+        told = {event.id for event in events if isinstance(event, Ended)}
+        known = [job for job in self.store.jobs() if not job.over]
+        for job in known:
+            if job.places and job.id not in running and job.id not in told:
+                if job.state == "starting":
+                    self._gone(job, "its start came to nothing", "stopped")
+                else:
+                    self._gone(job, "its node ended while no scheduler ran")
+        for id in running - {job.id for job in known}:
+            logger.warning("job %r runs and should not: it is stopped", id)
+            self.backend.stop(id, suspend=False)
+        self.touch(*(job.id for job in known))
+
+    # -- asking
+
+    def settle(self, now: float) -> list[tuple[str, Ask]]:
+        """Note the requests that bring jobs nearer to what is wanted of them; returns what makes them, with the job's id."""
+        self._now = now
+        ids = self._unsettled | {id for id, at in self._retry_at.items() if at <= now}
+        self._unsettled = set()
+        asks = []
+        for job in self.store.jobs(sorted(ids)):
+            self._retry_at.pop(job.id, None)
+            ask = self._settle(job)
+            if ask is not None:
+                asks.append((job.id, ask))
+        return asks
+
+    def _settle(self, job: JobRecord) -> Ask | None:
+        if job.over or job.state == "stopping":
+            return None
+        places, priority = self._wanted(job.id)
+        if job.state == "waiting":
+            if job.id not in self.scheduler.book.entries:
+                self._end(job, "cancelled", "")
+            elif places:
+                return self._start(job, places, priority)
+            return None
+        if places != tuple((node, device) for node, device, _ in job.places):
+            self.store.change(job.id, state="stopping")
+            suspend = job.id in self.scheduler.book.entries
+            return lambda: self.backend.stop(job.id, suspend)
+        if priority != job.priority:
+            self.store.change(job.id, priority=priority)
+            self.store.say(job.id, self._now, f"goes on as {priority}")
+            return lambda: self.backend.set_priority(job.id, priority)
+        return None
+
+    def _wanted(self, id: str) -> tuple[tuple[Place, ...], Any]:
+        """Where the scheduler has a job now, and how; no place where it waits or has ended."""
+        entry = self.scheduler.book.entries.get(id)
+        if entry is None or entry.state != "running":
+            return (), "guaranteed"
+        return tuple((node, device) for node, device in entry.places), entry.priority
+
+    def _start(self, job: JobRecord, places: tuple[Place, ...], priority: Any) -> Ask:
+        self.store.place(job.id, [(node, device, self._epochs[node]) for node, device in places])
+        self.store.change(job.id, state="starting", attempts=job.attempts + 1, priority=priority)
+        where = ", ".join(f"{node}:{device}" for node, device in places)
+        self.store.say(job.id, self._now, f"starts at {where} as {priority}, attempt {job.attempts + 1}")
+
+        def ask() -> None:
+            known = self.backend.checkpoints(job.id) if job.attempts else None
+            if known is None and job.checkpoint is not None:
+                known = self.backend.adopt(job.id, Path(job.checkpoint))
+            self.backend.start(job.id, self.store.payload(job.id), places, priority, known)
+
+        return ask
+
+    def not_started(self, now: float, id: str, why: str) -> None:
+        """The backend refused a start; it is tried again."""
+        with self.store.transaction():
+            self.store.place(id, ())
+            self.store.change(id, state="waiting")
+            self.store.say(id, now, f"is not started: {why}")
+        self._retry_at[id] = now + RETRY_SECONDS
+
+    # -- events
+
+    def take(self, now: float, event: BackendEvent) -> None:
+        """Let the scheduler and the store know of an event; those that come too late do not count."""
+        self._now = now
+        if isinstance(event, NodeLost):
+            logger.warning("node %s is lost: %s", event.node, event.reason)
+            if self._epochs.get(event.node) == event.epoch:
+                self._node_lost(event.node)
+            return
+        if isinstance(event, NodeJoined):
+            self._node_joined(event)
+            return
+        job = self.store.job(event.id)
+        if job is None or job.over or not self._current(job, event):
+            return
+        if isinstance(event, Started):
+            if job.state == "starting":
+                self.store.change(job.id, state="running", started=job.started if job.started is not None else now)
+            self.scheduler.started(now, job.id)
+        elif isinstance(event, Progress):
+            self.live.setdefault(job.id, {})[event.node] = event
+            report = Report(event.fraction, event.steps, None, event.utilization, event.memory)
+            self.scheduler.report(now, job.id, report)
+        elif isinstance(event, Checkpointed):
+            self.store.change(job.id, checkpoint=str(event.path), steps=event.steps, losses=0)
+            self.store.say(job.id, now, f"checkpoint after {event.steps} steps")
+        elif event.how in ENDED:
+            self.scheduler.ended(now, job.id, event.how)
+            self.store.change(job.id, results=str(event.results))
+            self._end(job, event.how, event.reason)
+        elif job.state != "starting" or event.how == "lost":  # else: news of the start before
+            self._gone(job, event.reason or ("its node was lost" if event.how == "lost" else "suspended"), event.how)
+
+    def _node_lost(self, node: str) -> None:
+        self._epochs.pop(node, None)
+        self.store.set_meta("epochs", self._epochs)
+        self.touch(actions=self.scheduler.node_lost(self._now, node))
+
+    def _node_joined(self, event: NodeJoined) -> None:
+        """A node with a process that is new; one that a backend takes over is told of again, and nothing has changed."""
+        if self._epochs.get(event.node) != event.epoch:
+            self._epochs[event.node] = event.epoch
+            self.store.set_meta("epochs", self._epochs)
+            node = Node(event.node, event.devices, event.memory)
+            self.touch(actions=self.scheduler.node_joined(self._now, node))
+
+    def _current(self, job: JobRecord, event: Any) -> bool:
+        """Whether an event comes from where the job was started last; a node that came back since has a higher epoch."""
+        epochs = [epoch for node, _, epoch in job.places if node == event.node]
+        if not event.node:  # it is known from the folder that the nodes share
+            return True
+        if not epochs or event.epoch < max(epochs):
+            logger.info("an event of job %r from node %s, epoch %d, comes too late", job.id, event.node, event.epoch)
+            return False
+        return True
+
+    def _gone(self, job: JobRecord, why: str, how: str = "lost") -> None:
+        """Nothing of a job that has not ended is left on the backend: it waits until it is started again."""
+        self.store.place(job.id, ())
+        reports = self.live.pop(job.id, {})
+        if how == "suspended":  # with a checkpoint of what it had
+            self.store.change(job.id, steps=max(job.steps, sum(report.steps for report in reports.values())))
+        losses = job.losses + (how == "lost")
+        self.store.say(job.id, self._now, f"{how}: {why}")
+        if losses > MOST_LOSSES:
+            self.scheduler.ended(self._now, job.id, "failed")
+            self._end(
+                job, "failed", f"its node was lost {losses} times without a checkpoint in between; the last time: {why}"
+            )
+            return
+        self.store.change(job.id, state="waiting", losses=losses)
+        self._unsettled.add(job.id)
+
+    def _end(self, job: JobRecord, how: Any, reason: str) -> None:
+        steps = max(job.steps, sum(report.steps for report in self.live.pop(job.id, {}).values()))
+        self.store.place(job.id, ())
+        self.store.change(job.id, state=how, ended=self._now, reason=reason, steps=steps)
+        self.store.say(job.id, self._now, f"{how}{f': {reason}' if reason else ''}")

@@ -1,0 +1,288 @@
+"""What a cluster knows, on disk: jobs and their payloads, who is where, results, and the scheduler's own state.
+
+Every change is a transaction that has reached the disk when it returns (SQLite with a write-ahead log, synchronous=FULL),
+so whoever opens the file after the process was killed finds the state before a change or after it, and nothing between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from waterflow.errors import ClusterError, InvalidJobError
+
+FORMAT = 1  # of the file; another one is refused
+LOG_LINES = 2000  # kept per job
+
+# Of a job on the backend: nothing of it is there (waiting), its start was asked for, it runs, its stop was asked for.
+State = Literal["waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"]
+ENDED: tuple[State, ...] = ("completed", "failed", "cancelled")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS jobs (
+    id TEXT PRIMARY KEY, number INTEGER NOT NULL, tenant TEXT NOT NULL, submission TEXT NOT NULL, digest TEXT NOT NULL,
+    state TEXT NOT NULL, priority TEXT NOT NULL, submitted REAL NOT NULL, started REAL, ended REAL,
+    attempts INTEGER NOT NULL DEFAULT 0, losses INTEGER NOT NULL DEFAULT 0, checkpoint TEXT,
+    steps INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', results TEXT
+);
+CREATE TABLE IF NOT EXISTS payloads (id TEXT PRIMARY KEY, payload BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS placements (
+    id TEXT NOT NULL, position INTEGER NOT NULL, node TEXT NOT NULL, device INTEGER NOT NULL, epoch INTEGER NOT NULL,
+    PRIMARY KEY (id, position)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS log (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, at REAL NOT NULL, line TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, at REAL NOT NULL, arguments TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS log_by_job ON log (id, number);
+CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
+"""
+_CHANGE = {"state", "priority", "started", "ended", "attempts", "losses", "checkpoint", "steps", "reason", "results"}
+_AMONG = "{} IN (SELECT value FROM json_each(?))"
+# cloudpickle names each class that it sends by value with a random number: it says nothing of the payload.
+_CLASS_NUMBER = re.compile(rb"\x8c\x20[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One job as the store has it. Times are seconds since 1970.
+
+    ``places`` are where it was started last and has not ended, each with the epoch that the node had. ``attempts`` counts its
+    starts, ``losses`` those since its last checkpoint that ended with a lost node; ``steps`` are those in ``checkpoint``.
+    """
+
+    id: str
+    number: int
+    tenant: str
+    submission: dict[str, Any]
+    state: State
+    priority: str
+    submitted: float
+    started: float | None
+    ended: float | None
+    attempts: int
+    losses: int
+    checkpoint: str | None
+    steps: int
+    reason: str
+    results: str | None
+    places: tuple[tuple[str, int, int], ...]
+
+    @property
+    def over(self) -> bool:
+        """Whether it has come to its end."""
+        return self.state in ENDED
+
+
+_COLUMNS = [field.name for field in fields(JobRecord) if field.name != "places"]
+
+
+def digest_of(submission: dict[str, Any], payload: bytes) -> str:
+    """What two submissions with one id must share: what is asked for, and the payload."""
+    asked = {key: value for key, value in submission.items() if key != "submitted"}
+    found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+    found.update(_CLASS_NUMBER.sub(b"", payload))
+    return found.hexdigest()
+
+
+class Store:
+    """The file of one cluster. Thread-safe; changes inside of ``transaction()`` are made together or not at all.
+
+    Raises ClusterError where the file is damaged, or of another version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._depth = 0
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+            self._check_format()
+        except sqlite3.DatabaseError as error:
+            raise ClusterError(
+                f"{path} cannot be used as the state of a cluster: {error}. Put back a copy of it, or start a new cluster "
+                "with another --state folder"
+            ) from error
+        path.chmod(0o600)
+
+    def _check_format(self) -> None:
+        found = self.meta("format")
+        if found is None:
+            self.set_meta("format", FORMAT)
+        elif found != FORMAT:
+            raise ClusterError(
+                f"{self.path} has format {found}, and this version reads format {FORMAT}. Use the version of waterflow "
+                "that wrote it, or start a new cluster with another --state folder"
+            )
+
+    def close(self) -> None:
+        """Close the file. What was changed is there already."""
+        with self._lock:
+            self._db.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All changes inside, or none of them; they are on the disk when it is left."""
+        with self._lock:
+            if self._depth:
+                yield
+                return
+            self._db.execute("BEGIN IMMEDIATE")
+            self._depth = 1
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            else:
+                self._db.execute("COMMIT")
+            finally:
+                self._depth = 0
+
+    # -- the cluster's own
+
+    def meta(self, key: str) -> Any:
+        """A value of the cluster's own, such as its scheduler's state; None where there is none."""
+        rows = self._all("SELECT value FROM meta WHERE key = ?", (key,))
+        return json.loads(rows[0][0]) if rows else None
+
+    def set_meta(self, key: str, value: Any) -> None:
+        """Set one; anything that JSON can write."""
+        self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+    def add_event(self, name: str, at: float, arguments: list[Any]) -> None:
+        """Note an event of the scheduler, until its whole state is set."""
+        self._run("INSERT INTO events (name, at, arguments) VALUES (?, ?, ?)", (name, at, json.dumps(arguments)))
+
+    def events(self) -> list[tuple[str, float, list[Any]]]:
+        """Those that were noted since, in their order."""
+        rows = self._all("SELECT name, at, arguments FROM events ORDER BY number")
+        return [(name, at, json.loads(arguments)) for name, at, arguments in rows]
+
+    def forget_events(self) -> None:
+        """The whole state has been set."""
+        self._run("DELETE FROM events")
+
+    # -- jobs
+
+    def add(self, submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> bool:
+        """Add a job, which goes on from ``checkpoint``. False if this very job is there already: then nothing changes.
+
+        Raises InvalidJobError where the id belongs to another job.
+        """
+        id, digest = submission["id"], digest_of(submission, payload)
+        with self.transaction():
+            known = self._all("SELECT digest, submission FROM jobs WHERE id = ?", (id,))
+            if known:
+                if known[0][0] == digest:
+                    return False
+                raise InvalidJobError(_told_apart(id, json.loads(known[0][1]), submission))
+            self._run(
+                "INSERT INTO jobs (id, number, tenant, submission, digest, state, priority, submitted, checkpoint) "
+                "VALUES (?, (SELECT COUNT(*) FROM jobs), ?, ?, ?, 'waiting', ?, ?, ?)",
+                (id, submission["tenant"], json.dumps(submission), digest, submission["priority"],
+                 submission["submitted"], checkpoint),
+            )  # fmt: skip
+            self._run("INSERT INTO payloads VALUES (?, ?)", (id, payload))
+        return True
+
+    def job(self, id: str) -> JobRecord | None:
+        """One job; None where no job has that id."""
+        found = self.jobs([id])
+        return found[0] if found else None
+
+    def jobs(self, ids: Sequence[str] | None = None, *, states: Iterable[State] | None = None) -> list[JobRecord]:
+        """Jobs in the order in which they came: all, those named, or those in some states."""
+        where, values = "1", []
+        if ids is not None:
+            where, values = f"{where} AND {_AMONG.format('id')}", [json.dumps(list(ids))]
+        if states is not None:
+            where, values = f"{where} AND {_AMONG.format('state')}", [*values, json.dumps(list(states))]
+        with self._lock:
+            rows = self._all(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE {where} ORDER BY number", values)
+            places: dict[str, list[tuple[str, int, int]]] = {}
+            for id, node, device, epoch in self._all(
+                "SELECT id, node, device, epoch FROM placements ORDER BY position"
+            ):
+                places.setdefault(id, []).append((node, device, epoch))
+        return [_record(dict(zip(_COLUMNS, row)), places) for row in rows]
+
+    def payload(self, id: str) -> bytes:
+        """What was handed in."""
+        return bytes(self._all("SELECT payload FROM payloads WHERE id = ?", (id,))[0][0])
+
+    def change(self, id: str, **values: Any) -> None:
+        """Set fields of one job: any of its record but those that it came with."""
+        assert values.keys() <= _CHANGE
+        columns = ", ".join(f"{name} = ?" for name in values)
+        self._run(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), id))
+
+    def place(self, id: str, places: Iterable[tuple[str, int, int]]) -> None:
+        """Note where a job stands from now on: (node, device, epoch of the node). No place: it stands nowhere."""
+        with self.transaction():
+            self._run("DELETE FROM placements WHERE id = ?", (id,))
+            for position, (node, device, epoch) in enumerate(places):
+                self._run("INSERT INTO placements VALUES (?, ?, ?, ?, ?)", (id, position, node, device, epoch))
+
+    # -- what is told of a job
+
+    def say(self, id: str, at: float, line: str) -> None:
+        """Add a line to a job's log; the oldest of very many go."""
+        with self.transaction():
+            self._run("INSERT INTO log (id, at, line) VALUES (?, ?, ?)", (id, at, line))
+            self._run(
+                "DELETE FROM log WHERE id = ? AND number <= "
+                "(SELECT number FROM log WHERE id = ? ORDER BY number DESC LIMIT 1 OFFSET ?)", (id, id, LOG_LINES),
+            )  # fmt: skip
+
+    def log(self, id: str, after: int = 0) -> list[tuple[int, float, str]]:
+        """Lines of a job's log behind the number ``after``: (number, seconds since 1970, line)."""
+        return self._all("SELECT number, at, line FROM log WHERE id = ? AND number > ? ORDER BY number", (id, after))
+
+    def check(self) -> None:
+        """Raise ClusterError where the file contradicts itself."""
+        with self._lock:
+            (found,) = self._all("PRAGMA integrity_check")[0]
+            if found != "ok":
+                raise ClusterError(f"{self.path} is damaged: {found}")
+            for job in self.jobs():
+                held = job.state in ("starting", "running", "stopping")
+                if bool(job.places) != held:
+                    raise ClusterError(f"{self.path}: job {job.id!r} is {job.state} and has {len(job.places)} places")
+
+    def _run(self, sql: str, values: Sequence[Any] = ()) -> None:
+        with self._lock:
+            self._db.execute(sql, values)
+
+    def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+
+def _record(columns: dict[str, Any], places: dict[str, list[tuple[str, int, int]]]) -> JobRecord:
+    columns["submission"] = json.loads(columns["submission"])
+    return JobRecord(**columns, places=tuple(places.get(columns["id"], ())))
+
+
+def _told_apart(id: str, known: dict[str, Any], given: dict[str, Any]) -> str:
+    differ = [
+        f"{key} {known.get(key)!r} there and {given.get(key)!r} here"
+        for key in given
+        if key != "submitted" and known.get(key) != given.get(key)
+    ]
+    what = "; ".join(differ) or "what it is to run"
+    return f"job {id!r} is known already, and differs in {what}. One id is one job: take another id for another job"

@@ -1,0 +1,310 @@
+"""The trials of a study on the devices of a cluster: each is handed in as a task, and told when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+
+from waterflow.checkpoint import Checkpoint
+from waterflow.errors import ClusterError, JobCancelled, StudyError
+from waterflow.executor.engine import Engine
+from waterflow.executor.steps_of_thread import close_steps_of_thread
+from waterflow.executor.terms import Priority
+from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.optuna_private import TrialPruned, refresh, set_in_loop, shareable, stopped, trial_of
+from waterflow.progress import ProgressLine
+from waterflow.runner import JobRunner, StopJob, draw_seed
+from waterflow.study_coordinator import Objective, StudyCallback, StudySummary
+from waterflow.task import Task
+from waterflow.user_code import UserCode
+
+_LOOK_SECONDS = 2.0  # between two looks at whether the study was interrupted
+_AT_ONCE = 2  # trials for each device, where nobody says how many
+
+
+class Devices(Protocol):
+    """What is asked of ``optimize(backend=)``; a ``waterflow.Cluster`` is one."""
+
+    def check(self, jobs: Any) -> None:
+        """Raise InvalidJobError for what cannot be handed in."""
+
+    def submit(self, jobs: Any, *, id: str) -> str:
+        """Hand in a task."""
+
+    def wait(self, id: str, timeout: float) -> list[str]:
+        """Whether it has ended, after so many seconds at most."""
+
+    def status(self, id: str | None = None) -> dict[str, Any]:
+        """The devices; or what became of a task."""
+
+    def results(self, id: str) -> Results:
+        """What its runner returned."""
+
+    def cancel(self, id: str) -> bool:
+        """End it."""
+
+
+@dataclass(frozen=True)
+class TrialResult(JobResult):
+    """What became of a trial: ``returned`` by its objective, or by its job's evaluation; whether it stopped the study."""
+
+    returned: Any = None
+    stopped: bool = False
+
+
+class TrialTask(Task):
+    """One trial of a study, in another process: asks for its values there, trains, reports and prunes."""
+
+    def __init__(self, study: Any, number: int, objective: Objective, seed: int) -> None:
+        self.name = f"trial-{number}"
+        self.study = study
+        self.number = number
+        self.objective = objective
+        self.seed = seed
+
+    def runner(self, engine: Engine, seed: int, resume: Checkpoint | None) -> TrialRunner:
+        """See ``Task``."""
+        return TrialRunner(self, engine, resume)
+
+
+class TrialRunner:
+    """Runs a trial. One that returns a Job can be saved and go on elsewhere; the user's own loop begins again there."""
+
+    def __init__(self, task: TrialTask, engine: Engine, resume: Checkpoint | None) -> None:
+        self._task = task
+        self.engine = engine
+        self.priority: Priority = "guaranteed"
+        self._resume = resume
+        self._code = UserCode()
+        self._inner: JobRunner | None = None
+        self._halted: str | None = None
+        self._lock = threading.Lock()
+
+    def run(self) -> JobResult:
+        """See ``JobRunner``; errors end up in the result."""
+        task, began = self._task, time.perf_counter()
+        study = task.study
+        study.sampler.reseed_rng()  # all trials have copies of one sampler
+        set_in_loop(study, True)  # study.stop() looks at it
+        made: JobResult | None = None
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            trial = trial_of(study, task.number)
+            with self._code.here():
+                value = task.objective(trial)
+            if isinstance(value, Job):
+                made = self._train(trial, value)
+                error = made.error
+                value = _value_of(made, len(study.directions)) if made.status == "completed" else None
+        except BaseException as failure:
+            error = failure
+        finally:
+            close_steps_of_thread()
+        status: Any = "completed" if error is None else "failed"
+        if isinstance(error, TrialPruned) or (made is not None and made.status == "pruned"):
+            status, error = "pruned", None
+        elif self._halted is not None and status != "completed":
+            status = "cancelled"
+        found: dict[str, Any] = {"seconds": time.perf_counter() - began}
+        if made is not None:
+            found = {field.name: getattr(made, field.name) for field in fields(JobResult)}
+        found |= {
+            "name": task.name, "status": status, "error": error, "returned": value, "stopped": stopped(study),
+            "traceback": "".join(traceback.format_exception(error)) if error is not None else None,
+        }  # fmt: skip
+        return TrialResult(**found)
+
+    def _train(self, trial: Any, job: Job) -> JobResult:
+        single = len(self._task.study.directions) == 1
+
+        def on_epoch(epoch: int, metrics: Metrics) -> None:
+            if single:
+                trial.report(next(iter(metrics.values())), epoch)
+                if trial.should_prune():
+                    raise StopJob
+
+        runner = JobRunner(job, self.engine, on_epoch, seed=self._task.seed, resume=self._resume)
+        with self._lock:
+            self._inner = runner
+            runner.residence.set(self.priority)
+            if self._halted is not None:
+                runner.stop(self._halted)
+        return runner.run()
+
+    @property
+    def residence(self) -> Any:
+        """Where the priority is set: of its job, once there is one."""
+        return self._inner.residence if self._inner is not None else self
+
+    def set(self, priority: Priority) -> None:
+        """For the job to come."""
+        self.priority = priority
+
+    @property
+    def steps(self) -> int:
+        """Steps of its job; 0 of a loop of the user's own."""
+        return self._inner.steps if self._inner is not None else 0
+
+    @property
+    def step(self) -> Any:
+        """The step of its job."""
+        return self._inner.step if self._inner is not None else None
+
+    def snapshot(self, timeout: float | None = None) -> Checkpoint:
+        """See ``JobRunner``. Raises StudyError where there is no job to save."""
+        return self._job().snapshot(timeout)
+
+    def suspend(self, timeout: float | None = None) -> Checkpoint:
+        """See ``JobRunner``. Raises StudyError where there is no job to save."""
+        return self._job().suspend(timeout)
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End it: a job at its next group boundary, the user's own loop at once."""
+        with self._lock:
+            self._halted = reason
+            inner = self._inner
+        if inner is not None:
+            inner.stop(reason)
+        else:
+            self._code.break_off()
+
+    def _job(self) -> JobRunner:
+        if self._inner is None:
+            raise StudyError(f"{self._task.name} trains in a loop of its own, whose state is not known; return a Job")
+        return self._inner
+
+
+def _value_of(result: JobResult, directions: int) -> Any:
+    if directions == 1:
+        return result.value
+    values = list(result.metrics[-1].values())
+    if len(values) != directions:
+        raise StudyError(
+            f"the study has {directions} objectives and evaluate of job {result.name!r} returned {len(values)} number(s): "
+            f"{', '.join(result.metrics[-1])}. Return one per objective, in their order"
+        )
+    return values
+
+
+def spread(
+    study: Any, objective: Objective, n_trials: int | None, timeout: float | None, devices: Devices,
+    max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
+    gc_after_trial: bool, show_progress_bar: bool,
+) -> StudySummary:  # fmt: skip
+    """``study.optimize`` itself, whose trials run on ``devices``: it asks and tells, and waits for them on threads."""
+    shared = shareable(study)
+    at_once = max_concurrent or _AT_ONCE * max(1, sum(node["devices"] for node in devices.status()["nodes"]))
+    devices.check([TrialTask(shared, 0, objective, 0)])
+    caller = _Caller(shared, objective, devices, catch)
+    began = time.perf_counter()
+    with ProgressLine(n_trials, "trials", show_progress_bar) as progress, caller.interruptible(study):
+        study.optimize(
+            caller.run, n_trials, timeout, n_jobs=at_once, catch=catch,
+            callbacks=[*callbacks, lambda *_: progress.advance()], gc_after_trial=gc_after_trial,
+        )  # fmt: skip
+    if caller.failure is not None:
+        raise caller.failure
+    results = Results(result for _, result in sorted(caller.results, key=lambda pair: pair[0]))
+    return StudySummary(
+        trials=caller.asked, seconds=time.perf_counter() - began, steps=sum(result.steps for result in results),
+        captures=0, most_at_once=caller.most, lane_busy=(), results=results,
+    )  # fmt: skip
+
+
+class _Caller:
+    """The objective that Optuna sees: it hands the trial in, and waits. Thread-safe."""
+
+    def __init__(self, study: Any, objective: Objective, devices: Devices, catch: tuple[type[Exception], ...]) -> None:
+        self._study, self._objective, self._devices, self._catch = study, objective, devices, catch
+        self._seed = draw_seed()
+        self._interrupted = threading.Event()
+        self._lock = threading.Lock()
+        self._running: set[str] = set()
+        self.results: list[tuple[int, JobResult]] = []
+        self.asked = self.most = 0
+        self.failure: BaseException | None = None  # Optuna does not raise all errors of its threads
+
+    def run(self, trial: Any) -> Any:
+        """What the objective returns, or raises, on one of the devices."""
+        try:
+            return self._run(trial)
+        except TrialPruned:
+            raise
+        except BaseException as error:
+            if not isinstance(error, self._catch):
+                with self._lock:
+                    self.failure = self.failure or error
+                trial.study.stop()
+            raise
+
+    def _run(self, trial: Any) -> Any:
+        seed = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(self._seed + trial.number)))
+        task = TrialTask(self._study, trial.number, self._objective, seed)
+        id = f"{task.name}-{secrets.token_hex(6)}"
+        with self._lock:
+            self._running.add(id)
+            self.asked, self.most = self.asked + 1, max(self.most, len(self._running))
+        try:
+            self._devices.submit([task], id=id)
+            while not self._devices.wait(id, _LOOK_SECONDS):
+                if self._interrupted.is_set():
+                    raise JobCancelled("interrupted")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._devices.cancel(id)
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(id)
+        return self._ended(trial, id)
+
+    def _ended(self, trial: Any, id: str) -> Any:
+        refresh(trial)
+        results = self._devices.results(id)
+        if not results:
+            told = self._devices.status(id)
+            raise ClusterError(
+                f"trial {trial.number} ({id}) is {told['state']}: {told['reason'] or 'it has no result'}"
+            )
+        result = results[0]
+        assert isinstance(result, TrialResult)
+        if result.steps:
+            with self._lock:
+                self.results.append((trial.number, result))
+        if result.stopped:
+            trial.study.stop()
+        if result.status == "pruned":
+            raise TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
+        if result.error is not None:
+            raise result.error
+        return result.returned
+
+    @contextlib.contextmanager
+    def interruptible(self, study: Any) -> Iterator[None]:
+        """Ctrl-C inside lets threads that wait for trials end, and the trials."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def pressed(number: int, frame: Any) -> None:
+            self._interrupted.set()
+            handler: Callable[[int, Any], Any] | Any = before
+            if callable(handler):
+                handler(number, frame)
+
+        signal.signal(signal.SIGINT, pressed)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
