@@ -161,6 +161,7 @@ class Gandiva(Policy):
         return {
             "groups": groups,
             "affinity": {server.node.name: server.affinity for server in self._servers.by_node.values()},
+            "packs": [group.entries[0].id for group in self._packs],
             "failed": [sorted(ids) for ids in self._failed],
             "heard": sorted(self._heard),
             "slice": self._slice,
@@ -175,8 +176,7 @@ class Gandiva(Policy):
             group.turn, group.left, group.tried = fields["turn"], fields["left"], fields["tried"]
             self._groups |= dict.fromkeys(fields["ids"], group)
             self._servers.assign(group, self._servers.from_names(fields["home"]))
-            if len(group.entries) > 1:
-                self._packs[group] = None
+        self._packs = dict.fromkeys(self._groups[id] for id in state["packs"])
         for server in self._servers.by_node.values():
             server.affinity = state["affinity"][server.node.name]
         for entry in self.book.entries.values():
@@ -225,10 +225,8 @@ class Gandiva(Policy):
         servers = self._servers
         while (found := servers.less_crowded()) is not None:
             self._move(*found)
-        for group in list(servers.spread):
-            home = servers.better_home(group)
-            if home is not None:
-                self._move(group, home)
+        for group, home in servers.together():
+            self._move(group, home)
         while not servers.overloaded and (moves := servers.fuller(self.defragment)):
             for group, home in moves:
                 self._move(group, home)

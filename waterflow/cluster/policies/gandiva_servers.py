@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from math import inf
 from typing import TypeAlias
@@ -91,14 +91,14 @@ class Servers:
 
     Groups that wait for their turn stand in a sorted list for each home, who left first first: where the first of a
     list does not fit, none after it does. So a turn looks at no more of them than begin to run. ``touched`` holds
-    groups whose place in the lists may be another by now, ``spread`` those with devices of several servers.
+    groups whose place in the lists may be another by now.
     """
 
     def __init__(self) -> None:
         self.by_node: dict[NodeDevices, Server] = {}
         self.touched: dict[Group, None] = {}
-        self.spread: dict[Group, None] = {}
         self._waiting: dict[Home, list[Item]] = {}
+        self._spread: dict[Home, dict[Group, None]] = {}  # groups on devices of several servers
         self._assigned = 0
 
     @property
@@ -113,7 +113,7 @@ class Servers:
         self._assigned += 1
         self.touched[group] = None
         if len(home) > 1:
-            self.spread[group] = None
+            self._spread.setdefault(tuple(home.items()), {})[group] = None
         for server, count in home.items():
             server.groups[group] = None
             server.allocated += count
@@ -124,7 +124,11 @@ class Servers:
         self._set_waits(group, None)
         self._set_known(group, None)
         self.touched.pop(group, None)
-        self.spread.pop(group, None)
+        if len(group.home) > 1:
+            home = tuple(group.home.items())
+            del self._spread[home][group]
+            if not self._spread[home]:
+                del self._spread[home]
         for server, count in group.home.items():
             del server.groups[group]
             server.allocated -= count
@@ -191,17 +195,16 @@ class Servers:
         least = min(same, key=_load, default=None)
         if least is not None and least.allocated + wanted <= least.size:
             return {least: wanted}
-        unused = [server for server in self.by_node.values() if not server.groups]
-        home = self._of_free(wanted, unused) or self._of_free(wanted, self.by_node.values())
-        if home is not None:
-            return home
+        if sum(server.free for server in self.by_node.values()) >= wanted:
+            unused = [server for server in self.by_node.values() if not server.groups]
+            return self._of_free(wanted, unused) or self._of_free(wanted, self.by_node.values())
         if least is not None:
             return {least: wanted}
         order = {server: position for position, server in enumerate(self.by_node.values())}
         several = [
-            (max(map(_load, group.home)), min(order[server] for server in group.home), group.number, group)
-            for group in self.spread
-            if group.wanted == wanted
+            (max(_load(server) for server, _ in home), min(order[server] for server, _ in home), group.number, group)
+            for home, groups in self._spread.items()
+            if (group := next(iter(groups))).wanted == wanted
         ]
         return dict(min(several)[-1].home) if several else None
 
@@ -220,13 +223,16 @@ class Servers:
             wanted -= home[server]
         return home if wanted == 0 else None
 
-    def better_home(self, group: Group) -> dict[Server, int] | None:
-        """One server with room for a group that is spread over several."""
-        if len(group.home) == 1:
-            return None
-        rooms = [server for server in self.by_node.values() if server.free + group.home.get(server, 0) >= group.wanted]
-        chosen = min(rooms, key=lambda server: server.free, default=None)
-        return None if chosen is None else {chosen: group.wanted}
+    def together(self) -> Iterator[tuple[Group, dict[Server, int]]]:
+        """Groups that are spread over several servers, and one with room for each; it is moved before the next is told."""
+        rooms = [server for server in self.by_node.values() if server.free]
+        largest = max((server.size for server in self.by_node.values()), default=0)
+        small = [group for groups in self._spread.values() for group in groups if group.wanted <= largest]
+        for group in sorted(small, key=lambda group: group.number):
+            fit = [server for server in rooms if server.free + group.home.get(server, 0) >= group.wanted]
+            if fit:
+                yield group, {min(fit, key=lambda server: server.free): group.wanted}
+                rooms = [server for server in self.by_node.values() if server.free]
 
     def less_crowded(self) -> tuple[Group, dict[Server, int]] | None:
         """A group of an overloaded server that fits on free devices elsewhere; one that waits for its turn first."""
