@@ -11,17 +11,13 @@ import pytest
 from tests.cluster.simulated import cluster
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.scheduler import Scheduler
-from waterflow.cluster.submission import Node, Submission, Tenant
+from waterflow.cluster.submission import Node, Report, Submission, Tenant
 
 WAITING, DEVICES, EVENTS = 10_000, 1_000, 40
-LIMIT = 0.05  # seconds
+LIMIT = 0.05  # seconds of processor time
 
 
-# At the end of a quantum gandiva looks at all groups: 60 to 100 ms.
-SLOW = {"gandiva": [pytest.mark.xfail(reason="60 to 100 ms at the end of a quantum", strict=False)]}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in POLICIES])
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tenants", [0, 5])
 def test_each_decision_is_quick(name: str, tenants: int) -> None:
     rng = random.Random(1)
@@ -32,7 +28,7 @@ def test_each_decision_is_quick(name: str, tenants: int) -> None:
     def submission(number: int) -> Submission:
         tenant = f"t{rng.randrange(tenants)}" if tenants else "default"
         return Submission(
-            str(number), tenant, rng.choice((1, 1, 1, 2, 4, 8)), rng.choice(("guaranteed", "opportunistic")),
+            str(number), tenant, rng.choice((1, 1, 1, 2, 4, 8, 16)), rng.choice(("guaranteed", "opportunistic")),
             duration=rng.uniform(60, 1e5), memory=rng.choice((8, 12, 16)),
         )  # fmt: skip
 
@@ -49,14 +45,21 @@ def test_each_decision_is_quick(name: str, tenants: int) -> None:
     for event in range(EVENTS):
         now += 30.0
         running = [entry for entry in scheduler.book.entries.values() if entry.state == "running"]
-        begin = time.perf_counter()
-        if event % 3 == 0:
+        for entry in running:
+            report = Report(utilization=rng.choice((0.1, 0.5, 0.9)), rate=rng.uniform(0.4, 1.0))
+            scheduler.report(now, entry.id, report, decide=False)
+        begin = time.thread_time()
+        if event % 5 == 0:
             scheduler.submit(now, submission(number + event))
-        elif event % 3 == 1:
+        elif event % 5 == 1:
             scheduler.ended(now, rng.choice(running).id, "completed")
+        elif event % 5 == 2:
+            scheduler.node_lost(now, nodes[event].name)
+        elif event % 5 == 3:
+            scheduler.node_joined(now, nodes[event - 1])
         else:
             scheduler.tick(now)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.thread_time() - begin)
     scheduler.book.check()
     assert statistics.median(seconds) < LIMIT
     assert sorted(seconds)[-3] < LIMIT  # the machine may pause twice

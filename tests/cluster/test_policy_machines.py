@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import ClassVar
 
@@ -108,8 +109,17 @@ class GandivaMachine(ClusterMachine):
             elif len(group.entries) > 1:
                 assert group.memory <= 16
                 assert len({entry.places for entry in group.entries}) == 1
-        for server in policy._servers.by_node.values():
+        servers = policy._servers
+        servers.refresh()
+        in_lists = [group for items in servers._waiting.values() for _, _, group in items]
+        assert {*in_lists} == {group for group in policy._groups.values() if not group.running}
+        assert len({*in_lists}) == len(in_lists)
+        for items in servers._waiting.values():
+            assert items == sorted((group.left, group.entries[0].order, group) for _, _, group in items)
+        for server in servers.by_node.values():
             assert server.allocated == sum(group.home[server] for group in server.groups)
+            ran = [group for group in server.groups if group.turn > -math.inf and group.profiled and not group.tried]
+            assert server.known == sorted((group.utilization, group.number, group) for group in ran)
         assert not (policy._grown and policy._pending)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
 
 import pytest
 
@@ -329,6 +331,26 @@ def test_gandiva_grows_when_nothing_comes_and_shrinks_at_once() -> None:
     assert len(state(cluster, "long").devices) == 4
     shrunk, start = cluster.submit(200, Submission("pair", devices=2))
     assert isinstance(shrunk, Resize) and len(shrunk.places) == 1 and start.id == "pair"
+
+
+def test_gandiva_decides_the_same_after_a_restart() -> None:
+    rng = random.Random(1)
+    cluster, again = (new(Gandiva(quantum=10.0), (4, 4, 2), memory=16) for _ in range(2))
+    for number in range(300):
+        now = number * 7.0
+        running = [entry.id for entry in cluster.book.entries.values() if entry.state == "running"]
+        reports = [Report(utilization=rng.choice((0.1, 0.5, 0.9)), rate=rng.uniform(0.3, 1.0)) for _ in running]
+        newcomer = Submission(str(number), devices=rng.choice((1, 1, 2, 5)), memory=rng.choice((4, 8)))
+        gone = rng.choice(running) if number % 3 == 2 else None
+        decided = []
+        for each in (cluster, again):
+            for id, report in zip(running, reports):
+                each.report(now, id, report)
+            decided.append(each.submit(now, newcomer) if gone is None else each.ended(now, gone, "completed"))
+        assert decided[0] == decided[1], number
+        again = Scheduler.from_dict(json.loads(json.dumps(again.to_dict())), Gandiva(quantum=10.0))
+    counts = cluster.policy.to_dict()["counts"]
+    assert counts == again.policy.to_dict()["counts"] and min(counts) > 1, counts
 
 
 @pytest.mark.parametrize("wrong", [{"quantum": 0}, {"grow_after": -1}, {"defragment": 0}])

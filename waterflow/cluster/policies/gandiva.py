@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from heapq import heapify, heappop, nsmallest
-from itertools import chain
-from math import inf
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers, idle_devices
+from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers, fits, idle_devices
 from waterflow.cluster.submission import Report
 
 _PARAMETERS = ("quantum", "packing", "migration", "defragment", "growable", "grow_after", "newest_first")
@@ -64,7 +61,6 @@ class Gandiva(Policy):
         self._servers = Servers()
         self._groups: dict[str, Group] = {}  # by the ids of their submissions
         self._packs: dict[Group, None] = {}  # groups of several submissions
-        self._tried: dict[Group, str] = {}  # groups with a newcomer that is on trial
         self._failed: set[frozenset[str]] = set()  # packings that did not pay
         self._heard: set[str] = set()  # who reported since the last turn
         self._slice: float | None = None  # when the turn ends
@@ -124,6 +120,9 @@ class Gandiva(Policy):
     def reported(self, entry: Entry, report: Report) -> bool:
         """Speeds are looked at when a turn ends."""
         self._heard.add(entry.id)
+        group = self._groups.get(entry.id)
+        if group is not None:
+            self._servers.touched[group] = None
         return False
 
     def decide(self, now: float) -> None:
@@ -155,13 +154,14 @@ class Gandiva(Policy):
                 "home": {server.node.name: count for server, count in group.home.items()},
                 "turn": group.turn,
                 "left": group.left,
-                "tried": self._tried.get(group),
+                "tried": group.tried,
             }
-            for group in dict.fromkeys(self._groups.values())
+            for group in sorted(set(self._groups.values()), key=lambda group: group.number)
         ]
         return {
             "groups": groups,
             "affinity": {server.node.name: server.affinity for server in self._servers.by_node.values()},
+            "packs": [group.entries[0].id for group in self._packs],
             "failed": [sorted(ids) for ids in self._failed],
             "heard": sorted(self._heard),
             "slice": self._slice,
@@ -173,13 +173,10 @@ class Gandiva(Policy):
         """Whoever is in no group waits for a server."""
         for fields in state["groups"]:
             group = Group([self.book.entries[id] for id in fields["ids"]], {})
-            group.turn, group.left = fields["turn"], fields["left"]
+            group.turn, group.left, group.tried = fields["turn"], fields["left"], fields["tried"]
             self._groups |= dict.fromkeys(fields["ids"], group)
             self._servers.assign(group, self._servers.from_names(fields["home"]))
-            if len(group.entries) > 1:
-                self._packs[group] = None
-            if fields["tried"] is not None:
-                self._tried[group] = fields["tried"]
+        self._packs = dict.fromkeys(self._groups[id] for id in state["packs"])
         for server in self._servers.by_node.values():
             server.affinity = state["affinity"][server.node.name]
         for entry in self.book.entries.values():
@@ -213,13 +210,14 @@ class Gandiva(Policy):
         group = self._groups.pop(entry.id, None)
         if group is None:
             return
-        self._tried.pop(group, None)
+        group.tried = None
         self._leave(group, entry)
         if not group.entries:
             self._servers.withdraw(group)
 
     def _leave(self, group: Group, entry: Entry) -> None:
         group.entries.remove(entry)
+        self._servers.touched[group] = None
         if len(group.entries) == 1:
             self._packs.pop(group, None)
 
@@ -227,10 +225,8 @@ class Gandiva(Policy):
         servers = self._servers
         while (found := servers.less_crowded()) is not None:
             self._move(*found)
-        for group in [group for group in dict.fromkeys(self._groups.values()) if len(group.home) > 1]:
-            home = servers.better_home(group)
-            if home is not None:
-                self._move(group, home)
+        for group, home in servers.together():
+            self._move(group, home)
         while not servers.overloaded and (moves := servers.fuller(self.defragment)):
             for group, home in moves:
                 self._move(group, home)
@@ -258,45 +254,47 @@ class Gandiva(Policy):
             return
         servers = self._servers.by_node.values()
         room = {server: server.size if rotate else len(server.idle) for server in servers}
-        groups = dict.fromkeys(group for server in servers if room[server] for group in server.groups)
-        waiting = [(group.left, group.entries[0].order, group) for group in groups if not group.running]
-        if not waiting:
+        turns = self._servers.take_turns(room)
+        if not turns:
             return
-        heapify(waiting)  # most of them are not looked at
-        in_turn = (heappop(waiting)[2] for _ in range(len(waiting)))
-        running = sorted((group for group in groups if group.running), key=lambda group: -group.turn) if rotate else []
-        left = sum(room.values())
-        turns = []
-        for group in chain(in_turn, running):
-            if all(room[server] >= count for server, count in group.home.items()):
+        stay = set()
+        running = sorted(self._running(), key=lambda group: -group.turn) if rotate else []
+        for group in running:
+            if fits(group.home.items(), room):
+                stay.add(group)
                 for server, count in group.home.items():
                     room[server] -= count
-                left -= group.wanted
-                turns.append(group)
-                if not left:
-                    break
-        chosen = set(turns)
         for group in running:
-            if group not in chosen:
+            if group not in stay:
                 for entry in group.entries:
                     book.stop(entry)
                 group.left = now
+                self._servers.touched[group] = None
         for group in turns:
-            if not group.running:
-                devices = idle_devices(group.home)
-                for entry in group.entries:
-                    book.start(entry, list(devices), "opportunistic")
-                group.turn = now
+            devices = idle_devices(group.home)
+            for entry in group.entries:
+                book.start(entry, list(devices), "opportunistic")
+            group.turn = now
+            self._servers.touched[group] = None
+
+    def _running(self) -> Iterable[Group]:
+        """Those on the devices, by server, who was assigned first first."""
+        found: dict[Group, None] = {}
+        for server in self._servers.by_node.values():
+            here = {self._groups[id] for device in server.node.devices for id in device.opportunistic}
+            found |= dict.fromkeys(sorted(here, key=lambda group: group.number))
+        return found
 
     # -- packing
 
     def _judge(self) -> None:
         """Packed groups that get no further than one after the other would are taken apart."""
         for group in list(self._packs):
-            newcomer = self._tried.get(group)
+            newcomer = group.tried
             if not group.running or not all(entry.id in self._heard for entry in group.entries if newcomer):
                 continue
-            self._tried.pop(group, None)
+            group.tried = None
+            self._servers.touched[group] = None
             if sum(entry.rate for entry in group.entries) <= 1.0:
                 self._failed.add(frozenset(entry.id for entry in group.entries))
                 out = next((entry for entry in group.entries if entry.id == newcomer), group.entries[-1])
@@ -306,10 +304,12 @@ class Gandiva(Policy):
 
     def _spread(self) -> None:
         """Packed groups leave none of their server's devices free."""
+        if not any(server.free for server in self._servers.by_node.values()):
+            return
         for group in list(self._packs):
             server = next(iter(group.home))
             while len(group.home) == 1 and len(group.entries) > 1 and server.free >= group.wanted:
-                self._tried.pop(group, None)
+                group.tried = None
                 out = group.entries[-1]
                 alone = self._split(group, out, {server: group.wanted})
                 if group.running:
@@ -331,8 +331,8 @@ class Gandiva(Policy):
         for server in self._servers.by_node.values():
             if server.allocated <= server.size:
                 continue
-            known = [g for g in server.groups if g.turn > -inf and g.profiled and g not in self._tried]
-            pair = next(self._pairs(nsmallest(_LOWEST, known, key=lambda group: group.utilization)), None)
+            self._servers.refresh()
+            pair = next(self._pairs([group for _, _, group in server.known[:_LOWEST]]), None)
             if pair is not None:
                 self._join(*pair)
 
@@ -343,12 +343,11 @@ class Gandiva(Policy):
                 continue
             for host in known:
                 memory = next(iter(host.home)).node.memory
-                ids = frozenset(entry.id for entry in (*host.entries, newcomer.entries[0]))
                 if (
                     host is not newcomer
                     and host.home == newcomer.home
-                    and ids not in self._failed
                     and (not memory or host.memory + newcomer.memory <= memory)
+                    and frozenset(entry.id for entry in (*host.entries, *newcomer.entries)) not in self._failed
                 ):
                     yield newcomer, host
 
@@ -366,7 +365,8 @@ class Gandiva(Policy):
         host.entries.append(entry)
         self._packs[host] = None
         self._groups[entry.id] = host
-        self._tried[host] = entry.id
+        host.tried = entry.id
+        self._servers.touched[host] = None
         host.left = min(host.left, newcomer.left)
         self.packed += 1
 

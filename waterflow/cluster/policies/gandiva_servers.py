@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heapreplace
 from math import inf
+from typing import TypeAlias
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.devices import Device, NodeDevices
@@ -12,16 +15,24 @@ from waterflow.cluster.devices import Device, NodeDevices
 class Group:
     """Submissions that run at the same time on the same devices: one, or several that are packed.
 
-    ``home`` tells how many devices it takes of each server. ``turn`` is when it last began to run, ``left`` when it
-    last ceased to; minus infinite: never.
+    ``home`` tells how many devices it takes of each server; ``number`` counts such assignments. ``turn`` is when it
+    last began to run, ``left`` when it last ceased to; minus infinite: never. ``tried`` is the id of a newcomer that is
+    on trial. ``waits`` and ``known`` are its items in the sorted lists of servers, which go by what it was when it was
+    last looked at: whoever changes a group, or what it runs, tells ``Servers.touched``.
     """
+
+    __slots__ = ("entries", "home", "known", "left", "number", "tried", "turn", "waits", "wanted")
 
     def __init__(self, entries: list[Entry], home: dict[Server, int]) -> None:
         self.entries = entries
         self.wanted = entries[0].wanted
         self.home = home
+        self.number = -1
         self.turn = -inf
         self.left = -inf
+        self.tried: str | None = None
+        self.waits: Item | None = None
+        self.known: Item | None = None
 
     @property
     def running(self) -> bool:
@@ -44,13 +55,20 @@ class Group:
         return sum(entry.memory for entry in self.entries)
 
 
+Item: TypeAlias = tuple[float, int, Group]  # rank, then who comes first among equals; no two are equal
+
+
 class Server:
-    """A node with the groups assigned to it. ``affinity`` is the number of devices that they ask for; 0: none yet."""
+    """A node with the groups assigned to it. ``affinity`` is the number of devices that they ask for; 0: none yet.
+
+    ``known`` holds those that may be packed, by utilization: they ran, are profiled, and not on trial.
+    """
 
     def __init__(self, node: NodeDevices) -> None:
         self.node = node
         self.size = len(node.devices)
         self.groups: dict[Group, None] = {}
+        self.known: list[Item] = []
         self.allocated = 0
         self.affinity = 0
 
@@ -65,11 +83,23 @@ class Server:
         return [device for device in self.node.devices if not device.residents]
 
 
-class Servers:
-    """All servers, and where a new group is assigned to."""
+Home: TypeAlias = tuple[tuple[Server, int], ...]
 
-    def __init__(self, nodes: Iterable[NodeDevices] = ()) -> None:
-        self.by_node = {node: Server(node) for node in nodes}
+
+class Servers:
+    """All servers, and where a new group is assigned to.
+
+    Groups that wait for their turn stand in a sorted list for each home, who left first first: where the first of a
+    list does not fit, none after it does. So a turn looks at no more of them than begin to run. ``touched`` holds
+    groups whose place in the lists may be another by now.
+    """
+
+    def __init__(self) -> None:
+        self.by_node: dict[NodeDevices, Server] = {}
+        self.touched: dict[Group, None] = {}
+        self._waiting: dict[Home, list[Item]] = {}
+        self._spread: dict[Home, dict[Group, None]] = {}  # groups on devices of several servers
+        self._assigned = 0
 
     @property
     def overloaded(self) -> bool:
@@ -79,6 +109,11 @@ class Servers:
     def assign(self, group: Group, home: dict[Server, int]) -> None:
         """It runs there from now on."""
         group.home = home
+        group.number = self._assigned
+        self._assigned += 1
+        self.touched[group] = None
+        if len(home) > 1:
+            self._spread.setdefault(tuple(home.items()), {})[group] = None
         for server, count in home.items():
             server.groups[group] = None
             server.allocated += count
@@ -86,6 +121,14 @@ class Servers:
 
     def withdraw(self, group: Group) -> None:
         """It is nowhere."""
+        self._set_waits(group, None)
+        self._set_known(group, None)
+        self.touched.pop(group, None)
+        if len(group.home) > 1:
+            home = tuple(group.home.items())
+            del self._spread[home][group]
+            if not self._spread[home]:
+                del self._spread[home]
         for server, count in group.home.items():
             del server.groups[group]
             server.allocated -= count
@@ -93,22 +136,77 @@ class Servers:
                 server.affinity = 0
         group.home = {}
 
+    def refresh(self) -> None:
+        """Groups that were touched stand at their places in the lists."""
+        for group in self.touched:
+            self._set_waits(group, None if group.running else (group.left, group.entries[0].order, group))
+            may = group.turn > -inf and group.tried is None and group.profiled
+            self._set_known(group, (group.utilization, group.number, group) if may else None)
+        self.touched.clear()
+
+    def take_turns(self, room: dict[Server, int]) -> list[Group]:
+        """Those that wait and fit into ``room``, which they leave smaller; who left first, or never ran, first."""
+        self.refresh()
+        heads = [(items[0], 0, home) for home, items in self._waiting.items() if fits(home, room)]
+        heapify(heads)
+        turns = []
+        while heads:
+            item, index, home = heads[0]
+            if not fits(home, room):
+                heappop(heads)
+                continue
+            for server, count in home:
+                room[server] -= count
+            turns.append(item[2])
+            items = self._waiting[home]
+            index += 1
+            if index < len(items):
+                heapreplace(heads, (items[index], index, home))
+            else:
+                heappop(heads)
+        return turns
+
+    def _set_waits(self, group: Group, item: Item | None) -> None:
+        if item == group.waits:
+            return
+        home = tuple(group.home.items())
+        if group.waits is not None:
+            items = self._waiting[home]
+            del items[bisect_left(items, group.waits)]
+            if not items:
+                del self._waiting[home]
+        if item is not None:
+            insort(self._waiting.setdefault(home, []), item)
+        group.waits = item
+
+    def _set_known(self, group: Group, item: Item | None) -> None:
+        if item == group.known:
+            return
+        for server in group.home:
+            if group.known is not None:
+                del server.known[bisect_left(server.known, group.known)]
+            if item is not None:
+                insort(server.known, item)
+        group.known = item
+
     def find_home(self, wanted: int) -> dict[Server, int] | None:
         """Algorithm 1. None: no device is free, and no server has the affinity."""
         same = [s for s in self.by_node.values() if s.affinity == wanted and s.size >= wanted]
         least = min(same, key=_load, default=None)
         if least is not None and least.allocated + wanted <= least.size:
             return {least: wanted}
-        unused = [server for server in self.by_node.values() if not server.groups]
-        home = self._of_free(wanted, unused) or self._of_free(wanted, self.by_node.values())
-        if home is not None:
-            return home
+        if sum(server.free for server in self.by_node.values()) >= wanted:
+            unused = [server for server in self.by_node.values() if not server.groups]
+            return self._of_free(wanted, unused) or self._of_free(wanted, self.by_node.values())
         if least is not None:
             return {least: wanted}
-        homes = [group.home for server in self.by_node.values() for group in server.groups if group.wanted == wanted]
-        several = [home for home in homes if len(home) > 1]
-        chosen = min(several, key=lambda home: max(_load(server) for server in home), default=None)
-        return None if chosen is None else dict(chosen)
+        order = {server: position for position, server in enumerate(self.by_node.values())}
+        several = [
+            (max(_load(server) for server, _ in home), min(order[server] for server, _ in home), group.number, group)
+            for home, groups in self._spread.items()
+            if (group := next(iter(groups))).wanted == wanted
+        ]
+        return dict(min(several)[-1].home) if several else None
 
     @staticmethod
     def _of_free(wanted: int, servers: Iterable[Server]) -> dict[Server, int] | None:
@@ -125,13 +223,16 @@ class Servers:
             wanted -= home[server]
         return home if wanted == 0 else None
 
-    def better_home(self, group: Group) -> dict[Server, int] | None:
-        """One server with room for a group that is spread over several."""
-        if len(group.home) == 1:
-            return None
-        rooms = [server for server in self.by_node.values() if server.free + group.home.get(server, 0) >= group.wanted]
-        chosen = min(rooms, key=lambda server: server.free, default=None)
-        return None if chosen is None else {chosen: group.wanted}
+    def together(self) -> Iterator[tuple[Group, dict[Server, int]]]:
+        """Groups that are spread over several servers, and one with room for each; it is moved before the next is told."""
+        rooms = [server for server in self.by_node.values() if server.free]
+        largest = max((server.size for server in self.by_node.values()), default=0)
+        small = [group for groups in self._spread.values() for group in groups if group.wanted <= largest]
+        for group in sorted(small, key=lambda group: group.number):
+            fit = [server for server in rooms if server.free + group.home.get(server, 0) >= group.wanted]
+            if fit:
+                yield group, {min(fit, key=lambda server: server.free): group.wanted}
+                rooms = [server for server in self.by_node.values() if server.free]
 
     def less_crowded(self) -> tuple[Group, dict[Server, int]] | None:
         """A group of an overloaded server that fits on free devices elsewhere; one that waits for its turn first."""
@@ -183,6 +284,11 @@ def idle_devices(home: Mapping[Server, int], own: Collection[Device] = ()) -> li
         assert len(here) == count, f"{server.node.name} has {len(here)} devices that are idle, not {count}"
         devices += here
     return devices
+
+
+def fits(home: Iterable[tuple[Server, int]], room: Mapping[Server, int]) -> bool:
+    """Whether there is room for one more with this home."""
+    return all(room[server] >= count for server, count in home)
 
 
 def _load(server: Server) -> float:
