@@ -178,6 +178,25 @@ def test_a_lowered_quota_suspends_a_job_until_it_is_raised() -> None:
         assert_same(result(), alone)
 
 
+@pytest.mark.parametrize("priority", ["guaranteed", "opportunistic"])
+def test_jobs_that_do_not_fit_together_take_turns(priority: str) -> None:
+    jobs = [job(f"job-{n}", width=2048, seed=n, epochs=40, priority=priority) for n in range(2)]
+    alone = [wf.train([each], lanes=1)[0] for each in jobs]
+    most = max(result.measured_peak or 0 for result in alone)
+    with Engine(lanes=2, memory=int(1.5 * most), reserve=0, quantum=0.05) as engine:
+        runners = [JobRunner(each, engine) for each in jobs]
+        results = [in_thread(engine, runner) for runner in runners]
+        for result, reference in zip(results, alone, strict=True):
+            assert_same(result(), reference)
+        assert sum(runner.residence.times_left for runner in runners) >= 2
+
+
+@pytest.mark.parametrize("quantum", [0, -1.0])
+def test_a_quantum_is_positive(quantum: float) -> None:
+    with pytest.raises(InvalidJobError, match="quantum must be positive"):
+        Engine(quantum=quantum)
+
+
 def test_the_priority_of_a_running_job_changes() -> None:
     alone = wf.train([job("job", epochs=20)], lanes=1)[0]
     with Engine(lanes=2, memory="1GiB") as engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from waterflow.boundary import Boundary
 from waterflow.executor.engine import Engine
 from waterflow.executor.terms import Priority, Terms, check_priority, parse_quota
@@ -21,7 +23,7 @@ class Residence:
         quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
         self.terms = Terms(job.priority, quota, self.leave)
         self.times_left = 0
-        self._left = False
+        self._left, self._since = False, 0.0
         self._step: Step | None = None
 
     def enter(self, step: Step) -> None:
@@ -29,8 +31,7 @@ class Residence:
         self._step = step
         if self._engine is None or step.job is None:
             return
-        if self.terms != Terms():
-            self._engine.set_terms(step.job, self.terms)
+        self._engine.set_terms(step.job, self.terms)
         if self.terms.opportunistic:
             step.stand_alone(for_good=True)
 
@@ -47,7 +48,7 @@ class Residence:
 
     def leave(self) -> None:
         """Make way at the next step boundary. Does not wait for that."""
-        self._left = True
+        self._left, self._since = True, time.monotonic()
         self._boundary.ask(True)
 
     def stay_away(self) -> None:
@@ -57,7 +58,11 @@ class Residence:
     def look(self) -> None:
         """Asked now and then while the job stands still: go on where it left by itself, and there is room again."""
         step, engine = self._step, self._engine
-        if self._left and step and (engine is None or engine.would_fit(step.plan, self.terms, step.batches_ahead)):
-            self._left = False
-            self.times_left += 1
-            self._boundary.go()
+        if not self._left or step is None:
+            return
+        if engine is not None and not engine.would_fit(step.plan, self.terms, step.batches_ahead):
+            engine.ask_for_turn(step.plan, self.terms, step.batches_ahead, self._since)
+            return
+        self._left = False
+        self.times_left += 1
+        self._boundary.go()

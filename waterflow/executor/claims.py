@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Collection, Iterator
 
 from waterflow import _C
@@ -20,6 +21,8 @@ class Claims:
 
     Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one, and at most
     ``opportunistic_limit`` together. Where a guaranteed job finds no room, they make way for it at their next step boundary.
+    With a ``quantum`` (seconds) jobs of one class take turns where not all of them fit: who has waited so long is given the memory of
+    those who have had it for so long.
     """
 
     def __init__(self, native: _C.Engine, limit: int, reserve: int) -> None:
@@ -29,6 +32,7 @@ class Claims:
         self.names: dict[int, str] = {}
         self.persistent_log: list[tuple[int, int, str, int]] = []
         self.opportunistic_limit: int | None = None
+        self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
         # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
         # is Python code, and would leave the lock behind.
@@ -61,7 +65,8 @@ class Claims:
             raise self.too_large(plan, wanted)
         if terms.opportunistic and terms.quota is not None and wanted + plan.height > terms.quota:
             raise self._above_quota(plan, wanted, terms.quota)
-        owner = threading.get_ident()
+        owner, began = threading.get_ident(), time.monotonic()
+        since = mine.since if mine is not None else began
         self._note(job, wanted, plan.height)
         try:
             while True:
@@ -72,7 +77,13 @@ class Claims:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, plan.height):
                         self._claims[job] = Claim(
-                            plan.name, owner, current_worker(), wanted, plan.height, terms.opportunistic
+                            plan.name,
+                            owner,
+                            current_worker(),
+                            wanted,
+                            plan.height,
+                            terms.opportunistic,
+                            since if mine is not None else time.monotonic(),
                         )
                         self._set_capacity()
                         # Steps under way may still stand on this ground; they finish, and none starts before.
@@ -82,6 +93,7 @@ class Claims:
                         return
                     self._waiting[owner] = (job, wanted, plan.height)
                     making_way = self._ask_for_room(job, wanted, plan.height)
+                    making_way |= self._ask_for_turn(job, wanted, plan.height, terms, began)
                     if not patient or (not making_way and self._nobody_goes_on(job)):
                         raise self._stuck(job, plan, wanted)
                     worker = current_worker()
@@ -219,7 +231,7 @@ class Claims:
         for _, each in reversed(held):
             if self._fits(job, wanted, height, without=gone):
                 break
-            if self._terms[each].make_way is not None:
+            if self.terms_of(each).make_way is not None:
                 gone.add(each)
         if not self._fits(job, wanted, height, without=gone):
             return False
@@ -228,8 +240,35 @@ class Claims:
         self.native.set_rates(1.0, 1.0)  # their steps are to end soon
         return True
 
+    def ask_for_turn(self, plan: Plan, terms: Terms, batches: int, since: float) -> None:
+        """For a job that has made way, and waits since then (on the clock of ``time.monotonic``)."""
+        with self._guard:
+            wanted = self._wanted(terms, plan, plan.persistent + plan.batch * batches)
+            self._ask_for_turn(-1, wanted, plan.height, terms, since)
+
+    def _ask_for_turn(self, job: int, wanted: int, height: int, terms: Terms, since: float) -> bool:
+        """After a quantum of waiting, tell those who have had theirs to make way, the longest first; whether some will."""
+        now = time.monotonic()
+        if self.quantum is None or now - since < self.quantum:
+            return False
+        had = sorted(
+            (c.since, j) for j, c in self._claims.items()
+            if j != job and c.opportunistic == terms.opportunistic and now - c.since >= self.quantum
+            and self.terms_of(j).make_way is not None
+        )  # fmt: skip
+        gone: set[int] = set()
+        for _, each in had:
+            if self._fits(job, wanted, height, terms, gone):
+                break
+            gone.add(each)
+        if not gone or not self._fits(job, wanted, height, terms, gone):
+            return False
+        for each in gone:
+            self._tell(each)
+        return True
+
     def _tell(self, job: int) -> None:
-        make_way = self._terms[job].make_way
+        make_way = self.terms_of(job).make_way
         if job not in self._told and make_way is not None:
             self._told.add(job)
             make_way()

@@ -56,6 +56,9 @@ class Engine(Claims):
     alone by rounding: with ``"auto"`` where that is measured to be faster, with ``"fused"`` wherever it can be done.
     ``decisions`` has what was tried, and what was kept.
 
+    With a ``quantum`` in seconds, jobs that do not all fit take turns: one that has waited so long gets the memory of others that have
+    had it for so long, and those go on later, bitwise as if nothing had been. Without it who came first stays to its end.
+
     On a GPU the node groups of a step are captured as CUDA graphs and launched again, unless ``device_graphs=False`` or
     ``WATERFLOW_DEVICE_GRAPHS=0`` is set.
 
@@ -76,6 +79,7 @@ class Engine(Claims):
         arenas: bool = True,
         asynchronous: int | None = None,
         device_graphs: bool = True,
+        quantum: float | None = None,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
@@ -101,6 +105,9 @@ class Engine(Claims):
             settings |= {"behind": None, **cuda_lanes.native_settings(gpu, self.lanes, limit)}
             arenas = arenas and gpu.planned
         super().__init__(_native(settings, arenas), limit, reserve)
+        if quantum is not None and not quantum > 0:
+            raise InvalidJobError(f"quantum must be positive seconds, or None; got {quantum!r}")
+        self.quantum = quantum
         self._eager = threading.Lock()
         self.exact = exact
         self.fusing = fusing_of(self, exact, mode)

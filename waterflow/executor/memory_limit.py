@@ -31,6 +31,7 @@ class Claim:
     bytes: int
     height: int
     opportunistic: bool = False
+    since: float = 0.0  # seconds on the clock of time.monotonic
 
 
 def reserve_of(limit: int) -> int:
