@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 
 from waterflow.boundary import Boundary
+from waterflow.errors import CheckpointError
 from waterflow.executor.engine import Engine
 from waterflow.executor.terms import Priority, Terms, check_priority, parse_quota
 from waterflow.job import Job
@@ -21,9 +24,12 @@ class Residence:
     def __init__(self, job: Job, engine: Engine | None, boundary: Boundary) -> None:
         self._name, self._engine, self._boundary = job.name, engine, boundary
         quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
-        self.terms = Terms(job.priority, quota, self.leave)
+        # Others wait for its turn in a deterministic study, which one that stands still would not take.
+        stays = engine is not None and engine.clock is not None
+        self.terms = Terms(job.priority, quota, None if stays else self.leave)
         self.times_left = 0
-        self._left, self._since = False, 0.0
+        self._left = self._kept_away = False
+        self._since = 0.0
         self._step: Step | None = None
 
     def enter(self, step: Step) -> None:
@@ -51,18 +57,36 @@ class Residence:
         self._left, self._since = True, time.monotonic()
         self._boundary.ask(True)
 
-    def stay_away(self) -> None:
-        """Somebody else decides when the job goes on."""
-        self._left = False
+    @contextlib.contextmanager
+    def kept_away(self) -> Iterator[None]:
+        """Inside, the job is to stand still; then somebody else decides when it goes on."""
+        self._kept_away = True
+        try:
+            yield
+        except BaseException:
+            self._kept_away = False
+            raise
 
-    def look(self) -> None:
+    @property
+    def held_up(self) -> bool:
+        """Whether other jobs decide when its next step may come: in a deterministic study, or as guaranteed ones."""
+        return self.terms.opportunistic or (self._engine is not None and self._engine.clock is not None)
+
+    def look(self, check: Callable[[], None]) -> None:
         """Asked now and then while the job stands still: go on where it left by itself, and there is room again."""
+        check()
         step, engine = self._step, self._engine
-        if not self._left or step is None:
+        if not self._left or self._kept_away or step is None:
             return
-        if engine is not None and not engine.would_fit(step.plan, self.terms, step.batches_ahead):
+        # Without turns others make way for a guaranteed one when it claims its memory.
+        waits = engine is not None and (self.terms.opportunistic or engine.quantum is not None)
+        if waits and engine is not None and not engine.would_fit(step.plan, self.terms, step.batches_ahead):
             engine.ask_for_turn(step.plan, self.terms, step.batches_ahead, self._since)
             return
-        self._left = False
         self.times_left += 1
-        self._boundary.go()
+        with contextlib.suppress(CheckpointError):  # somebody else has been quicker
+            self._boundary.go()
+
+    def came_back(self) -> None:
+        """It goes on."""
+        self._left = self._kept_away = False

@@ -24,7 +24,7 @@ STEADY = 0.05  # by how much a job's median alone may differ before and after: e
 TOO_LONG, FAR_TOO_LONG = 4, 8  # times what is allowed: of a whole window, and of the first steps of one
 TAIL = 0.98  # the slowest steps of the last ones, with and without others: so many at most, and at least
 TAIL_STEPS, LEAST_TAIL_STEPS = 2048, 64
-AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected
+AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected, or for twice its longest of late
 
 
 class Lanes(Protocol):
@@ -110,7 +110,7 @@ class Coordinator:
         self._alone: dict[int, float] = {}  # medians of the last window alone, and of the one beside others since
         self._seen: dict[int, float] = {}
         self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the window's median
-        self._last_step = -AWAY_SECONDS
+        self._last: dict[int, tuple[float, float]] = {}  # of guaranteed jobs: when a step ended, the longest of late
         self._jobs: frozenset[int] = frozenset()
         self._beside = False
         self._free = True
@@ -134,10 +134,14 @@ class Coordinator:
     def _look(self) -> None:
         now = self.now()
         for job, ready, ended, _ in self.lanes.take_step_times():
-            self._last_step = now
+            longest = max((ended - ready) * 1e-9, 0.9 * self._last[job][1] if job in self._last else 0.0)
+            self._last[job] = (now, longest)
             if ready >= self._since_ns:
                 self._times[job].append(ended - ready)
-        if now - self._last_step > AWAY_SECONDS:
+        for job in [j for j, (last, longest) in self._last.items() if now - last > max(AWAY_SECONDS, 2 * longest)]:
+            del self._last[job]
+            self._times.pop(job, None)  # the others' windows do not wait for it
+        if not self._last:
             if not self._free:
                 self._free = True
                 self.lanes.set_rates(1.0, 1.0)
