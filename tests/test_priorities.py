@@ -33,9 +33,8 @@ def job(name: str, width: int = 64, **more: Any) -> wf.Job:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4))
 
-    settings = {"data": batches(), "epochs": 2, "seed": 1} | more
-    return wf.Job(name=name, model=model, loss=F.cross_entropy,
-                  optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **settings)  # fmt: skip
+    settings = {"loss": F.cross_entropy, "data": batches(), "epochs": 2, "seed": 1} | more
+    return wf.Job(name=name, model=model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **settings)
 
 
 def assert_same(one: wf.JobResult, other: wf.JobResult) -> None:
@@ -230,3 +229,152 @@ def test_a_step_in_a_loop_of_its_own() -> None:
         other = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(InvalidJobError, match="a Step of this engine"):
             engine.set_priority(other, "opportunistic")
+
+
+def test_a_job_that_makes_way_does_not_wait_for_lanes() -> None:
+    with Engine(lanes=1, memory="200MiB", mode="lanes") as engine:
+        runner = JobRunner(job("small", width=512, epochs=400, priority="opportunistic"), engine)
+        result = in_thread(engine, runner)
+        until(lambda: runner.steps > 3)
+        busy = JobRunner(job("busy", width=64, data=lambda: (b for b in batches() * 50), epochs=10000), engine)
+        ends = in_thread(engine, busy)
+        until(lambda: busy.steps > 50)  # it has the lane, and never leaves it
+        large = engine.add_job("large")
+        rest = engine.room - engine.claimed()
+        claimed = threading.Thread(target=engine.claim, args=(large, needs("large", rest - 4096, 4096)), daemon=True)
+        claimed.start()
+        claimed.join(5)
+        late = claimed.is_alive()
+        busy.stop()
+        claimed.join(WAIT)
+        engine.remove_job(large)
+        runner.stop()
+        ends(), result()
+        assert not late
+
+
+def test_smaller_steps_do_not_take_room_from_larger_ones_of_the_same_job() -> None:
+    with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
+        first = engine.add_job("first")
+        engine.set_terms(first, Terms(quota=800 * MiB))
+        engine.claim(first, needs("first", 100 * MiB, 500 * MiB))
+        engine.claim(first, needs("first", 100 * MiB, 50 * MiB))
+        assert engine._claims[first].height == 500 * MiB
+        assert not engine.would_fit(needs("other", 250 * MiB, 10 * MiB))
+        engine.claim(first, needs("first", 100 * MiB, 600 * MiB))
+        assert engine.claimed() == 200 * MiB
+
+
+def test_a_job_that_is_just_leaving_is_not_asked() -> None:
+    with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
+        leaving, late = engine.add_job("leaving"), engine.add_job("late")
+        engine.set_terms(leaving, Terms("opportunistic"))
+        engine.claim(leaving, needs("leaving", 600 * MiB, 50 * MiB))
+        engine.native.remove_job(leaving)
+        engine._terms.pop(leaving, None)  # as remove_job() does before it gives the claim back
+        with pytest.raises(MemoryLimitError):
+            engine.claim(late, needs("late", 600 * MiB, 50 * MiB), patient=False)
+
+
+def test_a_suspended_job_does_not_come_back_by_itself() -> None:
+    with Engine(lanes=2, memory="1GiB") as engine:
+        runner = JobRunner(job("job", epochs=40, priority="opportunistic"), engine)
+        result = in_thread(engine, runner)
+        until(lambda: runner.steps > 3)
+        leave = runner.residence.leave
+        ask = runner._boundary.ask
+
+        def told_meanwhile(suspend: bool) -> Any:
+            runner._boundary.ask = ask  # type: ignore[method-assign]
+            leave()
+            return ask(suspend)
+
+        runner._boundary.ask = told_meanwhile  # type: ignore[method-assign]
+        runner.suspend(WAIT)
+        time.sleep(0.3)
+        assert runner.suspended
+        runner.resume()
+        assert result().status == "completed"
+
+
+def test_going_on_twice_at_once_is_no_error() -> None:
+    with Engine(lanes=2, memory="1GiB") as engine:
+        runner = JobRunner(job("job", epochs=40, priority="opportunistic"), engine)
+        result = in_thread(engine, runner)
+        until(lambda: runner.steps > 3)
+        would_fit = engine.would_fit
+
+        def and_others_resume_it(*args: Any) -> bool:
+            runner.resume()
+            return would_fit(*args)
+
+        engine.would_fit = and_others_resume_it  # type: ignore[method-assign]
+        runner.residence.leave()
+        assert result().status == "completed", result().traceback
+
+
+def test_a_job_that_left_and_became_guaranteed_has_room_made_for_it() -> None:
+    with Engine(lanes=2, memory="200MiB", mode="lanes") as engine:
+        runner = JobRunner(job("first", width=128, epochs=40, priority="opportunistic"), engine)
+        result = in_thread(engine, runner)
+        until(lambda: runner.steps > 3)
+        asked = threading.Event()
+        runner.residence.leave()
+        until(lambda: runner.suspended)
+        other = engine.add_job("other")
+        engine.set_terms(other, Terms("opportunistic", make_way=lambda: (asked.set(), engine.remove_job(other))))
+        engine.claim(other, needs("other", engine.room - 4096, 4096))
+        time.sleep(0.2)
+        assert runner.suspended and not asked.is_set()
+        runner.residence.set("guaranteed")
+        came = asked.wait(5)
+        if not came:
+            engine.remove_job(other)
+        assert result().status == "completed" and came
+
+
+def test_all_lanes_are_in_use_each_time_an_opportunistic_job_comes() -> None:
+    with Engine(lanes=2, memory="1GiB") as engine:
+        for _ in range(2):
+            each = engine.add_job("job")
+            engine.set_terms(each, Terms("opportunistic"))
+            assert engine.native.active_lanes == 2
+            engine.remove_job(each)
+            engine.native.set_active_lanes(1)  # as is measured to be faster for the others
+
+
+def test_a_guaranteed_job_does_not_wait_for_data_that_an_opportunistic_one_has_not_read() -> None:
+    shared = wf.SharedData(batches(200))
+    began = time.perf_counter()
+    jobs = [
+        job("guaranteed", data=shared, epochs=1),
+        job("opportunistic", data=shared, epochs=1, priority="opportunistic"),
+    ]
+    results = wf.train(jobs, lanes=1)
+    assert all(result.status == "completed" for result in results)
+    assert results["guaranteed"].seconds < 5, time.perf_counter() - began
+
+
+def test_the_first_look_at_an_eager_step_holds_up_no_guaranteed_claim() -> None:
+    def step(model: nn.Module, batch: Any) -> Any:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return loss if loss.item() >= 0 else -loss  # not captured
+
+    with Engine(lanes=1, memory="1GiB", mode="lanes") as engine:
+        busy = JobRunner(job("busy", data=lambda: (b for b in batches() * 50), epochs=10000), engine)
+        ends = in_thread(engine, busy)
+        until(lambda: busy.steps > 50)  # it has the lane, and never leaves it
+        settings = {"loss": None, "step": step, "priority": "opportunistic"}
+        eager = JobRunner(job("eager", epochs=1, **settings), engine)
+        result = in_thread(engine, eager)
+        until(lambda: bool(engine._looking))
+        time.sleep(0.1)
+        late = engine.add_job("late")
+        claimed = threading.Thread(target=engine.claim, args=(late, needs("late", 1 * MiB, 1 * MiB)), daemon=True)
+        claimed.start()
+        claimed.join(5)
+        waits = claimed.is_alive()
+        assert busy.steps > 50
+        busy.stop()
+        ends(), result()
+        assert not waits

@@ -798,3 +798,27 @@ def test_interrupted_within_two_seconds(
     assert child.stdout.readline() == "1\n", "threads of trials are left"
     study = optuna.load_study(study_name="one", storage=url)
     assert len(study.trials) == 3 and set(states(study)) == {TrialState.FAIL}
+
+
+def test_jobs_of_both_priorities_in_a_repeatable_study_wait_for_room() -> None:
+    data = [(torch.randn(16, 64), torch.randint(4, (16,))) for _ in range(24)]
+
+    def objective(trial: optuna.Trial) -> wf.Job:
+        opportunistic = trial.number == 0
+        width = 4000 if opportunistic else 6000
+        return wf.Job(
+            name=f"trial-{trial.number}",
+            model=lambda: nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 4)),
+            loss=F.cross_entropy,
+            optimizer=lambda p: torch.optim.SGD(p, lr=1e-2),
+            data=data,
+            epochs=20 if opportunistic else 1,
+            priority="opportunistic" if opportunistic else "guaranteed",
+        )
+
+    done: list[optuna.Study] = []
+    settings = {"n_trials": 2, "memory": "5.4MiB"}  # not for both
+    thread = threading.Thread(target=lambda: done.append(repeatable(objective, **settings)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done and states(done[0]) == [TrialState.COMPLETE] * 2

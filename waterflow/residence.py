@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from waterflow.boundary import Boundary
+from waterflow.errors import CheckpointError
 from waterflow.executor.engine import Engine
 from waterflow.executor.terms import Priority, Terms, check_priority, parse_quota
 from waterflow.job import Job
@@ -19,9 +23,11 @@ class Residence:
     def __init__(self, job: Job, engine: Engine | None, boundary: Boundary) -> None:
         self._name, self._engine, self._boundary = job.name, engine, boundary
         quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
-        self.terms = Terms(job.priority, quota, self.leave)
+        # Others wait for its turn in a deterministic study, which one that stands still would not take.
+        stays = engine is not None and engine.clock is not None
+        self.terms = Terms(job.priority, quota, None if stays else self.leave)
         self.times_left = 0
-        self._left = False
+        self._left = self._kept_away = False
         self._step: Step | None = None
 
     def enter(self, step: Step) -> None:
@@ -50,14 +56,36 @@ class Residence:
         self._left = True
         self._boundary.ask(True)
 
-    def stay_away(self) -> None:
-        """Somebody else decides when the job goes on."""
-        self._left = False
+    @contextlib.contextmanager
+    def kept_away(self) -> Iterator[None]:
+        """Inside, the job is to stand still; then somebody else decides when it goes on."""
+        self._kept_away = True
+        try:
+            yield
+        except BaseException:
+            self._kept_away = False
+            raise
+
+    @property
+    def held_up(self) -> bool:
+        """Whether other jobs decide when its next step may come: in a deterministic study, or as guaranteed ones."""
+        return self.terms.opportunistic or (self._engine is not None and self._engine.clock is not None)
 
     def look(self) -> None:
         """Asked now and then while the job stands still: go on where it left by itself, and there is room again."""
         step, engine = self._step, self._engine
-        if self._left and step and (engine is None or engine.would_fit(step.plan, self.terms, step.batches_ahead)):
-            self._left = False
+        if not self._left or self._kept_away or step is None:
+            return
+        # Others make way for a guaranteed one when it claims its memory.
+        if (
+            engine is None
+            or not self.terms.opportunistic
+            or engine.would_fit(step.plan, self.terms, step.batches_ahead)
+        ):
             self.times_left += 1
-            self._boundary.go()
+            with contextlib.suppress(CheckpointError):  # somebody else has been quicker
+                self._boundary.go()
+
+    def came_back(self) -> None:
+        """It goes on."""
+        self._left = self._kept_away = False

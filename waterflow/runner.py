@@ -129,16 +129,16 @@ class JobRunner:
         """
         if threading.get_ident() == self._thread:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
-        self.residence.stay_away()
         if self.engine is not None and self.engine.clock is not None:
             raise CheckpointError(
                 f"job {self.job.name!r} belongs to a deterministic study, whose other jobs would wait for it; ask for a "
                 "snapshot, or study with deterministic=False"
             )
-        return self._boundary.await_answer(self._boundary.ask(True), timeout)
+        with self.residence.kept_away():
+            return self._boundary.await_answer(self._boundary.ask(True), timeout)
 
     def resume(self) -> None:
-        """Let a suspended job go on where it stands. Raises CheckpointError for one that is not suspended."""
+        """Let a suspended job go on. Raises CheckpointError for one that is not suspended."""
         self._boundary.go()
 
     @property
@@ -251,9 +251,8 @@ class JobRunner:
             clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
             recompute=job.recompute, compile=job.compile, generator=self._numbers, name=job.name, engine=self.engine,
         )  # fmt: skip
-        step.batches_ahead = STEPS_AHEAD
+        step.batches_ahead, step.shared_batches = STEPS_AHEAD, isinstance(job.data, SharedData)
         self.residence.enter(step)
-        step.shared_batches = isinstance(job.data, SharedData)
         with self._lock:
             self.step = step
 
@@ -323,6 +322,7 @@ class JobRunner:
             tell()
             self._boundary.await_go(self._stands, checkpoint)
         finally:
+            self.residence.came_back()
             state.put(checkpoint.state["job"])
         self._make_step(step.model, step.optimizer)
         assert self.step is not None
@@ -388,8 +388,8 @@ class JobRunner:
         return self._losses[self._epoch_began :]
 
     def _held_up(self) -> bool:
-        """Whether the job may wait for what other jobs hold: memory, or its turn in a study."""
-        return self.engine is not None and (self.engine.clock is not None or self.engine.waits(self._thread))
+        """Whether the job may wait for what other jobs hold: memory, lanes, or its turn in a study."""
+        return self.engine is not None and (self.residence.held_up or self.engine.waits(self._thread))
 
     def _stands(self) -> None:
         self._check_stop()

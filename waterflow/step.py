@@ -392,7 +392,7 @@ class Step:
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
         self._last_plan = plan
         # An unknown job is looked at alone: its first step holds all that is left.
-        with contextlib.nullcontext(self.measured_height) if known else self.engine.looking() as height:
+        with contextlib.nullcontext(self.measured_height) if known else self.engine.looking(self.job) as height:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
             pending = self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), plan, update)
             if not known:  # nor is the next one captured, or claimed for, before its end

@@ -110,3 +110,26 @@ def test_other_jobs_are_learnt_anew() -> None:
     assert control.rate == 1.0 and control.settled
     control.forget()
     assert control.rate == 0.1 and not control.settled
+
+
+def test_a_guaranteed_job_that_left_in_the_middle_of_a_window_does_not_keep_the_rate_down() -> None:
+    device = Device(0.004, 0.0)
+    coordinator = made(device)
+    device.run(coordinator, 0.02)
+    device.steps.append((1, int(device.time * 1e9), int((device.time + 0.004) * 1e9), 0))  # its last one
+    device.run(coordinator, 60)
+    assert coordinator.rate > 0.8 and max(device.rates[-20:]) > 0.8
+
+
+@pytest.mark.parametrize("seconds", [1.5, 10.0])
+def test_long_guaranteed_steps_are_protected(seconds: float) -> None:
+    device = Device(seconds, 0.5, noise=0.01)
+    coordinator = made(device)
+    device.run(coordinator, 3 * seconds)
+    for _ in range(8):  # opportunistic steps end, too, while a guaranteed one is under way
+        device.time += seconds / 9
+        coordinator.look()
+        assert device.rates[-1] < 0.2
+    device.time += 2 * seconds + AWAY_SECONDS
+    coordinator.look()
+    assert coordinator.rate == 1.0

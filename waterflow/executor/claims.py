@@ -36,7 +36,7 @@ class Claims:
         self._changed = threading.Condition(self._guard)
         self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
-        self._looks = 0
+        self._looking: list[int] = []
         self._closed = False
         self._terms: dict[int, Terms] = {}
         self._told: set[int] = set()  # to make way, and have not yet
@@ -53,26 +53,31 @@ class Claims:
         does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``.
         """
         terms = self.terms_of(job)
-        wanted = self._wanted(terms, plan, plan.persistent + plan.batch * batches)
+        needed, height = plan.persistent + plan.batch * batches, plan.height
         mine = self._claims.get(job)
-        if mine is not None and wanted <= mine.bytes and plan.height <= mine.height:
+        if mine is not None and needed <= mine.needed and height <= mine.height:
             return
-        if wanted + plan.height > self.room:
-            raise self.too_large(plan, wanted)
-        if terms.opportunistic and terms.quota is not None and wanted + plan.height > terms.quota:
+        if needed + height > self.room:
+            raise self.too_large(plan, needed)
+        if mine is not None and max(needed, mine.needed) + max(height, mine.height) <= self.room:
+            needed, height = max(needed, mine.needed), max(height, mine.height)  # its other steps go on
+        wanted = self._wanted(terms, needed, height)
+        if terms.opportunistic and terms.quota is not None and wanted + height > terms.quota:
             raise self._above_quota(plan, wanted, terms.quota)
         owner = threading.get_ident()
-        self._note(job, wanted, plan.height)
+        self._note(job, wanted, height)
         try:
             while True:
                 with self._turn(), self._guard:
-                    while self._looks and not self._closed:
+                    while self._looking and not self._closed:
+                        for other in [] if terms.opportunistic else self._looking:
+                            self._lend_priority(other)
                         self._changed.wait(timeout=0.1)
                     if self._closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
-                    if self._fits(job, wanted, plan.height):
+                    if self._fits(job, wanted, height):
                         self._claims[job] = Claim(
-                            plan.name, owner, current_worker(), wanted, plan.height, terms.opportunistic
+                            plan.name, owner, current_worker(), wanted, height, terms.opportunistic, needed
                         )
                         self._set_capacity()
                         # Steps under way may still stand on this ground; they finish, and none starts before.
@@ -80,8 +85,8 @@ class Claims:
                             self._changed.wait(timeout=0.001)
                         self._book(job, plan.name, wanted)
                         return
-                    self._waiting[owner] = (job, wanted, plan.height)
-                    making_way = self._ask_for_room(job, wanted, plan.height)
+                    self._waiting[owner] = (job, wanted, height)
+                    making_way = self._ask_for_room(job, wanted, height)
                     if not patient or (not making_way and self._nobody_goes_on(job)):
                         raise self._stuck(job, plan, wanted)
                     worker = current_worker()
@@ -92,17 +97,19 @@ class Claims:
                 self._waiting.pop(owner, None)
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[int]:
+    def looking(self, job: int) -> Iterator[int]:
         """For a step whose height is not known: what steps can have at most. Inside, nobody's claim lessens it."""
         with self._guard:
-            self._looks += 1
+            self._looking.append(job)
             capacity = self._capacity()
         try:
             yield capacity
         finally:
             with self._guard:
-                self._looks -= 1
+                self._looking.remove(job)
                 self._changed.notify_all()
+            with contextlib.suppress(ValueError):
+                self.native.set_opportunistic(job, self.terms_of(job).opportunistic)
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         """Under a virtual clock memory changes hands in its order."""
@@ -151,12 +158,13 @@ class Claims:
     def would_fit(self, plan: Plan, terms: Terms = GUARANTEED, batches: int = 1) -> bool:
         """Whether a further job with this plan could claim its memory now."""
         with self._guard:
-            wanted = self._wanted(terms, plan, plan.persistent + plan.batch * batches)
+            wanted = self._wanted(terms, plan.persistent + plan.batch * batches, plan.height)
             return self._fits(-1, wanted, plan.height, terms)
 
     def release(self, job: int) -> None:
-        """Give back what a job claimed."""
+        """Give back what a job claimed, and forget its terms."""
         with self._turn(), self._guard:
+            self._terms.pop(job, None)
             self._told.discard(job)
             claim = self._claims.pop(job, None)
             if claim is not None:
@@ -202,13 +210,11 @@ class Claims:
         except ValueError:  # it has left
             self._terms.pop(job, None)
 
-    def _wanted(self, terms: Terms, plan: Plan, wanted: int) -> int:
+    def _wanted(self, terms: Terms, needed: int, height: int) -> int:
         """Bytes to claim between steps: what a guaranteed job's quota leaves beside its step is kept for it."""
-        if terms.quota is None:
-            return wanted
-        if not terms.opportunistic:
-            return max(wanted, min(terms.quota, self.room) - plan.height)
-        return wanted
+        if terms.quota is None or terms.opportunistic:
+            return needed
+        return max(needed, min(terms.quota, self.room) - height)
 
     def _ask_for_room(self, job: int, wanted: int, height: int) -> bool:
         """Tell opportunistic jobs to make way for a guaranteed one, the largest first; whether that will be enough."""
@@ -219,17 +225,22 @@ class Claims:
         for _, each in reversed(held):
             if self._fits(job, wanted, height, without=gone):
                 break
-            if self._terms[each].make_way is not None:
+            if self.terms_of(each).make_way is not None:
                 gone.add(each)
         if not self._fits(job, wanted, height, without=gone):
             return False
         for each in gone:
             self._tell(each)
-        self.native.set_rates(1.0, 1.0)  # their steps are to end soon
+            self._lend_priority(each)
         return True
 
+    def _lend_priority(self, job: int) -> None:
+        """A guaranteed job waits for steps that this one has queued: no other guaranteed one is to hold them up."""
+        with contextlib.suppress(ValueError):  # it has left
+            self.native.set_opportunistic(job, False)
+
     def _tell(self, job: int) -> None:
-        make_way = self._terms[job].make_way
+        make_way = self.terms_of(job).make_way
         if job not in self._told and make_way is not None:
             self._told.add(job)
             make_way()

@@ -22,7 +22,7 @@ KEPT = 24  # comparisons that the rate is found from
 FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
 TAIL = 0.98  # the slowest steps of the last ones, with and without others: so many at most, and at least
 TAIL_STEPS, LEAST_TAIL_STEPS = 2048, 64
-AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected
+AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected, or for twice its longest of late
 
 
 class Lanes(Protocol):
@@ -89,7 +89,7 @@ class Coordinator:
         self._times: dict[int, list[int]] = defaultdict(list)  # of guaranteed jobs, in this window
         self._alone: dict[int, list[int]] = {}
         self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the median alone
-        self._last_step = -AWAY_SECONDS
+        self._last: dict[int, tuple[float, float]] = {}  # of guaranteed jobs: when a step ended, the longest of late
         self._jobs: frozenset[int] = frozenset()
         self._beside = False
         self._free = True
@@ -113,10 +113,14 @@ class Coordinator:
     def _look(self) -> None:
         now = self.now()
         for job, ready, ended, _ in self.lanes.take_step_times():
-            self._last_step = now
+            longest = max((ended - ready) * 1e-9, 0.9 * self._last[job][1] if job in self._last else 0.0)
+            self._last[job] = (now, longest)
             if ready >= self._since_ns:
                 self._times[job].append(ended - ready)
-        if now - self._last_step > AWAY_SECONDS:
+        for job in [j for j, (last, longest) in self._last.items() if now - last > max(AWAY_SECONDS, 2 * longest)]:
+            del self._last[job]
+            self._times.pop(job, None)  # the others' windows do not wait for it
+        if not self._last:
             if not self._free:
                 self._free = True
                 self.lanes.set_rates(1.0, 1.0)

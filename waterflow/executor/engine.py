@@ -129,14 +129,13 @@ class Engine(Claims):
         """
         with contextlib.suppress(ValueError):
             self.native.remove_job(job)
-        self._terms.pop(job, None)
         self._tell_refusals()
         self.release(job)
 
     def set_terms(self, job: int, terms: Terms) -> None:
         """From its next step on ``job`` is in the engine on these terms; with an opportunistic one the coordinator begins."""
-        if terms.opportunistic and self.coordinator is None:
-            self.coordinator = Coordinator(self.native)
+        if terms.opportunistic:
+            self.coordinator = self.coordinator or Coordinator(self.native)
             if self._lanes_in_use is not None:  # all of them: who is to have which is decided by priority
                 self.native.set_active_lanes(self.lanes)
         super().set_terms(job, terms)

@@ -22,7 +22,8 @@ LEAST_RESERVE = 64 << 20
 class Claim:
     """What one job holds for as long as it is in the engine, and the largest height that its steps reach.
 
-    ``owner`` is the thread that claimed it, ``worker`` what that is known as to a study.
+    ``owner`` is the thread that claimed it, ``worker`` what that is known as to a study. Of ``bytes`` the job's steps use
+    ``needed``; the rest is kept by its quota.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Claim:
     bytes: int
     height: int
     opportunistic: bool = False
+    needed: int = 0
 
 
 def reserve_of(limit: int) -> int:
