@@ -13,17 +13,19 @@ Each device is a process with one core of its own and one lane; all jobs are gua
 
 The goal: the average completion times (from submission to end) differ by 5 % at most. The last columns say how busy the
 machine was with other work, and what of the live run could not be known before: "beside": how much longer jobs train than they
-did alone, by their sum; "frozen": the longest time in which this process did not get to run.
+did alone, by their sum; "with live durations": the difference of a simulation that is told how long each job took live, which
+leaves what scheduler, service and backend add; "frozen": the longest time in which this process did not get to run.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,15 +256,19 @@ def busy_cores(seconds: float = 1.0) -> float:
     return (os.cpu_count() or 1) * (1 - (idle_after - idle_before) / max(1, all_after - all_before))
 
 
+def average(values: Iterable[float]) -> float:
+    """The mean."""
+    return statistics.fmean(values)
+
+
 def compared(alone: dict[str, Ran], live: dict[str, Ran], virtual: dict[str, float]) -> dict[str, Any]:
     """Averages over all jobs, and how far they are apart; a share of the live one."""
-    average = sum(ran.completion for ran in live.values()) / len(live)
-    other = sum(virtual.values()) / len(virtual)
+    ours, other = average(ran.completion for ran in live.values()), average(virtual.values())
     apart = [abs(virtual[id] - ran.completion) for id, ran in live.items()]
     beside = sum(ran.duration for ran in live.values()) / sum(ran.duration for ran in alone.values()) - 1
-    difference = other / average - 1
+    difference = other / ours - 1
     return {
-        "live, s": average, "simulated, s": other, "difference, %": 100 * difference, "per job, median, s": report.median(apart),
+        "live, s": ours, "simulated, s": other, "difference, %": 100 * difference, "per job, median, s": report.median(apart),
         "most, s": max(apart), "holds": abs(difference) <= GOAL, "beside, %": 100 * beside,
     }  # fmt: skip
 
@@ -307,8 +313,17 @@ def main() -> int:
                     durations = {id: ran.duration for id, ran in alone.items()}
                     virtual = simulated(jobs, durations, start, arguments.policy, made_up.nodes)
                     live = made_up.together(jobs, trial)
+                durations = {id: ran.duration for id, ran in live.items()}
+                known = average(simulated(jobs, durations, start, arguments.policy, made_up.nodes).values())
+                apart = 100 * (known / average(ran.completion for ran in live.values()) - 1)
                 rows.append(
-                    {"trial": trial, "start, s": start, **compared(alone, live, virtual), "frozen, s": frozen.longest}
+                    {
+                        "trial": trial,
+                        "start, s": start,
+                        **compared(alone, live, virtual),
+                        "with live durations, %": apart,
+                    }
+                    | {"frozen, s": frozen.longest}
                     | {"load before": load, "after": os.getloadavg()[0]}
                     | {"cores busy with others": " ".join(f"{b:.1f}" for b in (busy, between, busy_cores()))}
                 )
