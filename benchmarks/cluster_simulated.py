@@ -40,7 +40,7 @@ from waterflow import cluster
 GOAL = 0.05
 DEVICES = 2
 PATIENCE = 120.0  # seconds for one job
-STEPS = {"mlp": (1000, 2500, 5000), "cnn": (350, 900, 1700), "attention": (220, 550, 1100)}
+STEPS = {"mlp": (1000, 2000, 3500), "cnn": (350, 700, 1200), "attention": (220, 450, 800)}
 
 
 # -- the jobs
@@ -295,7 +295,7 @@ def main() -> int:
     made.add_argument("--backend", choices=("ray", "local"), default="ray", help="who runs the devices")
     made.add_argument("--policy", default="fifo_backfill", help="who decides, in both")
     made.add_argument("--jobs", type=int, default=30, help="how many jobs")
-    made.add_argument("--seconds", type=float, default=50.0, help="from the first submission to the last, at most")
+    made.add_argument("--seconds", type=float, default=60.0, help="from the first submission to the last, at most")
     made.add_argument("--seed", type=int, default=0, help="of the workload")
     arguments = made.parse_args()
     torch.set_num_threads(1)
