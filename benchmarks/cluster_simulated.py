@@ -1,0 +1,341 @@
+"""The simulator against the live cluster: thirty short jobs on two made-up devices, and the same in virtual time.
+
+    python -m benchmarks.cluster_simulated [--backend ray|local] [--repeats 3] [--save]
+
+Each device is a process with one core of its own and one lane; all jobs are guaranteed and ask for one device. The steps:
+
+- Each device trains one short job of each kind, so that no later job is the first of its kind there.
+- Every job alone, one after the other, through the service as a user would: "start" is the time from its submission until the
+  service hears that it trains, "duration" from then until the service hears that it has ended.
+- Live: the jobs are handed in at their times; scheduler, store, service and backend are those of ``waterflow cluster up``.
+- Simulated: the same scheduler and policy, the durations alone, and the median start as the overhead of each start. Nothing
+  that the live run told goes into it.
+
+The goal: the average completion times (from submission to end) differ by 5 % at most. The last columns say how busy the
+machine was with other work, and what of the live run could not be known before: "beside": how much longer jobs train than they
+did alone, by their sum; "with live durations": the difference of a simulation that is told how long each job took live, which
+leaves what scheduler, service and backend add; "frozen": the longest time in which this process did not get to run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import waterflow as wf
+from benchmarks import report
+from waterflow import cluster
+
+GOAL = 0.05
+DEVICES = 2
+PATIENCE = 120.0  # seconds for one job
+STEPS = {"mlp": (1000, 2000, 3500), "cnn": (350, 700, 1200), "attention": (220, 450, 800)}
+
+
+# -- the jobs
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    return nn.Sequential(layer, nn.Flatten(), nn.Linear(32 * 64, 10))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (64,)), "cnn": (cnn, (1, 28, 28)), "attention": (attention, (32, 64)),
+}  # fmt: skip
+
+
+class Batches:
+    """As many as there are steps; they follow from a seed."""
+
+    def __init__(self, steps: int, shape: tuple[int, ...], seed: int) -> None:
+        self.steps, self.shape, self.seed = steps, shape, seed
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.steps):
+            yield torch.randn(32, *self.shape, generator=numbers), torch.randint(10, (32,), generator=numbers)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One job, handed in so many seconds after the first."""
+
+    id: str
+    kind: str
+    steps: int
+    submitted: float
+    seed: int
+
+    def payload(self) -> bytes:
+        """For the backend."""
+        model, shape = MODELS[self.kind]
+        data = Batches(self.steps, shape, self.seed)
+        return cluster.pack(
+            wf.Job(
+                self.id, model, data, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+                loss=nn.functional.cross_entropy, seed=self.seed,
+            )
+        )  # fmt: skip
+
+
+def workload(jobs: int, seconds: float, seed: int) -> list[Asked]:
+    """Kinds in turn, in an order, of lengths and at times that follow from the seed; the first comes at once."""
+    draw = random.Random(seed)
+    kinds = [list(MODELS)[number % len(MODELS)] for number in range(jobs)]
+    draw.shuffle(kinds)
+    times = [0.0, *sorted(draw.uniform(0.0, seconds) for _ in range(jobs - 1))]
+    return [
+        Asked(f"{number:02}-{kind}", kind, draw.choice(STEPS[kind]), at, seed=number)
+        for number, (kind, at) in enumerate(zip(kinds, times, strict=True))
+    ]
+
+
+# -- live
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One job as the service tells of it; seconds."""
+
+    start: float  # from its submission until it trains
+    duration: float  # from then to its end
+
+    @property
+    def completion(self) -> float:
+        """From submission to end."""
+        return self.start + self.duration
+
+
+class Live:
+    """A cluster of made-up devices, each on a core of its own, in this process."""
+
+    def __init__(self, backend: str, policy: str, folder: Path) -> None:
+        settings = cluster.WorkerSettings(memory="512MiB", lanes=1)
+        cores = [(core,) for core in sorted(os.sched_getaffinity(0))[:DEVICES]]
+        if len(cores) < DEVICES:
+            raise SystemExit(f"{DEVICES} devices need as many cores; this process may use {len(cores)}")
+        kind = cluster.RayBackend if backend == "ray" else cluster.LocalBackend
+        self.backend = kind(folder=folder / "work", devices=DEVICES, settings=settings, cores=cores)
+        try:
+            self.nodes = [cluster.Node(n.name, n.devices, n.memory) for n in self.backend.nodes()]
+            self._warm_up()
+            self._store = cluster.Store(folder / "state.db")
+            self._service = cluster.Service(self._store, self.backend, cluster.POLICIES[policy]())
+        except BaseException:
+            self.backend.close()
+            raise
+        self._service.start()
+
+    def _warm_up(self) -> None:
+        """One short job of each kind on each device."""
+        for node in self.nodes:
+            for kind in MODELS:
+                asked = Asked(f"warm-{kind}-{node.name}", kind, 20, 0.0, seed=0)
+                self.backend.start(asked.id, asked.payload(), [(node.name, 0)])
+                until = time.monotonic() + PATIENCE
+                while self.backend.running():
+                    self.backend.poll(0.1)
+                    if time.monotonic() > until:
+                        raise SystemExit(f"{asked.id} did not end within {PATIENCE:g} s")
+
+    def submit(self, id: str, payload: bytes) -> None:
+        """Hand in a guaranteed job for one device."""
+        self._service.submit({"id": id, "devices": 1, "priority": "guaranteed", "auto": False}, payload)
+
+    def ended(self, id: str) -> Ran:
+        """Wait for its end."""
+        if not self._service.wait([id], PATIENCE):
+            raise SystemExit(f"{id} did not end within {PATIENCE:g} s")
+        told = self._service.record(id)
+        if told.state != "completed" or told.attempts != 1 or told.started is None or told.ended is None:
+            raise SystemExit(f"{id} is {told.state} after {told.attempts} attempts: {told.reason}")
+        return Ran(told.started - told.submitted, told.ended - told.started)
+
+    def alone(self, jobs: Sequence[Asked], trial: int) -> dict[str, Ran]:
+        """Each job while nothing else is there."""
+        found = {}
+        for asked in jobs:
+            id = f"alone-{trial}-{asked.id}"
+            self.submit(id, asked.payload())
+            found[asked.id] = self.ended(id)
+        return found
+
+    def together(self, jobs: Sequence[Asked], trial: int) -> dict[str, Ran]:
+        """Each job at its time."""
+        payloads = [(f"live-{trial}-{asked.id}", asked.submitted, asked.payload()) for asked in jobs]
+        began = time.monotonic()
+        for id, at, payload in payloads:
+            time.sleep(max(0.0, began + at - time.monotonic()))
+            self.submit(id, payload)
+        return {asked.id: self.ended(id) for asked, (id, _, _) in zip(jobs, payloads, strict=True)}
+
+    def close(self) -> None:
+        """End all of it."""
+        self._service.down()
+
+
+# -- simulated
+
+
+def simulated(
+    jobs: Sequence[Asked], durations: dict[str, float], start: float, policy: str, nodes: Sequence[cluster.Node]
+) -> dict[str, float]:
+    """Completion times by id: the same submissions, with durations alone and the overhead of each start."""
+    scheduler = cluster.Scheduler(nodes, cluster.POLICIES[policy]())
+    submissions = [
+        cluster.Submission(asked.id, auto=False, duration=durations[asked.id], submitted=asked.submitted)
+        for asked in jobs
+    ]
+    done = cluster.Simulator(scheduler, cluster.Overheads(start=start)).run(submissions)
+    return {record.id: record.completion for record in done.jobs}
+
+
+# -- the table
+
+
+class Frozen:
+    """Watches for times in which this process does not run; as a context."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(0.02):
+            now = time.monotonic()
+            self.longest = max(self.longest, now - last - 0.02)
+            last = now
+
+    def __enter__(self) -> Frozen:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def busy_cores(seconds: float = 1.0) -> float:
+    """How many cores work now, while this program does not."""
+
+    def ticks() -> tuple[int, int]:
+        numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return sum(numbers), numbers[3] + numbers[4]
+
+    (all_before, idle_before) = ticks()
+    time.sleep(seconds)
+    (all_after, idle_after) = ticks()
+    return (os.cpu_count() or 1) * (1 - (idle_after - idle_before) / max(1, all_after - all_before))
+
+
+def average(values: Iterable[float]) -> float:
+    """The mean."""
+    return statistics.fmean(values)
+
+
+def compared(alone: dict[str, Ran], live: dict[str, Ran], virtual: dict[str, float]) -> dict[str, Any]:
+    """Averages over all jobs, and how far they are apart; a share of the live one."""
+    ours, other = average(ran.completion for ran in live.values()), average(virtual.values())
+    apart = [abs(virtual[id] - ran.completion) for id, ran in live.items()]
+    beside = sum(ran.duration for ran in live.values()) / sum(ran.duration for ran in alone.values()) - 1
+    difference = other / ours - 1
+    return {
+        "live, s": ours, "simulated, s": other, "difference, %": 100 * difference, "per job, median, s": report.median(apart),
+        "most, s": max(apart), "holds": abs(difference) <= GOAL, "beside, %": 100 * beside,
+    }  # fmt: skip
+
+
+def per_job(
+    jobs: Sequence[Asked], alone: dict[str, Ran], live: dict[str, Ran], virtual: dict[str, float]
+) -> list[dict[str, Any]]:
+    """A row for each."""
+    return [
+        {
+            "job": asked.id, "steps": asked.steps, "submitted, s": asked.submitted, "start, s": alone[asked.id].start,
+            "duration, s": alone[asked.id].duration, "duration live, s": live[asked.id].duration,
+            "completion live, s": live[asked.id].completion, "simulated, s": virtual[asked.id],
+            "difference, s": virtual[asked.id] - live[asked.id].completion,
+        }
+        for asked in jobs
+    ]  # fmt: skip
+
+
+def main() -> int:
+    """Print a row for each trial, and its jobs; 1 if one misses the goal."""
+    made = report.parser(__doc__.splitlines()[0])
+    made.set_defaults(repeats=1)
+    made.add_argument("--backend", choices=("ray", "local"), default="ray", help="who runs the devices")
+    made.add_argument("--policy", default="fifo_backfill", help="who decides, in both")
+    made.add_argument("--jobs", type=int, default=30, help="how many jobs")
+    made.add_argument("--seconds", type=float, default=60.0, help="from the first submission to the last, at most")
+    made.add_argument("--seed", type=int, default=0, help="of the workload")
+    arguments = made.parse_args()
+    torch.set_num_threads(1)
+    jobs = workload(arguments.jobs, arguments.seconds, arguments.seed)
+    rows, tables = [], {}
+    with tempfile.TemporaryDirectory(prefix="wf-") as folder:
+        made_up = Live(arguments.backend, arguments.policy, Path(folder))
+        try:
+            for trial in range(1, arguments.repeats + 1):
+                load, busy = os.getloadavg()[0], busy_cores()
+                with Frozen() as frozen:
+                    alone = made_up.alone(jobs, trial)
+                    between = busy_cores()
+                    start = report.median([ran.start for ran in alone.values()])
+                    durations = {id: ran.duration for id, ran in alone.items()}
+                    virtual = simulated(jobs, durations, start, arguments.policy, made_up.nodes)
+                    live = made_up.together(jobs, trial)
+                durations = {id: ran.duration for id, ran in live.items()}
+                known = average(simulated(jobs, durations, start, arguments.policy, made_up.nodes).values())
+                apart = 100 * (known / average(ran.completion for ran in live.values()) - 1)
+                rows.append(
+                    {
+                        "trial": trial,
+                        "start, s": start,
+                        **compared(alone, live, virtual),
+                        "with live durations, %": apart,
+                    }
+                    | {"frozen, s": frozen.longest}
+                    | {"load before": load, "after": os.getloadavg()[0]}
+                    | {"cores busy with others": " ".join(f"{b:.1f}" for b in (busy, between, busy_cores()))}
+                )
+                tables[f"trial {trial}"] = per_job(jobs, alone, live, virtual)
+        finally:
+            made_up.close()
+    note = (
+        f"{len(jobs)} jobs, {DEVICES} devices of one core, {arguments.backend} backend, policy {arguments.policy}; averages of "
+        "completion times. Cores busy with others: before the jobs alone, before the live run, and after it."
+    )
+    return report.finish(f"cluster_simulated_{arguments.backend}", arguments, rows, note, tables)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

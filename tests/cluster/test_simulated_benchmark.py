@@ -1,0 +1,58 @@
+"""The parts of the benchmark that puts the simulator beside a live cluster."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cluster_simulated as benchmark
+from benchmarks.cluster_simulated import Asked, Ran
+from waterflow.cluster import Node
+
+NODES = [Node("a", 1), Node("b", 1)]
+
+
+def test_the_workload_follows_from_its_seed() -> None:
+    jobs = benchmark.workload(30, 50.0, seed=1)
+    assert jobs == benchmark.workload(30, 50.0, seed=1) != benchmark.workload(30, 50.0, seed=2)
+    times = [asked.submitted for asked in jobs]
+    assert times == sorted(times) and times[0] == 0.0 and times[-1] <= 50.0
+    assert {asked.kind for asked in jobs} == set(benchmark.MODELS) and len({asked.id for asked in jobs}) == 30
+    assert all(asked.steps in benchmark.STEPS[asked.kind] for asked in jobs)
+
+
+@pytest.mark.parametrize("kind", list(benchmark.MODELS))
+def test_jobs_can_be_sent_and_have_their_steps(kind: str) -> None:
+    job = pickle.loads(Asked("x", kind, 3, 0.0, seed=0).payload())[0]
+    batches = list(job.data)
+    assert len(batches) == 3 and job.model()(batches[0][0]).shape == (32, 10)
+
+
+def test_each_start_is_paid_and_who_finds_no_device_waits() -> None:
+    jobs = [Asked(id, "mlp", 1, at, seed=0) for id, at in (("p", 0.0), ("q", 0.0), ("r", 0.5))]
+    done = benchmark.simulated(jobs, {"p": 2.0, "q": 3.0, "r": 1.0}, 0.1, "fifo_backfill", NODES)
+    assert done == pytest.approx({"p": 2.1, "q": 3.1, "r": 2.1 + 0.1 + 1.0 - 0.5})
+
+
+def test_averages_are_compared_with_the_goal() -> None:
+    alone = {"p": Ran(0.1, 1.0), "q": Ran(0.1, 2.0)}
+    live = {"p": Ran(0.1, 1.1), "q": Ran(1.7, 2.2)}  # 1.2 and 3.9
+    found = benchmark.compared(alone, live, {"p": 1.1, "q": 3.8})
+    assert found["difference, %"] == pytest.approx(100 * (4.9 / 5.1 - 1)) and found["holds"]
+    assert found["beside, %"] == pytest.approx(10.0) and found["most, s"] == pytest.approx(0.1)
+    assert not benchmark.compared(alone, live, {"p": 1.1, "q": 3.6})["holds"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < benchmark.DEVICES, reason="a core for each device")
+def test_a_live_cluster_of_this_machine(tmp_path: Path) -> None:
+    jobs = [Asked(f"{number}", "mlp", 5, 0.05 * number, seed=number) for number in range(3)]
+    live = benchmark.Live("local", "fifo_backfill", tmp_path)
+    try:
+        alone, together = live.alone(jobs, 1), live.together(jobs, 1)
+    finally:
+        live.close()
+    assert list(alone) == list(together) == ["0", "1", "2"]
+    assert all(ran.start > 0 and ran.duration > 0 for ran in [*alone.values(), *together.values()])
