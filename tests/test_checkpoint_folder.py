@@ -290,3 +290,18 @@ def test_another_model_of_the_same_name(tmp_path: Path) -> None:
     job.model = lambda: Net(width=8)
     with pytest.raises(wf.CheckpointError, match="of another job than 'c'"):
         wf.train([job], memory="1GiB", checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"epochs": 4}, r"of 3 epochs; it has 4 now\. Give the job another name"),
+     ({"model": lambda: torch.nn.Linear(6, 4)}, r"(?s)of another model: .*another folder")],
+)  # fmt: skip
+def test_a_result_of_another_job_is_not_handed_out(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+    first = wf.train(jobs_of()[:1], lanes=1, checkpoint=tmp_path)
+    assert_equal(wf.train(jobs_of()[:1], lanes=1, checkpoint=tmp_path), first)
+    job = jobs_of()[0]
+    for name, value in changed.items():
+        setattr(job, name, value)
+    with pytest.raises(wf.CheckpointError, match=told):
+        wf.train([job], lanes=1, checkpoint=tmp_path)

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from waterflow.checkpoint import Checkpoint, read, write
@@ -141,12 +142,23 @@ class Checkpoints:
 
 def _result(job: Job, content: dict[str, Any]) -> JobResult:
     content |= {"metrics": tuple(content["metrics"]), "losses": tuple(content["losses"])}
-    if isinstance(job.model, nn.Module) and content["state_dict"] is not None:
-        try:
-            job.model.load_state_dict(content["state_dict"])
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"the result of job {job.name!r} is of another model: {error}. Give the job another name, or train it in "
-                "another folder"
-            ) from None
+    epochs, state = len(content["metrics"]), content["state_dict"]
+    if content["status"] == "completed" and epochs != job.epochs:
+        raise _other_result(job, f"{epochs} epochs; it has {job.epochs} now")
+    if isinstance(job.model, nn.Module):
+        model = job.model
+    else:
+        with torch.random.fork_rng(devices=[]):
+            model = job.model()
+    try:
+        if state is not None:
+            model.load_state_dict(state)
+    except RuntimeError as error:
+        raise _other_result(job, f"another model: {error}") from None
     return JobResult(**content)
+
+
+def _other_result(job: Job, told: str) -> CheckpointError:
+    return CheckpointError(
+        f"the result of job {job.name!r} is of {told}. Give the job another name, or train it in another folder"
+    )

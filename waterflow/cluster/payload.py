@@ -25,6 +25,10 @@ def pack(jobs: Jobs | Callable[[], Jobs]) -> bytes:
     Functions of the calling script, lambdas among them, are sent by value; what other modules define is imported there.
     Raises InvalidJobError that names what cannot be pickled.
     """
+    if isinstance(jobs, nn.Module):
+        raise InvalidJobError(
+            f"a {type(jobs).__name__} is a module; hand in a wf.Job that trains it, or a function that makes one"
+        )
     content = jobs if callable(jobs) else checked(jobs)
     try:
         return bytes(cloudpickle.dumps(content))
