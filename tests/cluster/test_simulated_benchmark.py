@@ -46,6 +46,7 @@ def test_averages_are_compared_with_the_goal() -> None:
     assert not benchmark.compared(alone, live, {"p": 1.1, "q": 3.6})["holds"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < benchmark.DEVICES, reason="a core for each device")
 def test_a_live_cluster_of_this_machine(tmp_path: Path) -> None:
     jobs = [Asked(f"{number}", "mlp", 5, 0.05 * number, seed=number) for number in range(3)]
