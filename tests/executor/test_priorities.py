@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -181,3 +183,155 @@ def test_only_guaranteed_steps_are_timed_where_there_are_others(engine: _C.Engin
     ((job, ready, ended, busy),) = engine.take_step_times()
     assert job == guaranteed and 0.02 <= (ended - ready) * 1e-9 < 0.5 and busy <= ended - ready
     assert engine.take_step_times() == []
+
+
+def test_a_step_that_sleeps_ends_soon_where_a_guaranteed_one_waits_for_its_lane(engine: _C.Engine) -> None:
+    load = Load(engine)
+    guaranteed, late, other = load.add(), load.add(), load.add()
+    engine.set_opportunistic(other, True)
+    engine.set_rates(0.0, 0.0)
+    long = load.submit(guaranteed, 1.0)
+    time.sleep(0.05)
+    sleeps = load.submit(other, 0.001)
+    time.sleep(0.05)
+    assert not sleeps.done
+    wait(engine, load.submit(late, 0.001))
+    assert sleeps.done and not long.done
+    again = load.submit(other, 0.001)  # from here on it sleeps as before
+    time.sleep(0.1)
+    assert not again.done and not long.done
+    wait(engine, long)
+
+
+def test_a_sleeping_step_does_not_hold_back_memory_that_is_claimed(engine: _C.Engine) -> None:
+    load = Load(engine)
+    guaranteed, other = load.add(), load.add()
+    engine.set_opportunistic(other, True)
+    engine.set_rates(0.0, 0.0)
+    long = load.submit(guaranteed, 1.0)
+    time.sleep(0.05)
+    run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[1 << 19], after=[0]), lambda: None)
+    engine.submit(other, run)
+    time.sleep(0.05)
+    assert engine.held == 1 << 19
+    engine.set_capacity(1 << 10)
+    engine.wait_for(run, 0.5)
+    assert run.done and not long.done and engine.capacity == 1 << 10
+    wait(engine, long)
+
+
+SLICED = """
+import signal, sys, threading, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+import waterflow as wf
+from waterflow import _C
+
+torch.set_num_threads(1)
+
+
+@torch.library.custom_op("test_priorities::slow", mutates_args=())
+def slow(x: torch.Tensor) -> torch.Tensor:
+    sum(range(2_000_000))  # keeps the interpreter
+    return x.clone()
+
+
+slow.register_fake(torch.empty_like)
+torch.library.register_autograd("test_priorities::slow", lambda ctx, grad: grad)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(slow(x) if sys.argv[1] == "interpreter" else x.exp())
+
+
+def stalls() -> float:
+    worst, over = 0.0, time.perf_counter() + 1.0
+    while time.perf_counter() < over:
+        began = time.perf_counter()
+        time.sleep(0.001)
+        worst = max(worst, time.perf_counter() - began)
+    return worst
+
+
+with wf.Engine(lanes=2) as engine:
+    model = Model()
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), engine=engine)
+    batch = torch.randn(20000, 64), torch.randint(8, (20000,))
+    for _ in range(3):
+        step(batch)
+    assert step.opaque_reason is None
+    engine.set_priority(step, "opportunistic")
+    engine.coordinator.look = lambda: None
+    job, go = int(engine.native.add_job()), threading.Event()
+
+    def train() -> None:
+        while not go.is_set():
+            step(batch)
+
+    found, hits = {}, []
+    for rate in (1.0, 0.1, 0.1):
+        engine.native.set_rates(rate, rate)
+        if sys.argv[1] == "handlers" and found.get(0.1):
+            for number in range(signal.SIGRTMAX - 8, signal.SIGRTMAX):
+                signal.signal(number, lambda *given: hits.append(given))
+        go.clear()
+        guaranteed = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: go.wait(20))
+        engine.native.submit(job, guaranteed)
+        thread = threading.Thread(target=train)
+        thread.start()
+        found[rate] = stalls()
+        go.set()
+        thread.join()
+        engine.native.wait(guaranteed)
+    print(found, len(hits))
+    if sys.argv[1] == "interpreter":
+        assert found[0.1] < 3 * found[1.0] + 0.05, found
+    assert not hits
+"""
+
+
+@pytest.mark.parametrize("what", ["interpreter", "handlers"])
+def test_slices_leave_others_alone(what: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SLICED, what], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+import waterflow as wf
+from waterflow import _C
+
+torch.set_num_threads(1)  # steps run on the thread that calls them
+with wf.Engine(lanes=2) as engine:
+    model = nn.Linear(64, 8)
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), engine=engine)
+    batch = torch.randn(16, 64), torch.randint(8, (16,))
+    step(batch)
+    engine.set_priority(step, "opportunistic")
+    engine.coordinator.look = lambda: None
+    engine.native.set_rates(0.0, 0.0)
+    long = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: time.sleep(4))
+    engine.native.submit(int(engine.native.add_job()), long)
+    time.sleep(0.1)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    began = time.perf_counter()
+    try:
+        step(batch)
+    except KeyboardInterrupt:
+        assert time.perf_counter() - began < 2, time.perf_counter() - began
+        print("interrupted")
+"""
+
+
+def test_a_loop_of_its_own_can_be_interrupted_while_its_step_sleeps() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0 and "interrupted" in done.stdout, done.stdout + done.stderr

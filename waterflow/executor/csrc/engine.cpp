@@ -241,7 +241,8 @@ bool Engine::grant(Job& job, Lane* here) {
   if (arenas_) keep_pages_within();
   job.barriers[group].arrive();
   run.waited_ns += now_ns() - job.waiting_since;
-  if (starts && run.by_caller) {
+  // An opportunistic one may take long, in which its caller could not be interrupted.
+  if (starts && run.by_caller && !job.opportunistic) {
     lane->taken = true;
     run.lane = lane;
     run.finished.notify_all();
@@ -290,9 +291,9 @@ void Engine::settle(Job& job) {
 // Returns whether that is done already.
 bool Engine::stop_job(std::unique_lock<std::mutex>& lock, Job& job, const std::string& reason, Dropped& dropped) {
   job.cancelled = reason;
-  if (job.pace) job.pace->hurry = true;
   leave_to_lanes(job, job.queue.size());
   if (job.running) {
+    if (job.pace) job.pace->hurry = true;
     lanes_[job.lane]->wake.notify_all();
     if (on_a_lane()) {
       job.stopped_inside = true;

@@ -8,6 +8,13 @@ namespace {
 
 constexpr size_t kMostStepTimes = 1 << 16;
 
+// Opportunistic steps under way sleep no longer where somebody waits for the lane or the memory that they hold.
+void hurry(const std::vector<std::unique_ptr<Lane>>& lanes) {
+  for (const auto& lane : lanes) {
+    if (lane->job != nullptr && lane->job->opportunistic) lane->job->pace->hurry = true;
+  }
+}
+
 }  // namespace
 
 void Engine::set_opportunistic(Id id, bool opportunistic) {
@@ -71,6 +78,14 @@ bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) con
 
 // Nobody tells when a guaranteed job has been idle for long: while an opportunistic step waits, a free lane looks.
 void Engine::watch_for_absence() {
+  const bool guaranteed_waits = !ready_.empty() && !ready_.front()->opportunistic;
+  if (guaranteed_waits || std::any_of(grounds_.begin(), grounds_.end(), [&](const auto& ground) {
+        const auto waiting = ground->admission.waiting();
+        return ground->admission.pending_capacity() ||
+               std::any_of(waiting.begin(), waiting.end(), [&](Id id) { return !find(id).opportunistic; });
+      })) {
+    hurry(lanes_);
+  }
   if (ready_.empty() || !ready_.back()->opportunistic) return;
   const auto free = [](const auto& lane) { return lane->job == nullptr; };
   const auto found = std::find_if(lanes_.begin(), lanes_.end(), free);
@@ -91,6 +106,7 @@ void Engine::pace_starts(Job& job, StepRun& run) {
 void Engine::pace_ends(Job& job, StepRun& run) {
   job.ended_ns = now_ns();
   if (run.pace != nullptr) {
+    run.pace->hurry = false;
     run.pace = nullptr;
     return;
   }

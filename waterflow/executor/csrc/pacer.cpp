@@ -1,3 +1,5 @@
+#include <Python.h>
+
 #include "pacer.h"
 
 #include <signal.h>
@@ -38,11 +40,13 @@ class Slices {
   }
 
   void start(Pace* pace) {
-    if (!usable_) return;
+    if (process_ != getpid()) make();
+    if (!arrives()) return;  // then it pays between operations alone
+    std::atomic_signal_fence(std::memory_order_seq_cst);
     pace_.store(pace, std::memory_order_relaxed);
     std::atomic_signal_fence(std::memory_order_seq_cst);
     armed_ = true;
-    arm();
+    if (!arm()) stop();
   }
 
   void stop() {
@@ -54,8 +58,22 @@ class Slices {
   bool armed() const { return armed_; }
 
  private:
-  Slices() : usable_(signal_number() > 0) {
+  Slices() { make(); }
+
+  ~Slices() {
+    stop();
+    if (usable_ && process_ == getpid()) timer_delete(timer_);
+  }
+
+  // For this thread of this process: a forked child has no timers.
+  void make() {
+    process_ = getpid();
+    usable_ = signal_number() > 0;
     if (!usable_) return;
+    sigset_t mine;
+    sigemptyset(&mine);
+    sigaddset(&mine, signal_number());
+    pthread_sigmask(SIG_UNBLOCK, &mine, nullptr);  // threads have the mask of those that start them
     sigevent event{};
     event.sigev_notify = SIGEV_THREAD_ID;
     event.sigev_signo = signal_number();
@@ -64,9 +82,13 @@ class Slices {
     usable_ = timer_create(CLOCK_MONOTONIC, &event, &timer_) == 0;
   }
 
-  ~Slices() {
-    stop();
-    if (usable_) timer_delete(timer_);
+  // Whether signals would reach the handler: others may have blocked them, or taken their number for themselves.
+  bool arrives() const {
+    struct sigaction now{};
+    sigset_t blocked;
+    return usable_ && sigaction(signal_number(), nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) &&
+           now.sa_sigaction == &Slices::handle && pthread_sigmask(SIG_BLOCK, nullptr, &blocked) == 0 &&
+           sigismember(&blocked, signal_number()) == 0;
   }
 
   // One that nobody uses, found once for the process; 0 where there is none.
@@ -93,19 +115,20 @@ class Slices {
     Pace* pace = slices->pace_.load(std::memory_order_relaxed);
     if (pace != nullptr) {
       slices->armed_ = pace->slice();
-      if (slices->armed_) slices->arm();
+      if (slices->armed_ && !slices->arm()) slices->armed_ = false;
     }
     errno = before;
   }
 
-  void arm() {
+  bool arm() {
     itimerspec when{{0, 0}, as_timespec(kSliceNs)};
-    timer_settime(timer_, 0, &when, nullptr);
+    return timer_settime(timer_, 0, &when, nullptr) == 0;
   }
 
   std::atomic<Pace*> pace_{nullptr};
   volatile bool armed_ = false;
-  bool usable_;
+  pid_t process_ = 0;
+  bool usable_ = false;
   timer_t timer_{};
 };
 
@@ -144,6 +167,7 @@ void Pace::before_operation() {
 
 bool Pace::slice() {
   note();
+  if (PyGILState_Check()) return false;  // others would wait for the interpreter: it pays before the next operation
   pay(kMostInside);
   return rate_ < 1.0 && !hurry.load(std::memory_order_relaxed);
 }
