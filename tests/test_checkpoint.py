@@ -493,7 +493,7 @@ def test_data_with_a_state_is_not_read_again(engine: Engine) -> None:
 
 
 def one_pass() -> Iterator[Any]:
-    return iter(images(20))
+    return iter(images(300))  # many: the job must not end before it was asked twice
 
 
 def test_data_that_can_be_read_only_once(engine: Engine) -> None:

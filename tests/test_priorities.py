@@ -233,6 +233,12 @@ def test_bad_settings_are_refused(settings: dict[str, Any], told: str) -> None:
         wf.train([job("job", **settings)])
 
 
+def test_one_lane_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="waterflow"):
+        wf.train([job("job", epochs=1, priority="opportunistic")], lanes=1)
+    assert [record for record in caplog.records if "pass lanes=2" in record.getMessage()]
+
+
 def test_a_step_in_a_loop_of_its_own() -> None:
     with Engine(lanes=2) as engine:
         model = nn.Linear(64, 4)

@@ -142,6 +142,10 @@ class Engine(Claims):
     def set_terms(self, job: int, terms: Terms) -> None:
         """From its next step on ``job`` is in the engine on these terms; with an opportunistic one the coordinator begins."""
         if terms.opportunistic:
+            if self.lanes == 1 and self.coordinator is None:
+                logger.warning(
+                    "with one lane, opportunistic jobs run only while guaranteed ones have been idle for a second; pass lanes=2"
+                )
             self.coordinator = self.coordinator or Coordinator(self.native)
             if self._lanes_in_use is not None:  # all of them: who is to have which is decided by priority
                 self.native.set_active_lanes(self.lanes)
