@@ -58,7 +58,9 @@ def batches(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def train(copies: int, engine: wf.Engine) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+def train(
+    copies: int, engine: wf.Engine, kept: list[wf.Step] | None = None
+) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     import threading
 
     models = [model(seed) for seed in range(copies)]
@@ -70,6 +72,8 @@ def train(copies: int, engine: wf.Engine) -> list[tuple[list[float], dict[str, t
             optimizer = torch.optim.Adam(models[index].parameters(), lr=1e-3)
             numbers = torch.Generator().manual_seed(100 + index)
             step = wf.Step(models[index], loss=F.cross_entropy, optimizer=optimizer, engine=engine, generator=numbers)
+            if kept is not None:
+                kept.append(step)
             for batch in batches(index):
                 losses[index].append(float(step(batch)))
         except BaseException as error:
@@ -87,7 +91,8 @@ def train(copies: int, engine: wf.Engine) -> list[tuple[list[float], dict[str, t
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_bitwise_as_on_the_cpu(lanes: int, on_cuda: list[Any], fake: FakeCuda) -> None:
     with wf.Engine(memory="512MiB", lanes=lanes) as engine:
-        mine = train(lanes, engine)
+        kept: list[wf.Step] = []  # with the last job its pages go
+        mine = train(lanes, engine, kept)
         native = engine.native
         assert native is on_cuda[0] and native.has_arenas
         planned = native.placed[0]
