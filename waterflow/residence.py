@@ -87,6 +87,10 @@ class Residence:
         with contextlib.suppress(CheckpointError):  # somebody else has been quicker
             self._boundary.go()
 
+    def end(self) -> None:
+        """The job has ended: nothing of it is held here."""
+        self._step = None
+
     def came_back(self) -> None:
         """It goes on."""
         self._left = self._kept_away = False

@@ -214,6 +214,7 @@ class JobRunner:
 
     def _end(self, error: BaseException | None) -> None:
         self._boundary.end()
+        self.residence.end()
         self._thread = None
         if self._batches is not None:
             self._batches.close()
