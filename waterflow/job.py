@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from waterflow.errors import InvalidJobError
+from waterflow.priority import Priority, check_priority
 
 if TYPE_CHECKING:
     import pandas
@@ -70,7 +71,7 @@ class Job:
     recompute: int | float | str | None = None
     compile: Literal["inductor", "inductor-always"] | None = None
     allow_non_finite: bool = False
-    priority: Literal["guaranteed", "opportunistic"] = "guaranteed"
+    priority: Priority = "guaranteed"
     quota: int | float | str | None = None
 
     def check(self) -> None:
@@ -108,10 +109,7 @@ class Job:
             raise InvalidJobError(
                 f"job {self.name!r}: scheduler_interval must be 'epoch' or 'step'; got {self.scheduler_interval!r}"
             )
-        if self.priority not in ("guaranteed", "opportunistic"):
-            raise InvalidJobError(
-                f"job {self.name!r}: priority must be 'guaranteed' or 'opportunistic'; got {self.priority!r}"
-            )
+        check_priority(f"job {self.name!r}", self.priority)
         if self.loss is not None and self.step is not None:
             raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from waterflow.boundary import Boundary
 from waterflow.errors import CheckpointError
 from waterflow.executor.engine import Engine
-from waterflow.executor.terms import Priority, Terms, check_priority, parse_quota
+from waterflow.executor.terms import Terms, parse_quota
 from waterflow.job import Job
+from waterflow.priority import Priority, check_priority
 from waterflow.step import Step
 
 

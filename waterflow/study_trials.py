@@ -18,9 +18,9 @@ from waterflow.checkpoint import Checkpoint
 from waterflow.errors import ClusterError, JobCancelled, StudyError
 from waterflow.executor.engine import Engine
 from waterflow.executor.steps_of_thread import close_steps_of_thread
-from waterflow.executor.terms import Priority
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.optuna_private import TrialPruned, refresh, set_in_loop, shareable, stopped, trial_of
+from waterflow.priority import Priority
 from waterflow.progress import ProgressLine
 from waterflow.runner import JobRunner, StopJob, draw_seed
 from waterflow.study_coordinator import Objective, StudyCallback, StudySummary

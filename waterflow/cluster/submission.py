@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-Priority = Literal["guaranteed", "opportunistic"]
+from waterflow.priority import Priority as Priority
+
 Outcome = Literal["completed", "failed", "cancelled"]
 Place: TypeAlias = tuple[str, int]  # a node's name and the index of one of its devices
 

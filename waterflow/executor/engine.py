@@ -26,8 +26,9 @@ from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_limit import parse_memory, reserve_of
 from waterflow.executor.switching import shorten_switches
-from waterflow.executor.terms import Priority, Terms, check_priority, parse_quota
+from waterflow.executor.terms import Terms, parse_quota
 from waterflow.partition.plan import Plan
+from waterflow.priority import Priority, check_priority
 
 logger = logging.getLogger("waterflow")
 

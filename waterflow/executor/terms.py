@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from waterflow.errors import InvalidJobError
 from waterflow.executor.memory_limit import parse_memory
-
-Priority = Literal["guaranteed", "opportunistic"]
+from waterflow.priority import Priority
 
 
 @dataclass(eq=False)
@@ -31,12 +29,6 @@ class Terms:
 
 
 GUARANTEED = Terms()  # of all that nobody has set
-
-
-def check_priority(what: str, priority: object) -> None:
-    """Raise InvalidJobError for a word that is no priority."""
-    if priority not in get_args(Priority):
-        raise InvalidJobError(f"{what}: priority must be 'guaranteed' or 'opportunistic'; got {priority!r}")
 
 
 def parse_quota(what: str, quota: int | float | str | None, limit: int | None = None) -> int | None:
