@@ -41,8 +41,8 @@ class Lanes(Protocol):
 class Allowed:
     """By how much the steps of guaranteed jobs may take longer, as shares: the median, and those of the tail."""
 
-    median: float = 0.025
-    tail: float = 0.06
+    median: float = 0.03
+    tail: float = 0.08
 
 
 @dataclass
