@@ -75,7 +75,8 @@ class HeldPlace(Held):
 
 
 KINDS: dict[str, Callable[[Held], Any]] = {
-    "function": lambda held: held, "place": lambda held: held, "shared": lambda held: wf.SharedData(held),
+    "function": lambda held: held, "place": lambda held: held,
+    "shared": lambda held: wf.SharedData(held), "eager": lambda held: held,
 }  # fmt: skip
 
 
@@ -105,9 +106,16 @@ def squeezed(runner: JobRunner, held: Held, engine: Engine) -> Iterator[threadin
         thread.join(WAIT)
 
 
-@pytest.mark.parametrize("kind", ["function", "place", "shared"])
+def not_captured(model: nn.Module, batch: Any) -> Any:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    return loss if loss.item() >= 0 else -loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_waits_for_more_makes_way(kind: str) -> None:
-    settings = {"accumulate": 3, "priority": "opportunistic"}
+    settings: dict[str, Any] = {"accumulate": 3, "priority": "opportunistic"}
+    if kind == "eager":
+        settings |= {"loss": None, "step": not_captured}
     alone = wf.train([job("job", data=LARGER, **settings)], lanes=1)[0]
     with Engine(lanes=2, memory="200MiB") as engine:
         held = HeldPlace(6) if kind == "place" else Held(6)
