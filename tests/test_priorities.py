@@ -226,6 +226,7 @@ def test_more_than_its_quota_is_refused() -> None:
     ("settings", "told"),
     [({"priority": "high"}, "'guaranteed' or 'opportunistic'; got 'high'"),
      ({"quota": "much"}, "quota must be bytes"),
+     ({"quota": 1.5}, r"bytes as a whole number, a share in \(0, 1\].*got 1\.5"),
      ({"quota": "4TiB"}, "exceeds the engine's limit")],
 )  # fmt: skip
 def test_bad_settings_are_refused(settings: dict[str, Any], told: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.engine import Engine
 from waterflow.job import Job, Metrics, as_metrics
-from waterflow.partition.plan import format_bytes, opaque_plan
+from waterflow.partition.plan import Plan, format_bytes, opaque_plan
 from waterflow.step import Step
 from waterflow.user_code import UserCode
 
@@ -32,6 +33,7 @@ class Evaluation:
         self._engine = engine
         self._user_code = user_code
         self._height: int | None = None
+        self._plan: Plan | None = None  # of the job's last step
         self._model: nn.Module | None = None  # only while it is evaluated: the engine may keep the work for longer
 
     def metrics(self, step: Step) -> Metrics | None:
@@ -71,13 +73,19 @@ class Evaluation:
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
         self._height = max(height, self._height or 0)
+        with contextlib.suppress(RuntimeError):
+            self._plan = step.plan
         return result
 
     def _claim(self, engine: Engine, step: Step, height: int) -> None:
         assert step.job is not None
-        plan = step.plan
-        if height <= plan.height:
+        with contextlib.suppress(RuntimeError):  # of one that has come back, and has not trained since
+            self._plan = step.plan
+            if height <= self._plan.height:
+                return
+        if (plan := self._plan) is None:
             return
+        height = max(height, plan.height)
         needed = opaque_plan(self._job.name, height, persistent=plan.persistent, batch=plan.batch)
         try:
             engine.claim(step.job, needed, batches=step.batches_ahead)
@@ -88,3 +96,11 @@ class Evaluation:
                 "at once, or raise memory=.",
                 needed=error.needed, limit=error.limit,
             ) from None  # fmt: skip
+
+
+def step_scheduler(scheduler: Any, metrics: Metrics) -> None:
+    """A learning-rate scheduler's step behind an epoch; some look at its first number."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(next(iter(metrics.values())))
+    else:
+        scheduler.step()

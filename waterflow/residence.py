@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
-from waterflow.boundary import Boundary
+from waterflow.boundary import Boundary, JobEnded
 from waterflow.errors import CheckpointError
 from waterflow.executor.engine import Engine
-from waterflow.executor.terms import Terms, parse_quota
+from waterflow.executor.fused_group import FusedPending
+from waterflow.executor.pending import Pending
+from waterflow.executor.terms import MakeWay, Terms, parse_quota
 from waterflow.job import Job
+from waterflow.partition.plan import Plan
 from waterflow.priority import Priority, check_priority
 from waterflow.step import Step
+
+IN_A_STUDY = "it belongs to a deterministic study, whose other jobs would wait for it; study with deterministic=False"
 
 
 class Residence:
@@ -27,11 +35,12 @@ class Residence:
         quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
         # Others wait for its turn in a deterministic study, which one that stands still would not take.
         stays = engine is not None and engine.clock is not None
-        self.terms = Terms(job.priority, quota, None if stays else self.leave)
+        self.terms = Terms(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
         self.times_left = 0
         self._left = self._kept_away = False
         self._since = 0.0
         self._step: Step | None = None
+        self._wanted: Plan | None = None  # what it waited for when it left
 
     def enter(self, step: Step) -> None:
         """``step`` is the job's from now on."""
@@ -56,7 +65,34 @@ class Residence:
     def leave(self) -> None:
         """Make way at the next step boundary. Does not wait for that."""
         self._left, self._since = True, time.monotonic()
-        self._boundary.ask(True)
+        self._boundary.ask(True).add_done_callback(self._answered)
+
+    def _answered(self, made: Future[Any]) -> None:
+        """The state has been asked for; where there is none to be had, the job stays."""
+        error, step = made.exception(), self._step
+        if error is None or isinstance(error, JobEnded):
+            return
+        self._left = False
+        if self._engine is not None and step is not None and step.job is not None:
+            self._engine.cannot_make_way(step.job, str(error))
+
+    def submit(self, batch: Any) -> Pending | FusedPending | None:
+        """Hand a batch to the job's step; None where the job is to make way first, and the batch comes again."""
+        assert self._step is not None
+        with self.may_leave():
+            return self._step.submit(batch)
+        return None
+
+    @contextlib.contextmanager
+    def may_leave(self) -> Iterator[None]:
+        """On the job's thread, between two steps: what is inside is given up where it waits for memory and is to make way."""
+        self.terms.at_boundary, self._wanted = threading.get_ident(), None
+        try:
+            yield
+        except MakeWay as given_up:
+            self._wanted = given_up.plan
+        finally:
+            self.terms.at_boundary = None
 
     @contextlib.contextmanager
     def kept_away(self) -> Iterator[None]:
@@ -80,10 +116,11 @@ class Residence:
         if not self._left or self._kept_away or step is None:
             return
         # Without turns others make way for a guaranteed one when it claims its memory.
-        waits = engine is not None and (self.terms.opportunistic or engine.quantum is not None)
-        if waits and engine is not None and not engine.would_fit(step.plan, self.terms, step.batches_ahead):
-            engine.ask_for_turn(step.plan, self.terms, step.batches_ahead, self._since)
-            return
+        if engine is not None and (self.terms.opportunistic or engine.quantum is not None):
+            plan = self._wanted or step.plan
+            if not engine.would_fit(plan, self.terms, step.batches_ahead):
+                engine.ask_for_turn(plan, self.terms, step.batches_ahead, self._since)
+                return
         self.times_left += 1
         with contextlib.suppress(CheckpointError):  # somebody else has been quicker
             self._boundary.go()
@@ -91,7 +128,10 @@ class Residence:
     def end(self) -> None:
         """The job has ended: nothing of it is held here."""
         self._step = None
+        if self._engine is not None:
+            self._engine.take_back_priority()
 
     def came_back(self) -> None:
         """It goes on."""
         self._left = self._kept_away = False
+        self._wanted = None

@@ -16,7 +16,7 @@ from waterflow import _C
 from waterflow.boundary import Boundary
 from waterflow.checkpoint import Checkpoint
 from waterflow.errors import CaptureError, CheckpointError, InvalidJobError, JobCancelled
-from waterflow.evaluation import Evaluation
+from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.shared_data import Reader, SharedData
@@ -25,7 +25,7 @@ from waterflow.job_state import JobState, check_same_job, progress_of, put_progr
 from waterflow.residence import Residence
 from waterflow.results import check_finite, result_of
 from waterflow.step import Step
-from waterflow.step_queue import STEPS_AHEAD, StepQueue, steps_ahead
+from waterflow.step_queue import STEPS_AHEAD, StepQueue, step_of, steps_ahead
 from waterflow.stopping import let_go
 from waterflow.user_code import UserCode
 
@@ -246,15 +246,8 @@ class JobRunner:
             self._batches = Batches(job.name, job.data, self._data_numbers)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        job = self.job
-        step = Step(
-            model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
-            clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
-            recompute=job.recompute, compile=job.compile, generator=self._numbers, name=job.name, engine=self.engine,
-        )  # fmt: skip
-        step.batches_ahead = STEPS_AHEAD
+        step = step_of(self.job, model, optimizer, self._numbers, self.engine)
         self.residence.enter(step)
-        step.shared_batches = isinstance(job.data, SharedData)
         with self._lock:
             self.step = step
 
@@ -267,7 +260,7 @@ class JobRunner:
         place: dict[str, Any] | None = None
         if isinstance(batches, Batches):
             with contextlib.suppress(CheckpointError) if move else contextlib.nullcontext():
-                place = batches.place()
+                place = batches.place(in_pass=len(self._losses) > self._epoch_began)
         step.stand_alone()
         held = {
             "seed": self._seed,
@@ -311,7 +304,11 @@ class JobRunner:
         self._steps.take_all()
         self._losses += self._steps.losses()
         self._boundary.answer(self._checkpoint)
-        if self._boundary.wished:  # to suspend it
+        self._make_way()
+
+    def _make_way(self) -> None:
+        """Stand still, where somebody wants that, until it is to go on."""
+        if self._boundary.wished:
             self._boundary.answer(lambda: self._checkpoint(move=True), self._stand_still)
 
     def _stand_still(self, checkpoint: Checkpoint, tell: Callable[[], None]) -> None:
@@ -337,15 +334,10 @@ class JobRunner:
             epoch, losses = self._epoch, self._train_epoch()
             check_finite(self.job, epoch, losses)
             self._check_stop()
-            metrics = self._evaluation.metrics(self.step)
-            if metrics is None:
-                metrics = {"loss": sum(losses) / len(losses)}
+            metrics = self._evaluate() or {"loss": sum(losses) / len(losses)}
             self._metrics.append(metrics)
             if self._scheduler is not None and self.job.scheduler_interval == "epoch":
-                if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                    self._scheduler.step(next(iter(metrics.values())))
-                else:
-                    self._scheduler.step()
+                step_scheduler(self._scheduler, metrics)
             self._epoch, self._epoch_began = epoch + 1, len(self._losses)
             if self._on_epoch is not None:
                 self._between = True
@@ -353,6 +345,14 @@ class JobRunner:
                     self._on_epoch(epoch, metrics)
                 finally:
                     self._between = False
+
+    def _evaluate(self) -> Metrics | None:
+        """Begun again where the job made way instead of waiting for memory."""
+        while True:
+            assert self.step is not None
+            with self.residence.may_leave():
+                return self._evaluation.metrics(self.step)
+            self._make_way()
 
     def _train_epoch(self) -> list[float]:
         """One pass over the data: the next batch is loaded while the last ones run."""
@@ -369,8 +369,10 @@ class JobRunner:
                 except StopIteration:
                     break
                 self._check_stop()
-                assert self.step is not None  # another one after a pause
-                steps.add(self.step.submit(batch))
+                if (pending := self.residence.submit(batch)) is None:  # others need what the job holds
+                    self._batches.put_back(batch)
+                    continue
+                steps.add(pending)
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
                     # Schedulers look for it; the update that it stands for is on its way.
                     self.step.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -315,7 +315,7 @@ class Step:
         try:
             if self.engine is not None:
                 self.engine.native.wait(run)
-                self.engine.look()
+                self.engine.look(self.job)
             elif not run.done:
                 raise JobCancelled(f"step {self.name!r}: an earlier step of this job failed")
             outputs = run.outputs()

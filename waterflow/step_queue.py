@@ -7,10 +7,13 @@ from collections import deque
 from typing import Any
 
 import torch
+from torch import nn
 
 from waterflow.executor.engine import Engine
 from waterflow.executor.fused_group import FusedPending
 from waterflow.executor.pending import Pending
+from waterflow.executor.shared_data import SharedData
+from waterflow.job import Job
 from waterflow.step import Step
 
 # Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
@@ -32,6 +35,20 @@ def steps_ahead(step: Step, engine: Engine | None) -> int:
     by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
     by_memory = STEPS_AHEAD + int(engine.reserve * BATCH_SHARE / max(plan.batch, 1))
     return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
+
+
+def step_of(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Generator, engine: Engine | None
+) -> Step:
+    """A job's step, whose batches are handed in ahead."""
+    step = Step(
+        model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
+        clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
+        recompute=job.recompute, compile=job.compile, generator=numbers, name=job.name, engine=engine,
+    )  # fmt: skip
+    step.batches_ahead = STEPS_AHEAD
+    step.shared_batches = isinstance(job.data, SharedData)
+    return step
 
 
 class StepQueue:

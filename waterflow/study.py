@@ -91,7 +91,7 @@ def optimize(
             study, objective, n_trials, timeout, backend, None if max_concurrent == "auto" else max_concurrent, caught,
             list(callbacks or ()), gc_after_trial, show_progress_bar,
         )  # fmt: skip
-    with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine:
+    with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine, engine.pages_stay():
         if timeline is not None:
             engine.native.record_spans(True)
         coordinator = Coordinator(study, objective, engine, max_concurrent, deterministic, gc_after_trial)

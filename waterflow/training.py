@@ -152,7 +152,10 @@ class _Training:
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in self._results)
 
     def run(self) -> Results:
-        with self._writing.under_way() if self._writing is not None else contextlib.nullcontext():
+        with (
+            self._engine.pages_stay(),
+            self._writing.under_way() if self._writing is not None else contextlib.nullcontext(),
+        ):
             return self._run()
 
     def _run(self) -> Results:

@@ -133,3 +133,82 @@ def test_long_guaranteed_steps_are_protected(seconds: float) -> None:
     device.time += 2 * seconds + AWAY_SECONDS
     coordinator.look()
     assert coordinator.rate == 1.0
+
+
+class Devices(Device):
+    """Several guaranteed jobs on lanes of their own: of each (seconds, slope)."""
+
+    def __init__(self, jobs: dict[int, tuple[float, float]]) -> None:
+        super().__init__(0.0, 0.0)
+        self.jobs = jobs
+        self.began = dict.fromkeys(jobs, self.time)
+
+    def step(self) -> None:
+        """The one that ends next."""
+        ends = {job: self.began[job] + seconds * (1 + slope * self.rates[-1])
+                for job, (seconds, slope) in self.jobs.items()}  # fmt: skip
+        job = min(ends, key=ends.__getitem__)
+        self.time = max(self.time, ends[job])
+        self.steps.append((job, int(self.began[job] * 1e9), int(self.time * 1e9), 0))
+        self.began[job] = self.time
+
+    def add(self, job: int, seconds: float, slope: float) -> None:
+        """From now on it is there."""
+        self.jobs[job], self.began[job] = (seconds, slope), self.time
+
+
+def test_a_job_with_long_steps_beside_one_with_short_steps_is_not_passed_over() -> None:
+    device = Devices({0: (0.004, 0.0), 1: (0.8, 0.5)})
+    coordinator = made(device)
+    device.run(coordinator, 1000)
+    assert coordinator.rate == pytest.approx(coordinator.allowed.median / 0.5, rel=0.5)
+
+
+def test_a_job_that_comes_is_protected_at_once() -> None:
+    device = Devices({0: (0.004, 0.0)})
+    coordinator = made(device)
+    device.run(coordinator, 60)
+    assert coordinator.rate > 0.8
+    while device.rates[-1] == 0.0:
+        device.run(coordinator, 0.01)
+    device.add(1, 0.1, 0.5)
+    began = len(device.rates)
+    device.run(coordinator, 0.5)
+    assert device.rates[-1] == 0.0 and len(device.rates) == began + 1
+    device.run(coordinator, 30)
+    assert max(device.rates[began:]) <= 0.15
+
+
+def test_the_rate_is_not_raised_where_a_job_could_not_be_compared() -> None:
+    control = RateControl()
+    for _ in range(5):
+        control.learn(0.0, None, of_all=False)
+    assert control.rate == 0.1
+    control.learn(0.0, None)
+    assert control.rate > 0.1
+    before = control.rate
+    control.learn(1.0, None, of_all=False)  # strain counts, whoever has it
+    assert control.rate <= before / 2
+
+
+def test_a_job_whose_pace_changes_keeps_the_rate_from_rising() -> None:
+    device = Devices({0: (0.004, 0.0), 1: (0.004, 0.5)})
+    coordinator = made(device)
+    step, steps = device.step, itertools.count()
+
+    def drifting() -> None:
+        device.jobs[1] = (0.004 * 1.15 ** (next(steps) // 200 % 2), 0.5)
+        step()
+
+    device.step = drifting  # type: ignore[method-assign]
+    device.run(coordinator, 60)
+    assert max(device.rates[2:]) <= 0.2
+
+
+def test_a_tail_of_too_few_steps_is_not_taken_for_none() -> None:
+    control = RateControl()
+    for _ in range(3):
+        control.learn(0.0, None)
+    before = control.rate
+    control.learn(0.0, 2 * control.allowed.tail)
+    assert control.rate <= before / 2 + 1e-9

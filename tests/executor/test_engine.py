@@ -877,11 +877,38 @@ def test_memory_as_people_write_it(memory: Any, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "memory", [0, -1, 0.0, -0.5, "", "four", "4XB", "GiB", "0", True, [1], "nan", "inf", float("nan"), float("inf")]
+    "memory",
+    [
+        0,
+        -1,
+        0.0,
+        -0.5,
+        "",
+        "four",
+        "4XB",
+        "GiB",
+        "0",
+        True,
+        [1],
+        "nan",
+        "inf",
+        float("nan"),
+        float("inf"),
+        1.5,
+        "1.5",
+        1e9 + 0.5,
+    ],
 )
 def test_memory_that_cannot_be_read(memory: Any) -> None:
     with pytest.raises(wf.InvalidJobError, match="memory"):
         parse_memory(memory, available=1000)
+
+
+def test_a_share_above_one_is_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        wf.InvalidJobError, match=r"whole number of bytes; got 1\.5: write a share in \(0, 1\], or text like '4GiB'"
+    ):
+        parse_memory(1.5, available=1000)
 
 
 def test_free_memory_is_plausible() -> None:

@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterator
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.belonging import current_worker
+from waterflow.executor.making_way import MakingWay
 from waterflow.executor.memory_limit import Claim
-from waterflow.executor.terms import GUARANTEED, Terms
+from waterflow.executor.terms import GUARANTEED, MakeWay, Terms
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
 
 
-class Claims:
+class Claims(MakingWay):
     """The book of an engine's memory. Thread-safe.
 
     Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one, and at most
@@ -26,24 +27,17 @@ class Claims:
     """
 
     def __init__(self, native: _C.Engine, limit: int, reserve: int) -> None:
-        self.native = native
+        super().__init__(native)
         self.limit, self.reserve = limit, reserve
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
-        self.names: dict[int, str] = {}
         self.persistent_log: list[tuple[int, int, str, int]] = []
         self.opportunistic_limit: int | None = None
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
-        # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
-        # is Python code, and would leave the lock behind.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
-        self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
         self._looking: list[int] = []
         self._closed = False
-        self._terms: dict[int, Terms] = {}
-        self._told: set[int] = set()  # to make way, and have not yet
+        self._keep_pages = 0
 
     @property
     def room(self) -> int:
@@ -54,7 +48,8 @@ class Claims:
         """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
 
         What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
-        does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``.
+        does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``. Raises
+        MakeWay on the thread that stands at a boundary of the job (``Terms.at_boundary``) where it is to leave first.
         """
         terms = self.terms_of(job)
         needed, height = plan.persistent + plan.batch * batches, plan.height
@@ -99,14 +94,23 @@ class Claims:
                     self._waiting[owner] = (job, wanted, height)
                     making_way = self._ask_for_room(job, wanted, height)
                     making_way |= self._ask_for_turn(job, wanted, height, terms, began)
-                    if not patient or (not making_way and self._nobody_goes_on(job)):
+                    stuck = not patient or (not making_way and self._nobody_goes_on(job))
+                    if mine is not None and terms.at_boundary == owner:
+                        if stuck and terms.opportunistic and self._fits(job, wanted, height, without=self._claims):
+                            self._tell(job)  # rather than fail, it comes back when others have ended
+                        if job in self._told:
+                            raise MakeWay(plan)
+                    if stuck:
                         raise self._stuck(job, plan, wanted)
+                    if not making_way:
+                        self._tell_who_stays(job, wanted, height)
                     worker = current_worker()
                     if self.clock is None or worker is None or not self.clock.suspend(worker):
                         self._changed.wait(timeout=0.1)  # Ctrl-C reaches it in between
         finally:
             with self._guard:
                 self._waiting.pop(owner, None)
+            self.take_back_priority()
 
     @contextlib.contextmanager
     def looking(self, job: int) -> Iterator[int]:
@@ -176,15 +180,31 @@ class Claims:
     def release(self, job: int) -> None:
         """Give back what a job claimed, and forget its terms."""
         with self._turn(), self._guard:
-            self._terms.pop(job, None)
-            self._told.discard(job)
+            self._forget(job)
             claim = self._claims.pop(job, None)
             if claim is not None:
                 self._book(job, claim.name, 0)
-                if not self._claims:  # pages that nobody uses go back to the system
-                    self.native.set_capacity(0)
+                self._give_back_pages()
                 self._set_capacity()
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def pages_stay(self) -> Iterator[None]:
+        """Inside, pages that nobody uses stay for the jobs to come; behind it they go back to the system."""
+        with self._guard:
+            self._keep_pages += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._keep_pages -= 1
+                if not self._closed:
+                    self._give_back_pages()
+                    self._set_capacity()
+
+    def _give_back_pages(self) -> None:
+        if not self._claims and not self._keep_pages:
+            self.native.set_capacity(0)
 
     def claimed(self) -> int:
         """Bytes that persist for the jobs now in the engine."""
@@ -204,14 +224,11 @@ class Claims:
 
     # -- terms
 
-    def terms_of(self, job: int) -> Terms:
-        """Those of a job; nobody's are guaranteed."""
-        return self._terms.get(job, GUARANTEED)
-
     def set_terms(self, job: int, terms: Terms) -> None:
         """From its next step on ``job`` is in the engine on these terms, which may be changed and set again."""
         with self._guard:
             self._terms[job] = terms
+            self._stay.pop(job, None)
             if (claim := self._claims.get(job)) is not None:
                 claim.opportunistic = terms.opportunistic
                 if terms.opportunistic and terms.quota is not None and claim.bytes + claim.height > terms.quota:
@@ -237,7 +254,7 @@ class Claims:
         for _, each in reversed(held):
             if self._fits(job, wanted, height, without=gone):
                 break
-            if self.terms_of(each).make_way is not None:
+            if self._can_make_way(each):
                 gone.add(each)
         if not self._fits(job, wanted, height, without=gone):
             return False
@@ -250,8 +267,8 @@ class Claims:
         """For a job that has made way, and waits since then (on the clock of ``time.monotonic``)."""
         with self._guard:
             wanted = self._wanted(terms, plan.persistent + plan.batch * batches, plan.height)
-            if not terms.opportunistic:
-                self._ask_for_room(-1, wanted, plan.height)
+            if not terms.opportunistic and not self._ask_for_room(-1, wanted, plan.height):
+                self._tell_who_stays(-1, wanted, plan.height)
             self._ask_for_turn(-1, wanted, plan.height, terms, since)
 
     def _ask_for_turn(self, job: int, wanted: int, height: int, terms: Terms, since: float) -> bool:
@@ -262,7 +279,7 @@ class Claims:
         had = sorted(
             (c.since, j) for j, c in self._claims.items()
             if j != job and c.opportunistic == terms.opportunistic and now - c.since >= self.quantum
-            and self.terms_of(j).make_way is not None
+            and self._can_make_way(j)
         )  # fmt: skip
         gone: set[int] = set()
         for _, each in had:
@@ -275,16 +292,13 @@ class Claims:
             self._tell(each)
         return True
 
-    def _lend_priority(self, job: int) -> None:
-        """A guaranteed job waits for steps that this one has queued: no other guaranteed one is to hold them up."""
-        with contextlib.suppress(ValueError):  # it has left
-            self.native.set_opportunistic(job, False)
-
-    def _tell(self, job: int) -> None:
-        make_way = self.terms_of(job).make_way
-        if job not in self._told and make_way is not None:
-            self._told.add(job)
-            make_way()
+    def _tell_who_stays(self, job: int, wanted: int, height: int) -> None:
+        """A guaranteed job waits for opportunistic ones that were not asked, or in vain."""
+        others = {j for j, c in self._claims.items() if c.opportunistic and j != job}
+        if not self.terms_of(job).opportunistic and self._fits(job, wanted, height, without=others):
+            for each in others:
+                if self.terms_of(each).make_way is None:
+                    self._warn_of(each, self.terms_of(each).stays)
 
     def _fits(
         self, job: int, wanted: int, height: int, terms: Terms | None = None, without: Collection[int] = ()

@@ -55,18 +55,24 @@ class RateControl:
 
     allowed: Allowed = Allowed()
     rate: float = FIRST_RATE
-    _seen: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _seen: deque[tuple[float, float, float | None]] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def learn(self, median: float, tail: float) -> None:
-        """At the present rate the median of guaranteed steps was so much longer, and their tail, as shares."""
+    def learn(self, median: float, tail: float | None, of_all: bool = True) -> None:
+        """At the present rate the median of guaranteed steps was so much longer, and their tail where it is known, as shares.
+
+        What is not known ``of_all`` guaranteed jobs never raises the rate.
+        """
+        strained = median > self.allowed.median or (tail is not None and tail > self.allowed.tail)
+        if not of_all and not strained:
+            return
         self._seen.append((self.rate, median, tail))
         wanted = min(
             _largest_rate([(rate, seen) for rate, seen, _ in self._seen], self.allowed.median),
-            _largest_rate([(rate, seen) for rate, _, seen in self._seen], self.allowed.tail),
+            _largest_rate([(rate, seen) for rate, _, seen in self._seen if seen is not None], self.allowed.tail),
         )
         if median > TOO_LONG * self.allowed.median:
             wanted = min(wanted, self.rate / 2)
-        self.rate = max(LEAST_RATE, min(wanted, self.rate + RAISE, 1.0))
+        self.rate = max(LEAST_RATE, min(wanted, self.rate + (RAISE if of_all else 0.0), 1.0))
 
     def cut(self) -> None:
         """Steps take far too long, whatever was learnt."""
@@ -122,6 +128,11 @@ class Coordinator:
         """The share of time that opportunistic work has beside guaranteed steps."""
         return 1.0 if self._free else self.control.rate
 
+    @property
+    def present(self) -> frozenset[int]:
+        """Guaranteed jobs that come for steps."""
+        return frozenset(self._last)
+
     def look(self) -> None:
         """Where a window is over: learn from it. Called when a step has ended, of whichever job."""
         if not self._lock.acquire(blocking=False):
@@ -150,6 +161,10 @@ class Coordinator:
             self._free = False
             self._begin(False)
             return
+        if self._beside and not self._last.keys() <= self._jobs:  # one came: nothing is known of it
+            self._seen = {}
+            self._begin(False)
+            return
         if self._beside and now >= self._next_check and self._suffers():
             self.control.cut()
             self._times.clear()  # seen at a moment that was chosen for being slow: no measurement
@@ -157,9 +172,9 @@ class Coordinator:
             self._begin(False)
             return
         share = (BESIDE * (SETTLED if self.control.settled else 1)) if self._beside else 1
-        if now - self._since < ALONE_SECONDS * share or not self._times:
+        if now - self._since < ALONE_SECONDS * share:
             return
-        if min(map(len, self._times.values())) < ALONE_STEPS * share:
+        if min(len(self._times[job]) for job in self._last) < ALONE_STEPS * share:  # nobody's strain is passed over
             return
         self._turn()
 
@@ -199,13 +214,14 @@ class Coordinator:
             tails.append(self._tail(job))
         if slower:
             self.slowdown = max(slower)
-            self.control.learn(self.slowdown, max(tails))
+            known = [tail for tail in tails if tail is not None]
+            self.control.learn(self.slowdown, max(known, default=None), of_all=len(slower) == len(after))
 
-    def _tail(self, job: int) -> float:
-        """How much longer than a median step the slowest ones take beside others; single windows have too few of them."""
+    def _tail(self, job: int) -> float | None:
+        """How much longer than a median step the slowest ones take beside others; None where there were too few of them."""
         kept = self._tails[job]
         if min(map(len, kept)) < LEAST_TAIL_STEPS:
-            return 0.0
+            return None
         without, with_others = (sorted(steps)[int(TAIL * len(steps))] for steps in kept)
         return with_others / without - 1
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from waterflow import _C
 from waterflow.errors import CheckpointError, InvalidJobError
+from waterflow.executor.batch_copies import copied
 
 
 class Batches:
@@ -49,7 +50,9 @@ class Batches:
         self._draws = not in_workers and type(source) not in (list, tuple)
         self._reading: Iterator[Any] | None = None
         self._passes, self._before = 0, passes
+        self._back: list[Any] = []  # batches that were given and not trained on
         self._read = 0  # batches of the pass that has begun; none between two passes
+        self._ended = 0  # of the one that has ended
         self._began: dict[str, Any] = {}  # where all numbers stood at its beginning
         self._go_on: dict[str, Any] | None = None
 
@@ -70,16 +73,20 @@ class Batches:
                 self.source.load_state_dict(place["source"])
             self._reading = iter(self.source)
         self._passes += 1
-        self._read, self._began = 0, began
+        self._read, self._began, self._back = 0, began, []
         if place is not None:
+            self._back = list(place.get("back", ()))
             yield from self._skip(place)
         while True:
+            if self._back:
+                yield self._back.pop()
+                continue
             try:
                 batch = self._next()
             except StopIteration:
                 if self._read == 0:
                     raise InvalidJobError(self._empty()) from None
-                self._read = 0
+                self._ended, self._read = self._read, 0
                 return
             self._read += 1
             yield batch
@@ -91,8 +98,12 @@ class Batches:
 
     # -- places
 
-    def place(self) -> dict[str, Any]:
-        """Where reading stands between two batches: plain data and tensors, for ``go_on_from``.
+    def put_back(self, batch: Any) -> None:
+        """The last batch was not trained on: it will be given again."""
+        self._back.append(batch)
+
+    def place(self, in_pass: bool = False) -> dict[str, Any]:
+        """Where reading stands between two batches: plain data and tensors, for ``go_on_from``. ``in_pass``: not behind its end.
 
         Raises CheckpointError for data that cannot be read again from a place.
         """
@@ -100,16 +111,20 @@ class Batches:
             raise CheckpointError(why)
         if self._go_on is not None:
             return self._go_on
+        read = self._read or (self._ended if in_pass else 0)
+        if read and not self._read and _has_state(self.source):
+            raise CheckpointError(f"the {self._what} may take the end of its pass for the beginning of the next one")
         now = self._numbers()
         source = None
         if _has_state(self.source):
             with self._own_numbers():
                 source = copy.deepcopy(self.source.state_dict())
-        inside = self._read > 0
         return {
-            "passes": self._passes - inside,
-            "read": self._read,
-            "began": self._began if inside else now,
+            "passes": self._passes - (read > 0),
+            # What was put back is read again, or, where the data's own place is behind it, kept.
+            "read": read if source is not None else read - len(self._back),
+            "back": copied(self._back) if source is not None else [],
+            "began": self._began if read else now,
             "now": now,
             "source": source,
         }

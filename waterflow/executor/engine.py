@@ -25,6 +25,7 @@ from waterflow.executor.figures import EngineFigures
 from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_limit import parse_memory, reserve_of
+from waterflow.executor.starving import Starving
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.terms import Terms, parse_quota
 from waterflow.partition.plan import Plan
@@ -117,6 +118,7 @@ class Engine(Claims):
         self.decisions: list[Decision] = []
         self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
+        self._starving = Starving(self.decisions, self.native.queued, self.lanes)
         if mode == "turns":
             self.native.set_active_lanes(1)
         elif mode == "auto" and self.lanes > 1:
@@ -189,10 +191,15 @@ class Engine(Claims):
             graphs=self.native.graphs,
         )
 
-    def look(self) -> None:
-        """Look at how the lanes do, where it is time to; a step has ended."""
-        if self.coordinator is not None and any(terms.opportunistic for terms in list(self._terms.values())):
+    def look(self, ended: int | None = None) -> None:
+        """Look at how the lanes do, where it is time to; a step has ended, of this job if it is one's alone."""
+        terms = list(self._terms.items()) if self.coordinator is not None else []
+        opportunistic = {job for job, on in terms if on.opportunistic}
+        if self.coordinator is not None and opportunistic:
             self.coordinator.look()
+            if ended is not None:
+                self._starving.ended(ended)
+            self._starving.look(opportunistic, self.coordinator.present, self.names)
             return
         in_use = self._lanes_in_use
         if in_use is not None and in_use.now() >= in_use.next_look:

@@ -42,7 +42,7 @@ def reserve_of(limit: int) -> int:
 
 
 def parse_memory(memory: int | float | str | None, available: int | None = None) -> int:
-    """Bytes of a memory limit: an integer, a share of what is free (a float up to 1.0), or text like ``4GiB``."""
+    """Bytes of a memory limit: a whole number, a share of what is free (a float up to 1.0), or text like ``4GiB``."""
     if memory is None:
         memory = DEFAULT_MEMORY
     if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
@@ -55,8 +55,8 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
             count = float(number) * _UNITS[unit]
         except (ValueError, KeyError):
             raise InvalidJobError(f"cannot read {memory!r} as memory; write '4GiB', '800MB', or a number") from None
-        if "." in number and unit == "" and float(number) <= 1:
-            return parse_memory(float(number), available)
+        if unit == "" and (not count.is_integer() or ("." in number and count <= 1)):
+            return parse_memory(count, available)
         bytes_ = int(count)
     elif isinstance(memory, float) and not math.isfinite(memory):
         raise InvalidJobError(f"a memory limit must be a finite number; got {memory}")
@@ -64,6 +64,10 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
         if memory <= 0:
             raise InvalidJobError(f"a share of the memory must lie in (0, 1]; got {memory}")
         bytes_ = int((available if available is not None else free_memory()) * memory)
+    elif isinstance(memory, float) and not memory.is_integer():
+        raise InvalidJobError(
+            f"a memory limit above 1 is a whole number of bytes; got {memory}: write a share in (0, 1], or text like '4GiB'"
+        )
     else:
         bytes_ = int(memory)
     if bytes_ >= 1 << 62:

@@ -107,7 +107,7 @@ class SharedData:
 
         ``check_stop`` raises where the job is to stop; ``held_up`` tells whether it waits for something that others hold.
         """
-        made = Reader(self, epochs, check_stop or _nothing, held_up or _never, place)
+        made = Reader(self, epochs, check_stop or _nothing, held_up or (lambda: False), place)
         with self._guard:
             self._enter(made)
         return made
@@ -277,6 +277,10 @@ class Reader:
         self.data.leave(self)
         self.place = place
 
+    def put_back(self, batch: Any) -> None:
+        """The last batch was not trained on: it will be given again."""
+        self.go_to((self.place[0], self.place[1] - 1))
+
     def first(self) -> Any:
         """The next batch, which will be given again."""
         place = self.place
@@ -288,7 +292,7 @@ class Reader:
     def close(self) -> None:
         """The job reads no more, wherever it stands. Calling it twice is no error."""
         self.data.leave(self)
-        self.check_stop, self.held_up = _nothing, _never  # it keeps nothing of its job
+        self.check_stop, self.held_up = _nothing, lambda: False  # it keeps nothing of its job
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,7 +397,3 @@ def _bare(error: Exception) -> Exception:
 
 def _nothing() -> None:
     pass
-
-
-def _never() -> bool:
-    return False

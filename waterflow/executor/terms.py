@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from waterflow.errors import InvalidJobError
 from waterflow.executor.memory_limit import parse_memory
+from waterflow.partition.plan import Plan
 from waterflow.priority import Priority
 
 
@@ -15,17 +16,30 @@ class Terms:
     """``quota`` in bytes: of a guaranteed job what is kept for it, used or not; of an opportunistic one the most it may hold.
 
     ``make_way`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
-    wait. None: it cannot.
+    wait. None: it cannot, as ``stays`` tells. ``at_boundary`` is the thread that stands between two steps of the job: where that
+    waits for memory, it can leave from there.
     """
 
     priority: Priority = "guaranteed"
     quota: int | None = None
     make_way: Callable[[], None] | None = None
+    stays: str = (
+        "it trains in a loop of its own; end that loop, or hand it in as a Job, whose state can go to host memory"
+    )
+    at_boundary: int | None = None
 
     @property
     def opportunistic(self) -> bool:
         """Whether it takes what guaranteed jobs leave."""
         return self.priority == "opportunistic"
+
+
+class MakeWay(Exception):
+    """Instead of waiting for the memory of ``plan``, the job is to make way; what it was about to do has not begun."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        super().__init__(f"job {plan.name!r} makes way")
 
 
 GUARANTEED = Terms()  # of all that nobody has set
@@ -39,7 +53,7 @@ def parse_quota(what: str, quota: int | float | str | None, limit: int | None = 
         bytes_ = parse_memory(quota, limit)
     except InvalidJobError:
         raise InvalidJobError(
-            f"{what}: quota must be bytes, a share in (0, 1] of the memory limit, or text like '4GiB'; got {quota!r}"
+            f"{what}: quota must be bytes as a whole number, a share in (0, 1] of the memory limit, or text like '4GiB'; got {quota!r}"
         ) from None
     if limit is not None and bytes_ > limit:
         raise InvalidJobError(

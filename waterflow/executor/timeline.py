@@ -193,7 +193,8 @@ class Timeline:
         top.set_title(f"{sum(facts['steps'].values()):,} steps, {text}", loc="left", fontsize=10.5)
         paper = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1}
         for number, decision in enumerate(self.decisions):
-            label = f"{decision.tried.partition(',')[0]}: {'kept' if decision.kept else 'not kept'}"
+            kept = f": {'kept' if decision.kept else 'not kept'}" if decision.speeds else ""
+            label = decision.tried.partition(",")[0] + kept
             bottom.axvline(self._seconds(decision), color="#333333", linestyle=":", lw=1)
             height = 1.02 - 0.14 * (number % 3)  # neighbours stand at different heights
             bottom.text(self._seconds(decision), height, label, va="top", fontsize=7, bbox=paper, clip_on=True,
