@@ -104,6 +104,20 @@ def test_submit_and_results(up: LiveCluster) -> None:
     assert run("submit", "code.py:job", "--id", "again").stdout == "again\n"
 
 
+def test_jobs_that_ended_long_ago_are_not_shown(up: LiveCluster) -> None:
+    ids = [f"old-{number}" for number in range(7)]
+    for id in ids:
+        assert run("submit", "code.py:job", "--id", id).exit_code == 0
+    for id in ids:
+        assert run("result", id).exit_code == 0
+    told = json.loads(run("status", "--json").stdout)
+    assert sum(job["id"] in ids for job in told["jobs"]) == 5 == len(told["jobs"]) and told["jobs_not_shown"] >= 2
+    shown = run("status").stdout
+    assert f"and {told['jobs_not_shown']} that ended before: waterflow cluster status --all" in shown
+    everything = run("status", "--all").stdout
+    assert all(id in everything for id in ids) and "ended before" not in everything
+
+
 def test_a_job_that_fails(up: LiveCluster) -> None:
     ended = run("submit", "code.py:broken", "--id", "broken", "--wait")
     assert ended.exit_code == 1
