@@ -86,6 +86,8 @@ def up(
             "ray_token": None if ray_token is None else str(ray_token.resolve()),
         }  # fmt: skip
         before = launch.load_config(folder)
+        if ray_token is not None and ray is None and (before is None or before.ray is None):
+            raise ConfigError("--ray-token is of a Ray cluster: add --ray HOST:PORT")
         changes = {key: value for key, value in wanted.items() if value is not None}
         if names is not None:
             changes |= {"ray": None, "ray_token": None}  # devices of this machine again

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from tests.cluster.conftest import LiveCluster
 from waterflow.cli import app
+from waterflow.cluster import launch
 from waterflow.cluster.state import address_file
 
 USER_CODE = """
@@ -161,6 +163,7 @@ def test_what_is_wrong_is_said_in_a_line(up: LiveCluster, folder: Path, argument
         (["--tenant", "us"], "--tenant must be NAME=QUOTA, such as vision=2; got 'us'"),
         (["--devices", "2", "--nodes", "a,b"], "give one of --devices, --nodes and --ray"),
         (["--nodes", "a,a"], "each with a name of its own"),
+        (["--ray-token", "token"], "--ray-token is of a Ray cluster: add --ray HOST:PORT"),
         (["--listen", "8470"], "--listen must be HOST:PORT"),
         (["--listen", "0.0.0.0:0"], "can be reached from other machines"),
         (["--memory", "2 parsecs"], "cannot read '2 parsecs'"),
@@ -173,6 +176,23 @@ def test_what_cannot_be_started_is_said_in_a_line(folder: Path, arguments: list[
     (line,) = ended.stderr.splitlines()
     assert line.startswith("waterflow: ") and said in line
     assert not address_file(folder / "state").exists()
+
+
+def test_up_goes_on_as_it_was_until_something_else_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(state: Path, config: launch.ClusterConfig) -> dict[str, object]:
+        state.mkdir(exist_ok=True)
+        launch.config_file(state).write_text(json.dumps(asdict(config)))
+        return {"nodes": [], "policy": config.policy, "pid": 0, "address": ""}
+
+    monkeypatch.setattr(launch, "start", start)
+    state = folder / "state"
+    for arguments in (["--ray", "127.0.0.1:1", "--ray-token", "token"], []):
+        assert run("up", "--state", state, *arguments).exit_code == 0
+        config = launch.load_config(state)
+        assert config is not None and (config.ray, config.ray_token) == ("127.0.0.1:1", str(folder / "token"))
+    assert run("up", "--state", state, "--devices", "2").exit_code == 0
+    config = launch.load_config(state)
+    assert config is not None and (config.ray, config.ray_token, len(config.nodes)) == (None, None, 2)
 
 
 def test_watch_shows_a_live_table(up: LiveCluster, monkeypatch: pytest.MonkeyPatch) -> None:
