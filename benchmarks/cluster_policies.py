@@ -177,7 +177,8 @@ def sensitivity(seeds: int) -> list[dict[str, Any]]:
     add("A's jobs wait for one server", Setup(), {"one_node": True})
     for name, values in {
         "queueing": (1.0, 3.0, PAIR), "utilization_scale": (0.5, 0.75, 1.25), "least_leftover": (0.05, 0.5),
-        "guaranteed_slowdown": (0.0, 0.1), "packing_efficiency": (0.7, 1.0), "device_memory": (40 << 30, 80 << 30),
+        "contention": (0.0, 0.2), "allowed_slowdown": (0.01, 0.1), "packing_efficiency": (0.7, 1.0),
+        "device_memory": (40 << 30, 80 << 30),
     }.items():  # fmt: skip
         for value in values:
             shown = f"{value / (1 << 30):g} GiB" if name == "device_memory" else f"{value:g}"

@@ -219,8 +219,11 @@ def test_all_damaged(tmp_path: Path) -> None:
     stopped_at(20, tmp_path, steps=4, keep=3)
     for path in tmp_path.glob("c-*/step-*.state"):
         path.write_bytes(b"x" * 100)
-    with pytest.raises(wf.CheckpointError, match="is no checkpoint"):
+    with pytest.raises(wf.CheckpointError, match="is no checkpoint") as refused:
         wf.train(jobs_of()[2:], checkpoint=tmp_path)
+    (folder,) = tmp_path.glob("c-*")
+    assert f"{folder}/step-" in str(refused.value)
+    assert str(refused.value).endswith(f"To start job 'c' anew, remove {folder}")
 
 
 def test_one_call_at_a_time(tmp_path: Path) -> None:

@@ -1,44 +1,46 @@
-"""Train many PyTorch models at once on one device."""
+"""Train many PyTorch models at once on one device.
 
-import torch as _torch
+Names are looked up when they are asked for: what only talks to a cluster, or simulates one, needs neither torch nor Optuna.
+"""
 
-from waterflow import _C as _native
+from __future__ import annotations
 
-if _native.built_with_torch != _torch.__version__:
-    raise ImportError(
-        f"waterflow was built with torch {_native.built_with_torch}, and torch {_torch.__version__} is installed; "
-        "build it again: pip install --no-build-isolation --force-reinstall --no-deps waterflow"
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from waterflow import _C as _C  # type: ignore[attr-defined]
+    from waterflow.allocator.counting import count_memory
+    from waterflow.batch_size import max_batch_size
+    from waterflow.checkpoint import Checkpoint
+    from waterflow.checkpoint_folder import Checkpoints
+    from waterflow.cluster.client import Cluster
+    from waterflow.errors import (
+        CaptureError,
+        CheckpointError,
+        ClusterError,
+        InvalidJobError,
+        JobCancelled,
+        MemoryLimitError,
+        NonFiniteLossError,
+        StepError,
+        StudyError,
+        SubmissionError,
+        WaterflowError,
+        WorkloadError,
     )
-
-from waterflow.allocator.counting import count_memory
-from waterflow.batch_size import max_batch_size
-from waterflow.checkpoint import Checkpoint
-from waterflow.checkpoint_folder import Checkpoints
-from waterflow.errors import (
-    CaptureError,
-    CheckpointError,
-    ClusterError,
-    InvalidJobError,
-    JobCancelled,
-    MemoryLimitError,
-    NonFiniteLossError,
-    StepError,
-    StudyError,
-    SubmissionError,
-    WaterflowError,
-    WorkloadError,
-)
-from waterflow.executor.engine import Engine, within
-from waterflow.executor.engine import current_device as device
-from waterflow.executor.shared_data import SharedData
-from waterflow.executor.timeline import Timeline
-from waterflow.job import Job, JobResult, Results
-from waterflow.partition.offsets import Offsets
-from waterflow.partition.plan import Plan
-from waterflow.partition.recompute import Recomputed
-from waterflow.runner import JobRunner
-from waterflow.step import Step
-from waterflow.training import Callback, train
+    from waterflow.executor.engine import Engine, within
+    from waterflow.executor.engine import current_device as device
+    from waterflow.executor.shared_data import SharedData
+    from waterflow.executor.timeline import Timeline
+    from waterflow.job import Job, JobResult, Results
+    from waterflow.partition.offsets import Offsets
+    from waterflow.partition.plan import Plan
+    from waterflow.partition.recompute import Recomputed
+    from waterflow.runner import JobRunner
+    from waterflow.step import Step
+    from waterflow.study import optimize
+    from waterflow.training import Callback, train
 
 __version__ = "0.1.0"
 
@@ -78,15 +80,61 @@ __all__ = [
     "within",
 ]
 
+_MODULES = {  # of public names; errors are in errors
+    "Callback": "training",
+    "Checkpoint": "checkpoint",
+    "Checkpoints": "checkpoint_folder",
+    "Cluster": "cluster.client",
+    "Engine": "executor.engine",
+    "Job": "job",
+    "JobResult": "job",
+    "JobRunner": "runner",
+    "Offsets": "partition.offsets",
+    "Plan": "partition.plan",
+    "Recomputed": "partition.recompute",
+    "Results": "job",
+    "SharedData": "executor.shared_data",
+    "Step": "step",
+    "Timeline": "executor.timeline",
+    "count_memory": "allocator.counting",
+    "device": "executor.engine",
+    "max_batch_size": "batch_size",
+    "optimize": "study",
+    "train": "training",
+    "within": "executor.engine",
+}
+_OTHERWISE_CALLED = {"device": "current_device"}
 
-def __getattr__(name: str):  # type: ignore[no-untyped-def]
-    # Optuna takes a second to import: only those who run studies pay for it.
-    if name == "optimize":
-        from waterflow.study import optimize
 
-        return optimize
-    if name == "Cluster":
-        from waterflow.cluster.client import Cluster
-
-        return Cluster
+def __getattr__(name: str) -> Any:
+    if name == "_C":
+        return _native()
+    if name in __all__:
+        module = importlib.import_module(f"waterflow.{_MODULES.get(name, 'errors')}")
+        found = globals()[name] = getattr(module, _OTHERWISE_CALLED.get(name, name))
+        return found
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"waterflow.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"waterflow.{name}":
+                raise
     raise AttributeError(f"module 'waterflow' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _native() -> Any:
+    """The native part, which finds torch's libraries loaded. Raises ImportError where it was built for others."""
+    import torch
+
+    native = importlib.import_module("waterflow._C")
+    if native.built_with_torch != torch.__version__:
+        globals().pop("_C", None)  # or it would be there the next time
+        raise ImportError(
+            f"waterflow was built with torch {native.built_with_torch}, and torch {torch.__version__} is installed; "
+            "build it again: pip install --no-build-isolation --force-reinstall --no-deps waterflow"
+        )
+    return native

@@ -100,7 +100,10 @@ class Checkpoints:
         """Where the job stands: its result, its last checkpoint that is whole, or None. Raises CheckpointError."""
         result = self.of(job.name) / _RESULT
         if result.exists():
-            return _result(job, read(result, job=job.name))
+            try:
+                return _result(job, read(result, job=job.name))
+            except CheckpointError as error:
+                raise self._anew(job.name, error) from error
         last: CheckpointError | None = None
         for path in reversed(self.states(job.name)):
             try:
@@ -109,8 +112,12 @@ class Checkpoints:
                 logger.warning("%s; an older checkpoint is looked for", error)
                 last = last or error
         if last is not None:
-            raise last
+            raise self._anew(job.name, last) from last
         return None
+
+    def _anew(self, name: str, error: CheckpointError) -> CheckpointError:
+        """The error with what to do about it."""
+        return CheckpointError(f"{error}. To start job {name!r} anew, remove {self.of(name)}")
 
     def states(self, name: str) -> list[Path]:
         """The checkpoints of a job, the last one last."""

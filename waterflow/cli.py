@@ -12,16 +12,12 @@ import typer
 from rich.table import Table
 
 import waterflow
-from waterflow.batch_size import device_of
 from waterflow.cli_cluster import cluster
 from waterflow.cli_simulate import simulate
-from waterflow.config import TrainConfig, load_study, load_train
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.presets import gpu as gpu_of
-from waterflow.gpu_plan import GPUPlan, job_named, plan_for_gpu, renamed
-from waterflow.plan_tables import check_picture, gpu_table, here_table
 from waterflow.progress import ProgressLine, results_table
-from waterflow.references import ConfigError, one_line, wrong_use
+from waterflow.references import ConfigError, blamed, wrong_use
 from waterflow.terminal import OtherPrograms, Pictures, Terminal
 
 if TYPE_CHECKING:
@@ -176,8 +172,10 @@ def _show_times(terminal: Terminal, report: dict[str, Any]) -> None:
 def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
     """Run an Optuna study from a config, several trials at a time."""
     with Terminal(as_json, debug) as terminal, terminal.studies():
-        settings = load_study(config)
+        from waterflow.config import load_study
         from waterflow.study import optimize
+
+        settings = load_study(config)
 
         opened = settings.make_study()
         before = len(opened.trials)
@@ -281,6 +279,8 @@ def _short(value: Any) -> str:
 def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
     """Train the jobs of a config side by side. Those that fail leave the others alone."""
     with Terminal(as_json, debug) as terminal:
+        from waterflow.config import load_train
+
         settings = load_train(config)
         pictures = Pictures(settings.output) if settings.output is not None else None
         results = waterflow.train(
@@ -292,7 +292,7 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
             terminal.say(decision)
         terminal.files(pictures)
         for result in results.failed:
-            terminal.fail(_blamed(result.name, result.error), result.traceback)
+            terminal.fail(blamed(result.name, result.error), result.traceback)
         files = pictures.files if pictures is not None else {}
         jobs = [result.to_dict() for result in results]
         terminal.result({"jobs": jobs, "decisions": list(results.decisions), "files": files})
@@ -327,6 +327,11 @@ def plan(
 ) -> None:
     """Tell what jobs need and which of them fit together, without training: on this machine, or on a GPU (--gpu)."""
     with Terminal(as_json, debug) as terminal:
+        from waterflow.batch_size import device_of
+        from waterflow.config import load_train
+        from waterflow.gpu_plan import job_named, plan_for_gpu, renamed
+        from waterflow.plan_tables import check_picture, show_gpu_plan, show_plan_here
+
         if config is None and not model:
             raise ConfigError("there must be jobs to plan for: name a config, or a model by --model resnet50")
         here = gpu is None and memory is None
@@ -353,43 +358,12 @@ def plan(
             jobs = [replace(job, recompute=recompute or job.recompute) for job in jobs]
             with ProgressLine(None, "captures", show=not as_json, delay=_PATIENCE) as progress:
                 found = plan_for_gpu(jobs, copies=copies, gpu=device, memory=memory, captured=progress.advance)
-            _plan_on_gpu(terminal, found, report)
+            show_gpu_plan(terminal, found, report)
         elif settings is not None:
-            _plan_here(terminal, settings, groups)
-
-
-def _plan_on_gpu(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:
-    terminal.say(gpu_table(found))
-    for line in found.explanation():
-        terminal.say(line)
-    if report is not None:
-        what = found.save_report(report)
-        terminal.say(f"[dim]drawn: {what}: {report}[/dim]")
-    terminal.result(found.to_dict())
-
-
-def _plan_here(terminal: Terminal, settings: TrainConfig, groups: bool) -> None:
-    from waterflow.together import fit_together
-
-    found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
-    terminal.say(here_table(found))
-    for line in found.explanation():
-        terminal.say(line)
-    for job in found.jobs:
-        if groups and job.plan is not None:
-            terminal.say("")
-            terminal.say(str(job.plan))
-        if job.error is not None:
-            terminal.fail(_blamed(job.name, job.error))
-    terminal.result(found.to_dict(groups))
+            show_plan_here(terminal, settings, groups)
 
 
 # -- what all commands share
-
-
-def _blamed(name: str, error: BaseException | None) -> str:
-    line = one_line(error)
-    return line if f"job {name!r}" in line else f"job {name!r} failed: {line}"
 
 
 def _at_once(text: str) -> Any:

@@ -15,18 +15,18 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from waterflow.config import load_train
 from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
-from waterflow.partition.plan import format_bytes
+from waterflow.partition.byte_counts import format_bytes
 from waterflow.progress import results_table
 from waterflow.references import ConfigError, find_function
 from waterflow.terminal import Terminal
 
 if TYPE_CHECKING:
     from waterflow.cluster.client import Cluster
-    from waterflow.cluster.daemon import ClusterConfig
+    from waterflow.cluster.launch import ClusterConfig
 
 _WATCH_SECONDS = 1.0
+_LAST_ENDED = 5  # jobs that have ended and are still shown
 _DOWN_SECONDS = 60.0
 
 cluster = typer.Typer(
@@ -48,6 +48,10 @@ def up(
         str | None, typer.Option(metavar="A,B,...", help="Names of the devices, instead of a number.")
     ] = None,
     ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The GPUs of a Ray cluster that runs.")] = None,
+    ray_token: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The Ray cluster's token. [default: as $RAY_AUTH_TOKEN_PATH says]"),
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="Who runs where: antman, fifo, las and others.")] = None,
     tenant: Annotated[
         list[str] | None, typer.Option(metavar="NAME=QUOTA", help="Who shares it, and their devices. Repeatable.")
@@ -66,7 +70,7 @@ def up(
 ) -> None:
     """Start a cluster on this machine, or go on with the one whose state is there."""
     with Terminal(as_json, debug) as terminal, _wrong_use():
-        from waterflow.cluster import daemon
+        from waterflow.cluster import launch
         from waterflow.cluster.state import state_folder
 
         folder = state_folder(state)
@@ -76,13 +80,18 @@ def up(
             raise ConfigError("give one of --devices, --nodes and --ray")
         if devices is not None:
             names = tuple(f"device-{number}" for number in range(devices))
-        wanted = {
+        wanted: dict[str, Any] = {
             "nodes": names, "policy": policy, "tenants": _tenants(tenant), "memory": memory, "lanes": lanes, "host": host,
             "port": port, "checkpoint_seconds": checkpoint_seconds, "beyond_loopback": beyond_loopback or None, "ray": ray,
+            "ray_token": None if ray_token is None else str(ray_token.resolve()),
         }  # fmt: skip
-        before = daemon.load_config(folder)
+        before = launch.load_config(folder)
+        if ray_token is not None and ray is None and (before is None or before.ray is None):
+            raise ConfigError("--ray-token is of a Ray cluster: add --ray HOST:PORT")
         changes = {key: value for key, value in wanted.items() if value is not None}
-        config: ClusterConfig = replace(before or daemon.ClusterConfig(), **changes)  # type: ignore[arg-type]
+        if names is not None:
+            changes |= {"ray": None, "ray_token": None}  # devices of this machine again
+        config: ClusterConfig = replace(before or launch.ClusterConfig(), **changes)  # type: ignore[arg-type]
 
         def ready(told: dict[str, Any]) -> None:
             terminal.say(
@@ -92,9 +101,11 @@ def up(
             terminal.say("[dim]hand in jobs: waterflow cluster submit FILE.yaml; end it: waterflow cluster down[/dim]")
 
         if foreground:
-            daemon.serve(folder, config, ready)
+            from waterflow.cluster.daemon import serve
+
+            serve(folder, config, ready)
         else:
-            told = daemon.start(folder, config)
+            told = launch.start(folder, config)
             ready(told)
             terminal.result(told)
 
@@ -126,6 +137,8 @@ def submit(
         there = _cluster(state)
         jobs: Any
         if what.endswith((".yaml", ".yml")):
+            from waterflow.config import load_train
+
             jobs = list(load_train(Path(what)).jobs)
         else:
             sys.path.insert(0, "")
@@ -156,15 +169,17 @@ def submit(
 
 @cluster.command()
 def status(
+    everything: Annotated[bool, typer.Option("--all", help="Also jobs that ended long ago.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again each second, until Ctrl-C.")] = False,
     state: State = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show devices, tenants and jobs."""
+    """Show devices, tenants, and the jobs that wait, run, or ended last."""
     with Terminal(as_json, debug) as terminal:
         there = _cluster(state)
-        told = there.status()
+        ended = None if everything else _LAST_ENDED
+        told = there.status(ended=ended)
         if not watch or as_json or not terminal.live:
             for table in _tables(told):
                 terminal.say(table)
@@ -172,7 +187,7 @@ def status(
         with Live(Group(*_tables(told)), auto_refresh=False, screen=False) as live:
             while True:
                 time.sleep(_WATCH_SECONDS)
-                live.update(Group(*_tables(there.status())), refresh=True)
+                live.update(Group(*_tables(there.status(ended=ended))), refresh=True)
 
 
 @cluster.command()
@@ -215,7 +230,7 @@ def cancel(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = 
 def down(state: State = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """End a cluster. Jobs that run are saved, and go on when it is up again."""
     with Terminal(as_json, debug) as terminal:
-        from waterflow.cluster.daemon import wait_for_end
+        from waterflow.cluster.launch import wait_for_end
 
         pid = _cluster(state).down()
         if not wait_for_end(pid, _DOWN_SECONDS):
@@ -287,7 +302,11 @@ def _tables(told: dict[str, Any]) -> list[Table]:
         for tenant in told["tenants"]:
             tenants.add_row(tenant["name"], str(tenant["quota"]), str(tenant["used"]))
         made.append(tenants)
-    jobs = Table(title="jobs", title_justify="left", box=None)
+    more = told["jobs_not_shown"]
+    jobs = Table(
+        title="jobs", title_justify="left", box=None, caption_justify="left",
+        caption=f"and {more:,} that ended before: waterflow cluster status --all" if more else None,
+    )  # fmt: skip
     for column in ("job", "tenant", "state", "priority", "where", "done", "steps", "step", "waited", "why"):
         right = column in ("done", "steps", "step", "waited")
         jobs.add_column(column, justify="right" if right else "left", no_wrap=column != "why")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from rich.table import Table
 
+from waterflow.config import TrainConfig
 from waterflow.gpu_plan import GPUPlan
 from waterflow.partition.plan import format_bytes
-from waterflow.references import ConfigError
-from waterflow.together import Together
+from waterflow.references import ConfigError, blamed
+from waterflow.terminal import Terminal
+from waterflow.together import Together, fit_together
 
 
 def gpu_table(found: GPUPlan) -> Table:
@@ -55,3 +57,29 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
     return table
+
+
+def show_gpu_plan(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:
+    """What fits on a GPU, and a picture of it where one is wanted."""
+    terminal.say(gpu_table(found))
+    for line in found.explanation():
+        terminal.say(line)
+    if report is not None:
+        what = found.save_report(report)
+        terminal.say(f"[dim]drawn: {what}: {report}[/dim]")
+    terminal.result(found.to_dict())
+
+
+def show_plan_here(terminal: Terminal, settings: TrainConfig, groups: bool) -> None:
+    """What fits together on this machine."""
+    found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
+    terminal.say(here_table(found))
+    for line in found.explanation():
+        terminal.say(line)
+    for job in found.jobs:
+        if groups and job.plan is not None:
+            terminal.say("")
+            terminal.say(str(job.plan))
+        if job.error is not None:
+            terminal.fail(blamed(job.name, job.error))
+    terminal.result(found.to_dict(groups))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from waterflow.partition.plan import format_bytes
+from waterflow.partition.byte_counts import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from waterflow.errors import InvalidJobError, WaterflowError
-from waterflow.partition.surroundings import user_line
 
 
 class ConfigError(WaterflowError, ValueError):
@@ -84,8 +83,16 @@ def one_line(error: BaseException | None) -> str:
     text = " ".join(str(error).split())
     if error is None or isinstance(error, (WaterflowError, OSError, ImportError)):
         return text
+    from waterflow.partition.surroundings import user_line  # needs torch
+
     line = user_line(error.__traceback__)
     return f"{type(error).__name__}: {text}" + (f" ({line})" if line and "importlib" not in line else "")
+
+
+def blamed(name: str, error: BaseException | None) -> str:
+    """One line that says which job failed, and why."""
+    line = one_line(error)
+    return line if f"job {name!r}" in line else f"job {name!r} failed: {line}"
 
 
 def make(made: Callable[..., Any], first: tuple[Any, ...], settings: dict[str, Any], where: str) -> Any:

@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import format_exception
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from waterflow.executor.timeline import Timeline
 from waterflow.references import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from waterflow.executor.timeline import Timeline
 
 FAILED, WRONG_USE = 1, 2  # exit codes
 _ENDLESS = 10_000  # columns

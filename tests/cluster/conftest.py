@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import waterflow as wf
-from waterflow.cluster import daemon
+from waterflow.cluster import launch
 from waterflow.cluster.state import address_file, log_file, work_folder
 
 SETTINGS: dict[str, Any] = {"nodes": ("one", "two"), "memory": "256MiB", "lanes": 1, "checkpoint_seconds": 0.2}
@@ -25,12 +25,12 @@ class LiveCluster:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
-        self.config = daemon.ClusterConfig(**SETTINGS | settings)
+        self.config = launch.ClusterConfig(**SETTINGS | settings)
         self.client = wf.Cluster(folder)
         self.pid = 0
 
     def up(self) -> None:
-        self.pid = daemon.start(self.folder, self.config)["pid"]
+        self.pid = launch.start(self.folder, self.config)["pid"]
 
     def kill_scheduler(self) -> None:
         os.kill(self.pid, signal.SIGKILL)

@@ -51,13 +51,13 @@ class FakeBackend:
         self.states.add(id)
         self.waiting.append(Checkpointed(id, *self._where(id), self.folder / id, steps))
 
-    def end(self, id: str, how: str = "completed", reason: str = "") -> None:
+    def end(self, id: str, how: str = "completed", reason: str = "", steps: int | None = None) -> None:
         if how == "suspended":
             self.states.add(id)
         where = self._where(id)
         del self.runs[id]
         self.stopping.pop(id, None)
-        self.waiting.append(Ended(id, *where, how, self.folder / id, reason))  # type: ignore[arg-type]
+        self.waiting.append(Ended(id, *where, how, self.folder / id, reason, steps))  # type: ignore[arg-type]
 
     def obey(self) -> None:
         """Whatever was asked to stop stops."""

@@ -141,7 +141,8 @@ def test_progress(there: Watched, id: str) -> None:
     assert told.memory > 2 * 4 * (12 * 24 + 24 + 24 + 1)
     assert 0 <= told.utilization <= 1
     assert told.epoch == next(n.epoch for n in there.backend.nodes() if n.name == first)
-    assert there.event(Ended, id).how == "completed"
+    ended = there.event(Ended, id)
+    assert ended.how == "completed" and ended.steps == 120
     steps = [e.steps for e in there.of(id) if isinstance(e, Progress)]
     assert steps == sorted(steps) and steps[-1] <= 120
 
@@ -288,7 +289,8 @@ def test_damaged_checkpoint_is_refused(there: Watched, id: str) -> None:
     newest.write_bytes(content)
     there.backend.start(id, payload, [(second, 0)], checkpoint=ended.results)
     ended = there.event(Ended, id)
-    assert ended.how == "failed" and "CheckpointError" in ended.reason and "damaged" in ended.reason
+    assert ended.how == "failed" and f"CheckpointError: {newest} is damaged" in ended.reason
+    assert f"an older file of {newest.parent}" in ended.reason
 
 
 def test_killed_in_the_middle(there: Watched, id: str) -> None:

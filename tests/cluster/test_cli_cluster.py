@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from tests.cluster.conftest import LiveCluster
 from waterflow.cli import app
+from waterflow.cluster import launch
 from waterflow.cluster.state import address_file
 
 USER_CODE = """
@@ -104,6 +106,20 @@ def test_submit_and_results(up: LiveCluster) -> None:
     assert run("submit", "code.py:job", "--id", "again").stdout == "again\n"
 
 
+def test_jobs_that_ended_long_ago_are_not_shown(up: LiveCluster) -> None:
+    ids = [f"old-{number}" for number in range(7)]
+    for id in ids:
+        assert run("submit", "code.py:job", "--id", id).exit_code == 0
+    for id in ids:
+        assert run("result", id).exit_code == 0
+    told = json.loads(run("status", "--json").stdout)
+    assert sum(job["id"] in ids for job in told["jobs"]) == 5 == len(told["jobs"]) and told["jobs_not_shown"] >= 2
+    shown = run("status").stdout
+    assert f"and {told['jobs_not_shown']} that ended before: waterflow cluster status --all" in shown
+    everything = run("status", "--all").stdout
+    assert all(id in everything for id in ids) and "ended before" not in everything
+
+
 def test_a_job_that_fails(up: LiveCluster) -> None:
     ended = run("submit", "code.py:broken", "--id", "broken", "--wait")
     assert ended.exit_code == 1
@@ -147,6 +163,7 @@ def test_what_is_wrong_is_said_in_a_line(up: LiveCluster, folder: Path, argument
         (["--tenant", "us"], "--tenant must be NAME=QUOTA, such as vision=2; got 'us'"),
         (["--devices", "2", "--nodes", "a,b"], "give one of --devices, --nodes and --ray"),
         (["--nodes", "a,a"], "each with a name of its own"),
+        (["--ray-token", "token"], "--ray-token is of a Ray cluster: add --ray HOST:PORT"),
         (["--listen", "8470"], "--listen must be HOST:PORT"),
         (["--listen", "0.0.0.0:0"], "can be reached from other machines"),
         (["--memory", "2 parsecs"], "cannot read '2 parsecs'"),
@@ -159,6 +176,23 @@ def test_what_cannot_be_started_is_said_in_a_line(folder: Path, arguments: list[
     (line,) = ended.stderr.splitlines()
     assert line.startswith("waterflow: ") and said in line
     assert not address_file(folder / "state").exists()
+
+
+def test_up_goes_on_as_it_was_until_something_else_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(state: Path, config: launch.ClusterConfig) -> dict[str, object]:
+        state.mkdir(exist_ok=True)
+        launch.config_file(state).write_text(json.dumps(asdict(config)))
+        return {"nodes": [], "policy": config.policy, "pid": 0, "address": ""}
+
+    monkeypatch.setattr(launch, "start", start)
+    state = folder / "state"
+    for arguments in (["--ray", "127.0.0.1:1", "--ray-token", "token"], []):
+        assert run("up", "--state", state, *arguments).exit_code == 0
+        config = launch.load_config(state)
+        assert config is not None and (config.ray, config.ray_token) == ("127.0.0.1:1", str(folder / "token"))
+    assert run("up", "--state", state, "--devices", "2").exit_code == 0
+    config = launch.load_config(state)
+    assert config is not None and (config.ray, config.ray_token, len(config.nodes)) == (None, None, 2)
 
 
 def test_watch_shows_a_live_table(up: LiveCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,8 @@ def test_a_child_that_died_while_nobody_looked(tmp_path: Path) -> None:
         equal(load_results(ended.results), wf.train(jobs(2, batches=60, epochs=1), lanes=1))
 
 
-def test_a_device_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_device_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waterflow.cluster.local.FIRST_TRIES", 1)  # each is a process that imports torch
     with pytest.raises(BackendError, match="(?s)does not start; it said.*cannot read 'much' as memory"):
         LocalBackend(1, tmp_path, settings=WorkerSettings(memory="much"))
     with pytest.raises(BackendError, match="positive number"):

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from tests.cluster.test_cli_cluster import USER_CODE
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.ray import RayBackend
 
@@ -93,3 +94,67 @@ def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-c", WRONG_TOKEN, str(tmp_path)], capture_output=True, text=True, timeout=110
     )
     assert done.stdout.endswith("refused\n"), done.stdout + done.stderr
+
+
+WHOLE_WAY = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from waterflow.cluster import LoopbackCluster
+
+folder = Path(sys.argv[1])
+
+def run(*arguments, code=0):
+    command = [sys.executable, "-m", "waterflow", "cluster", *map(str, arguments), "--state", str(folder / "state")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == code, (arguments, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+def status():
+    told = json.loads(run("status", "--json"))
+    return told["nodes"], {job["id"]: job for job in told["jobs"]}
+
+with LoopbackCluster([2]) as ray:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    try:
+        up = json.loads(run(
+            "up", "--ray", ray.address, "--ray-token", ray.token, "--memory", "128MiB", "--lanes", "1",
+            "--checkpoint-seconds", "0.2", "--json",
+        ))
+        assert up["nodes"] == ["device-0", "device-1"], up
+        assert run("submit", "code.py:longer", "--id", "long") == "long\\n"
+        assert "completed" in run("submit", "code.py:job", "--id", "short", "--wait")
+        until = time.monotonic() + 30
+        while not status()[1]["long"]["steps"]:
+            assert time.monotonic() < until
+        processes = {node["epoch"] for node in status()[0]}
+        os.kill(up["pid"], signal.SIGKILL)
+        again = json.loads(run("up", "--json"))  # with the settings that it had
+        assert again["pid"] != up["pid"] and again["nodes"] == up["nodes"]
+        nodes, jobs = status()
+        assert {node["epoch"] for node in nodes} == processes, "the devices went on"
+        assert (jobs["long"]["state"], jobs["long"]["attempts"], jobs["short"]["steps"]) == ("running", 1, 4), jobs
+        assert '"steps": 4' in run("result", "short", "--json")
+        assert "starts at device-" in run("logs", "short")
+        assert run("cancel", "long") == "long is cancelled\\n"
+        assert "cancelled" in run("result", "long", code=1)
+        run("down")
+        assert "no cluster is up" in run("status", code=1)
+    finally:
+        for path in (folder / "state").glob("endpoint.json"):
+            os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
+print("good")
+"""
+
+
+LONGER = """
+def longer(): return wf.Job("longer", model, lambda: data(3000, 0.1), lambda p: torch.optim.SGD(p, lr=0.1),
+                            loss=nn.functional.cross_entropy)
+"""
+
+
+@pytest.mark.slow
+def test_the_whole_way_through_the_service(tmp_path: Path) -> None:
+    """``up --ray`` on a cluster with a token: jobs, the scheduler's death, and down."""
+    (tmp_path / "code.py").write_text(USER_CODE + LONGER)
+    done = subprocess.run([sys.executable, "-c", WHOLE_WAY, str(tmp_path)], capture_output=True, text=True, timeout=170)
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr

@@ -16,7 +16,7 @@ from waterflow.cluster.backend import BackendError, Ended, NodeJoined, Progress
 from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.fifo import Fifo
-from waterflow.cluster.reconciler import MOST_LOSSES
+from waterflow.cluster.reconciler import LET_GO_SECONDS, MOST_LOSSES
 from waterflow.cluster.service import BusyError, ClosedError, Service
 from waterflow.cluster.store import Store
 from waterflow.cluster.submission import Tenant
@@ -269,6 +269,76 @@ def test_what_ended_while_no_scheduler_ran(cluster: Cluster) -> None:
     cluster.backend.return_("device-1")
     cluster.open()
     assert cluster.states() == {"a": "completed", "b": "starting"}
+
+
+def test_a_device_is_free_when_whoever_leaves_it_has_let_go(tmp_path: Path) -> None:
+    """Also after a restart; but a job that hangs holds nobody up for ever."""
+    cluster = Cluster(tmp_path, devices=1)
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.turn()
+    cluster.submit("b")
+    cluster.service.cancel("a")
+    cluster.turn()
+    assert cluster.states() == {"a": "stopping", "b": "waiting"} and cluster.backend.starts == ["a"]
+    cluster.kill()
+    cluster.turn()
+    assert cluster.states() == {"a": "stopping", "b": "waiting"} and cluster.backend.starts == ["a"]
+    cluster.backend.obey()
+    cluster.turn()
+    assert cluster.states() == {"a": "cancelled", "b": "starting"} and cluster.backend.starts == ["a", "b"]
+    cluster.backend.begin("b")
+    cluster.submit("c")
+    cluster.service.cancel("b")
+    cluster.turn(int(LET_GO_SECONDS) - 1)
+    assert cluster.states()["c"] == "waiting"
+    cluster.turn(2)
+    assert cluster.states()["c"] == "starting" and cluster.states()["b"] == "stopping"
+    cluster.store.close()
+
+
+def test_who_comes_first_waits_for_who_makes_way(tmp_path: Path) -> None:
+    """Both are settled at once, and the one that leaves was handed in later."""
+    cluster = Cluster(tmp_path, devices=1, tenants=(Tenant("us", 1), Tenant("them", 0)))
+    cluster.store.close()
+    cluster.policy = lambda: POLICIES["capacity"](preempt=True)
+    (tmp_path / "cluster.db").unlink()
+    cluster.open()
+    cluster.submit("late", tenant="them", priority="opportunistic")
+    cluster.backend.begin("late")
+    cluster.turn()
+    cluster.submit("first", tenant="us")
+    assert cluster.states() == {"late": "stopping", "first": "waiting"}
+    cluster.backend.obey()
+    cluster.turn()
+    assert cluster.states() == {"late": "waiting", "first": "starting"}
+    cluster.store.close()
+
+
+@pytest.mark.parametrize("how", ["completed", "failed", "cancelled"])
+def test_the_steps_of_a_job_that_ended_are_its_last_ones(cluster: Cluster, how: str) -> None:
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.backend.progress("a", 10, 0.5)
+    cluster.turn()
+    cluster.backend.end("a", how, steps=17)
+    cluster.turn()
+    assert cluster.service.status()["jobs"][0]["steps"] == 17 and cluster.service.record("a").steps == 17
+
+
+def test_of_many_jobs_that_ended_the_last_are_shown(cluster: Cluster) -> None:
+    for id in "abcdef":
+        cluster.submit(id)
+    for id in "bacd":
+        cluster.backend.begin(id)
+        cluster.turn()
+        cluster.backend.end(id)
+        cluster.turn()
+    told = cluster.service.status(ended=2)
+    assert [job["id"] for job in told["jobs"]] == ["c", "d", "e", "f"] and told["jobs_not_shown"] == 2
+    told = cluster.service.status(ended=9)
+    assert len(told["jobs"]) == 6 and told["jobs_not_shown"] == 0
+    assert cluster.service.status()["jobs"] == told["jobs"]
 
 
 def test_another_policy_or_other_tenants_are_refused(tmp_path: Path) -> None:

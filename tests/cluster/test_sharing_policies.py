@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.simulated import simulate
 from waterflow.cluster.book import Entry
-from waterflow.cluster.interference import Interference
+from waterflow.cluster.interference import Interference, Resident
 from waterflow.cluster.model_profiles import GIB, ModelProfile
 from waterflow.cluster.policies.antman import AntMan
 from waterflow.cluster.policies.base import Policy
@@ -160,7 +160,10 @@ def test_antman_keeps_guaranteed_jobs_as_if_alone() -> None:
         AntMan(), jobs, 1, check=True, tenants=[Tenant("a", 1), Tenant("b", 0)], speeds=MODELS.under_control,
         utilization=lambda job: MODELS.utilization(job.model),
     )  # fmt: skip
-    assert ends(run)["g"] == pytest.approx(100 + 900 / 0.98) and ends(run)["o"] == pytest.approx(1100)
+    speeds = MODELS.speeds([Resident("light", "guaranteed"), Resident("light", "opportunistic")], controlled=True)
+    assert speeds[0] > 0.99 and speeds[1] == pytest.approx(12 / 13, rel=0.001), "held while the coordinator looks"
+    g = 100 + 900 / speeds[0]
+    assert ends(run) == pytest.approx({"g": g, "o": g + 1000 - (g - 100) * speeds[1]})
 
 
 # -- capacity

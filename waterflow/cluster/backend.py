@@ -79,7 +79,7 @@ class Ended:
 
     ``completed``, ``failed`` (``reason`` says why), ``cancelled``, ``suspended`` (it goes on from ``results``, which is then the
     path for ``start(checkpoint=)``), or ``lost`` (a node of its was; it goes on from ``Backend.checkpoints(id)``).
-    ``results``: a folder for ``load_results``.
+    ``results``: a folder for ``load_results``. ``steps`` are those of all its jobs in the end; None where nobody can tell.
     """
 
     id: str
@@ -88,6 +88,7 @@ class Ended:
     how: How
     results: Path
     reason: str = ""
+    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,27 +8,21 @@ import io
 import json
 import os
 import pickle
-import re
-import secrets
-import sys
 import time
 import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
-from waterflow.checkpoint import Checkpoint
-from waterflow.cluster.payload import Jobs, pack
 from waterflow.cluster.state import address_file, state_folder, token_file
 from waterflow.cluster.submission import Priority
-from waterflow.cluster.together import memory_of, sets_that_fit
 from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
 from waterflow.executor.memory_limit import parse_memory
-from waterflow.job import Job, JobResult, Results
-from waterflow.task import Task
+
+if TYPE_CHECKING:  # these need torch, which most requests do not
+    from waterflow.cluster.payload import Jobs
+    from waterflow.job import Job, JobResult, Results
 
 _REQUEST_SECONDS = 60.0
 _WAIT_SECONDS = 20.0  # that one request waits for the end of a job
@@ -92,18 +86,15 @@ class Cluster:
             InvalidJobError: What cannot be pickled; an id that belongs to another job.
             SubmissionError: What the cluster can never run: an unknown tenant, more devices or memory than there are.
         """
-        with _own_modules_by_value():
-            payload = pack(jobs)
+        from waterflow.cluster import hand_in
+
+        payload = hand_in.packed(jobs)
         if checkpoint is not None:
-            _check_checkpoint(Path(checkpoint), jobs)
+            hand_in.check_checkpoint(Path(checkpoint), jobs)
         if memory == "auto":
-            there = [jobs] if isinstance(jobs, Job) else [] if callable(jobs) or isinstance(jobs, Task) else list(jobs)
-            known = [job for job in there if isinstance(job, Job)]
-            if not known or len(known) < len(there):
-                raise InvalidJobError("memory='auto' plans jobs that are there; a function makes them where they run")
-            memory = memory_of(known)
+            memory = hand_in.planned_memory(jobs)
         asked = {
-            "id": id if id is not None else _new_id(jobs), "tenant": tenant or self.tenant,
+            "id": id if id is not None else hand_in.new_id(jobs), "tenant": tenant or self.tenant,
             "priority": priority or self.priority, "devices": devices,
             "auto": auto, "memory": memory if memory == 0 else parse_memory(memory), "model": model,
             "duration": duration, "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
@@ -112,8 +103,9 @@ class Cluster:
 
     def check(self, jobs: Jobs | Callable[[], Jobs]) -> None:
         """Raise InvalidJobError for what cannot be pickled, as ``submit`` does."""
-        with _own_modules_by_value():
-            pack(jobs)
+        from waterflow.cluster import hand_in
+
+        hand_in.packed(jobs)
 
     def submit_apart(self, jobs: Sequence[Job], **asked: Any) -> list[str]:
         """Hand in jobs in sets that the planner finds to fit on one device together; returns an id for each set.
@@ -121,14 +113,20 @@ class Cluster:
         Makes each model and reads one of its batches, here. ``asked`` is as in ``submit``, without ``id`` and ``memory``.
         Raises MemoryLimitError for a job that fits on no device alone.
         """
+        from waterflow.cluster.together import sets_that_fit
+
         most = min((node["memory"] for node in self.status()["nodes"] if node["memory"]), default=0)
         if not most:
             raise ClusterError("no device of the cluster tells its memory; hand the jobs in one by one")
         return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in sets_that_fit(jobs, most)]
 
-    def status(self, id: str | None = None) -> dict[str, Any]:
-        """The cluster's nodes, tenants and jobs; or one job. Bytes, and seconds since 1970."""
-        made: dict[str, Any] = self._json("GET", "/status" if id is None else _of(id))
+    def status(self, id: str | None = None, *, ended: int | None = None) -> dict[str, Any]:
+        """The cluster's nodes, tenants and jobs; or one job. Bytes, and seconds since 1970.
+
+        With ``ended``, only so many of the jobs that have ended, the last ones; ``jobs_not_shown`` counts the others.
+        """
+        everything = "/status" if ended is None else f"/status?ended={ended}"
+        made: dict[str, Any] = self._json("GET", everything if id is None else _of(id))
         return made
 
     def wait(self, id: str | Iterable[str], timeout: float | None = None) -> list[str]:
@@ -162,6 +160,8 @@ class Cluster:
 
     def results(self, id: str) -> Results:
         """What there is of the results of a job that has ended, however it did."""
+        from waterflow.job import Results
+
         with zipfile.ZipFile(io.BytesIO(self._ask("GET", _of(id) + "/results"))) as archive:
             found: list[JobResult] = [pickle.loads(archive.read(name)) for name in archive.namelist()]
         return Results(found)
@@ -177,7 +177,7 @@ class Cluster:
             told = self._json("GET", f"{_of(id)}/log?after={after}", patience=60.0 if follow else None)
             for line in told["lines"]:
                 after = line["number"]
-                yield f"{time.strftime('%H:%M:%S', time.localtime(line['at']))} {line['line']}"
+                yield f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(line['at']))} {line['line']}"
             if not follow or told["state"] in ("completed", "failed", "cancelled"):
                 return
             time.sleep(_AGAIN_SECONDS)
@@ -254,58 +254,3 @@ def _refusal(status: int, content: bytes) -> Exception:
         return _KINDS.get(told["kind"], ClusterError)(told["error"])
     except (ValueError, KeyError, TypeError):
         return ClusterError(f"the answer of the cluster cannot be read (status {status}): {content[:200]!r}")
-
-
-def _check_checkpoint(file: Path, jobs: Any) -> None:
-    """Here, where somebody hears it, and not in a worker much later."""
-    if not isinstance(jobs, Job) and not callable(jobs):
-        jobs = list(jobs)
-        if len(jobs) != 1:
-            raise InvalidJobError(f"a checkpoint is of one job; with it come {len(jobs)}. Hand them in one by one")
-        jobs = jobs[0]
-    if not file.is_file():
-        raise InvalidJobError(f"there is no checkpoint {file}")
-    Checkpoint.load(file, job=jobs.name if isinstance(jobs, Job) else None)
-
-
-def _new_id(jobs: Any) -> str:
-    name = getattr(jobs, "__name__", "") or "job"
-    if isinstance(jobs, Job):
-        name = jobs.name
-    elif isinstance(jobs, (list, tuple)) and jobs and isinstance(jobs[0], Job):
-        name = jobs[0].name
-    name = re.sub("[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "job"
-    return f"{name}-{secrets.token_hex(4)}"
-
-
-@contextlib.contextmanager
-def _own_modules_by_value() -> Iterator[None]:
-    """Inside, functions of modules in the current folder and beside the script are pickled whole.
-
-    A worker may have another current folder, or be on another machine. Packages that are installed stay references.
-    """
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    roots = {Path.cwd().resolve()} | ({Path(script).resolve().parent} if script else set())
-    chosen = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or name.split(".")[0] in ("waterflow", "__main__", "__mp_main__"):
-            continue
-        path = Path(file)
-        own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
-        if (
-            own
-            and "site-packages" not in path.parts
-            and path.suffix == ".py"
-            and sys.modules.get(module.__name__) is module
-        ):
-            chosen.append(module)
-    before = cloudpickle.list_registry_pickle_by_value()
-    chosen = [module for module in chosen if module.__name__ not in before]
-    for module in chosen:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in chosen:
-            cloudpickle.unregister_pickle_by_value(module)

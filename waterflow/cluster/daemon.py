@@ -12,91 +12,29 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import Backend
-from waterflow.cluster.endpoint import Endpoint, check_address, make_token
+from waterflow.cluster.endpoint import Endpoint, make_token
+from waterflow.cluster.launch import ClusterConfig, config_file
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.service import Service
-from waterflow.cluster.state import address_file, hold, log_file, make_folder, store_file, token_file, work_folder
+from waterflow.cluster.state import address_file, hold, make_folder, store_file, token_file, work_folder
 from waterflow.cluster.store import Store
 from waterflow.cluster.submission import Tenant
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.errors import ClusterError
-from waterflow.executor.memory_limit import parse_memory
 from waterflow.metrics import available, cluster_text
 
 logger = logging.getLogger("waterflow")
 
 OUTLIVE_SECONDS = 3600.0  # that workers wait for another scheduler after theirs has died
-READY_SECONDS = 180.0  # for the process to answer
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """What a cluster is made of; it is kept in the state folder, and the next ``up`` takes it from there.
-
-    ``nodes`` are the names of its devices, each a process of its own, or, with ``ray`` (the address of a Ray cluster that
-    runs), all of its GPUs. ``memory`` is the limit of each, in bytes or as text; ``tenants`` have quotas in devices (none:
-    anybody may submit).
-    """
-
-    nodes: tuple[str, ...] = ("device-0",)
-    policy: str = "antman"
-    tenants: tuple[tuple[str, int], ...] = ()
-    memory: int | float | str | None = None
-    lanes: int | None = None
-    device: str = "cpu"
-    checkpoint_seconds: float = 30.0
-    host: str = "127.0.0.1"
-    port: int = 0
-    beyond_loopback: bool = False
-    ray: str | None = None
-
-    def check(self) -> None:
-        """Raise ClusterError or InvalidJobError where it cannot be right."""
-        if self.policy not in POLICIES:
-            raise ClusterError(f"no policy is called {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
-        if not self.nodes or len(set(self.nodes)) < len(self.nodes):
-            raise ClusterError(
-                f"a cluster needs one device at least, each with a name of its own; got {list(self.nodes)}"
-            )
-        names = [name for name, _ in self.tenants]
-        if len(set(names)) < len(names) or any(quota < 0 for _, quota in self.tenants):
-            raise ClusterError(
-                f"tenants need names that differ and quotas of 0 or more devices; got {list(self.tenants)}"
-            )
-        parse_memory(self.memory)
-        check_address(self.host, self.beyond_loopback)
-
-
-def config_file(folder: Path) -> Path:
-    """Where the config is kept, as JSON."""
-    return folder / "config.json"
-
-
-def load_config(folder: Path) -> ClusterConfig | None:
-    """The config of the cluster in a state folder; None where there was none so far."""
-    try:
-        given = json.loads(config_file(folder).read_text())
-        known = {field.name for field in fields(ClusterConfig)}
-        given = {key: value for key, value in given.items() if key in known}
-        tenants = tuple((str(name), int(quota)) for name, quota in given.pop("tenants", ()))
-        return ClusterConfig(**given | {"nodes": tuple(given["nodes"]), "tenants": tenants})
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ClusterError(
-            f"{config_file(folder)} cannot be read: {error}; remove it, and say what is wanted again"
-        ) from None
 
 
 def make_backend(config: ClusterConfig, folder: Path) -> Backend:
@@ -107,7 +45,9 @@ def make_backend(config: ClusterConfig, folder: Path) -> Backend:
     if config.ray is not None:
         from waterflow.cluster.ray import RayBackend
 
-        return RayBackend(config.ray, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS)
+        return RayBackend(
+            config.ray, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS, token=config.ray_token
+        )
     return LocalBackend(config.nodes, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS)
 
 
@@ -187,51 +127,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
-# -- in the background
-
-
-def start(folder: Path, config: ClusterConfig) -> dict[str, Any]:
-    """Start the cluster of a state folder in a process of its own; returns what its address file says once it answers.
-
-    Raises ClusterError with the reason where it does not begin.
-    """
-    config.check()
-    make_folder(folder)
-    reading, writing = os.pipe()
-    with open(log_file(folder), "ab") as log, open(reading) as answer:
-        command = [sys.executable, "-m", "waterflow.cluster.daemon", "--state", str(folder), "--ready", str(writing)]
-        process = subprocess.Popen(
-            [*command, "--config", json.dumps(asdict(config))], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            pass_fds=[writing], start_new_session=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
-        os.close(writing)
-        said = answer.readline()  # it ends when the process does
-    if not said:
-        code = process.wait(READY_SECONDS)
-        raise ClusterError(f"the cluster did not begin (its process ended with {code}); see {log_file(folder)}")
-    told: dict[str, Any] = json.loads(said)
-    if "error" in told:
-        process.wait(READY_SECONDS)
-        raise ClusterError(told["error"])
-    return told
-
-
-def wait_for_end(pid: int, seconds: float) -> bool:
-    """Whether a process has ended; waits at most so long for it."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def main() -> None:
-    """Entry of the process that ``start`` makes."""
+    """Entry of the process that ``launch.start`` makes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--config", type=json.loads, required=True)

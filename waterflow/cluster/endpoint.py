@@ -23,10 +23,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from waterflow.cluster.payload import result_files
 from waterflow.cluster.service import BusyError, ClosedError, Service
+from waterflow.cluster.shared_folder import result_files
 from waterflow.errors import InvalidJobError, SubmissionError, WaterflowError
-from waterflow.partition.plan import format_bytes
+from waterflow.partition.byte_counts import format_bytes
 
 logger = logging.getLogger("waterflow")
 
@@ -188,7 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
     # -- what can be asked
 
     def status(self) -> dict[str, Any]:
-        return self.service.status()
+        ended = self._number("ended", -1.0, 1e9) if "ended" in self.query else None
+        return self.service.status(None if ended is None else int(ended))
 
     def job(self, id: str) -> dict[str, Any]:
         return self.service.told(self.service.record(id))

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,7 @@ from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Pr
 from waterflow.cluster.payload import read_result, unpack, write_result
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
-from waterflow.errors import JobCancelled
+from waterflow.errors import CheckpointError, JobCancelled
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
 from waterflow.job import Job, JobResult
@@ -77,7 +78,7 @@ class RunningGroup:
         self._runners: dict[int, JobRunner] = {}
         self._results: dict[int, JobResult] = {}
         self._states: dict[int, Checkpoint] = {}  # of those that have not begun
-        self._before: dict[int, int] = {}  # steps of those that went on from a checkpoint
+        self._reached: dict[int, int] = {}  # steps of those that train no more, or go on from a checkpoint
         self._seeds: list[int] = []
         self._length: int | None = None  # steps of all jobs
         self._user_code = UserCode()
@@ -156,10 +157,10 @@ class RunningGroup:
     def steps(self) -> int:
         """Steps of all jobs, from their beginning."""
         with self._lock:
-            ended = sum(result.steps for result in self._results.values())
-            begun = {n: runner.steps for n, runner in self._runners.items()}
-            under_way = (n for n in self._jobs if n not in self._results)
-            return ended + sum(max(begun.get(n, 0), self._before.get(n, 0)) for n in under_way)
+            reached = dict(self._reached)
+            for number, runner in self._runners.items():
+                reached[number] = max(reached.get(number, 0), runner.steps)
+            return sum(reached.values())
 
     def progress(self, utilization: float) -> Progress:
         """How far it is, and how fast since the last call."""
@@ -189,12 +190,12 @@ class RunningGroup:
             except Exception as error:
                 how, reason = "failed", f"{type(error).__name__}: {error}"
             note = folder.own(epoch) / f"{next(_count)}.ended"
-            note.write_text(json.dumps({"how": how, "reason": reason[:LONGEST_REASON]}))
+            note.write_text(json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": self.steps()}))
             folder.publish(epoch, note, folder.ended(self.part.id, self.part.run, self.part.share))
         except (Fenced, FileNotFoundError):
             return self._fenced()
         self.over = True
-        self._tell(Ended(*self._who, how, folder.job(self.part.id), reason[:LONGEST_REASON]))
+        self._tell(Ended(*self._who, how, folder.job(self.part.id), reason[:LONGEST_REASON], self.steps()))
 
     def _begin(self) -> None:
         folder, part = self._process.folder, self.part
@@ -212,10 +213,10 @@ class RunningGroup:
                 self._results[number] = known
             elif state is not None:
                 job = mine[number]
-                states[number] = Checkpoint.load(state, job=None if isinstance(job, Task) else job.name)
+                states[number] = _loaded(state, None if isinstance(job, Task) else job.name)
         self._jobs, self._states = mine, states
         self._length = _length(list(mine.values()))
-        self._before = {number: state.steps for number, state in states.items()}
+        self._reached = {number: known.steps for number, known in (states | self._results).items()}
         self._seeds = seeds
         self._last = (time.monotonic(), self.steps())
         self.started = True
@@ -263,6 +264,8 @@ class RunningGroup:
         finally:
             with self._lock:
                 del self._runners[number]
+                steps = result.steps if result is not None else runner.steps
+                self._reached[number] = max(self._reached.get(number, 0), steps)
                 if result is not None and result.status != "cancelled":
                     self._results[number] = result
 
@@ -302,6 +305,15 @@ class RunningGroup:
 
     def _tell(self, event: BackendEvent) -> None:
         self._tell_run(self.part.run, event)
+
+
+def _loaded(file: Path, job: str | None) -> Checkpoint:
+    try:
+        return Checkpoint.load(file, job=job)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. Hand the job in under another id: with checkpoint= and an older file of {file.parent}, or anew"
+        ) from error
 
 
 def _length(jobs: list[Job | Task]) -> int | None:

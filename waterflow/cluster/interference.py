@@ -7,8 +7,8 @@ All speeds are shares of the speed alone. Three sources, in this order:
 3. a model of one number per job, its *demand* d: jobs run at min(1, 1 / sum of d). Gandiva's table 1 gives d where
    it has the model; elsewhere d = utilization / packing_efficiency. Two copies of a model measured by Gavel give d too.
 
-Under control (AntMan's coordinator) the guaranteed job keeps its speed but for ``guaranteed_slowdown``, and the
-opportunistic ones share what it leaves.
+Under control the coordinator of live devices finds how much of what the guaranteed job leaves the opportunistic ones may
+take (``coordinated``), and they share that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pathlib import Path
 
 from waterflow.cluster.book import Entry
 from waterflow.cluster.model_profiles import GIB, KNOWN_MODELS, UNKNOWN, ModelProfile
+from waterflow.cluster.shared_device import Load, coordinated
 from waterflow.cluster.submission import Priority, Submission
+from waterflow.executor.coordinator import Allowed
 
 Pair = tuple[str, str]
 
@@ -46,8 +48,9 @@ class Interference:
 
     - ``packing_efficiency``: how much of a device packed jobs use together, as a share of what one alone could: the
       mean over the six models of Gandiva's table 1 that fill a device (0.73 to 0.93).
-    - ``guaranteed_slowdown``: of a guaranteed job with neighbours under control, the mean of the two pairs that AntMan
-      published.
+    - ``contention``: how much longer steps of a guaranteed job take beside neighbours under control, for the share of the
+      device that these use: the mean of the two pairs that AntMan published (3.5 % beside 0.65, 0.8 % beside 0.22).
+    - ``allowed_slowdown``: how much longer they may take; the coordinator holds the neighbours back until they do not.
     - ``least_leftover``: what a guaranteed job leaves even if it fills the device by its utilization, which counts
       time and not the work done in it; 0.22 is what GCN got beside ResNet-50, at the demand assumed for it.
     - ``queueing``: without control, a job waits behind kernels of those that keep the device busier. Its speed is at
@@ -61,20 +64,22 @@ class Interference:
     pairs: Mapping[Pair, tuple[float, float]] = field(default_factory=dict)
     controlled_pairs: Mapping[Pair, tuple[float, float]] = field(default_factory=lambda: CONTROLLED_PAIRS)
     packing_efficiency: float = 0.86
-    guaranteed_slowdown: float = 0.02
+    contention: float = 0.044
+    allowed_slowdown: float = Allowed().median
     least_leftover: float = 0.22
     queueing: float = 0.0
     utilization_scale: float = 1.0
     device_memory: int = 32 * GIB
     _known: dict[tuple[bool, tuple[Resident, ...]], tuple[float, ...]] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def parameters(self) -> dict[str, float | int | str]:
         """The assumptions, by name, as reports print them."""
         return {
             "packing_efficiency": self.packing_efficiency,
-            "guaranteed_slowdown": self.guaranteed_slowdown,
+            "contention": self.contention,
+            "allowed_slowdown": self.allowed_slowdown,
             "least_leftover": self.least_leftover,
             "queueing": self.queueing,
             "utilization_scale": self.utilization_scale,
@@ -106,6 +111,14 @@ class Interference:
         """Share of a device that the model takes when packed; above 1 where packing it loses."""
         profile = self.profile(model)
         return profile.demand if profile.demand is not None else profile.utilization / self.packing_efficiency
+
+    def load(self, guaranteed: str | None, others: Sequence[str | None]) -> Load:
+        """What others take of a device beside a guaranteed model, at a rate."""
+        left = max(self.least_leftover, 1.0 - self.demand(guaranteed))
+        return Load(min(1.0, self._asked(others)), left, self.contention)
+
+    def _asked(self, models: Sequence[str | None]) -> float:
+        return sum(sorted(self.demand(model) for model in models))  # the same in any order
 
     def speeds(self, residents: Sequence[Resident], controlled: bool) -> tuple[float, ...]:
         """The speed of each job on one device, in the order given.
@@ -153,18 +166,18 @@ class Interference:
         )
 
     def _beside_guaranteed(self, residents: Sequence[Resident], first: int) -> tuple[float, ...]:
-        """What the guaranteed job leaves, shared by the others; it alone is sure of its memory."""
+        """What the coordinator lets the others take, shared by them; the guaranteed job alone is sure of its memory."""
         guaranteed = residents[first].model
         others = [one.model for at, one in enumerate(residents) if at != first]
         if len(others) == 1:
             pair = self.controlled_pairs.get((guaranteed or "", others[0] or ""))
             if pair is not None:
                 return pair if first == 0 else (pair[1], pair[0])
-        left = max(self.least_leftover, 1.0 - self.demand(guaranteed))
-        share = min(1.0, left / sum(self.demand(model) for model in others))
+        pace = coordinated(self.load(guaranteed, others), self.allowed_slowdown)
+        share = pace.taken / self._asked(others)
         room = self._in_memory(others, self.device_memory - self.memory(guaranteed), True)
         speeds = [share * in_memory for in_memory in room]
-        speeds.insert(first, 1.0 - self.guaranteed_slowdown)
+        speeds.insert(first, pace.guaranteed)
         return tuple(speeds)
 
     def _in_memory(self, models: Sequence[str | None], memory: int, chosen: bool) -> list[float]:

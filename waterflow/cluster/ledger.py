@@ -196,7 +196,7 @@ class Ledger(ABC):
                         json.loads(path.read_text()) if path.exists() else {"how": "lost", "reason": ""}
                     )
                     how: How = said["how"]
-                    share.ended = Ended(id, "", 0, how, self.folder.job(id), said["reason"])
+                    share.ended = Ended(id, "", 0, how, self.folder.job(id), said["reason"], said.get("steps"))
                     if how == "lost":
                         self._stop_rest(id, run)
                 self._close(id, run)
@@ -311,8 +311,10 @@ class Ledger(ABC):
         order: tuple[How, ...] = ("lost", "failed", "cancelled", "suspended", "completed")
         worst = min(ends, key=lambda end: order.index(end.how))
         reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
+        counts = [end.steps for end in ends if end.steps is not None]
+        steps = sum(counts) if len(counts) == len(ends) else None
         del self._runs[id]
-        self._news.append(replace(worst, reason=reasons))
+        self._news.append(replace(worst, reason=reasons, steps=steps))
         if worst.how == "completed":
             self.folder.drop_states(id, keep=0)
         if run.next_stopped is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 from torch import nn
 
+from waterflow.cluster.shared_folder import result_files
 from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.job import Job, JobResult, Results
 from waterflow.task import Task
@@ -74,16 +75,6 @@ def read_result(path: Path) -> JobResult:
     result = pickle.loads(path.read_bytes())
     assert isinstance(result, JobResult)
     return result
-
-
-def result_files(folder: Path) -> list[Path]:
-    """The newest result of each job of one id, in their order; ``folder`` is what ``Ended.results`` names.
-
-    Jobs that have none yet (suspended ones) are left out.
-    """
-    parts = sorted(folder.glob("job-*"), key=lambda part: int(part.name.removeprefix("job-")))
-    newest = (max(part.glob("*.result"), key=lambda p: int(p.name.split(".")[0]), default=None) for part in parts)
-    return [path for path in newest if path is not None]
 
 
 def load_results(folder: Path) -> Results:

@@ -29,6 +29,7 @@ from waterflow.cluster.submission import Action, Node, Place, Report
 logger = logging.getLogger("waterflow")
 
 RETRY_SECONDS = 0.5  # after a start that the backend refused
+LET_GO_SECONDS = 10.0  # that a job waits for one that is to leave its device
 MOST_LOSSES = 4  # a job whose node is lost so often without a checkpoint in between is taken to be the reason
 
 Ask = Callable[[], None]
@@ -48,11 +49,14 @@ class Reconciler:
         self._epochs: dict[str, int] = store.meta("epochs") or {}  # of the nodes that the scheduler knows
         self._unsettled: set[str] = set()
         self._retry_at: dict[str, float] = {}
+        self._leaving: dict[str, tuple[float, frozenset[Place]]] = {}  # until when others wait for it, and where
+        self._held_up: set[str] = set()  # they wait
         self._now = 0.0
 
     def due(self, now: float) -> bool:
         """Whether there is something to settle though nothing happened."""
-        return bool(self._unsettled) or any(at <= now for at in self._retry_at.values())
+        late = any(until <= now for until, _ in self._leaving.values()) if self._held_up else False
+        return late or bool(self._unsettled) or any(at <= now for at in self._retry_at.values())
 
     def touch(self, *ids: str, actions: list[Action] | None = None) -> None:
         """Look at these jobs, and at those whose actions the scheduler returned, at the next settling."""
@@ -73,6 +77,8 @@ class Reconciler:
         told = {event.id for event in events if isinstance(event, Ended)}
         known = [job for job in self.store.jobs() if not job.over]
         for job in known:
+            if job.state == "stopping":
+                self._leave(job)
             if job.places and job.id not in running and job.id not in told:
                 if job.state == "starting":
                     self._gone(job, "its start came to nothing", "stopped")
@@ -88,10 +94,13 @@ class Reconciler:
     def settle(self, now: float) -> list[tuple[str, Ask]]:
         """Note the requests that bring jobs nearer to what is wanted of them; returns what makes them, with the job's id."""
         self._now = now
+        for id in [id for id, (until, _) in self._leaving.items() if until <= now]:
+            self._let_go(id)
         ids = self._unsettled | {id for id, at in self._retry_at.items() if at <= now}
         self._unsettled = set()
         asks = []
-        for job in self.store.jobs(sorted(ids)):
+        # Those that leave come before those that may have to wait for them.
+        for job in sorted(self.store.jobs(sorted(ids)), key=lambda job: job.state == "waiting"):
             self._retry_at.pop(job.id, None)
             ask = self._settle(job)
             if ask is not None:
@@ -105,11 +114,14 @@ class Reconciler:
         if job.state == "waiting":
             if job.id not in self.scheduler.book.entries:
                 self._end(job, "cancelled", "")
+            elif any(where.intersection(places) for _, where in self._leaving.values()):
+                self._held_up.add(job.id)
             elif places:
                 return self._start(job, places, priority)
             return None
-        if places != tuple((node, device) for node, device, _ in job.places):
+        if places != _where(job):
             self.store.change(job.id, state="stopping")
+            self._leave(job)
             suspend = job.id in self.scheduler.book.entries
             return lambda: self.backend.stop(job.id, suspend)
         if priority != job.priority:
@@ -117,6 +129,16 @@ class Reconciler:
             self.store.say(job.id, self._now, f"goes on as {priority}")
             return lambda: self.backend.set_priority(job.id, priority)
         return None
+
+    def _leave(self, job: JobRecord) -> None:
+        """Its stop was asked for: until it has ended, nobody starts on its devices, but for a time at most."""
+        self._leaving[job.id] = self._now + LET_GO_SECONDS, frozenset(_where(job))
+
+    def _let_go(self, id: str) -> None:
+        """A job has left its devices, or does not come to it: those that wait for them are looked at again."""
+        if self._leaving.pop(id, None) is not None:
+            self._unsettled |= self._held_up
+            self._held_up = set()
 
     def _wanted(self, id: str) -> tuple[tuple[Place, ...], Any]:
         """Where the scheduler has a job now, and how; no place where it waits or has ended."""
@@ -177,9 +199,10 @@ class Reconciler:
         elif event.how in ENDED:
             self.scheduler.ended(now, job.id, event.how)
             self.store.change(job.id, results=str(event.results))
-            self._end(job, event.how, event.reason)
+            self._end(job, event.how, event.reason, event.steps)
         elif job.state != "starting" or event.how == "lost":  # else: news of the start before
-            self._gone(job, event.reason or ("its node was lost" if event.how == "lost" else "suspended"), event.how)
+            why = event.reason or ("its node was lost" if event.how == "lost" else "suspended")
+            self._gone(job, why, event.how, event.steps)
 
     def _node_lost(self, node: str) -> None:
         self._epochs.pop(node, None)
@@ -204,12 +227,14 @@ class Reconciler:
             return False
         return True
 
-    def _gone(self, job: JobRecord, why: str, how: str = "lost") -> None:
+    def _gone(self, job: JobRecord, why: str, how: str = "lost", steps: int | None = None) -> None:
         """Nothing of a job that has not ended is left on the backend: it waits until it is started again."""
+        self._let_go(job.id)
         self.store.place(job.id, ())
         reports = self.live.pop(job.id, {})
         if how == "suspended":  # with a checkpoint of what it had
-            self.store.change(job.id, steps=max(job.steps, sum(report.steps for report in reports.values())))
+            reported = sum(report.steps for report in reports.values())
+            self.store.change(job.id, steps=steps if steps is not None else max(job.steps, reported))
         losses = job.losses + (how == "lost")
         self.store.say(job.id, self._now, f"{how}: {why}")
         if losses > MOST_LOSSES:
@@ -221,8 +246,14 @@ class Reconciler:
         self.store.change(job.id, state="waiting", losses=losses)
         self._unsettled.add(job.id)
 
-    def _end(self, job: JobRecord, how: Any, reason: str) -> None:
-        steps = max(job.steps, sum(report.steps for report in self.live.pop(job.id, {}).values()))
+    def _end(self, job: JobRecord, how: Any, reason: str, steps: int | None = None) -> None:
+        self._let_go(job.id)
+        reported = sum(report.steps for report in self.live.pop(job.id, {}).values())
+        steps = steps if steps is not None else max(job.steps, reported)
         self.store.place(job.id, ())
         self.store.change(job.id, state=how, ended=self._now, reason=reason, steps=steps)
         self.store.say(job.id, self._now, f"{how}{f': {reason}' if reason else ''}")
+
+
+def _where(job: JobRecord) -> tuple[Place, ...]:
+    return tuple((node, device) for node, device, _ in job.places)

@@ -126,10 +126,12 @@ class Service:
                     return over
                 self._changed.wait(left)
 
-    def status(self) -> dict[str, Any]:
-        """Nodes, tenants and jobs; see ``cluster_status``."""
+    def status(self, ended: int | None = None) -> dict[str, Any]:
+        """Nodes, tenants and jobs; see ``cluster_status``. Of the jobs that have ended only the last ``ended``, if given."""
         with self._lock:
-            return cluster_status(self.now(), self.scheduler, self.backend.nodes(), self.store.jobs(), self.jobs.live)
+            jobs, hidden = (self.store.jobs(), 0) if ended is None else self.store.recent(ended)
+            told = cluster_status(self.now(), self.scheduler, self.backend.nodes(), jobs, self.jobs.live)
+            return told | {"jobs_not_shown": hidden}
 
     def told(self, job: JobRecord) -> dict[str, Any]:
         """What ``status`` says of one job."""

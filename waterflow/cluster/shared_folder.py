@@ -165,6 +165,16 @@ class SharedFolder:
         yield from self.job(id).glob("job-*")
 
 
+def result_files(folder: Path) -> list[Path]:
+    """The newest result of each job of one id, in their order; ``folder`` is what ``Ended.results`` names.
+
+    Jobs that have none yet (suspended ones) are left out.
+    """
+    parts = sorted(folder.glob("job-*"), key=lambda part: int(part.name.removeprefix("job-")))
+    newest = (max(part.glob("*.result"), key=lambda p: int(p.name.split(".")[0]), default=None) for part in parts)
+    return [path for path in newest if path is not None]
+
+
 def _claim(folder: Path) -> int:
     for number in itertools.count(1 + max(_numbers(folder), default=0)):
         with contextlib.suppress(FileExistsError):

@@ -221,6 +221,17 @@ class Store:
                 places.setdefault(id, []).append((node, device, epoch))
         return [_record(dict(zip(_COLUMNS, row)), places) for row in rows]
 
+    def recent(self, most: int) -> tuple[list[JobRecord], int]:
+        """Jobs that have not ended with the ``most`` that ended last, in the order in which they came; how many more there are."""
+        ended = _AMONG.format("state")
+        with self._lock:
+            last = self._all(
+                f"SELECT id FROM jobs WHERE {ended} ORDER BY ended DESC, number DESC LIMIT ?", (json.dumps(ENDED), most)
+            )
+            others = self._all(f"SELECT id FROM jobs WHERE NOT {ended}", (json.dumps(ENDED),))
+            (count,) = self._all(f"SELECT COUNT(*) FROM jobs WHERE {ended}", (json.dumps(ENDED),))[0]
+            return self.jobs([id for (id,) in others + last]), count - len(last)
+
     def payload(self, id: str) -> bytes:
         """What was handed in."""
         return bytes(self._all("SELECT payload FROM payloads WHERE id = ?", (id,))[0][0])

@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from waterflow.partition.byte_counts import format_bytes as format_bytes
 from waterflow.partition.groups import DEFAULT_GROUPS, SHORTEST_SECONDS, cut
 from waterflow.partition.liveness import OperationMemory
 from waterflow.partition.profile import PlannedRequests
-
-
-def format_bytes(count: float) -> str:
-    """``412.0 MiB`` for people; exact below one KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{int(count)} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 @dataclass(frozen=True)

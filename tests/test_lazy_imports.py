@@ -1,0 +1,97 @@
+"""What is imported when: commands that only talk to a cluster need no torch, and nothing is missing for those that do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import waterflow as wf
+
+ROOT = Path(wf.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    if path.stem not in ("__init__", "__main__") and path != ROOT / "cluster" / "ray.py"
+)
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["status", "logs x", "cancel x", "down", "up --devices 2 --policy none"], ids=lambda text: text.split()[0]
+)  # fmt: skip
+def test_what_talks_to_a_cluster_needs_no_torch(arguments: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from waterflow.cli import app
+try:
+    app("cluster {arguments} --state {tmp_path / "none"}".split())
+except SystemExit as end:
+    assert end.code in (1, 2), end
+print([name for name in ("torch", "optuna", "waterflow._C") if name in sys.modules])
+"""
+    assert run(code) == "[]"
+
+
+def test_public_names_are_where_they_are_said_to_be() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    told = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }  # fmt: skip
+    assert told.keys() - {"_C"} == set(wf.__all__) and set(wf.__all__) <= set(dir(wf))
+    for name in wf.__all__:
+        module, inside = told[name]
+        assert getattr(wf, name) is getattr(sys.modules[str(module)], inside)
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'waterflow' has no attribute 'trian'"):
+        wf.trian  # noqa: B018
+    assert not hasattr(wf, "_private") and wf.allocator.SimulatedDevice
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_module_can_be_the_first() -> None:
+    """Nobody else imports first what it needs. A process for each: forked, for speed, once torch is there."""
+    code = f"""
+import os, sys, torch
+wrong = []
+for name in {MODULES!r}:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            __import__(name)
+        except BaseException as error:
+            print(name, repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        wrong.append(name)
+print(wrong)
+"""
+    assert run(code).splitlines()[-1] == "[]"
+
+
+def test_a_native_part_that_was_built_for_another_torch_is_refused() -> None:
+    code = """
+import torch
+torch.__version__ = "0.0.1"
+import waterflow as wf
+for _ in range(2):
+    try:
+        wf.train
+    except ImportError as error:
+        print("torch 0.0.1 is installed; build it again" in str(error))
+"""
+    assert run(code) == "True\nTrue"

@@ -1,0 +1,91 @@
+"""What is handed in to a cluster: packed, checked here, where somebody hears what is wrong with it, and named."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from waterflow.checkpoint import Checkpoint
+from waterflow.cluster.payload import Jobs, pack
+from waterflow.cluster.together import memory_of
+from waterflow.errors import InvalidJobError
+from waterflow.job import Job
+from waterflow.task import Task
+
+
+def packed(jobs: Jobs | Callable[[], Jobs]) -> bytes:
+    """The payload; what modules of the current folder define goes with it. Raises InvalidJobError."""
+    with _own_modules_by_value():
+        return pack(jobs)
+
+
+def planned_memory(jobs: Any) -> int:
+    """Bytes that jobs need on a device together; each is captured. Raises InvalidJobError where they are not there."""
+    there = [jobs] if isinstance(jobs, Job) else [] if callable(jobs) or isinstance(jobs, Task) else list(jobs)
+    known = [job for job in there if isinstance(job, Job)]
+    if not known or len(known) < len(there):
+        raise InvalidJobError("memory='auto' plans jobs that are there; a function makes them where they run")
+    return memory_of(known)
+
+
+def check_checkpoint(file: Path, jobs: Any) -> None:
+    """Raise CheckpointError or InvalidJobError for a file that the jobs cannot go on from."""
+    if not isinstance(jobs, Job) and not callable(jobs):
+        jobs = list(jobs)
+        if len(jobs) != 1:
+            raise InvalidJobError(f"a checkpoint is of one job; with it come {len(jobs)}. Hand them in one by one")
+        jobs = jobs[0]
+    if not file.is_file():
+        raise InvalidJobError(f"there is no checkpoint {file}")
+    Checkpoint.load(file, job=jobs.name if isinstance(jobs, Job) else None)
+
+
+def new_id(jobs: Any) -> str:
+    """An id that nobody else has, with the name of what is handed in."""
+    name = getattr(jobs, "__name__", "") or "job"
+    if isinstance(jobs, Job):
+        name = jobs.name
+    elif isinstance(jobs, (list, tuple)) and jobs and isinstance(jobs[0], Job):
+        name = jobs[0].name
+    name = re.sub("[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "job"
+    return f"{name}-{secrets.token_hex(4)}"
+
+
+@contextlib.contextmanager
+def _own_modules_by_value() -> Iterator[None]:
+    """Inside, functions of modules in the current folder and beside the script are pickled whole.
+
+    A worker may have another current folder, or be on another machine. Packages that are installed stay references.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    roots = {Path.cwd().resolve()} | ({Path(script).resolve().parent} if script else set())
+    chosen = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name.split(".")[0] in ("waterflow", "__main__", "__mp_main__"):
+            continue
+        path = Path(file)
+        own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
+        if (
+            own
+            and "site-packages" not in path.parts
+            and path.suffix == ".py"
+            and sys.modules.get(module.__name__) is module
+        ):
+            chosen.append(module)
+    before = cloudpickle.list_registry_pickle_by_value()
+    chosen = [module for module in chosen if module.__name__ not in before]
+    for module in chosen:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in chosen:
+            cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,91 @@
+"""A device that a guaranteed job shares: the coordinator of live devices, on lanes that are a model, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from waterflow.executor.coordinator import ALONE_STEPS, Allowed, Coordinator
+
+STEP_SECONDS = 0.1  # of the guaranteed job alone: from 4 ms on, live windows are counted in steps, too
+STEADY = 1e-3  # the rate has been found once a comparison changes it by less
+MOST_ROUNDS = 200  # until then
+
+
+@dataclass(frozen=True)
+class Load:
+    """What shares of a device are asked for and left, and what using them costs.
+
+    At rate r opportunistic jobs take min(r x ``asked``, ``left``) of the device: guaranteed work goes first. What is in
+    flight cannot be taken back, so guaranteed steps take longer by ``contention`` x what the others take.
+    """
+
+    asked: float
+    left: float
+    contention: float
+
+    def taken(self, rate: float) -> float:
+        """Share of the device that opportunistic jobs use at a rate."""
+        return min(rate * self.asked, self.left)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a coordinator makes of a load: the rate it found, and what comes of it with its windows without others.
+
+    ``guaranteed`` is a speed against alone, ``taken`` the share of the device that opportunistic jobs use.
+    """
+
+    rate: float
+    guaranteed: float
+    taken: float
+
+
+class SimulatedLanes:
+    """The ``Lanes`` of a coordinator: a guaranteed job without pause, whose steps take as long as the model says."""
+
+    def __init__(self, load: Load) -> None:
+        self.now = 0.0  # seconds
+        self._load = load
+        self._rate = 0.0
+        self._steps: list[tuple[int, int, int, int]] = []
+        self._turns = 0  # how often the others were held
+
+    def set_rates(self, beside: float, between: float) -> None:
+        """See ``Lanes``."""
+        self._rate = beside
+        self._turns += beside == 0.0
+
+    def take_step_times(self) -> list[tuple[int, int, int, int]]:
+        """See ``Lanes``."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def round(self, coordinator: Coordinator) -> Pace:
+        """Until the others have been held once more: one window without them, and one beside them."""
+        turn, alone, lasted, used = self._turns, 0.0, 0.0, 0.0
+        while self._turns == turn:
+            taken = self._load.taken(self._rate)
+            seconds = STEP_SECONDS * (1.0 + self._load.contention * taken)
+            for _ in range(ALONE_STEPS):
+                ready, self.now = self.now, self.now + seconds
+                self._steps.append((0, int(ready * 1e9), int(self.now * 1e9), 0))
+            alone += ALONE_STEPS * STEP_SECONDS
+            lasted += ALONE_STEPS * seconds
+            used += ALONE_STEPS * seconds * taken
+            coordinator.look()
+        return Pace(coordinator.rate, alone / lasted, used / lasted)
+
+
+@cache
+def coordinated(load: Load, allowed: float) -> Pace:
+    """What the coordinator settles at where guaranteed steps may take longer by ``allowed``. What it tries before is left out."""
+    lanes = SimulatedLanes(load)
+    coordinator = Coordinator(lanes, Allowed(median=allowed), now=lambda: lanes.now)
+    before = 0.0
+    for _ in range(MOST_ROUNDS):
+        if coordinator.control.settled and abs(coordinator.rate - before) < STEADY:
+            break
+        before = coordinator.rate
+        lanes.round(coordinator)
+    return lanes.round(coordinator)
