@@ -11,7 +11,7 @@ from waterflow.errors import CheckpointError
 from waterflow.executor.engine import Engine
 from waterflow.executor.terms import Terms, parse_quota
 from waterflow.job import Job
-from waterflow.priority import Priority, check_priority
+from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
 from waterflow.step import Step
 
 
@@ -27,7 +27,7 @@ class Residence:
         quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
         # Others wait for its turn in a deterministic study, which one that stands still would not take.
         stays = engine is not None and engine.clock is not None
-        self.terms = Terms(job.priority, quota, None if stays else self.leave)
+        self.terms = Terms(job.priority, quota, None if stays else self.leave, job.below_need)
         self.times_left = 0
         self._left = self._kept_away = False
         self._since = 0.0
@@ -42,11 +42,19 @@ class Residence:
         if self.terms.opportunistic:
             step.stand_alone(for_good=True)
 
-    def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
-        """From the next step on. A quota below what the job holds suspends it until the quota is raised again."""
+    def set(
+        self,
+        priority: Priority | None = None,
+        quota: int | float | str | None = None,
+        below_need: BelowNeed | None = None,
+    ) -> None:
+        """From the next step on. A quota below what the job needs suspends it until it is raised again; see also ``Job.below_need``."""
         if priority is not None:
             check_priority(f"job {self._name!r}", priority)
             self.terms.priority = priority
+        if below_need is not None:
+            check_below_need(f"job {self._name!r}", below_need)
+            self.terms.below_need = below_need
         if quota is not None:
             limit = self._engine.limit if self._engine is not None else None
             self.terms.quota = parse_quota(f"job {self._name!r}", quota, limit)
@@ -81,8 +89,9 @@ class Residence:
             return
         # Without turns others make way for a guaranteed one when it claims its memory.
         waits = engine is not None and (self.terms.opportunistic or engine.quantum is not None)
-        if waits and engine is not None and not engine.would_fit(step.plan, self.terms, step.batches_ahead):
-            engine.ask_for_turn(step.plan, self.terms, step.batches_ahead, self._since)
+        plan = step.least_plan(self.terms.below_need if self.terms.goes_lower else "wait")
+        if waits and engine is not None and not engine.would_fit(plan, self.terms, step.batches_ahead):
+            engine.ask_for_turn(plan, self.terms, step.batches_ahead, self._since)
             return
         self.times_left += 1
         with contextlib.suppress(CheckpointError):  # somebody else has been quicker

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from waterflow.errors import InvalidJobError
 from waterflow.executor.memory_limit import parse_memory
-from waterflow.priority import Priority
+from waterflow.priority import BelowNeed, Priority
 
 
 @dataclass(eq=False)
@@ -15,17 +15,23 @@ class Terms:
     """``quota`` in bytes: of a guaranteed job what is kept for it, used or not; of an opportunistic one the most it may hold.
 
     ``make_way`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
-    wait. None: it cannot.
+    wait. None: it cannot. ``below_need`` says what an opportunistic job does where it may hold less than it needs.
     """
 
     priority: Priority = "guaranteed"
     quota: int | None = None
     make_way: Callable[[], None] | None = None
+    below_need: BelowNeed = "wait"
 
     @property
     def opportunistic(self) -> bool:
         """Whether it takes what guaranteed jobs leave."""
         return self.priority == "opportunistic"
+
+    @property
+    def goes_lower(self) -> bool:
+        """Whether its steps may go on below its need."""
+        return self.opportunistic and self.below_need != "wait"
 
 
 GUARANTEED = Terms()  # of all that nobody has set
