@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from waterflow.errors import InvalidJobError
-from waterflow.priority import Priority, check_priority
+from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
 
 if TYPE_CHECKING:
     import pandas
@@ -51,6 +51,10 @@ class Job:
             their steps take no longer; it makes way where they need its memory, and comes back.
         quota: Memory, in bytes, as text like ``"4GiB"`` or as a share of the engine's limit: what is kept for a guaranteed job,
             used or not; the most that an opportunistic one may hold.
+        below_need: What an opportunistic job does where its quota, or the room that is left, is less than it needs. ``"wait"``: it leaves
+            to host memory until there is enough. ``"spill"``: it goes on, with as many activations in host memory from its forward to
+            its backward pass as it takes; ``"recompute"``: it makes them again; bitwise the same, and waits only where that is not
+            enough. Parameters and optimizer state stay on the device. Without effect on guaranteed jobs.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Job:
     allow_non_finite: bool = False
     priority: Priority = "guaranteed"
     quota: int | float | str | None = None
+    below_need: BelowNeed = "wait"
 
     def check(self) -> None:
         """Raise InvalidJobError where a setting cannot be right."""
@@ -110,6 +115,12 @@ class Job:
                 f"job {self.name!r}: scheduler_interval must be 'epoch' or 'step'; got {self.scheduler_interval!r}"
             )
         check_priority(f"job {self.name!r}", self.priority)
+        check_below_need(f"job {self.name!r}", self.below_need)
+        if self.compile is not None and self.below_need != "wait":
+            raise InvalidJobError(
+                f"job {self.name!r}: compile={self.compile!r} and below_need={self.below_need!r} exclude each other: native code has "
+                "no lower form. Give one of them"
+            )
         if self.loss is not None and self.step is not None:
             raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")
 
@@ -126,7 +137,8 @@ class JobResult:
     the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
     count persistent state, one batch, and the step, and are None where the job did not come that far.
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
-    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass,
+    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass, ``spilled`` are the most
+    bytes that a step held in host memory from its forward to its backward pass,
     ``compiled`` what of it was native code. ``fused_steps`` ran as one with those of other jobs.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again.
@@ -143,6 +155,7 @@ class JobResult:
     planned_requests: int = 0
     missed_requests: int = 0
     recomputed: Recomputed | None = None
+    spilled: int = 0
     compiled: Compiled | None = None
     fused_steps: int = 0
     opaque_reason: str | None = None
@@ -173,6 +186,7 @@ class JobResult:
             "planned_requests": self.planned_requests,
             "missed_requests": self.missed_requests,
             "recomputed": None if self.recomputed is None else asdict(self.recomputed),
+            "spilled_bytes": self.spilled,
             "compiled": None if self.compiled is None else asdict(self.compiled),
             "opaque_reason": self.opaque_reason,
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",

@@ -17,7 +17,7 @@ from waterflow.executor.pending import Pending
 from waterflow.executor.terms import MakeWay, Terms, parse_quota
 from waterflow.job import Job
 from waterflow.partition.plan import Plan
-from waterflow.priority import Priority, check_priority
+from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
 from waterflow.step import Step
 
 IN_A_STUDY = "it belongs to a deterministic study, whose other jobs would wait for it; study with deterministic=False"
@@ -35,7 +35,7 @@ class Residence:
         quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
         # Others wait for its turn in a deterministic study, which one that stands still would not take.
         stays = engine is not None and engine.clock is not None
-        self.terms = Terms(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
+        self.terms = Terms(job.priority, quota, None if stays else self.leave, IN_A_STUDY, below_need=job.below_need)
         self.times_left = 0
         self._left = self._kept_away = False
         self._since = 0.0
@@ -51,11 +51,19 @@ class Residence:
         if self.terms.opportunistic:
             step.stand_alone(for_good=True)
 
-    def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
-        """From the next step on. A quota below what the job holds suspends it until the quota is raised again."""
+    def set(
+        self,
+        priority: Priority | None = None,
+        quota: int | float | str | None = None,
+        below_need: BelowNeed | None = None,
+    ) -> None:
+        """From the next step on. A quota below what the job needs suspends it until it is raised again; see also ``Job.below_need``."""
         if priority is not None:
             check_priority(f"job {self._name!r}", priority)
             self.terms.priority = priority
+        if below_need is not None:
+            check_below_need(f"job {self._name!r}", below_need)
+            self.terms.below_need = below_need
         if quota is not None:
             limit = self._engine.limit if self._engine is not None else None
             self.terms.quota = parse_quota(f"job {self._name!r}", quota, limit)
@@ -117,7 +125,7 @@ class Residence:
             return
         # Without turns others make way for a guaranteed one when it claims its memory.
         if engine is not None and (self.terms.opportunistic or engine.quantum is not None):
-            plan = self._wanted or step.plan
+            plan = self._wanted or step.least_plan(self.terms.below_need if self.terms.goes_lower else "wait")
             if not engine.would_fit(plan, self.terms, step.batches_ahead):
                 engine.ask_for_turn(plan, self.terms, step.batches_ahead, self._since)
                 return

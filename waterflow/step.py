@@ -38,6 +38,7 @@ from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
 from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
+from waterflow.priority import BelowNeed
 
 logger = logging.getLogger("waterflow")
 
@@ -59,7 +60,7 @@ class Step:
     or ``foreach=``. A step that cannot be captured runs eagerly; ``opaque_reason`` then says why.
 
     Inside an engine (``waterflow.optimize``, ``waterflow.train``) the step runs on one of its lanes, beside other
-    jobs. Outside it runs alone, on the calling thread.
+    jobs. Outside it runs alone, on the calling thread. Not thread-safe: one thread calls a step at a time.
 
     Args:
         model: The module to train, in training mode, on the engine's device.
@@ -88,8 +89,6 @@ class Step:
 
     Raises:
         InvalidJobError: Settings that contradict each other, or a model that is on another device.
-
-    Not thread-safe: one thread calls a step at a time.
     """
 
     def __init__(
@@ -116,8 +115,7 @@ class Step:
         checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
-        self.steps = 0
-        self.predicted_height = 0
+        self.steps = self.fused_steps = self.predicted_height = 0  # fused: done together with those of other jobs
         holder, compute_loss = eager.compose(model, loss, step)
         self._hold: Hold | None = None
         if self.engine is not None:
@@ -140,7 +138,7 @@ class Step:
         forms = self.recompute, self.engine is None or self.engine.exact, native
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
-        self._micro = 0
+        self._micro = self.most_spilled = 0  # the latter: bytes that a step held in host memory
         self._eager_step = eager.EagerStep(self._spec, generator)
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
         self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
@@ -152,7 +150,6 @@ class Step:
         self.batches_ahead = 1
         self.shared_batches = False  # with other jobs: a step that changes its batch then has a copy
         self._worker = current_worker()
-        self.fused_steps = 0  # done together with those of other jobs
         self._member: Member | None = None
         fusing = getattr(self.engine, "fusing", None)
         if fusing is not None and accumulate == 1 and recompute is None and compile is None:
@@ -214,6 +211,10 @@ class Step:
             self._release()
         self._variants.clear()
 
+    def least_plan(self, below_need: BelowNeed) -> Plan:
+        """What the job would claim that does so where it may hold less than it needs. Raises RuntimeError before the first call."""
+        return (self._variants.lowest_plan(below_need) if self.opaque_reason is None else None) or self.plan
+
     def stand_alone(self, for_good: bool = False) -> None:
         """Leave the group of jobs that this step runs together with: the model's memory is its own again."""
         if self._member is not None:
@@ -268,9 +269,9 @@ class Step:
     def _submit_captured(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> Pending:
-        if self.engine is not None and self.job is not None and variant.claimed is not variant.planned.plan:
+        if self.engine is not None and self.job is not None and not variant.settled(self.engine):
             variant = claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves,
-                            batch_spec, partial(what_fits, self, self.engine.room, self.batches_ahead))  # fmt: skip
+                            batch_spec, self._under_way, partial(what_fits, self, self.engine.room, self.batches_ahead))  # fmt: skip
         planned = variant.planned
         plan, native, profiled = planned.plan, planned.native, planned.wants_profile
         behind = variant.guarded and self.engine is not None and self._under_way
@@ -292,18 +293,18 @@ class Step:
         self._last_plan = variant.planned.plan
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         self.measured_height = max(self.measured_height, variant.planned.measured_height)
+        self.most_spilled = max(self.most_spilled, variant.planned.plan.spilled)
 
     def _hand_in(self, pending: Pending, plan: Plan | None, update: bool) -> Pending:
         before = self._under_way[-1].run if self._under_way else None
         self._under_way.append(pending)
         self._micro = 0 if update else self._micro + 1
         try:
-            if plan is None or self.engine is None:
+            if plan is None or self.engine is None or self.job is None:
                 # Where the step before has failed, this one falls with it, as in an engine.
                 if before is None or not before.failed:
                     pending.run.run_alone()
             else:
-                assert self.job is not None
                 self.engine.submit(self.job, pending.run, plan, before)
         except BaseException:
             self._fall(pending)
@@ -382,13 +383,12 @@ class Step:
             if refused is not None:
                 self._go_opaque(refused)
 
-        if self.engine is None:
+        if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), None, update)
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
         known = self.measured_height > 0 and refused is None
         plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=held)
-        assert self.job is not None
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
         self._last_plan = plan
         # An unknown job is looked at alone: its first step holds all that is left.

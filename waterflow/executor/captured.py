@@ -28,6 +28,7 @@ from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.regions import Compiled
 from waterflow.partition.spec import StepSpec
+from waterflow.partition.spill import Spilled
 from waterflow.partition.surroundings import no_collections
 
 # A step whose requests differ from time to time is planned by the highest of this many.
@@ -44,7 +45,7 @@ class PlannedStep:
     """
 
     def __init__(self, captured: CapturedStep) -> None:
-        self._captured = captured
+        self.captured = captured
         self._lock = threading.Lock()
         self._profiles: list[StepProfile] = []
         self.plan = captured.predicted
@@ -66,7 +67,7 @@ class PlannedStep:
             equal = len(self._profiles) >= 2 and profile.same_requests(self._profiles[-2])
             if not equal and len(self._profiles) < MOST_PROFILES:
                 return
-            given = self._captured.memory
+            given = self.captured.memory
             memory, seconds = profile.memory(given)
             requests = None
             if equal:
@@ -76,10 +77,10 @@ class PlannedStep:
                 memory = [
                     OperationMemory(max(m.peak for m in c), max(m.after for m in c), c[0].traffic) for c in columns
                 ]
-            predicted = self._captured.predicted
+            predicted = self.captured.predicted
             self.plan = make_plan(
                 predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds,
-                requests=requests, forward=predicted.forward,
+                requests=requests, forward=predicted.forward, spilled=predicted.spilled,
             )  # fmt: skip
             self.native = _native(self.plan)
             self.measured_height = self.plan.height
@@ -117,6 +118,7 @@ class CapturedStep:
     keep: list[Any]  # what the key counts by identity
     exact: bool = True  # the bits of the captured operations
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
+    spilled: Spilled | None = None  # what it holds in host memory from its forward to its backward pass
     compiled: Compiled | None = None  # what of it is native code, where that was asked for
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)

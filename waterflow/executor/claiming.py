@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import MemoryLimitError
+from waterflow.executor.below_need import Lowering, has_room
 from waterflow.executor.engine import Engine
+from waterflow.executor.pending import Pending
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.plan import Plan, format_bytes
 
@@ -58,13 +60,25 @@ Search = Callable[[list[Any], pytree.TreeSpec | None, int], WhatFits]
 
 def claim(
     engine: Engine, job: int, name: str, batches: int, variants: Variants, variant: Variant,
-    leaves: list[Any], batch_spec: pytree.TreeSpec | None, search: Search,
+    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[Pending], search: Search,
 ) -> Variant:  # fmt: skip
     """Claim memory for the job's steps on such batches; returns the variant that it was claimed for.
 
     A step that may recompute becomes as low as it has to be to fit alone. Raises as ``Engine.claim`` does; a job that
-    does not fit alone learns what ``search`` finds.
+    does not fit alone learns what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
     """
+    terms = engine.terms_of(job)
+    if terms.goes_lower:
+        variant = Lowering(engine, job, name, batches, variants, leaves, batch_spec, under_way).claim(variant)
+        variant.claimed = variant.planned.plan
+        return variant
+    seen = engine.changes
+    if variant.low is not None:
+        if terms.opportunistic and not has_room(engine, job, variant, batches) and engine.leave(job):
+            variant.seen = seen
+            return variant
+        variant = variants.whole(variant, leaves, batch_spec)
+    variant.seen = seen
     while variant.claimed is not (plan := variant.planned.plan):
         try:
             engine.claim(job, plan.renamed(name), batches=batches)
@@ -83,4 +97,5 @@ def claim(
                 found = search(leaves, batch_spec, beyond)
                 raise found.error(engine, plan.renamed(name), held, lowest) from None
             variant = lower
+            variant.seen = seen
     return variant

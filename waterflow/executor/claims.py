@@ -38,6 +38,7 @@ class Claims(MakingWay):
         self._looking: list[int] = []
         self._closed = False
         self._keep_pages = 0
+        self.changes = 0  # of claims and terms: who runs below its need then looks again
 
     @property
     def room(self) -> int:
@@ -55,6 +56,8 @@ class Claims(MakingWay):
         needed, height = plan.persistent + plan.batch * batches, plan.height
         mine = self._claims.get(job)
         if mine is not None and needed <= mine.needed and height <= mine.height:
+            if terms.goes_lower and self._above(mine, terms):  # a step that has no lower form
+                self.leave(job)
             return
         if needed + height > self.room:
             raise self.too_large(plan, needed)
@@ -86,6 +89,7 @@ class Claims(MakingWay):
                             mine.since if mine is not None else time.monotonic(),
                         )
                         self._set_capacity()
+                        self.changes += 1
                         # Steps under way may still stand on this ground; they finish, and none starts before.
                         while self.native.capacity > self._capacity() and not self._closed:
                             self._changed.wait(timeout=0.001)
@@ -95,7 +99,7 @@ class Claims(MakingWay):
                     making_way = self._ask_for_room(job, wanted, height)
                     making_way |= self._ask_for_turn(job, wanted, height, terms, began)
                     stuck = not patient or (not making_way and self._nobody_goes_on(job))
-                    if mine is not None and terms.at_boundary == owner:
+                    if patient and mine is not None and terms.at_boundary == owner:
                         if stuck and terms.opportunistic and self._fits(job, wanted, height, without=self._claims):
                             self._tell(job)  # rather than fail, it comes back when others have ended
                         if job in self._told:
@@ -182,6 +186,7 @@ class Claims(MakingWay):
         with self._turn(), self._guard:
             self._forget(job)
             claim = self._claims.pop(job, None)
+            self.changes += 1
             if claim is not None:
                 self._book(job, claim.name, 0)
                 self._give_back_pages()
@@ -229,15 +234,61 @@ class Claims(MakingWay):
         with self._guard:
             self._terms[job] = terms
             self._stay.pop(job, None)
+            self.changes += 1
             if (claim := self._claims.get(job)) is not None:
                 claim.opportunistic = terms.opportunistic
-                if terms.opportunistic and terms.quota is not None and claim.bytes + claim.height > terms.quota:
+                # Those that go lower see to it when they hand in their next step.
+                if self._above(claim, terms) and not terms.goes_lower:
                     self._tell(job)
             self._changed.notify_all()
         try:
             self.native.set_opportunistic(job, terms.opportunistic)
         except ValueError:  # it has left
             self._terms.pop(job, None)
+
+    def _above(self, claim: Claim, terms: Terms) -> bool:
+        return terms.opportunistic and terms.quota is not None and claim.bytes + claim.height > terms.quota
+
+    # -- below what a job needs
+
+    def height_for(self, job: int, needed: int, most: int) -> int:
+        """The largest height up to ``most`` that ``job`` may have now with ``needed`` bytes between its steps; below 0: none.
+
+        What it has it keeps, up to its quota.
+        """
+        with self._guard:
+            terms, mine = self.terms_of(job), self._claims.get(job)
+            low, high = -1, most
+            if mine is not None:
+                needed = max(needed, mine.needed)
+                low = min(mine.height, most, terms.quota - needed if terms.quota is not None else most)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._fits(job, needed, middle):
+                    low = middle
+                else:
+                    high = middle - 1
+            return low
+
+    def lower(self, job: int, height: int) -> None:
+        """The steps of ``job`` are at most so high from now on; none of the others is under way. Does not wait."""
+        with self._turn(), self._guard:
+            if (claim := self._claims.get(job)) is not None and height < claim.height:
+                claim.height = height
+                self.changes += 1
+                self._changed.notify_all()
+
+    def above_quota(self, job: int) -> bool:
+        """Whether a job holds more than it may."""
+        with self._guard:
+            claim = self._claims.get(job)
+            return claim is not None and self._above(claim, self.terms_of(job))
+
+    def leave(self, job: int) -> bool:
+        """Ask a job to make way at its next step boundary; whether it can."""
+        with self._guard:
+            self._tell(job)
+            return job in self._told
 
     def _wanted(self, terms: Terms, needed: int, height: int) -> int:
         """Bytes to claim between steps: what a guaranteed job's quota leaves beside its step is kept for it."""

@@ -29,7 +29,7 @@ from waterflow.executor.starving import Starving
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.terms import Terms, parse_quota
 from waterflow.partition.plan import Plan
-from waterflow.priority import Priority, check_priority
+from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
 
 logger = logging.getLogger("waterflow")
 
@@ -155,18 +155,21 @@ class Engine(Claims):
         super().set_terms(job, terms)
 
     def set_priority(
-        self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None
-    ) -> None:
-        """For a ``Step`` of this engine in a loop of its own, what ``Job(priority=, quota=)`` is for others.
+        self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None,
+        below_need: BelowNeed = "wait",
+    ) -> None:  # fmt: skip
+        """For a ``Step`` of this engine in a loop of its own, what ``Job(priority=, quota=, below_need=)`` is for others.
 
-        It cannot make way: its memory stays where it is while its loop runs.
+        It cannot make way: its memory stays where it is while its loop runs. With ``below_need`` it goes on with lower steps where
+        its quota is lowered below its need; its next call raises MemoryLimitError where they cannot be so low.
         """
         check_priority("set_priority()", priority)
+        check_below_need("set_priority()", below_need)
         if step.job is None or step.engine is not self:
             raise InvalidJobError("set_priority() takes a Step of this engine: make it with Step(..., engine=engine)")
         if priority == "opportunistic":
             step.stand_alone(for_good=True)
-        self.set_terms(step.job, Terms(priority, parse_quota("set_priority()", quota, self.limit)))
+        self.set_terms(step.job, Terms(priority, parse_quota("set_priority()", quota, self.limit), None, below_need))
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from waterflow.errors import InvalidJobError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.partition.plan import Plan
-from waterflow.priority import Priority
+from waterflow.priority import BelowNeed, Priority
 
 
 @dataclass(eq=False)
@@ -17,7 +17,7 @@ class Terms:
 
     ``make_way`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
     wait. None: it cannot, as ``stays`` tells. ``at_boundary`` is the thread that stands between two steps of the job: where that
-    waits for memory, it can leave from there.
+    waits for memory, it can leave from there. ``below_need`` says what an opportunistic job does where it may hold less than it needs.
     """
 
     priority: Priority = "guaranteed"
@@ -27,11 +27,17 @@ class Terms:
         "it trains in a loop of its own; end that loop, or hand it in as a Job, whose state can go to host memory"
     )
     at_boundary: int | None = None
+    below_need: BelowNeed = "wait"
 
     @property
     def opportunistic(self) -> bool:
         """Whether it takes what guaranteed jobs leave."""
         return self.priority == "opportunistic"
+
+    @property
+    def goes_lower(self) -> bool:
+        """Whether its steps may go on below its need."""
+        return self.opportunistic and self.below_need != "wait"
 
 
 class MakeWay(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,6 +16,7 @@ from waterflow.executor.batch_copies import copies_of
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.compiling import Compile, as_captured, compiling
+from waterflow.executor.lower_forms import Low, LowerForms, Whole
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.dropout_rates import RatesMatter, rates
@@ -24,6 +25,10 @@ from waterflow.partition.optimizers import FIRST_STEP_FLAG
 from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import extent_bytes, ranges_of, state_of, structure_key
+from waterflow.priority import BelowNeed
+
+if TYPE_CHECKING:
+    from waterflow.executor.engine import Engine
 
 Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 16
@@ -51,7 +56,8 @@ class Ranges:
 class Variant:
     """The step for batches of one shape: what was captured for it, bound to this job.
 
-    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes or is compiled.
+    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes, spills or is compiled. ``whole`` is the
+    step where there is room for it, and ``low`` tells for what room this is a lower form.
     """
 
     key: tuple[Hashable, bool, Hashable]
@@ -63,12 +69,19 @@ class Variant:
     leaves: list[int]
     structure: Hashable
     owner: Owner
+    whole: Whole
+    low: Low | None = None
+    seen: int | None = None  # of its engine's changes
     # Memory of which a batch is copied, as it may change before the batch is read for the last time; and of which no batch
     # may be, as operations that are made again would read it when it has changed.
     changed_early: Ranges = field(default_factory=lambda: Ranges(()))
     changed_between: Ranges = field(default_factory=lambda: Ranges(()))
     guarded: bool = False  # whether there is such memory
     claimed: Plan | None = None
+
+    def settled(self, engine: Engine) -> bool:
+        """Whether there is memory for it, and nothing has changed since."""
+        return self.claimed is self.planned.plan and self.seen == engine.changes
 
     def given(self, leaves: list[Any], before_copies: Callable[[], None] | None, shared: bool = False) -> list[Any]:
         """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.
@@ -117,6 +130,8 @@ class Variants:
         self._exact = exact
         self._compile = compile
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
+        self._low: dict[Hashable, Low] = {}  # forms for steps that may hold less than they need
+        self._last: Whole | None = None
         self._too_high: dict[Hashable, CapturedStep] = {}  # steps whose native code holds more than there is
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
@@ -157,7 +172,11 @@ class Variants:
     ) -> Variant:
         spec = self._spec if key[1] else replace(self._spec, update=False)
         plain, structure, looked = self._capture(spec, key, leaves, batch_spec)
-        captured = self._form(plain, structure, key, self._height(key))
+        form = captured = self._form(plain, structure, key, self._height(key))
+        name = structure, key, self._height(key), plain.exact
+        low = self._low.get(key)
+        if low is not None and low.of == name:
+            captured = low.form
         if self._compile is not None:
             always, threads = self._compile == "inductor-always", self._threads
             captured = self._too_high.get((structure, key)) or captures.get(
@@ -174,7 +193,11 @@ class Variants:
         binding.set_generators([self._generator])
         if len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
-        made = Variant(key, plain, captured, self._planned(key, captured), binding, slots, positions, structure, owner)
+        planned = self._planned(key, captured)
+        whole = Whole(name, plain, form, planned if form is captured else self._planned(key, form))
+        made = Variant(key, plain, captured, planned, binding, slots, positions, structure, owner, whole)
+        made.low = low if low is not None and captured is low.form else None
+        self._last = whole
         if captured.capture.early_updates or captured.recomputed is not None:
             buffers = dict(spec.model.named_buffers())
             written = [buffers[name] for name in captured.written_buffers]
@@ -188,7 +211,45 @@ class Variants:
         if not self._own_plans:
             return captured.planned(self._threads)
         old = self._variants.get(key)
-        return old.planned if old is not None and old.captured is captured else PlannedStep(captured)
+        known = (old.planned, old.whole.planned) if old is not None else ()
+        return next((one for one in known if one.captured is captured), None) or PlannedStep(captured)
+
+    # -- below what the step needs
+
+    @property
+    def compiles(self) -> bool:
+        """Whether steps become native code, which has no lower forms."""
+        return self._compile is not None
+
+    def at_most(
+        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, means: BelowNeed, room: int
+    ) -> Variant:
+        """The variant in a form at most ``room`` bytes high. Raises MemoryLimitError, whose ``needed`` is the lowest height."""
+        self._low[variant.key] = self._lower_forms(variant.key).at_most(variant.whole, means, room)
+        return self._make(variant.key, leaves, batch_spec)
+
+    def at_least(
+        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, means: BelowNeed
+    ) -> Variant:
+        """The variant in its lowest form."""
+        self._low[variant.key] = self._lower_forms(variant.key).lowest(variant.whole, means)
+        return self._make(variant.key, leaves, batch_spec)
+
+    def whole(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
+        """The variant as it runs where there is room for it."""
+        if self._low.pop(variant.key, None) is None:
+            return variant
+        return self._make(variant.key, leaves, batch_spec)
+
+    def lowest_plan(self, means: BelowNeed) -> Plan | None:
+        """What the last step would claim in its lowest form, or whole if it is to wait; also behind ``clear``. None: there was none."""
+        last = self._last
+        if last is not None and means == "wait":
+            return last.planned.plan
+        return self._lower_forms(last.name).lowest_plan(last, means) if last is not None else None
+
+    def _lower_forms(self, key: Hashable) -> LowerForms:
+        return LowerForms(lambda form: self._planned(key, form))
 
     def plan(
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None

@@ -7,7 +7,6 @@ operations read is kept until then, or is itself made again.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -195,13 +194,8 @@ class _Search:
             chain = self._chain([number])
             if chain is not None:
                 seconds = sum((self.work[at] for at in chain[0]), Work()).seconds
-                rated.append((seconds / storage.size, number, 2 * self._last_forward(number) + 1, 2 * need))
+                rated.append((seconds / storage.size, number, 2 * self.table.last_forward(number) + 1, 2 * need))
         return [rest for _, *rest in sorted(rated)]  # type: ignore[misc]
-
-    def _last_forward(self, number: int) -> int:
-        storage, backward = self.table.storages[number], self.table.backward
-        reads = storage.reads[: bisect_left(storage.reads, backward)]
-        return max([storage.writes[-1], *reads[-1:]])
 
     # -- chains: what is repeated before one operation
 
@@ -305,7 +299,7 @@ class _Search:
         ranges: tuple[tuple[int, int], ...] = ((2 * storage.birth + 1, end),)
         if number in self._need:
             ranges = (
-                (2 * storage.birth + 1, 2 * self._last_forward(number) + 1),
+                (2 * storage.birth + 1, 2 * self.table.last_forward(number) + 1),
                 (2 * self._need[number] + 1, end),
             )
         for begin, last in self._ranges.get(number, ()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,26 +26,31 @@ def repeat(capture: Capture, table: StorageTable, chosen: Recomputation) -> Capt
     return _Repeating(capture, table, chosen).run()
 
 
-class _Repeating:
-    """Copies the graph, and puts repeated operations into the copy."""
+class Rewriting:
+    """Copies the graph with further operations in it: in the backward pass they stand for storages that are ``gone`` before."""
 
-    def __init__(self, capture: Capture, table: StorageTable, chosen: Recomputation) -> None:
+    def __init__(self, capture: Capture, table: StorageTable, gone: Container[int]) -> None:
         self.capture = capture
         self.table = table
-        self.chosen = chosen
+        self.gone = gone
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.again: dict[fx.Node, fx.Node] = {}  # what stands for nodes of dropped storages once they are made again
+        self.again: dict[fx.Node, fx.Node] = {}  # what stands for nodes of such storages once they are there again
         self.passing: dict[fx.Node, fx.Node] = {}  # and for those that only the chain under way makes
         self.flat: dict[int, torch.Tensor] = {}  # the memory of what is made again, as bytes
         self.rates: dict[tuple[str, str], tuple[str, str]] = {}
         self.mode = FakeTensorMode()
 
+    def before(self, at: int) -> None:
+        """Put in what is to come before operation ``at`` of the table."""
+        raise NotImplementedError
+
     def run(self) -> Capture:
+        """The rewritten step."""
         at = 0
         for node in self.capture.graph.nodes:
             if node.op == "call_function" and not self.table.passes_on(node):
-                self._repeat_before(at)
+                self.before(at)
                 at += 1
             elif self._comes_later(node):
                 continue
@@ -60,35 +65,13 @@ class _Repeating:
         return replace(self.capture, graph=self.graph, update_groups=groups, dropout_rates=rates | self.rates)
 
     def _comes_later(self, node: fx.Node) -> bool:
-        """Whether the backward pass looks here at something that is made again: it then looks where it uses it."""
+        """Whether the backward pass looks here at something that is gone: it then looks where it uses it."""
         if node.op != "call_function" or node.meta["phase"] == "forward":
             return False
-        return any(number in self.chosen.dropped for number in self.table.of(node))
-
-    def _repeat_before(self, at: int) -> None:
-        for number in self.chosen.chains.get(at, ()):
-            node = self.table.operations[number]
-            made = self._again(node, repeated_arguments(node))
-            self._remember(node, made, at)
-            for user in node.users:
-                if user.target is operator.getitem and self._is_wanted(user, at):
-                    self._remember(user, self._again(user, user.args, {node: made}), at)
-            for (name, argument), rate in self.capture.dropout_rates.items():
-                if name == node.name:
-                    self.rates[made.name, argument] = rate
-        self.passing.clear()
-
-    def _is_wanted(self, node: fx.Node, at: int) -> bool:
-        """Whether the chain before operation ``at`` runs for what this node returns, or uses it on the way."""
-        numbers = self.table.of(node)
-        return all(self.chosen.dropped.get(n) == at or self.table.is_transient(n) for n in numbers)
-
-    def _remember(self, node: fx.Node, made: fx.Node, at: int) -> None:
-        if self._is_wanted(node, at):
-            self._home(node)[node] = made
+        return any(number in self.gone for number in self.table.of(node))
 
     def _home(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
-        return self.again if any(number in self.chosen.dropped for number in self.table.of(node)) else self.passing
+        return self.again if any(number in self.gone for number in self.table.of(node)) else self.passing
 
     def _source(self, node: fx.Node) -> fx.Node:
         """What stands for a node of the captured graph now. Views of what was made again are made when they are used."""
@@ -131,11 +114,50 @@ class _Repeating:
             return type(value)(self._value(item, tensors) for item in value)
         if not isinstance(value, torch.Tensor):
             return value
+        number = storage_id(value)
+        if number not in tensors:
+            tensors[number] = self.memory(value.untyped_storage().nbytes(), value.device)
+        return self.placed(value, self.flat[storage_id(tensors[number])])
+
+    def memory(self, size: int, device: torch.device) -> torch.Tensor:
+        """Fake memory, as bytes."""
         with self.mode:
-            number = storage_id(value)
-            if number not in tensors:
-                size = value.untyped_storage().nbytes()
-                tensors[number] = flat = torch.empty(size, dtype=torch.uint8, device=value.device)
-                self.flat[storage_id(flat)] = flat
-            flat = self.flat[storage_id(tensors[number])]
+            flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self.flat[storage_id(flat)] = flat
+        return flat
+
+    def placed(self, value: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in the form of ``value``, in other memory."""
+        with self.mode:
             return flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+class _Repeating(Rewriting):
+    """Puts repeated operations into the copy."""
+
+    def __init__(self, capture: Capture, table: StorageTable, chosen: Recomputation) -> None:
+        super().__init__(capture, table, chosen.dropped)
+        self.chosen = chosen
+
+    def before(self, at: int) -> None:
+        """The operations that are repeated there."""
+        for number in self.chosen.chains.get(at, ()):
+            node = self.table.operations[number]
+            made = self._again(node, repeated_arguments(node))
+            self._remember(node, made, at)
+            for user in node.users:
+                if user.target is operator.getitem and self._is_wanted(user, at):
+                    self._remember(user, self._again(user, user.args, {node: made}), at)
+            for (name, argument), rate in self.capture.dropout_rates.items():
+                if name == node.name:
+                    self.rates[made.name, argument] = rate
+        self.passing.clear()
+
+    def _is_wanted(self, node: fx.Node, at: int) -> bool:
+        """Whether the chain before operation ``at`` runs for what this node returns, or uses it on the way."""
+        numbers = self.table.of(node)
+        return all(self.chosen.dropped.get(n) == at or self.table.is_transient(n) for n in numbers)
+
+    def _remember(self, node: fx.Node, made: fx.Node, at: int) -> None:
+        if self._is_wanted(node, at):
+            self._home(node)[node] = made

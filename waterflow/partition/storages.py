@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -110,7 +111,7 @@ class StorageTable:
         for number in self.makes[at] + self.writes[at]:
             self.storages[number].writes.append(at)
 
-    # -- making a storage again
+    # -- what the backward pass needs, and making it again
 
     @functools.cached_property
     def saved(self) -> dict[int, int]:
@@ -123,6 +124,12 @@ class StorageTable:
             if later:
                 found[number] = later[0]
         return found
+
+    def last_forward(self, number: int) -> int:
+        """The last operation of the forward pass that touches a storage which that pass made."""
+        storage = self.storages[number]
+        reads = storage.reads[: bisect_left(storage.reads, self.backward)]
+        return max([storage.writes[-1], *reads[-1:]])
 
     def recipe(self, number: int) -> tuple[int, ...] | None:
         """The operations that make a storage as it is when the forward pass ends, once more; None where they must not be.
