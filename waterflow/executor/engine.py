@@ -169,7 +169,8 @@ class Engine(Claims):
             raise InvalidJobError("set_priority() takes a Step of this engine: make it with Step(..., engine=engine)")
         if priority == "opportunistic":
             step.stand_alone(for_good=True)
-        self.set_terms(step.job, Terms(priority, parse_quota("set_priority()", quota, self.limit), None, below_need))
+        parsed = parse_quota("set_priority()", quota, self.limit)
+        self.set_terms(step.job, Terms(priority, parsed, below_need=below_need))
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""
