@@ -18,6 +18,7 @@ from waterflow.cluster.model_profiles import ANTMAN_MIX, ANTMAN_MODELS, KNOWN_MO
 from waterflow.cluster.submission import Submission
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
+from waterflow.executor.coordinator import Allowed
 
 
 def guaranteed(model: str | None) -> Resident:
@@ -49,17 +50,16 @@ def test_the_model_of_demand_is_near_the_published_pair() -> None:
 
 
 def test_the_coordinator_holds_back_what_the_model_would_give() -> None:
-    """A guaranteed ESPnet would take 2.9 % longer; live devices allow 2.5 %, and look twelve windows of thirteen away."""
+    """A guaranteed ESPnet would take 2.9 % longer; where 2 % are allowed, others get less. Devices look twelve windows of thirteen away."""
     pair = [guaranteed("ESPnet"), opportunistic("ResNet-50")]
     ample = Interference(controlled_pairs={}, device_memory=1 << 40)
-    ours, theirs = (
-        replace(ample, allowed_slowdown=allowed).speeds(pair, controlled=True) for allowed in (0.025, 0.035)
-    )
+    ours, theirs = (replace(ample, allowed_slowdown=allowed).speeds(pair, controlled=True) for allowed in (0.02, 0.035))
     most = ample.load("ESPnet", ["ResNet-50"]).taken(1.0) / ample.demand("ResNet-50")
     assert theirs[1] == pytest.approx(most * 12 / 13, rel=0.01)
-    assert ours[1] == pytest.approx(most * 12 / 13 * 0.025 / 0.0287, rel=0.02)
+    assert ours[1] == pytest.approx(most * 12 / 13 * 0.02 / 0.0287, rel=0.02)
     assert ours[0] > theirs[0]
-    assert ample.speeds(pair, controlled=True) == ours, "as live devices, without being told"
+    live = replace(ample, allowed_slowdown=Allowed().median).speeds(pair, controlled=True)
+    assert ample.speeds(pair, controlled=True) == live, "as live devices, without being told"
 
 
 def test_the_guaranteed_job_never_depends_on_its_neighbours() -> None:
