@@ -40,7 +40,8 @@ at::Tensor to_host(const at::Tensor& tensor) {
 // Pinned, and behind what the stream has to do: torch's host allocator keeps the memory until the copies are done.
 at::Tensor to_host_from_device(const at::Tensor& tensor) {
   const auto source = bytes_of(tensor);
-  const auto host = at::empty(source.sizes(), at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true));
+  const auto host =
+      at::empty(source.sizes(), at::TensorOptions().dtype(at::kByte).device(at::kCPU).pinned_memory(true));
   host.copy_(source, /*non_blocking=*/true);
   return same_form(tensor, host.storage(), host.key_set());
 }
