@@ -16,7 +16,7 @@ from waterflow.executor.engine import Engine, within
 from waterflow.executor.terms import Terms
 from waterflow.runner import JobRunner
 
-EPOCHS = 100
+EPOCHS = 60
 
 
 @pytest.fixture

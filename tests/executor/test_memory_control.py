@@ -137,7 +137,7 @@ def test_nothing_goes_back_and_forth_under_noise(lower: float, seed: int) -> Non
     machine = Machine(100, {1: Job(20, 70, lower), 2: Job(20, 70, lower)}, noise=0.4, seed=seed)
     decisions = machine.run(AGAIN_SECONDS)
     assert len(decisions) <= 3 and sum(decision.kept for decision in decisions) == (lower == 0.8)
-    assert len(machine.run(4000)) <= 12 and sum(decision.kept for decision in machine.decisions) == (lower == 0.8)
+    assert len(machine.run(2000)) <= 8 and sum(decision.kept for decision in machine.decisions) == (lower == 0.8)
 
 
 def test_all_is_tried_again_after_a_growing_time() -> None:
@@ -175,12 +175,14 @@ def test_guaranteed_jobs_end_it(after: float) -> None:
     assert not machine.run(60)
 
 
-def test_shares_that_were_taken_back_are_not_given_again() -> None:
+def test_shares_that_were_taken_back_are_not_given_again_soon() -> None:
     machine = Machine(100, {1: Job(20, 70, 0.8), 2: Job(20, 70, 0.7)})
     while machine.jobs[1].share != 80:
         machine.run(0.02)
     machine.give({1: None, 2: None})
     assert not machine.run(100) and all(each.share is None for each in machine.jobs.values())
+    machine.run(AGAIN_SECONDS + 100)
+    assert machine.there == {1, 2} and machine.jobs[1].share == 80
 
 
 def test_nothing_is_tried_where_all_fit_or_one_is_alone() -> None:
