@@ -128,6 +128,7 @@ class Residence:
             plan = self._wanted or step.least_plan(self.terms.below_need if self.terms.goes_lower else "wait")
             if not engine.would_fit(plan, self.terms, step.batches_ahead):
                 engine.ask_for_turn(plan, self.terms, step.batches_ahead, self._since)
+                engine.look()
                 return
         self.times_left += 1
         with contextlib.suppress(CheckpointError):  # somebody else has been quicker
@@ -138,6 +139,7 @@ class Residence:
         self._step = None
         if self._engine is not None:
             self._engine.take_back_priority()
+            self._engine.ended(self.terms)
 
     def came_back(self) -> None:
         """It goes on."""

@@ -59,6 +59,8 @@ class Lowering:
                 if variant.claimed is None:
                     break
                 if not self._engine.leave(self._job):
+                    if self._engine.take_back_shares():
+                        continue
                     raise
                 variant.seen = seen
                 return variant
@@ -71,6 +73,7 @@ class Lowering:
         """The variant, if memory for it could be claimed at once; MemoryLimitError where not even the lowest has room."""
         means = self._terms.below_need
         whole = variant.whole.planned.plan
+        self._engine.note_need(self._job, self._needed(whole), whole.height)
         room = self._engine.height_for(self._job, self._needed(whole), whole.height)
         if room >= whole.height:
             return self._variants.whole(variant, self._leaves, self._batch_spec) if self._take(whole) else None

@@ -38,7 +38,6 @@ class Claims(MakingWay):
         self._looking: list[int] = []
         self._closed = False
         self._keep_pages = 0
-        self.changes = 0  # of claims and terms: who runs below its need then looks again
 
     @property
     def room(self) -> int:
@@ -104,6 +103,8 @@ class Claims(MakingWay):
                             self._tell(job)  # rather than fail, it comes back when others have ended
                         if job in self._told:
                             raise MakeWay(plan)
+                    if stuck and patient and self._take_back_shares():
+                        continue
                     if stuck:
                         raise self._stuck(job, plan, wanted)
                     if not making_way:
@@ -232,7 +233,7 @@ class Claims(MakingWay):
     def set_terms(self, job: int, terms: Terms) -> None:
         """From its next step on ``job`` is in the engine on these terms, which may be changed and set again."""
         with self._guard:
-            self._terms[job] = terms
+            self._enter(job, terms)
             self._stay.pop(job, None)
             self.changes += 1
             if (claim := self._claims.get(job)) is not None:
@@ -247,7 +248,7 @@ class Claims(MakingWay):
             self._terms.pop(job, None)
 
     def _above(self, claim: Claim, terms: Terms) -> bool:
-        return terms.opportunistic and terms.quota is not None and claim.bytes + claim.height > terms.quota
+        return terms.opportunistic and terms.limit is not None and claim.bytes + claim.height > terms.limit
 
     # -- below what a job needs
 
@@ -257,11 +258,11 @@ class Claims(MakingWay):
         What it has it keeps, up to its quota.
         """
         with self._guard:
-            terms, mine = self.terms_of(job), self._claims.get(job)
+            limit, mine = self.terms_of(job).limit, self._claims.get(job)
             low, high = -1, most
             if mine is not None:
                 needed = max(needed, mine.needed)
-                low = min(mine.height, most, terms.quota - needed if terms.quota is not None else most)
+                low = min(mine.height, most, limit - needed if limit is not None else most)
             while low < high:
                 middle = (low + high + 1) // 2
                 if self._fits(job, needed, middle):
@@ -367,7 +368,7 @@ class Claims(MakingWay):
         highest = max([height, *(c.height for c in mine)])
         beside = max((c.height for c in others if not c.opportunistic), default=0)
         together = wanted + sum(c.bytes for c in mine) + highest
-        within_quota = terms.quota is None or wanted + height <= terms.quota
+        within_quota = terms.limit is None or wanted + height <= terms.limit
         within_limit = self.opportunistic_limit is None or together <= self.opportunistic_limit
         return within_quota and within_limit and total + highest + beside <= self.room
 

@@ -17,7 +17,9 @@ class Terms:
 
     ``make_way`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
     wait. None: it cannot, as ``stays`` tells. ``at_boundary`` is the thread that stands between two steps of the job: where that
-    waits for memory, it can leave from there. ``below_need`` says what an opportunistic job does where it may hold less than it needs.
+    waits for memory, it can leave from there. ``below_need`` says what an opportunistic job does where it may hold less than it needs;
+    such a job may have no more than ``share`` either, which the engine sets among them. ``first`` is the first of the numbers that the
+    job has in its engine: each time it comes back it has another.
     """
 
     priority: Priority = "guaranteed"
@@ -28,6 +30,8 @@ class Terms:
     )
     at_boundary: int | None = None
     below_need: BelowNeed = "wait"
+    share: int | None = None
+    first: int | None = None
 
     @property
     def opportunistic(self) -> bool:
@@ -38,6 +42,25 @@ class Terms:
     def goes_lower(self) -> bool:
         """Whether its steps may go on below its need."""
         return self.opportunistic and self.below_need != "wait"
+
+    @property
+    def limit(self) -> int | None:
+        """The most bytes that an opportunistic job may hold."""
+        bounds = self.quota, self.share if self.goes_lower else None
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of a job that goes lower: its bytes between steps, and the height of whole ones, of what its quota allows.
+
+    ``held`` is the height of the steps that it has memory for; None: for none. ``share`` is that of its terms.
+    """
+
+    bytes: int
+    height: int
+    held: int | None = None
+    share: int | None = None
 
 
 class MakeWay(Exception):
