@@ -116,7 +116,7 @@ def test_a_height_in_bytes_holds_side_by_side() -> None:
         ({"gpu": 0}, "gpu must be a name, such as 'v100-32g', or a GPU; got 0"),
         ({"memory": "4MiB", "copies": 1.5}, "a whole number of copies of it; got 1 job.s., copies=1.5"),
         ({"memory": "24"}, "'24' is 24 B; did you mean '24GiB'"),
-        ({"memory": 24.5}, "24.5 is 24 B; did you mean '24.5GiB'"),
+        ({"memory": 24.5}, "a whole number of bytes; got 24.5: did you mean '24.5GiB'"),
         ({"memory": 24}, "24 is 24 B; did you mean '24GiB'"),
     ],
 )

@@ -906,7 +906,7 @@ def test_memory_that_cannot_be_read(memory: Any) -> None:
 
 def test_a_share_above_one_is_refused_with_the_remedy() -> None:
     with pytest.raises(
-        wf.InvalidJobError, match=r"whole number of bytes; got 1\.5: write a share in \(0, 1\], or text like '4GiB'"
+        wf.InvalidJobError, match=r"whole number of bytes; got 1\.5: did you mean '1\.5GiB'\? .* share in \(0, 1\]"
     ):
         parse_memory(1.5, available=1000)
 

@@ -66,7 +66,8 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
         bytes_ = int((available if available is not None else free_memory()) * memory)
     elif isinstance(memory, float) and not memory.is_integer():
         raise InvalidJobError(
-            f"a memory limit above 1 is a whole number of bytes; got {memory}: write a share in (0, 1], or text like '4GiB'"
+            f"a memory limit above 1 is a whole number of bytes; got {memory}: did you mean '{memory:g}GiB'? Write text like that, or a "
+            "share in (0, 1]"
         )
     else:
         bytes_ = int(memory)
