@@ -329,7 +329,7 @@ def test_group_of_two_nodes_that_loses_one(there: Watched, id: str) -> None:
     os.kill(there.process(second), signal.SIGKILL)
     there.until(lambda e: isinstance(e, NodeLost) and e.node == second, 2)
     there.backend.start(id, payload, [(first, 0)], checkpoint=there.backend.folder.job(id))
-    ended = [e for e in there.of(id) if isinstance(e, Ended)] or [there.event(Ended, id)]
+    ended = [e for e in there.of(id) if isinstance(e, Ended)] or [there.event(Ended, id, 5)]
     assert [e.how for e in ended] == ["lost"]
     assert there.event(Ended, id).how == "completed"
     equal(load_results(there.backend.folder.job(id)), wf.train(jobs(3, batches=80, epochs=1), lanes=1))
