@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("waterflow")
 
-GATHERING_SECONDS = 0.3  # how long a job waits for others like it
+GATHERING_SECONDS = 0.3  # that a job waits for others like it; for those that are expected a capture's time at least
 SHORT_SECONDS = 20e-6  # operations that take longer on average gain nothing from being launched together
 WORTH = 0.95  # of a group's pace: one that is not faster than its jobs were before by that is not kept
 
@@ -143,7 +143,8 @@ class Fusing:
                 return self._join(group, member, variant)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((member, variant))
-        until = time.perf_counter() + GATHERING_SECONDS
+        known = variant.plain.capture.seconds if self._expected else 0.0
+        until = time.perf_counter() + max(GATHERING_SECONDS, known)
         try:
             while member not in self._seats and member not in self._settled:
                 left = until - time.perf_counter()
