@@ -248,6 +248,8 @@ def main(words: Sequence[str] | None = None) -> int:
             measured = measure(jobs, jobs.steps(QUICK_SHARE if arguments.quick else 1.0), arguments.repeats)
             rows += table(jobs, measured)
             speeds[jobs.name] = {name: done.speeds for name, done in measured.items() if done.rounds}
+            for one in goals.rows({jobs.name: speeds[jobs.name]}):
+                tell(f"{one['what']}, {jobs.name}: {one.get('ratio', 0.0):.2f} times {one['against']}, goal {one['at least']}")
     reached = goals.rows(speeds)
     with_study = any(fnmatch(STUDY, pattern) for pattern in arguments.only or ()) or not (
         arguments.only or arguments.quick
