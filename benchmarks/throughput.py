@@ -249,7 +249,9 @@ def main(words: Sequence[str] | None = None) -> int:
             rows += table(jobs, measured)
             speeds[jobs.name] = {name: done.speeds for name, done in measured.items() if done.rounds}
             for one in goals.rows({jobs.name: speeds[jobs.name]}):
-                tell(f"{one['what']}, {jobs.name}: {one.get('ratio', 0.0):.2f} times {one['against']}, goal {one['at least']}")
+                tell(
+                    f"{one['what']}, {jobs.name}: {one.get('ratio', 0.0):.2f} times {one['against']}, goal {one['at least']}"
+                )
     reached = goals.rows(speeds)
     with_study = any(fnmatch(STUDY, pattern) for pattern in arguments.only or ()) or not (
         arguments.only or arguments.quick
