@@ -111,6 +111,19 @@ def not_captured(model: nn.Module, batch: Any) -> Any:
     return loss if loss.item() >= 0 else -loss
 
 
+def away_and_back(engine: Engine, runner: JobRunner, held: Held) -> tuple[wf.JobResult, wf.Checkpoint]:
+    """What a job that another one needs room of ends with, and its copy from while it was away."""
+    result = in_thread(engine, runner)
+    with squeezed(runner, held, engine) as has:
+        assert has.wait(WAIT)
+        until(lambda: runner.suspended)
+        assert len(engine._claims) == 1
+        copy = runner.ask_for_snapshot().result(WAIT)
+    ended = result()
+    assert runner.residence.times_left == 1
+    return ended, copy
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_waits_for_more_makes_way(kind: str) -> None:
     settings: dict[str, Any] = {"accumulate": 3, "priority": "opportunistic"}
@@ -120,14 +133,8 @@ def test_a_job_that_waits_for_more_makes_way(kind: str) -> None:
     with Engine(lanes=2, memory="200MiB") as engine:
         held = HeldPlace(6) if kind == "place" else Held(6)
         runner = JobRunner(job("job", data=KINDS[kind](held), **settings), engine)
-        result = in_thread(engine, runner)
-        with squeezed(runner, held, engine) as has:
-            assert has.wait(WAIT)
-            until(lambda: runner.suspended)
-            assert len(engine._claims) == 1
-            copy = runner.ask_for_snapshot().result(WAIT)
-        assert_same(result(), alone)
-        assert runner.residence.times_left == 1
+        ended, copy = away_and_back(engine, runner, held)
+        assert_same(ended, alone)
     other = HeldPlace(-1) if kind == "place" else Held(-1)
     resumed = JobRunner(job("job", data=KINDS[kind](other), **settings), resume=copy)
     assert_same(resumed.run(), alone)
@@ -145,18 +152,31 @@ def test_a_job_that_waits_to_be_evaluated_makes_way() -> None:
         held = Held(19, in_pass=1)
         runner = JobRunner(job("job", data=held, **settings), engine)
         runner._evaluation._height = 60 * MiB  # as it was seen to need before
-        result = in_thread(engine, runner)
-        with squeezed(runner, held, engine) as has:
-            assert has.wait(WAIT)
-            until(lambda: runner.suspended)
-            assert len(engine._claims) == 1
-            copy = runner.ask_for_snapshot().result(WAIT)
-        ended = result()
+        ended, copy = away_and_back(engine, runner, held)
         assert_same(ended, alone)
-        assert ended.metrics == alone.metrics and runner.residence.times_left == 1
+        assert ended.metrics == alone.metrics
     resumed = JobRunner(job("job", data=Held(-1), **settings), resume=copy).run()
     assert_same(resumed, alone)
     assert resumed.metrics == alone.metrics
+
+
+def test_a_quota_that_leaves_no_room_to_evaluate_suspends_the_job() -> None:
+    settings = {"evaluate": evaluate, "priority": "opportunistic", "epochs": 3}
+    alone = wf.train([job("job", data=LARGER, **settings)], lanes=1)[0]
+    with Engine(lanes=2, memory="400MiB") as engine:
+        held = Held(19)
+        runner = JobRunner(job("job", data=held, **settings), engine)
+        runner._evaluation._height = 60 * MiB  # as it was seen to need before
+        result = in_thread(engine, runner)
+        assert held.reached.wait(WAIT) and runner.step is not None and runner.step.job is not None
+        mine = engine._claims[runner.step.job]
+        runner.residence.set(quota=mine.bytes + mine.height + MiB)  # enough to train
+        held.go.set()
+        until(lambda: runner.suspended)
+        runner.residence.set(quota="400MiB")
+        ended = result()
+        assert_same(ended, alone)
+        assert ended.metrics == alone.metrics and runner.residence.times_left == 1
 
 
 def test_a_job_that_was_suspended_at_the_end_of_an_epoch_is_evaluated() -> None:

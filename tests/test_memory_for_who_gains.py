@@ -106,6 +106,23 @@ def test_whoever_could_not_go_on_takes_the_shares_back() -> None:
         assert all(on.share is None for on in terms) and one in engine._claims
 
 
+def test_terms_that_change_while_the_job_is_away_give_its_share_back() -> None:
+    with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
+        one, other = (engine.add_job(name) for name in ("one", "other"))
+        terms = Terms("opportunistic", make_way=lambda: None, below_need="spill")
+        engine.set_terms(one, terms)
+        engine.claim(one, needs("one", MiB, MiB))
+        engine.note_need(one, MiB, MiB)
+        engine.give_shares({one: 0})
+        assert engine.leave(one)
+        engine.remove_job(one)
+        terms.quota = 3 * MiB
+        engine.set_terms(one, terms)
+        assert not engine.would_fit(needs("one", MiB, MiB), terms)
+        assert engine.take_back_shares() and engine.would_fit(needs("one", MiB, MiB), terms)
+        assert one not in engine._whole and engine.claimed() == 0 and other in engine.names
+
+
 def test_a_loop_of_its_own_has_no_share(quick: None) -> None:
     with Engine(lanes=2, memory=room_for(2), reserve=0) as engine, within(engine):
         model, optimizer = optimized("mlp")

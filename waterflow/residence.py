@@ -67,6 +67,7 @@ class Residence:
         if quota is not None:
             limit = self._engine.limit if self._engine is not None else None
             self.terms.quota = parse_quota(f"job {self._name!r}", quota, limit)
+            self.terms.quota_changed = True
         if self._step is not None:
             self.enter(self._step)
 

@@ -209,6 +209,7 @@ class Step:
             self.stand_alone()
             self._finalizer()
             self._release()
+        made_here.discard(self)
         self._variants.clear()
 
     def least_plan(self, below_need: BelowNeed) -> Plan:

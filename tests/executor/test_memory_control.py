@@ -131,6 +131,13 @@ def test_a_set_that_cannot_be_is_undone() -> None:
     assert not any(decision.kept for decision in decisions) and machine.there == {1}
 
 
+def test_a_window_without_a_step_is_no_speed() -> None:
+    """Of a job that was evaluated for as long as it was whole, and is seen to train when it is lower."""
+    machine = Machine(100, {1: Job(20, 70, 5e10, speed=1e-9), 2: Job(20, 70, 0.9)})
+    machine.run(900)
+    assert machine.there == {1, 2} and all(each.held == 60 for each in machine.jobs.values())
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lower", [0.5, 0.52, 0.8])
 def test_nothing_goes_back_and_forth_under_noise(lower: float, seed: int) -> None:

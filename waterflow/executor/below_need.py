@@ -45,7 +45,7 @@ class Lowering:
 
         A lower step stays as it is as long as it fits, and goes whole or much higher where there is room for that. Where not even the
         lowest form has room, it waits for it. A job whose quota was lowered below its lowest form is asked to make way; raises
-        MemoryLimitError where it cannot. Raises as ``Engine.claim`` does otherwise.
+        MemoryLimitError where nobody could ever ask it. Raises as ``Engine.claim`` does otherwise.
         """
         if self._variants.compiles:
             raise InvalidJobError(
@@ -61,8 +61,9 @@ class Lowering:
                 if not self._engine.leave(self._job):
                     if self._engine.take_back_shares():
                         continue
-                    raise
-                variant.seen = seen
+                    if self._terms.make_way is None:
+                        raise
+                variant.seen = seen  # it leaves, or stays as it is where it cannot
                 return variant
             if found is not None:
                 found.seen = seen

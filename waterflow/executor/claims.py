@@ -64,6 +64,13 @@ class Claims(MakingWay):
             needed, height = max(needed, mine.needed), max(height, mine.height)  # its other steps go on
         wanted = self._wanted(terms, needed, height)
         if terms.opportunistic and terms.quota is not None and wanted + height > terms.quota:
+            if (
+                terms.quota_changed
+                and mine is not None
+                and terms.at_boundary == threading.get_ident()
+                and self.leave(job)
+            ):
+                raise MakeWay(plan)
             raise self._above_quota(plan, wanted, terms.quota)
         owner, began = threading.get_ident(), time.monotonic()
         self._note(job, wanted, height)
@@ -233,6 +240,10 @@ class Claims(MakingWay):
     def set_terms(self, job: int, terms: Terms) -> None:
         """From its next step on ``job`` is in the engine on these terms, which may be changed and set again."""
         with self._guard:
+            try:
+                self.native.set_opportunistic(job, terms.opportunistic)
+            except ValueError:  # it has left, and comes back on these terms
+                return
             self._enter(job, terms)
             self._stay.pop(job, None)
             self.changes += 1
@@ -242,10 +253,6 @@ class Claims(MakingWay):
                 if self._above(claim, terms) and not terms.goes_lower:
                     self._tell(job)
             self._changed.notify_all()
-        try:
-            self.native.set_opportunistic(job, terms.opportunistic)
-        except ValueError:  # it has left
-            self._terms.pop(job, None)
 
     def _above(self, claim: Claim, terms: Terms) -> bool:
         return terms.opportunistic and terms.limit is not None and claim.bytes + claim.height > terms.limit
@@ -263,6 +270,8 @@ class Claims(MakingWay):
             if mine is not None:
                 needed = max(needed, mine.needed)
                 low = min(mine.height, most, limit - needed if limit is not None else most)
+            if low < high and self._fits(job, needed, high):
+                return high
             while low < high:
                 middle = (low + high + 1) // 2
                 if self._fits(job, needed, middle):

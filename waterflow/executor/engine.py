@@ -200,14 +200,16 @@ class Engine(Claims):
     def look(self, ended: int | None = None) -> None:
         """Look at how the lanes do, where it is time to; a step has ended, of this job if it is one's alone."""
         terms = list(self._terms.items()) if self.coordinator is not None else []
-        opportunistic = {job for job, on in terms if on.opportunistic}
+        opportunistic = any(on.opportunistic for _, on in terms)
         if self.coordinator is not None and opportunistic:
             self.coordinator.look()
             if ended is not None:
                 self._starving.ended(ended)
                 first = self.terms_of(ended).first
                 self._memory.ended(first if first is not None else ended)
-            self._starving.look(opportunistic, self.coordinator.present, self.names)
+            if self._starving.now() >= self._starving.next_look:
+                waiting = {job for job, on in terms if on.opportunistic}
+                self._starving.look(waiting, self.coordinator.present, self.names)
         if self.coordinator is not None and self._memory.now() >= self._memory.next_look:
             self._memory.look(self._needs, self.names)
         if opportunistic:

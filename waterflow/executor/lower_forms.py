@@ -55,7 +55,7 @@ class LowerForms:
         MemoryLimitError, whose ``needed`` is the lowest height.
         """
         target = room - whole.above_graph
-        for _ in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS if room > 0 else 0):
             try:
                 form = self._form(whole, means, target)
             except MemoryLimitError:

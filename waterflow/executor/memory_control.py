@@ -61,7 +61,8 @@ class MemoryControl:
 
     def ended(self, job: int) -> None:
         """A step of it has."""
-        self._steps[job] += 1
+        if job in self._needs:
+            self._steps[job] += 1
 
     def look(self, seen: Callable[[], tuple[dict[int, Need], int, int]], names: Mapping[int, str]) -> None:
         """Where a window is over: learn from it, and begin the next one.
@@ -122,7 +123,7 @@ class MemoryControl:
     def _learn(self, speeds: Speeds, now: float) -> None:
         for job, speed in speeds.items():
             need = self._needs[job]
-            if need.held is not None and need.held >= need.height:
+            if speed > 0 and need.held is not None and need.held >= need.height:
                 before, windows = self._whole.get(job, (0.0, 0))
                 self._whole[job] = (before * windows + speed) / (windows + 1), windows + 1
             self._most[job] = max(speed, self._most.get(job, 0.0))
@@ -237,5 +238,6 @@ class MemoryControl:
             self._give(dict.fromkeys(self._given.keys() | needs.keys()))
         self._needs, self._given, self._base, self._trial = needs, {}, frozenset(), None
         self._whole, self._most, self._tried = {}, {}, set()
+        self._steps.clear()
         self._again, self._due = AGAIN_SECONDS, self.now() + FIRST_SECONDS
         self._begin()

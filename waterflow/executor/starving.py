@@ -36,7 +36,7 @@ class Starving:
     now: Callable[[], float] = time.perf_counter
     _since: dict[int, float] = field(default_factory=dict)  # when a job's last step ended, or it was first seen to wait
     _told: set[int] = field(default_factory=set)
-    _next_look: float = 0.0
+    next_look: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ended(self, job: int) -> None:
@@ -46,10 +46,10 @@ class Starving:
     def look(self, opportunistic: Collection[int], guaranteed: Collection[int], names: dict[int, str]) -> None:
         """At what is in the engine; of the ``guaranteed`` jobs those that come for steps all the time."""
         now = self.now()
-        if now < self._next_look or not self._lock.acquire(blocking=False):
+        if now < self.next_look or not self._lock.acquire(blocking=False):
             return
         try:
-            self._next_look = now + LOOK_SECONDS
+            self.next_look = now + LOOK_SECONDS
             self._look(now, opportunistic, guaranteed, names)
         finally:
             self._lock.release()
@@ -60,6 +60,7 @@ class Starving:
         starve = len(guaranteed) >= self.lanes
         waiting = {job for job in opportunistic if starve and self._waits(job)}
         self._since = {job: self._since.get(job, now) for job in waiting}
+        self._told &= set(opportunistic)
         for job in sorted(waiting - self._told):
             seconds = now - self._since[job]
             if seconds >= STARVED_SECONDS:

@@ -26,6 +26,12 @@ class _Made(threading.local):
         with _guard:
             _all.add(step)
 
+    def discard(self, step: Closable) -> None:
+        """It is closed, by whichever thread."""
+        self.steps.discard(step)
+        with _guard:
+            _all.discard(step)
+
 
 _guard = threading.Lock()
 _all: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -32,6 +32,7 @@ class Terms:
     below_need: BelowNeed = "wait"
     share: int | None = None
     first: int | None = None
+    quota_changed: bool = False  # while the job was there: what is above it then waits, and is not refused
 
     @property
     def opportunistic(self) -> bool:

@@ -191,7 +191,7 @@ class Variants:
         owner = Owner(spec, self._accumulators, self._first_step, looked)
         binding, slots, positions = bind(captured, owner)
         binding.set_generators([self._generator])
-        if len(self._variants) >= MOST_SHAPES:
+        if key not in self._variants and len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         planned = self._planned(key, captured)
         whole = Whole(name, plain, form, planned if form is captured else self._planned(key, form))
