@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -218,16 +219,23 @@ def program(choices: list[tuple[int, int, int]], back: list[tuple[int, int]]) ->
     return step
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=25),
-    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8),
-    st.floats(0, 1),
-)
-@settings(max_examples=60, deadline=None)
-def test_random_programs(choices: list[Any], back: list[Any], share: float) -> None:
+def random_programs(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test of choices of operations, of what the backward pass reads, and of a share of the plain program's peak."""
+    operations = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=25)
+    back = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+    return given(operations, back, st.floats(0, 1))(settings(max_examples=60, deadline=None)(test))
+
+
+def bits_stay(lower: Callable[[Capture, int], Capture], choices: list[Any], back: list[Any], share: float) -> None:
+    """A program and what is made of it for a peak of so many bytes return the same."""
     inputs = torch.linspace(-1, 1, 64), torch.zeros(4), torch.ones(4)
     plain = captured(program(choices, back), *inputs, backward="neg")
     before = run(plain, *copy.deepcopy(inputs))
-    low = check_choice(plain, int(share * peak_of(plain.graph)))
+    low = lower(plain, int(share * peak_of(plain.graph)))
     for one, other in zip(before, run(low, *inputs)):
         assert same_bits(one, other)
+
+
+@random_programs
+def test_random_programs(choices: list[Any], back: list[Any], share: float) -> None:
+    bits_stay(check_choice, choices, back, share)

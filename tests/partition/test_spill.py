@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.partition.graphs import capture_of, instructions_of
-from tests.partition.test_recompute import X, captured, peak_of, program, run, targets
+from tests.partition.test_recompute import X, bits_stay, captured, peak_of, random_programs, run, targets
 from tests.support import same_bits
 from waterflow.partition.capture import Capture
 from waterflow.partition.liveness import lifetimes
@@ -181,16 +178,6 @@ def test_what_the_backward_pass_changes_stays() -> None:
 # -- random programs
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=25),
-    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8),
-    st.floats(0, 1),
-)
-@settings(max_examples=60, deadline=None)
+@random_programs
 def test_random_programs(choices: list[Any], back: list[Any], share: float) -> None:
-    inputs = torch.linspace(-1, 1, 64), torch.zeros(4), torch.ones(4)
-    plain = captured(program(choices, back), *inputs, backward="neg")
-    before = run(plain, *copy.deepcopy(inputs))
-    low = check_choice(plain, int(share * peak_of(plain.graph)))
-    for one, other in zip(before, run(low, *inputs)):
-        assert same_bits(one, other)
+    bits_stay(check_choice, choices, back, share)
