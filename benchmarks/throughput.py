@@ -216,7 +216,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--only", nargs="+", metavar="PATTERN", help="sets by name, such as 'mlp x2' or '* x8'; 'study'"
     )
     parser.add_argument("--chart", type=Path, help="where the bar chart goes; with --save beside the JSON")
+    parser.add_argument("--share", type=float, help="of a round's steps, where the machine is slow [default: 1]")
     arguments = parser.parse_args(words)
+    if arguments.share is None:
+        arguments.share = QUICK_SHARE if arguments.quick else 1.0
+    if not 0 < arguments.share <= 1:
+        raise SystemExit(f"--share must be above 0 and at most 1; got {arguments.share}")
     if arguments.repeats is None:
         arguments.repeats = 2 if arguments.quick else 3
     if arguments.repeats < 1:
@@ -245,7 +250,7 @@ def main(words: Sequence[str] | None = None) -> int:
             agreed += agreement.rows(workload)
         for jobs in sets:
             tell(jobs.name)
-            measured = measure(jobs, jobs.steps(QUICK_SHARE if arguments.quick else 1.0), arguments.repeats)
+            measured = measure(jobs, jobs.steps(arguments.share), arguments.repeats)
             rows += table(jobs, measured)
             speeds[jobs.name] = {name: done.speeds for name, done in measured.items() if done.rounds}
             for one in goals.rows({jobs.name: speeds[jobs.name]}):
