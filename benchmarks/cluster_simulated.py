@@ -7,14 +7,17 @@ Each device is a process with one core of its own and one lane; all jobs are gua
 - Each device trains one short job of each kind, so that no later job is the first of its kind there.
 - Every job alone, one after the other, through the service as a user would: "start" is the time from its submission until the
   service hears that it trains, "duration" from then until the service hears that it has ended.
+- Every job while the other device trains, too: all are handed in at once, last ones first, so that their neighbours are others
+  than in the live run. Devices of one machine share its memory and caches, so that this is longer than the duration alone.
 - Live: the jobs are handed in at their times; scheduler, store, service and backend are those of ``waterflow cluster up``.
-- Simulated: the same scheduler and policy, the durations alone, and the median start as the overhead of each start. Nothing
-  that the live run told goes into it.
+- Simulated: the same scheduler and policy, the durations with both devices busy, and the median start alone as the overhead of
+  each start. Nothing that the live run told goes into it.
 
 The goal: the average completion times (from submission to end) differ by 5 % at most. The last columns say how busy the
-machine was with other work, and what of the live run could not be known before: "beside": how much longer jobs train than they
-did alone, by their sum; "with live durations": the difference of a simulation that is told how long each job took live, which
-leaves what scheduler, service and backend add; "frozen": the longest time in which this process did not get to run.
+machine was with other work, and what differs between runs: "crowded" and "beside": how much longer jobs train with both devices
+busy, and live, than alone, by their sum; "with durations alone" and "with live durations": the difference of simulations that are
+told those, of which the last leaves what scheduler, service and backend add; "frozen": the longest time in which this process
+did not get to run.
 """
 
 from __future__ import annotations
@@ -186,6 +189,12 @@ class Live:
             found[asked.id] = self.ended(id)
         return found
 
+    def crowded(self, jobs: Sequence[Asked], trial: int) -> dict[str, Ran]:
+        """Each job while others train on the other devices: all at once, last ones first."""
+        for asked in reversed(jobs):
+            self.submit(f"crowded-{trial}-{asked.id}", asked.payload())
+        return {asked.id: self.ended(f"crowded-{trial}-{asked.id}") for asked in reversed(jobs)}
+
     def together(self, jobs: Sequence[Asked], trial: int) -> dict[str, Ran]:
         """Each job at its time."""
         payloads = [(f"live-{trial}-{asked.id}", asked.submitted, asked.payload()) for asked in jobs]
@@ -204,12 +213,12 @@ class Live:
 
 
 def simulated(
-    jobs: Sequence[Asked], durations: dict[str, float], start: float, policy: str, nodes: Sequence[cluster.Node]
+    jobs: Sequence[Asked], ran: dict[str, Ran], start: float, policy: str, nodes: Sequence[cluster.Node]
 ) -> dict[str, float]:
-    """Completion times by id: the same submissions, with durations alone and the overhead of each start."""
+    """Completion times by id: the same submissions, with the durations that ran and the overhead of each start."""
     scheduler = cluster.Scheduler(nodes, cluster.POLICIES[policy]())
     submissions = [
-        cluster.Submission(asked.id, auto=False, duration=durations[asked.id], submitted=asked.submitted)
+        cluster.Submission(asked.id, auto=False, duration=ran[asked.id].duration, submitted=asked.submitted)
         for asked in jobs
     ]
     done = cluster.Simulator(scheduler, cluster.Overheads(start=start)).run(submissions)
@@ -261,26 +270,39 @@ def average(values: Iterable[float]) -> float:
     return statistics.fmean(values)
 
 
-def compared(alone: dict[str, Ran], live: dict[str, Ran], virtual: dict[str, float]) -> dict[str, Any]:
-    """Averages over all jobs, and how far they are apart; a share of the live one."""
-    ours, other = average(ran.completion for ran in live.values()), average(virtual.values())
-    apart = [abs(virtual[id] - ran.completion) for id, ran in live.items()]
-    beside = sum(ran.duration for ran in live.values()) / sum(ran.duration for ran in alone.values()) - 1
-    difference = other / ours - 1
+def longer(ran: dict[str, Ran], alone: dict[str, Ran]) -> float:
+    """How much longer the jobs trained than alone, by their sum; percent."""
+    return 100 * (sum(ran[id].duration for id in alone) / sum(one.duration for one in alone.values()) - 1)
+
+
+def apart(live: dict[str, Ran], virtual: dict[str, float]) -> float:
+    """How far the simulated average completion time is from the live one; percent of the live one."""
+    return 100 * (average(virtual.values()) / average(ran.completion for ran in live.values()) - 1)
+
+
+def compared(live: dict[str, Ran], virtual: dict[str, float]) -> dict[str, Any]:
+    """Averages over all jobs, and how far they are apart."""
+    each = [abs(virtual[id] - ran.completion) for id, ran in live.items()]
     return {
-        "live, s": ours, "simulated, s": other, "difference, %": 100 * difference, "per job, median, s": report.median(apart),
-        "most, s": max(apart), "holds": abs(difference) <= GOAL, "beside, %": 100 * beside,
+        "live, s": average(ran.completion for ran in live.values()), "simulated, s": average(virtual.values()),
+        "difference, %": apart(live, virtual), "per job, median, s": report.median(each), "most, s": max(each),
+        "holds": abs(apart(live, virtual)) <= 100 * GOAL,
     }  # fmt: skip
 
 
 def per_job(
-    jobs: Sequence[Asked], alone: dict[str, Ran], live: dict[str, Ran], virtual: dict[str, float]
+    jobs: Sequence[Asked],
+    alone: dict[str, Ran],
+    crowded: dict[str, Ran],
+    live: dict[str, Ran],
+    virtual: dict[str, float],
 ) -> list[dict[str, Any]]:
     """A row for each."""
     return [
         {
             "job": asked.id, "steps": asked.steps, "submitted, s": asked.submitted, "start, s": alone[asked.id].start,
-            "duration, s": alone[asked.id].duration, "duration live, s": live[asked.id].duration,
+            "duration, s": alone[asked.id].duration, "duration crowded, s": crowded[asked.id].duration,
+            "duration live, s": live[asked.id].duration,
             "completion live, s": live[asked.id].completion, "simulated, s": virtual[asked.id],
             "difference, s": virtual[asked.id] - live[asked.id].completion,
         }
@@ -305,29 +327,27 @@ def main() -> int:
         made_up = Live(arguments.backend, arguments.policy, Path(folder))
         try:
             for trial in range(1, arguments.repeats + 1):
-                load, busy = os.getloadavg()[0], busy_cores()
+                load, busy = os.getloadavg()[0], [busy_cores()]
                 with Frozen() as frozen:
                     alone = made_up.alone(jobs, trial)
-                    between = busy_cores()
+                    crowded = made_up.crowded(jobs, trial)
+                    busy.append(busy_cores())
                     start = report.median([ran.start for ran in alone.values()])
-                    durations = {id: ran.duration for id, ran in alone.items()}
-                    virtual = simulated(jobs, durations, start, arguments.policy, made_up.nodes)
+                    virtual = simulated(jobs, crowded, start, arguments.policy, made_up.nodes)
                     live = made_up.together(jobs, trial)
-                durations = {id: ran.duration for id, ran in live.items()}
-                known = average(simulated(jobs, durations, start, arguments.policy, made_up.nodes).values())
-                apart = 100 * (known / average(ran.completion for ran in live.values()) - 1)
+                busy.append(busy_cores())
+                others = {
+                    name: simulated(jobs, ran, start, arguments.policy, made_up.nodes)
+                    for name, ran in (("alone", alone), ("live", live))
+                }
                 rows.append(
-                    {
-                        "trial": trial,
-                        "start, s": start,
-                        **compared(alone, live, virtual),
-                        "with live durations, %": apart,
-                    }
-                    | {"frozen, s": frozen.longest}
+                    {"trial": trial, "start, s": start, **compared(live, virtual), "crowded, %": longer(crowded, alone)}
+                    | {"beside, %": longer(live, alone), "with durations alone, %": apart(live, others["alone"])}
+                    | {"with live durations, %": apart(live, others["live"]), "frozen, s": frozen.longest}
                     | {"load before": load, "after": os.getloadavg()[0]}
-                    | {"cores busy with others": " ".join(f"{b:.1f}" for b in (busy, between, busy_cores()))}
+                    | {"cores busy with others": " ".join(f"{b:.1f}" for b in busy)}
                 )
-                tables[f"trial {trial}"] = per_job(jobs, alone, live, virtual)
+                tables[f"trial {trial}"] = per_job(jobs, alone, crowded, live, virtual)
         finally:
             made_up.close()
     note = (
