@@ -82,7 +82,8 @@ def up(
             names = tuple(f"device-{number}" for number in range(devices))
         wanted: dict[str, Any] = {
             "nodes": names, "policy": policy, "tenants": _tenants(tenant), "memory": memory, "lanes": lanes, "host": host,
-            "port": port, "checkpoint_seconds": checkpoint_seconds, "beyond_loopback": beyond_loopback or None, "ray": ray,
+            "port": port, "checkpoint_seconds": checkpoint_seconds, "ray": ray,
+            "beyond_loopback": beyond_loopback if listen is not None else beyond_loopback or None,
             "ray_token": None if ray_token is None else str(ray_token.resolve()),
         }  # fmt: skip
         before = launch.load_config(folder)

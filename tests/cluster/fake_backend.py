@@ -126,7 +126,7 @@ class FakeBackend:
 
     def stop(self, id: str, suspend: bool) -> None:
         if id in self.runs:
-            self.stopping.setdefault(id, suspend)
+            self.stopping[id] = suspend and self.stopping.get(id, True)
 
     def set_priority(self, id: str, priority: Priority) -> None:
         self.runs[id] = self.runs[id][0], priority

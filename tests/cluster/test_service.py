@@ -108,6 +108,32 @@ def test_a_queue_moves_on(cluster: Cluster) -> None:
     assert cluster.service.record("b").reason == "it broke"
 
 
+def test_a_checkpoint_that_is_not_there_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(SubmissionError, match=r"the machine of the cluster has no file .*gone"):
+        cluster.service.submit({"id": "a"}, b"", checkpoint=str(tmp_path / "gone"))
+    assert cluster.submit("a") and cluster.backend.starts == ["a"]
+
+
+def test_who_waits_hears_that_the_cluster_ends(cluster: Cluster) -> None:
+    cluster.submit("a")
+    said: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            cluster.service.wait(["a"], 30.0)
+        except ClosedError as closed:
+            said.append(closed)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    cluster.service.close()
+    thread.join(5)
+    assert said and not thread.is_alive()
+    with pytest.raises(ClosedError, match="waterflow cluster up"):
+        cluster.service.wait(["a"], 30.0)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -120,6 +146,8 @@ def test_a_queue_moves_on(cluster: Cluster) -> None:
         ({"id": "a", "colour": 1}, "a submission has no 'colour'; it has id, tenant"),
         ({"id": "../a"}, "a job's id is 1 to 100 letters, digits, dots"),
         ({}, "a job's id is 1 to 100 letters"),
+        ({"id": "a", "tenant": "\udcff"}, "tenant of a submission has characters that are no text"),
+        ({"id": "a", "model": "a\0b"}, "model of a submission has characters that are no text"),
         ({"id": "a", "tenant": "us", "priority": "high"}, "priority 'high' is neither"),
     ],
 )
@@ -256,6 +284,69 @@ def test_a_restart_leaves_what_runs_alone(cluster: Cluster) -> None:
         cluster.backend.waiting.append(NodeJoined(node.name, node.epoch, node.devices, node.memory))
     cluster.turn()
     assert cluster.backend.runs == before and not cluster.backend.stopping
+
+
+def running(cluster: Cluster) -> None:
+    """Job "a"."""
+    cluster.submit("a")
+    cluster.backend.begin("a")
+    cluster.turn()
+
+
+def test_a_stop_that_nobody_heard_is_asked_for_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(id: str, suspend: bool) -> None:
+        raise Killed
+
+    running(cluster)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(cluster.backend, "stop", dies)
+        cluster.service.cancel("a")
+    assert cluster.states() == {"a": "stopping"} and not cluster.backend.stopping
+    cluster.kill()
+    assert cluster.backend.stopping == {"a": False}
+    cluster.backend.obey()
+    cluster.turn()
+    assert cluster.states() == {"a": "cancelled"}
+
+
+def test_priorities_that_nobody_may_have_heard_are_told_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    running(cluster)
+    cluster.submit("b")
+    cluster.backend.begin("b")
+    monkeypatch.setattr(cluster.backend, "set_priority", lambda *what: told.append(what))
+    cluster.turn(2)
+    assert not told
+    cluster.kill()
+    assert told == [("a", "guaranteed"), ("b", "guaranteed")]
+    cluster.turn(2)
+    assert len(told) == 2
+
+
+def test_a_job_that_is_being_suspended_can_be_cancelled(cluster: Cluster) -> None:
+    running(cluster)
+    cluster.store.change("a", state="stopping")
+    cluster.backend.stop("a", suspend=True)
+    assert cluster.service.cancel("a") and cluster.backend.stopping == {"a": False}
+
+
+def test_a_stop_that_was_refused_is_asked_for_again_and_the_job_keeps_its_place(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(id: str, suspend: bool) -> None:
+        raise BackendError("not now")
+
+    running(cluster)
+    places = cluster.service.record("a").places
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.backend, "stop", refuses)
+        cluster.service.cancel("a")
+    assert cluster.service.record("a").places == places and cluster.states() == {"a": "stopping"}
+    cluster.turn(2)
+    assert cluster.backend.stopping == {"a": False}
+    assert any("cannot be told: not now" in line for _, _, line in cluster.store.log("a"))
 
 
 def test_what_ended_while_no_scheduler_ran(cluster: Cluster) -> None:
@@ -460,6 +551,9 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int, monkeypatch: pytest.Mon
             cluster.kill()
             now = {id: run for id, run in backend.runs.items() if id in alive}
             assert now == alive, "a restart touched what ran"
+            assert _preempted(cluster) & backend.runs.keys() <= backend.stopping.keys(), (
+                "nobody heard that it is to stop"
+            )
             assert {id for id in backend.stopping if id not in stopping} <= cancelled | _preempted(cluster)
         except (SubmissionError, BusyError):
             pass

@@ -113,6 +113,7 @@ def test_the_newest_is_of_the_last_start(folder: SharedFolder) -> None:
         f"2.{old}.4.checkpoint", f"2.{old}.5.checkpoint",
     ]  # fmt: skip
     folder.drop_states("a", keep=0)
+    (folder.job("a") / "job-0" / "adopted.host.1").touch()  # whoever copied a checkpoint died
     assert not folder.has_state("a")
     folder.publish(old, written(folder, old), folder.result("a", 0, 2, old))
     assert folder.has_state("a")

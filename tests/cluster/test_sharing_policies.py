@@ -426,3 +426,15 @@ def test_antman_puts_together_what_fits_together() -> None:
     assert state(scheduler, "b").places and state(scheduler, "b").places != (g,)
     for device in scheduler.book.devices:
         assert device.memory_used <= 10 * GIB
+
+
+def test_a_job_that_reports_more_than_a_device_has_starts_again_on_one_of_its_own() -> None:
+    """A group fits by its highest step, and reports the sum of all of them."""
+    scheduler = Scheduler([Node("a", 1, 4 * GIB)], AntMan())
+    for id, memory in (("group", 3 * GIB), ("other", 2 * GIB)):
+        scheduler.submit(0, Submission(id, priority="opportunistic", memory=memory))
+    scheduler.report(1, "group", Report(memory=5 * GIB))
+    scheduler.node_lost(2, "a")
+    scheduler.node_joined(3, Node("a", 1, 4 * GIB))
+    scheduler.tick(4)
+    assert {id: entry.state for id, entry in scheduler.book.entries.items()} == {"group": "running", "other": "waiting"}

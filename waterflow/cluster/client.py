@@ -88,6 +88,8 @@ class Cluster:
         """
         from waterflow.cluster import hand_in
 
+        if isinstance(jobs, Iterator):
+            jobs = list(jobs)
         payload = hand_in.packed(jobs)
         if checkpoint is not None:
             hand_in.check_checkpoint(Path(checkpoint), jobs)

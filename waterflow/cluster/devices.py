@@ -44,8 +44,10 @@ class Device:
         return sum(entry.memory for entry in self.residents)
 
     def has_room(self, entry: Entry) -> bool:
-        """Whether ``entry`` fits beside them, as far as is known of it and them."""
-        return not (self.memory and entry.memory) or self.memory_used + entry.memory <= self.memory
+        """Whether ``entry`` fits beside them, as far as is known of it and them; alone what it said that it needs counts."""
+        alone = self.guaranteed is None and not self.opportunistic
+        needed = entry.submission.memory if alone else entry.memory
+        return not (self.memory and needed) or self.memory_used + needed <= self.memory
 
     def __repr__(self) -> str:
         return f"Device({self.place[0]}:{self.place[1]}, {[entry.id for entry in self.residents]})"

@@ -23,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from waterflow.cluster.intake import check_text
 from waterflow.cluster.service import BusyError, ClosedError, Service
 from waterflow.cluster.shared_folder import result_files
 from waterflow.errors import InvalidJobError, SubmissionError, WaterflowError
@@ -196,9 +197,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log(self, id: str) -> dict[str, Any]:
         after = self._number("after", 0, 1e18)
-        self.service.record(id)
+        state = self.service.record(id).state  # before the lines: once it has ended there come no more
         lines = [{"number": n, "at": at, "line": line} for n, at, line in self.service.store.log(id, int(after))]
-        return {"lines": lines, "state": self.service.record(id).state}
+        return {"lines": lines, "state": state}
 
     def results(self, id: str) -> bytes:
         """A zip file with the newest result of each job of the group, in their order."""
@@ -233,6 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         checkpoint = submission.pop("checkpoint", None)
         if checkpoint is not None and not isinstance(checkpoint, str):
             raise _Refused(400, f"checkpoint must be a path; got {checkpoint!r}")
+        check_text("checkpoint", checkpoint or "")
         return {"new": self.service.submit(submission, self._body(), checkpoint), "id": submission["id"]}
 
     def cancel(self, id: str) -> dict[str, Any]:

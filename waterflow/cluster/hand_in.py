@@ -6,6 +6,7 @@ import contextlib
 import re
 import secrets
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from waterflow.errors import InvalidJobError
 from waterflow.job import Job
 from waterflow.task import Task
 
+_packing = threading.Lock()  # what is pickled by value is known to the whole process
+
 
 def packed(jobs: Jobs | Callable[[], Jobs]) -> bytes:
     """The payload; what modules of the current folder define goes with it. Raises InvalidJobError."""
-    with _own_modules_by_value():
+    with _packing, _own_modules_by_value():
         return pack(jobs)
 
 
@@ -69,13 +72,13 @@ def _own_modules_by_value() -> Iterator[None]:
     chosen = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or name.split(".")[0] in ("waterflow", "__main__", "__mp_main__"):
+        if not file or name.split(".")[0] in {"waterflow", "__main__", "__mp_main__"} | sys.stdlib_module_names:
             continue
         path = Path(file)
         own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
         if (
             own
-            and "site-packages" not in path.parts
+            and not {"site-packages", "dist-packages"} & set(path.parts)
             and path.suffix == ".py"
             and sys.modules.get(module.__name__) is module
         ):

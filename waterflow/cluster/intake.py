@@ -15,6 +15,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+def check_text(key: str, value: str) -> None:
+    """Raise SubmissionError for characters that can be in no name of a file and in no database."""
+    if "\0" in value or value != value.encode(errors="replace").decode():
+        raise SubmissionError(f"{key} of a submission has characters that are no text: {value!r}")
+
+
 def checked(given: dict[str, Any]) -> Submission:
     """What came over the wire, as a submission. Raises SubmissionError."""
     for key, value in given.items():
@@ -23,6 +29,8 @@ def checked(given: dict[str, Any]) -> Submission:
             raise SubmissionError(f"a submission has no {key!r}; it has {', '.join(_KINDS)}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise SubmissionError(f"{key} of a submission cannot be {value!r}")
+        if isinstance(value, str):
+            check_text(key, value)
     if not _ID.fullmatch(given.get("id", "")):
         raise SubmissionError(
             f"a job's id is 1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit; "

@@ -38,7 +38,7 @@ Ask = Callable[[], None]
 class Reconciler:
     """Takes the backend's events to scheduler and store, and says what to ask for then. Its caller holds the lock.
 
-    Times are those of the caller. All but ``not_started`` stands inside of a transaction of the store, which its caller opens.
+    Times are those of the caller. All but ``not_asked`` stands inside of a transaction of the store, which its caller opens.
     """
 
     def __init__(self, store: Store, backend: Backend, scheduler: JournaledScheduler) -> None:
@@ -51,6 +51,7 @@ class Reconciler:
         self._retry_at: dict[str, float] = {}
         self._leaving: dict[str, tuple[float, frozenset[Place]]] = {}  # until when others wait for it, and where
         self._held_up: set[str] = set()  # they wait
+        self._unheard: set[str] = set()  # what was written down of their priorities may never have been asked for
         self._now = 0.0
 
     def due(self, now: float) -> bool:
@@ -84,6 +85,7 @@ class Reconciler:
                     self._gone(job, "its start came to nothing", "stopped")
                 else:
                     self._gone(job, "its node ended while no scheduler ran")
+        self._unheard = {job.id for job in known if job.id in running}
         for id in running - {job.id for job in known}:
             logger.warning("job %r runs and should not: it is stopped", id)
             self.backend.stop(id, suspend=False)
@@ -108,8 +110,12 @@ class Reconciler:
         return asks
 
     def _settle(self, job: JobRecord) -> Ask | None:
-        if job.over or job.state == "stopping":
+        if job.over:
             return None
+        if (
+            job.state == "stopping"
+        ):  # said again: nobody may have heard it, and who is to be suspended may be cancelled since
+            return self._stop(job)
         places, priority = self._wanted(job.id)
         if job.state == "waiting":
             if job.id not in self.scheduler.book.entries:
@@ -122,13 +128,18 @@ class Reconciler:
         if places != _where(job):
             self.store.change(job.id, state="stopping")
             self._leave(job)
-            suspend = job.id in self.scheduler.book.entries
-            return lambda: self.backend.stop(job.id, suspend)
+            return self._stop(job)
         if priority != job.priority:
             self.store.change(job.id, priority=priority)
             self.store.say(job.id, self._now, f"goes on as {priority}")
-            return lambda: self.backend.set_priority(job.id, priority)
-        return None
+        elif job.id not in self._unheard:
+            return None
+        self._unheard.discard(job.id)
+        return lambda: self.backend.set_priority(job.id, priority)
+
+    def _stop(self, job: JobRecord) -> Ask:
+        suspend = job.id in self.scheduler.book.entries
+        return lambda: self.backend.stop(job.id, suspend)
 
     def _leave(self, job: JobRecord) -> None:
         """Its stop was asked for: until it has ended, nobody starts on its devices, but for a time at most."""
@@ -161,12 +172,19 @@ class Reconciler:
 
         return ask
 
-    def not_started(self, now: float, id: str, why: str) -> None:
-        """The backend refused a start; it is tried again."""
+    def not_asked(self, now: float, id: str, why: str) -> None:
+        """The backend refused what was asked of it for a job; it is asked again."""
+        job = self.store.job(id)
+        if job is None or job.over:
+            return
         with self.store.transaction():
-            self.store.place(id, ())
-            self.store.change(id, state="waiting")
-            self.store.say(id, now, f"is not started: {why}")
+            if job.state == "starting":
+                self.store.place(id, ())
+                self.store.change(id, state="waiting")
+                self.store.say(id, now, f"is not started: {why}")
+            else:
+                self._unheard.add(id)
+                self.store.say(id, now, f"cannot be told: {why}")
         self._retry_at[id] = now + RETRY_SECONDS
 
     # -- events
@@ -191,7 +209,7 @@ class Reconciler:
             self.scheduler.started(now, job.id)
         elif isinstance(event, Progress):
             self.live.setdefault(job.id, {})[event.node] = event
-            report = Report(event.fraction, event.steps, None, event.utilization, event.memory)
+            report = Report(event.fraction, event.steps, None, event.utilization, event.memory or None)
             self.scheduler.report(now, job.id, report)
         elif isinstance(event, Checkpointed):
             self.store.change(job.id, checkpoint=str(event.path), steps=event.steps, losses=0)

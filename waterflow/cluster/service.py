@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import (
@@ -90,6 +91,10 @@ class Service:
                     f"job {asked.id!r} asks for {asked.devices} devices, and {', '.join(node.name for node in down)} "
                     "is being started again; try it in some seconds"
                 )
+            if checkpoint is not None and not Path(checkpoint).is_file():
+                raise SubmissionError(
+                    f"job {asked.id!r}: the machine of the cluster has no file {checkpoint}; copy it there"
+                )
             self.scheduler.submit(self.now(), asked)
             self.jobs.touch(asked.id)
             self.store.say(asked.id, self.now(), f"submitted: {asked.devices} device(s), {asked.priority}")
@@ -114,17 +119,22 @@ class Service:
         return job
 
     def wait(self, ids: Sequence[str], seconds: float) -> list[str]:
-        """Those of ``ids`` that have ended; waits at most so long until there is one."""
+        """Those of ``ids`` that have ended; waits at most so long until there is one.
+
+        Raises SubmissionError for one that nobody knows, and ClosedError where the cluster ends meanwhile.
+        """
         until = time.monotonic() + seconds
         with self._lock:
+            self._check_open()
             for id in ids:
                 self.record(id)
             while True:
                 over = [job.id for job in self.store.jobs(ids, states=ENDED)]
                 left = until - time.monotonic()
-                if over or left <= 0 or self._over.is_set():
+                if over or left <= 0:
                     return over
                 self._changed.wait(left)
+                self._check_open()
 
     def status(self, ended: int | None = None) -> dict[str, Any]:
         """Nodes, tenants and jobs; see ``cluster_status``. Of the jobs that have ended only the last ``ended``, if given."""
@@ -210,8 +220,7 @@ class Service:
     def _turn(self) -> Iterator[None]:
         """Events of the scheduler inside are written down, with what follows from them; then that is asked for."""
         with self._lock:
-            if self._over.is_set():
-                raise ClosedError("the scheduler has ended; start it again: waterflow cluster up")
+            self._check_open()
             try:
                 with self.store.transaction():
                     yield
@@ -227,8 +236,12 @@ class Service:
                 try:
                     ask()
                 except (BackendError, OSError) as error:
-                    self.jobs.not_started(self.now(), id, str(error))
+                    self.jobs.not_asked(self.now(), id, str(error))
             self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._over.is_set():
+            raise ClosedError("the scheduler has ended; start it again: waterflow cluster up")
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error

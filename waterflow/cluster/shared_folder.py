@@ -122,7 +122,7 @@ class SharedFolder:
         """Copy a checkpoint from elsewhere, as the oldest one of the first job of ``id``."""
         to = self.state(id, 0, 0, 0, 0)
         to.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = to.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+        unfinished = to.with_name(f"adopted.{socket.gethostname()}.{os.getpid()}")
         shutil.copyfile(checkpoint, unfinished)
         os.replace(unfinished, to)
 
@@ -153,7 +153,7 @@ class SharedFolder:
 
     def has_state(self, id: str) -> bool:
         """Whether there is a checkpoint, or the result of a part of the group."""
-        return any(next(part.iterdir(), None) is not None for part in self._parts(id))
+        return any(file.suffix in (".checkpoint", ".result") for part in self._parts(id) for file in part.iterdir())
 
     def drop_states(self, id: str, keep: int = KEPT_CHECKPOINTS) -> None:
         """Remove all but the newest checkpoints of each job of the group."""
