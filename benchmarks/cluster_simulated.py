@@ -5,19 +5,22 @@
 Each device is a process with one core of its own and one lane; all jobs are guaranteed and ask for one device. The steps:
 
 - Each device trains one short job of each kind, so that no later job is the first of its kind there.
-- Every job alone, one after the other, through the service as a user would: "start" is the time from its submission until the
-  service hears that it trains, "duration" from then until the service hears that it has ended.
+- A job of each kind and length alone: "start" is the time from its submission until the service hears that it trains.
 - Every job while the other device trains, too: all are handed in at once, last ones first, so that their neighbours are others
-  than in the live run. Devices of one machine share its memory and caches, so that this is longer than the duration alone.
-- Live: the jobs are handed in at their times; scheduler, store, service and backend are those of ``waterflow cluster up``.
-- Simulated: the same scheduler and policy, the durations with both devices busy, and the median start alone as the overhead of
+  than in the live run. "duration" is the time from when the service hears that a job trains until it hears that it has ended.
+  Devices of one machine share its memory and caches, so that this is longer than alone.
+- Live: the jobs are handed in at their times, spread so that they ask for ``--load`` of what the devices can do; scheduler, store,
+  service and backend are those of ``waterflow cluster up``.
+- Every job with both devices busy once more, in another order: where the machine became slower or faster meanwhile, the mean of
+  before and after is the speed of the live run.
+- Simulated: the same scheduler and policy, the mean durations with both devices busy, and the median start as the overhead of
   each start. Nothing that the live run told goes into it.
 
 The goal: the average completion times (from submission to end) differ by 5 % at most. The last columns say how busy the
-machine was with other work, and what differs between runs: "crowded" and "beside": how much longer jobs train with both devices
-busy, and live, than alone, by their sum; "with durations alone" and "with live durations": the difference of simulations that are
-told those, of which the last leaves what scheduler, service and backend add; "frozen": the longest time in which this process
-did not get to run.
+machine was with other work, and what differs between runs: "after", "beside": how much longer jobs train with both devices busy
+behind the live run, and live, than with both devices busy before it, by their sum; "with live durations": the
+difference of a simulation that is told those, which leaves what scheduler, service and backend add; "frozen": the longest time
+in which this process did not get to run.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +90,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Asked:
-    """One job, handed in so many seconds after the first."""
+    """One job, handed in so long after the first."""
 
     id: str
     kind: str
@@ -107,16 +110,22 @@ class Asked:
         )  # fmt: skip
 
 
-def workload(jobs: int, seconds: float, seed: int) -> list[Asked]:
-    """Kinds in turn, in an order, of lengths and at times that follow from the seed; the first comes at once."""
+def workload(jobs: int, seed: int) -> list[Asked]:
+    """Kinds in turn, in an order, of lengths and at times (shares of the whole) that follow from the seed; the first at once."""
     draw = random.Random(seed)
     kinds = [list(MODELS)[number % len(MODELS)] for number in range(jobs)]
     draw.shuffle(kinds)
-    times = [0.0, *sorted(draw.uniform(0.0, seconds) for _ in range(jobs - 1))]
+    times = [0.0, *sorted(draw.random() for _ in range(jobs - 1))]
     return [
         Asked(f"{number:02}-{kind}", kind, draw.choice(STEPS[kind]), at, seed=number)
         for number, (kind, at) in enumerate(zip(kinds, times, strict=True))
     ]
+
+
+def spread(jobs: Sequence[Asked], ran: dict[str, Ran], load: float) -> list[Asked]:
+    """The jobs at times in seconds, between the first and the last of which they ask for so much of what the devices can do."""
+    seconds = sum(ran[asked.id].duration for asked in jobs) / DEVICES / load
+    return [replace(asked, submitted=asked.submitted * seconds) for asked in jobs]
 
 
 # -- live
@@ -180,20 +189,21 @@ class Live:
             raise SystemExit(f"{id} is {told.state} after {told.attempts} attempts: {told.reason}")
         return Ran(told.started - told.submitted, told.ended - told.started)
 
-    def alone(self, jobs: Sequence[Asked], trial: int) -> dict[str, Ran]:
-        """Each job while nothing else is there."""
-        found = {}
-        for asked in jobs:
-            id = f"alone-{trial}-{asked.id}"
-            self.submit(id, asked.payload())
-            found[asked.id] = self.ended(id)
+    def starts(self, trial: int) -> list[float]:
+        """Of one job of each kind and length while nothing else is there; seconds."""
+        found = []
+        for kind, lengths in STEPS.items():
+            for steps in lengths:
+                id = f"alone-{trial}-{kind}-{steps}"
+                self.submit(id, Asked(id, kind, steps, 0.0, seed=0).payload())
+                found.append(self.ended(id).start)
         return found
 
-    def crowded(self, jobs: Sequence[Asked], trial: int) -> dict[str, Ran]:
-        """Each job while others train on the other devices: all at once, last ones first."""
-        for asked in reversed(jobs):
-            self.submit(f"crowded-{trial}-{asked.id}", asked.payload())
-        return {asked.id: self.ended(f"crowded-{trial}-{asked.id}") for asked in reversed(jobs)}
+    def crowded(self, jobs: Sequence[Asked], name: str) -> dict[str, Ran]:
+        """Each job while others train on the other devices: all at once, in this order."""
+        for asked in jobs:
+            self.submit(f"{name}-{asked.id}", asked.payload())
+        return {asked.id: self.ended(f"{name}-{asked.id}") for asked in jobs}
 
     def together(self, jobs: Sequence[Asked], trial: int) -> dict[str, Ran]:
         """Each job at its time."""
@@ -270,9 +280,14 @@ def average(values: Iterable[float]) -> float:
     return statistics.fmean(values)
 
 
-def longer(ran: dict[str, Ran], alone: dict[str, Ran]) -> float:
-    """How much longer the jobs trained than alone, by their sum; percent."""
-    return 100 * (sum(ran[id].duration for id in alone) / sum(one.duration for one in alone.values()) - 1)
+def longer(ran: dict[str, Ran], other: dict[str, Ran]) -> float:
+    """How much longer the jobs trained than another time, by their sum; percent."""
+    return 100 * (sum(ran[id].duration for id in other) / sum(one.duration for one in other.values()) - 1)
+
+
+def mean(one: dict[str, Ran], other: dict[str, Ran]) -> dict[str, Ran]:
+    """The mean duration of each job."""
+    return {id: replace(ran, duration=(ran.duration + other[id].duration) / 2) for id, ran in one.items()}
 
 
 def apart(live: dict[str, Ran], virtual: dict[str, float]) -> float:
@@ -292,17 +307,16 @@ def compared(live: dict[str, Ran], virtual: dict[str, float]) -> dict[str, Any]:
 
 def per_job(
     jobs: Sequence[Asked],
-    alone: dict[str, Ran],
-    crowded: dict[str, Ran],
+    before: dict[str, Ran],
+    after: dict[str, Ran],
     live: dict[str, Ran],
     virtual: dict[str, float],
 ) -> list[dict[str, Any]]:
     """A row for each."""
     return [
         {
-            "job": asked.id, "steps": asked.steps, "submitted, s": asked.submitted, "start, s": alone[asked.id].start,
-            "duration, s": alone[asked.id].duration, "duration crowded, s": crowded[asked.id].duration,
-            "duration live, s": live[asked.id].duration,
+            "job": asked.id, "steps": asked.steps, "submitted, s": asked.submitted, "before, s": before[asked.id].duration,
+            "live, s": live[asked.id].duration, "after, s": after[asked.id].duration,
             "completion live, s": live[asked.id].completion, "simulated, s": virtual[asked.id],
             "difference, s": virtual[asked.id] - live[asked.id].completion,
         }
@@ -317,11 +331,12 @@ def main() -> int:
     made.add_argument("--backend", choices=("ray", "local"), default="ray", help="who runs the devices")
     made.add_argument("--policy", default="fifo_backfill", help="who decides, in both")
     made.add_argument("--jobs", type=int, default=30, help="how many jobs")
-    made.add_argument("--seconds", type=float, default=60.0, help="from the first submission to the last, at most")
+    made.add_argument("--load", type=float, default=0.8, help="what the jobs ask for of what the devices can do")
     made.add_argument("--seed", type=int, default=0, help="of the workload")
     arguments = made.parse_args()
     torch.set_num_threads(1)
-    jobs = workload(arguments.jobs, arguments.seconds, arguments.seed)
+    drawn = workload(arguments.jobs, arguments.seed)
+    others = random.Random(1).sample(drawn, len(drawn))
     rows, tables = [], {}
     with tempfile.TemporaryDirectory(prefix="wf-") as folder:
         made_up = Live(arguments.backend, arguments.policy, Path(folder))
@@ -329,30 +344,29 @@ def main() -> int:
             for trial in range(1, arguments.repeats + 1):
                 load, busy = os.getloadavg()[0], [busy_cores()]
                 with Frozen() as frozen:
-                    alone = made_up.alone(jobs, trial)
-                    crowded = made_up.crowded(jobs, trial)
+                    starts = made_up.starts(trial)
+                    before = made_up.crowded(drawn[::-1], f"before-{trial}")
                     busy.append(busy_cores())
-                    start = report.median([ran.start for ran in alone.values()])
-                    virtual = simulated(jobs, crowded, start, arguments.policy, made_up.nodes)
+                    jobs = spread(drawn, before, arguments.load)
                     live = made_up.together(jobs, trial)
-                busy.append(busy_cores())
-                others = {
-                    name: simulated(jobs, ran, start, arguments.policy, made_up.nodes)
-                    for name, ran in (("alone", alone), ("live", live))
-                }
+                    busy.append(busy_cores())
+                    after = made_up.crowded(others, f"after-{trial}")
+                start = report.median(starts)
+                virtual, known = (
+                    simulated(jobs, ran, start, arguments.policy, made_up.nodes) for ran in (mean(before, after), live)
+                )
                 rows.append(
-                    {"trial": trial, "start, s": start, **compared(live, virtual), "crowded, %": longer(crowded, alone)}
-                    | {"beside, %": longer(live, alone), "with durations alone, %": apart(live, others["alone"])}
-                    | {"with live durations, %": apart(live, others["live"]), "frozen, s": frozen.longest}
-                    | {"load before": load, "after": os.getloadavg()[0]}
+                    {"trial": trial, "start, s": start, **compared(live, virtual), "after, %": longer(after, before)}
+                    | {"beside, %": longer(live, before), "with live durations, %": apart(live, known)}
+                    | {"frozen, s": frozen.longest, "load before": load, "after": os.getloadavg()[0]}
                     | {"cores busy with others": " ".join(f"{b:.1f}" for b in busy)}
                 )
-                tables[f"trial {trial}"] = per_job(jobs, alone, crowded, live, virtual)
+                tables[f"trial {trial}"] = per_job(jobs, before, after, live, virtual)
         finally:
             made_up.close()
     note = (
-        f"{len(jobs)} jobs, {DEVICES} devices of one core, {arguments.backend} backend, policy {arguments.policy}; averages of "
-        "completion times. Cores busy with others: before the jobs alone, before the live run, and after it."
+        f"{len(drawn)} jobs, load {arguments.load:g}, {DEVICES} devices of one core, {arguments.backend} backend, policy "
+        f"{arguments.policy}; averages of completion times. Cores busy with others: at first, before the live run, after it."
     )
     return report.finish(f"cluster_simulated_{arguments.backend}", arguments, rows, note, tables)
 

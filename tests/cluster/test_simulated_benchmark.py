@@ -16,12 +16,14 @@ NODES = [Node("a", 1), Node("b", 1)]
 
 
 def test_the_workload_follows_from_its_seed() -> None:
-    jobs = benchmark.workload(30, 50.0, seed=1)
-    assert jobs == benchmark.workload(30, 50.0, seed=1) != benchmark.workload(30, 50.0, seed=2)
+    jobs = benchmark.workload(30, seed=1)
+    assert jobs == benchmark.workload(30, seed=1) != benchmark.workload(30, seed=2)
     times = [asked.submitted for asked in jobs]
-    assert times == sorted(times) and times[0] == 0.0 and times[-1] <= 50.0
+    assert times == sorted(times) and times[0] == 0.0 and times[-1] <= 1.0
     assert {asked.kind for asked in jobs} == set(benchmark.MODELS) and len({asked.id for asked in jobs}) == 30
     assert all(asked.steps in benchmark.STEPS[asked.kind] for asked in jobs)
+    later = benchmark.spread(jobs, {asked.id: Ran(0.1, 2.0) for asked in jobs}, load=0.75)
+    assert [asked.submitted for asked in later] == pytest.approx([40.0 * at for at in times])
 
 
 @pytest.mark.parametrize("kind", list(benchmark.MODELS))
@@ -44,6 +46,7 @@ def test_averages_are_compared_with_the_goal() -> None:
     found = benchmark.compared(live, {"p": 1.1, "q": 3.8})
     assert found["difference, %"] == pytest.approx(100 * (4.9 / 5.1 - 1)) and found["holds"]
     assert found["most, s"] == pytest.approx(0.1) and benchmark.longer(live, alone) == pytest.approx(10.0)
+    assert benchmark.mean(alone, live)["q"].duration == pytest.approx(2.1)
     assert not benchmark.compared(live, {"p": 1.1, "q": 3.6})["holds"]
 
 
@@ -53,8 +56,8 @@ def test_a_live_cluster_of_this_machine(tmp_path: Path) -> None:
     jobs = [Asked(f"{number}", "mlp", 5, 0.05 * number, seed=number) for number in range(3)]
     live = benchmark.Live("local", "fifo_backfill", tmp_path)
     try:
-        alone, crowded, together = live.alone(jobs, 1), live.crowded(jobs, 1), live.together(jobs, 1)
+        crowded, together = live.crowded(jobs[::-1], "before"), live.together(jobs, 1)
     finally:
         live.close()
-    assert list(alone) == list(together) == ["0", "1", "2"] == sorted(crowded)
-    assert all(ran.start > 0 and ran.duration > 0 for found in (alone, crowded, together) for ran in found.values())
+    assert list(together) == ["0", "1", "2"] == sorted(crowded)
+    assert all(ran.start > 0 and ran.duration > 0 for found in (crowded, together) for ran in found.values())
