@@ -364,10 +364,8 @@ class Step:
 
     def _go_opaque(self, error: CaptureError) -> None:
         self.opaque_reason = str(error)
-        logger.warning(
-            "step %r runs eagerly, as an opaque job: %s. It trains correctly, but slower and as one group.",
-            self.name, error,
-        )  # fmt: skip
+        what = "step %r runs eagerly, as an opaque job: %s. It trains correctly, but slower and as one group."
+        logger.warning(what, self.name, error)
         self._variants.clear()
 
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:

@@ -129,6 +129,19 @@ def test_antman_long_waits_turn_opportunistic_unless_forbidden_and_are_upgraded(
     assert actions == [SetPriority("second", "guaranteed")], "an upgrade goes before a new one"
 
 
+def test_antman_restarts_with_who_lost_patience_before() -> None:
+    cluster = new(AntMan(patience=600.0), (1,))
+    cluster.submit(0, guaranteed("first"))
+    busy(cluster, 0, first=0.9)
+    cluster.submit(0, guaranteed("second", auto=True))
+    cluster.tick(600)
+    again = Scheduler.from_dict(json.loads(json.dumps(cluster.to_dict())), AntMan(patience=600.0))
+    assert again.next_tick == cluster.next_tick
+    for each in (cluster, again):
+        busy(each, 700, first=0.1)
+        assert each.tick(710) == [Start("second", (("n0", 0),), "opportunistic")]
+
+
 def test_antman_upgrades_all_workers_or_none() -> None:
     cluster = new(AntMan(patience=0.0), (2,), a=2, b=1)
     cluster.submit(0, guaranteed("other", tenant="b"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -43,11 +44,15 @@ class Device:
         """Bytes that its residents hold, or said that they need."""
         return sum(entry.memory for entry in self.residents)
 
-    def has_room(self, entry: Entry) -> bool:
-        """Whether ``entry`` fits beside them, as far as is known of it and them; alone what it said that it needs counts."""
-        alone = self.guaranteed is None and not self.opportunistic
-        needed = entry.submission.memory if alone else entry.memory
-        return not (self.memory and needed) or self.memory_used + needed <= self.memory
+    @property
+    def room(self) -> float:
+        """Bytes beside its residents, negative if they hold more than there is; infinite where its memory is not known."""
+        return self.memory - self.memory_used if self.memory else math.inf
+
+    @property
+    def vacant(self) -> bool:
+        """Whether nobody runs here."""
+        return self.guaranteed is None and not self.opportunistic
 
     def __repr__(self) -> str:
         return f"Device({self.place[0]}:{self.place[1]}, {[entry.id for entry in self.residents]})"

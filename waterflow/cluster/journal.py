@@ -83,7 +83,7 @@ class JournaledScheduler:
 
     def save(self) -> None:
         """Write all of the state down, if enough has happened since the last time."""
-        if self._since > len(self.book.entries) // ENTRIES_PER_EVENT:
+        if self._since > self._inner.known // ENTRIES_PER_EVENT:
             self._store.set_meta("scheduler", self._inner.to_dict())
             self._store.forget_events()
             self._since = 0

@@ -134,6 +134,11 @@ class Scheduler:
         return self._decide(now)
 
     @property
+    def known(self) -> int:
+        """How many submissions it keeps something of; those that ended are known by their ids."""
+        return len(self.book.entries) + len(self._ended)
+
+    @property
     def next_tick(self) -> float | None:
         """When the policy wants to be asked again, at the latest; None if only events can change its mind."""
         return self.book.now if self._undecided else self.policy.next_tick

@@ -53,6 +53,7 @@ class AntMan(Policy):
         self._calm: dict[Device, float] = {}  # since when a device is below ``busy``; missing: always was
         self._loud: set[Device] = set()
         self._next: float | None = _UNKNOWN
+        self._decided = 0.0  # when the last decision was
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -103,10 +104,7 @@ class AntMan(Policy):
         self._upgrade()
         self._reopen()
         self._start_guaranteed()
-        while self._impatient and self._impatient[0][0] + self.patience <= now:
-            since, entry = self._impatient.popleft()
-            if entry.state == "waiting" and entry.waiting_since == since:
-                self._extra.add(entry)
+        self._lose_patience(now)
         while self._start_opportunistic(now):
             self._reopen()
             self._start_guaranteed()
@@ -114,8 +112,8 @@ class AntMan(Policy):
         self._next = _UNKNOWN
 
     def to_dict(self) -> dict[str, Any]:
-        """Since when devices are calm."""
-        return {"calm": [[*device.place, since] for device, since in self._calm.items()]}
+        """Since when devices are calm, and who had lost patience by the last decision."""
+        return {"decided": self._decided, "calm": [[*device.place, since] for device, since in self._calm.items()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Queues by order, patience by the time since which each waits."""
@@ -124,6 +122,7 @@ class AntMan(Policy):
                 self.submitted(entry)
             elif entry.priority != entry.submission.priority:
                 self._turned[entry.id] = entry
+        self._lose_patience(state.get("decided", 0.0))
         self._calm = {self.book.devices.at((node, index)): since for node, index, since in state["calm"]}
         self._loud = {device for device in self.book.devices if device.utilization >= self.busy}
         self._next = _UNKNOWN
@@ -187,6 +186,14 @@ class AntMan(Policy):
 
     # -- opportunistic
 
+    def _lose_patience(self, now: float) -> None:
+        """Whoever has waited for long enough may run as opportunistic."""
+        self._decided = now
+        while self._impatient and self._impatient[0][0] + self.patience <= now:
+            since, entry = self._impatient.popleft()
+            if entry.state == "waiting" and entry.waiting_since == since:
+                self._extra.add(entry)
+
     def _start_opportunistic(self, now: float) -> bool:
         """Whether one of those that started gave back a reservation."""
         reopened = False
@@ -194,12 +201,17 @@ class AntMan(Policy):
             return False
         calm = [device for device in self.book.devices if self._calm_at(device) <= now]
         calm.sort(key=_load, reverse=True)
+        open_to_them = {device: (device.room, device.vacant) for device in calm}
         crowded: list[Entry] = []
-        while calm:
-            entry = self._extra.first(len(calm))
+        while open_to_them:
+            entry = self._extra.first(len(open_to_them))
             if entry is None:
                 break
-            roomy = [device for device in calm if device.has_room(entry)] if entry.memory else calm
+            declared, known = entry.submission.memory, entry.memory  # on a vacant device only what it said counts
+            roomy = [
+                device for device, (room, vacant) in open_to_them.items()
+                if not known or (declared if vacant else known) <= room
+            ]  # fmt: skip
             if len(roomy) < entry.wanted:
                 self._extra.take_out(entry)
                 crowded.append(entry)
@@ -208,8 +220,8 @@ class AntMan(Policy):
                 continue
             reopened = reopened or bool(entry.reserved)
             devices = [roomy.pop() for _ in range(entry.wanted)]
-            if roomy is not calm:
-                calm = [device for device in calm if device not in devices]
+            for device in devices:
+                del open_to_them[device]
             self.book.start(entry, devices, "opportunistic")
             if entry.submission.priority == "guaranteed":
                 self._turned[entry.id] = entry

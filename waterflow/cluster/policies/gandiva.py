@@ -338,6 +338,7 @@ class Gandiva(Policy):
 
     def _pairs(self, known: list[Group]) -> Iterator[tuple[Group, Group]]:
         """A single submission and who could take it in, the lowest utilization first."""
+        held = {group: group.memory for group in known}
         for newcomer in known:
             if len(newcomer.entries) > 1:
                 continue
@@ -346,7 +347,7 @@ class Gandiva(Policy):
                 if (
                     host is not newcomer
                     and host.home == newcomer.home
-                    and (not memory or host.memory + newcomer.memory <= memory)
+                    and (not memory or held[host] + held[newcomer] <= memory)
                     and frozenset(entry.id for entry in (*host.entries, *newcomer.entries)) not in self._failed
                 ):
                     yield newcomer, host

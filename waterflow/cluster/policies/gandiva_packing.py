@@ -15,7 +15,7 @@ from waterflow.cluster.policies.waiting import Waiting
 def fits_beside(memory: int, device: Device) -> bool:
     """Whether a submission that needs so many bytes fits beside those who are there; not where one of them is unknown."""
     known = memory > 0 and all(entry.memory > 0 for entry in device.residents)
-    return known and (not device.memory or device.memory_used + memory <= device.memory)
+    return known and memory <= device.room
 
 
 class GandivaPacking(Policy):
