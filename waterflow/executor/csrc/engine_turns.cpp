@@ -9,8 +9,8 @@
 namespace waterflow {
 namespace {
 
-constexpr int64_t kTurnNs = 20'000'000;     // that a job may be ahead of those that wait
-constexpr int64_t kShortPauseNs = 150'000;  // of a job between steps, for which its lane waits; or an eighth of a step
+constexpr int64_t kTurnNs = 40'000'000;     // that a job may be ahead of those that wait
+constexpr int64_t kShortPauseNs = 300'000;  // of a job between steps, for which its lane waits; or an eighth of a step
 constexpr int32_t kStepsNotKept = 4;        // before one that took longer is waited for again
 
 }  // namespace
