@@ -93,8 +93,9 @@ def _decisions(name: str) -> list[float]:
     def submission(number: int) -> cluster.Submission:
         sizes, priority = (1, 1, 1, 2, 4, 8), rng.choice(("guaranteed", "opportunistic"))
         return cluster.Submission(
-            str(number), devices=rng.choice(sizes), priority=priority, duration=rng.uniform(60, 1e5)
-        )
+            str(number), devices=rng.choice(sizes), priority=priority, duration=rng.uniform(60, 1e5),
+            memory=rng.choice((8, 12, 16)),
+        )  # fmt: skip
 
     number = 0
     while sum(entry.state == "waiting" for entry in scheduler.book.entries.values()) < WAITING:
