@@ -80,6 +80,7 @@ def test_a_job_from_submission_to_end(cluster: Cluster) -> None:
     told = cluster.service.status()["jobs"][0]
     assert told["state"] == "completed" and told["places"] == [] and told["fraction"] == 1.0
     assert cluster.service.wait(["a"], 0.0) == ["a"]
+    assert cluster.store._all("SELECT id FROM payloads") == [] and not cluster.submit("a")
     cluster.store.check()
     lines = [line for _, _, line in cluster.store.log("a")]
     assert lines[0] == "submitted: 1 device(s), guaranteed" and lines[-1] == "completed"

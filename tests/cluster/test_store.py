@@ -33,7 +33,8 @@ def test_one_id_is_one_job(store: Store) -> None:
     assert store.add(asked(), b"payload")
     assert not store.add(asked(submitted=2.0), b"payload")  # the same answer, whenever it comes
     with pytest.raises(
-        InvalidJobError, match="job 'a' is known already, and differs in what it is to run. One id is one"
+        InvalidJobError,
+        match="job 'a' is known already, and differs in what it is to run, or the checkpoint.*One id is one",
     ):
         store.add(asked(), b"another")
     with pytest.raises(InvalidJobError, match="differs in devices 1 there and 2 here"):
@@ -54,6 +55,19 @@ def test_classes_by_value_have_one_digest_in_every_process(tmp_path: Path) -> No
     assert digest_of(asked(), one) == digest_of(asked(), two)
     other = cloudpickle.dumps(lambda: 4)
     assert digest_of(asked(), one) != digest_of(asked(), other)
+
+
+def test_one_id_goes_on_from_one_checkpoint(store: Store) -> None:
+    assert store.add(asked(), b"", "first") and not store.add(asked(), b"", "first")
+    for other in ("second", None):
+        with pytest.raises(InvalidJobError, match="or the checkpoint that it goes on from"):
+            store.add(asked(), b"", other)
+
+
+def test_payloads_go_when_asked(store: Store) -> None:
+    store.add(asked(), b"large")
+    store.forget_payload("a")
+    assert store._all("SELECT * FROM payloads") == [] and not store.add(asked(), b"large")
 
 
 def test_a_transaction_is_whole_or_nothing(store: Store) -> None:

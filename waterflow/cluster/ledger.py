@@ -336,6 +336,6 @@ def _together(run: _Run) -> Progress:
         steps=sum(part.steps for part in parts),
         fraction=sum(fractions) / shares if len(fractions) == len(parts) else None,
         step_seconds=sum(moving) / len(moving) if moving else 0.0,
-        memory=sum(part.memory for part in parts),
+        memory=max(part.memory for part in parts),
         utilization=sum(part.utilization for part in parts) / len(parts),
     )

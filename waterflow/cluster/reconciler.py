@@ -270,6 +270,7 @@ class Reconciler:
         steps = steps if steps is not None else max(job.steps, reported)
         self.store.place(job.id, ())
         self.store.change(job.id, state=how, ended=self._now, reason=reason, steps=steps)
+        self.store.forget_payload(job.id)
         self.store.say(job.id, self._now, f"{how}{f': {reason}' if reason else ''}")
 
 

@@ -88,11 +88,13 @@ class JobRecord:
 _COLUMNS = [field.name for field in fields(JobRecord) if field.name != "places"]
 
 
-def digest_of(submission: dict[str, Any], payload: bytes) -> str:
-    """What two submissions with one id must share: what is asked for, and the payload."""
+def digest_of(submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> str:
+    """What two submissions with one id must share: what is asked for, the payload, and the checkpoint to go on from."""
     asked = {key: value for key, value in submission.items() if key != "submitted"}
     found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     found.update(_CLASS_NUMBER.sub(b"", payload))
+    if checkpoint is not None:
+        found.update(f"from {checkpoint}".encode())
     return found.hexdigest()
 
 
@@ -184,7 +186,7 @@ class Store:
 
         Raises InvalidJobError where the id belongs to another job.
         """
-        id, digest = submission["id"], digest_of(submission, payload)
+        id, digest = submission["id"], digest_of(submission, payload, checkpoint)
         with self.transaction():
             known = self._all("SELECT digest, submission FROM jobs WHERE id = ?", (id,))
             if known:
@@ -235,6 +237,10 @@ class Store:
     def payload(self, id: str) -> bytes:
         """What was handed in."""
         return bytes(self._all("SELECT payload FROM payloads WHERE id = ?", (id,))[0][0])
+
+    def forget_payload(self, id: str) -> None:
+        """The job has ended: nobody will start it again."""
+        self._run("DELETE FROM payloads WHERE id = ?", (id,))
 
     def change(self, id: str, **values: Any) -> None:
         """Set fields of one job: any of its record but those that it came with."""
@@ -295,5 +301,5 @@ def _told_apart(id: str, known: dict[str, Any], given: dict[str, Any]) -> str:
         for key in given
         if key != "submitted" and known.get(key) != given.get(key)
     ]
-    what = "; ".join(differ) or "what it is to run"
+    what = "; ".join(differ) or "what it is to run, or the checkpoint that it goes on from"
     return f"job {id!r} is known already, and differs in {what}. One id is one job: take another id for another job"
