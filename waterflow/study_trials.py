@@ -292,16 +292,14 @@ class _Caller:
     @contextlib.contextmanager
     def interruptible(self, study: Any) -> Iterator[None]:
         """Ctrl-C inside lets threads that wait for trials end, and the trials."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
+        before: Callable[[int, Any], Any] | Any = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(before):
+            yield  # nobody can press it, or it is ignored, as by a shell's background jobs
             return
-        before = signal.getsignal(signal.SIGINT)
 
         def pressed(number: int, frame: Any) -> None:
             self._interrupted.set()
-            handler: Callable[[int, Any], Any] | Any = before
-            if callable(handler):
-                handler(number, frame)
+            before(number, frame)
 
         signal.signal(signal.SIGINT, pressed)
         try:
