@@ -69,10 +69,9 @@ class ElasticTiresias(Las):
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
         """Rule 1, and rule 2 where it applies; ``_sizes`` of all that run then."""
-        running = self._ranked(now)
+        running, asked = self._order, self._asked
         waiting = sum(map(len, self._waiting.values()))
-        asked = [item[3].wanted for item in running]
-        stops, starts = self._walk(running, asked, {which: which[1] for which in self._waiting})
+        stops, starts = self._walk(running, asked)
         halve = waiting + len(stops) - len(starts) > self._pending
         if halve:
             sizes = [self._halved(size) if item[0] >= 2 else size for item, size in zip(running, asked)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, Literal
@@ -30,6 +30,7 @@ class Las(Ranked):
             raise ValueError(f"las counts by 'service' or by 'time', not by {by!r}")
         self._by = by
         self._order: list[Item] = []  # those that run
+        self._asked: list[int] = []  # devices of each
         self._demotions: list[tuple[float, int, Entry]] = []  # time, order; only those whose time is in _due count
         self._due: dict[str, float] = {}
         self._demoted: dict[str, Entry] = {}  # in the decision that is being taken
@@ -62,7 +63,7 @@ class Las(Ranked):
         for entry in sorted(demoted.values(), key=lambda each: each.order):
             self._on_stop(entry)
             entry.key = (entry.key[0] + 3, self._next(), 0, entry)  # last of the next queue, though it runs
-            insort(self._order, entry.key)
+            self._insert(entry)
         super().decide(now)
         for entry in demoted.values():
             if entry.state == "running":
@@ -82,6 +83,7 @@ class Las(Ranked):
         """Both again."""
         super().restore(state)
         self._order = [entry.key for entry in self._running.values()]
+        self._asked = [entry.wanted for entry in self._running.values()]
         self._due = dict(state["due"])
         self._demotions = sorted((due, self._running[id].order, self._running[id]) for id, due in self._due.items())
 
@@ -97,13 +99,22 @@ class Las(Ranked):
     def _ranked(self, now: float) -> list[Item]:
         return self._order
 
+    def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
+        return self._walk(self._order, self._asked)
+
     def _on_start(self, entry: Entry) -> None:
         entry.key = (2.0 * self.queue_of(entry), self._next(), 0, entry)
-        insort(self._order, entry.key)
+        self._insert(entry)
         self._watch(entry)
 
+    def _insert(self, entry: Entry) -> None:
+        at = bisect_left(self._order, entry.key)
+        self._order.insert(at, entry.key)
+        self._asked.insert(at, entry.wanted)
+
     def _on_stop(self, entry: Entry) -> None:
-        del self._order[bisect_left(self._order, entry.key)]
+        at = bisect_left(self._order, entry.key)
+        del self._order[at], self._asked[at]
         self._due.pop(entry.id, None)
 
     def _watch(self, entry: Entry) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
 from waterflow.cluster.book import Entry
@@ -125,63 +126,76 @@ class Ranked(Policy):
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
         """Whom to stop and whom to start, both in the order of rank."""
-        return self._walk(
-            self._ranked(now) if self.preempts else [], None, {which: which[1] for which in self._waiting}
-        )
+        return self._walk(self._ranked(now) if self.preempts else [])
 
     def _walk(
-        self, running: Sequence[Item], sizes: Sequence[int] | None, size_of: Mapping[Class, int]
+        self, running: Sequence[Item], sizes: Sequence[int] | None = None, size_of: Mapping[Class, int] | None = None
     ) -> tuple[list[Entry], list[Entry]]:
-        """The same, where those that run take ``sizes`` (None: as many as they have), and those that wait ``size_of``."""
-        book = self.book
-        free = book.devices.total if self.preempts else book.devices.free
+        """The same, where those that run take ``sizes``, and those that wait ``size_of``.
+
+        None: as many as they have, and as many as they ask for.
+        """
+        book, waiting = self.book, self._waiting
         quotas = {name: book.quota_left(name) + self.preempts * book.held[name] for name in book.tenants}
-        heads = [(items[0], 0, which) for which, items in self._waiting.items() if items]
+        heads = [(items[0], 0, which) for which, items in waiting.items() if items]
+        if not (heads or quotas or sizes):
+            return [], []
         heapify(heads)
-        stops: list[Entry] = []
-        starts: list[Entry] = []
-        real = sizes is None
-        if not quotas:  # whoever stands before all that wait stays
-            first = bisect_left(running, heads[0][0]) if heads else len(running)
-            if sizes is None:
-                running = running[first:]
-                sizes = [len(item[3].devices) for item in running]
-                free = book.devices.free + sum(sizes)
-            elif (used := sum(sizes[:first])) <= free:
-                free -= used
-                running, sizes = running[first:], sizes[first:]
+        free = book.devices.total if self.preempts else book.devices.free
+        at, count = 0, len(running)
+        if not quotas and sizes is None:  # whoever stands before all that wait stays
+            running = running[bisect_left(running, heads[0][0]) if heads else count :]
+            count = len(running)
+            sizes = [len(item[3].devices) for item in running]
+            free = book.devices.free + sum(sizes)
         elif sizes is None:
             sizes = [len(item[3].devices) for item in running]
-
-        def take_waiting(before: Item | None) -> None:
-            nonlocal free
-            while heads and (before is None or heads[0][0] < before):
-                item, index, which = heads[0]
-                tenant, size = which[0], size_of[which]
-                if size > free or (quotas and size > quotas[tenant]):
-                    heappop(heads)
-                    continue
-                free -= size
+        stops: list[Entry] = []
+        starts: list[Entry] = []
+        while True:
+            behind = bisect_left(running, heads[0][0], at) if heads else count
+            if at < behind:  # they run, and stand before all that wait
                 if quotas:
-                    quotas[tenant] -= size
-                starts.append(item[3])
-                items = self._waiting[which]
-                index += 1
-                if index < len(items):
-                    heapreplace(heads, (items[index], index, which))
+                    for item, size in zip(running[at:behind], sizes[at:behind]):
+                        if size > free or size > quotas[item[3].tenant]:
+                            stops.append(item[3])
+                        else:
+                            free -= size
+                            quotas[item[3].tenant] -= size
                 else:
-                    heappop(heads)
-
-        for item, size in zip(running, sizes):
-            if heads and heads[0][0] < item:
-                take_waiting(item)
-                if real and not heads and not starts:
-                    break  # none of those that wait fits, so nothing changes
-            if size > free or (quotas and size > quotas[item[3].tenant]):
-                stops.append(item[3])
+                    free -= self._keep(running, sizes, at, behind, free, stops)
+                at = behind
+            if not heads:
+                return stops, starts
+            item, index, which = heads[0]
+            tenant, size = which[0], which[1] if size_of is None else size_of[which]
+            if size > free or (quotas and size > quotas[tenant]):
+                heappop(heads)
                 continue
             free -= size
             if quotas:
-                quotas[item[3].tenant] -= size
-        take_waiting(None)
-        return stops, starts
+                quotas[tenant] -= size
+            starts.append(item[3])
+            items = waiting[which]
+            index += 1
+            if index < len(items):
+                heapreplace(heads, (items[index], index, which))
+            else:
+                heappop(heads)
+
+    @staticmethod
+    def _keep(
+        running: Sequence[Item], sizes: Sequence[int], at: int, behind: int, free: int, stops: list[Entry]
+    ) -> int:
+        """How many of ``free`` devices those keep that run from ``at`` to ``behind``; to ``stops`` go who do not fit."""
+        kept = 0
+        while at < behind:
+            up_to = list(accumulate(sizes[at:behind]))
+            fit = bisect_right(up_to, free - kept)
+            if fit:
+                kept += up_to[fit - 1]
+            at += fit
+            if at < behind:
+                stops.append(running[at][3])
+                at += 1
+        return kept
