@@ -255,7 +255,7 @@ WORKLOADS: dict[str, Workload] = {
                  dropout=0.1),
         Workload("lenet", MEDIUM, lenet, _pictures(64, 32, 10), _classify, SGD, _SGD, 160),
         Workload("resnet8", MEDIUM, resnet8, _pictures(32, 32, 10), _classify, SGD, _SGD, 40),
-        Workload("lstm", MEDIUM, lstm, _words(1000, 16, 32), _next_word, AdamW, _ADAMW, 40, dropout=0.2),
+        Workload("lstm", MEDIUM, lstm, _words(1000, 16, 32), _next_word, AdamW, _ADAMW, 80, dropout=0.2),
         Workload("resnet50", SATURATING, resnet50, _pictures(16, 64, 1000), _classify, SGD, _SLOW_SGD, 8),
         Workload("bert", SATURATING, bert, _masked_words(8192, 8, 64), _masked_word, AdamW, _ADAMW, 4, dropout=0.1),
     )

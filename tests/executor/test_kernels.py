@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.support import Trained, train_eager, train_step
 from tests.support import assert_same as assert_same_runs
 from waterflow.executor.engine import Engine
-from waterflow.executor.shortcuts import masks, short_form
+from waterflow.executor.shortcuts import aliases, bypassed, masks, short_form
 
 aten, ours = torch.ops.aten, torch.ops.waterflow
 INF, NAN = float("inf"), float("nan")
@@ -366,3 +367,57 @@ def test_what_is_no_mask_stays_as_it_is(rule: Any, made: int | None) -> None:
     trained = train_step(make, data)
     assert_same_runs(trained, train_eager(make, data))
     assert made is None or len(masks(*calls_of(trained))) == made
+
+
+# -- called without the dispatcher
+
+
+class Clipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(F.relu(x) * x + x)
+
+
+def test_batches_whose_memory_holds_other_values() -> None:
+    """The dispatcher would resolve them; kernels that are called without it look at the memory."""
+    generator = torch.Generator().manual_seed(4)
+    data = [
+        (torch.randn(8, 16, dtype=torch.complex64, generator=generator).conj().imag, torch.arange(8)) for _ in range(5)
+    ]
+    assert data[0][0].is_neg()
+
+    def make() -> Any:
+        model = Clipped()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with Engine(memory="64MiB", lanes=1) as engine:
+        assert_same_runs(train_step(make, data, engine=engine), train_eager(make, data))
+
+
+def graph_of(code: Any, *given: torch.Tensor) -> list[Any]:
+    return [node for node in make_fx(code, tracing_mode="fake")(*given).graph.nodes if node.op == "call_function"]
+
+
+def test_what_is_written_later_is_a_direct_view_if_nobody_else_sees_it() -> None:
+    def alone(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen = aten.view.default(aten.sum.dim_IntList(x, [0], True), [4])
+        aten.add_.Tensor(seen, y)
+        return aten.view.default(seen, [2, 2])
+
+    calls = graph_of(alone, torch.randn(3, 4), torch.randn(4))
+    total, seen, written, later = calls
+    assert aliases(calls, ()) == {seen: total, later: written}
+    later.args = (seen, [2, 2])
+    found = aliases(calls, ())
+    assert found == {seen: total, later: seen}  # not of the sum: what was written stands in the view
+    assert not bypassed(found, [later])
+
+    def shared(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = aten.sum.dim_IntList(x, [0], True)
+        aten.add_.Tensor(aten.view.default(total, [4]), y)
+        return total
+
+    assert aliases(graph_of(shared, torch.randn(3, 4), torch.randn(4)), ()) == {}

@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 
+from waterflow import _C
+
 ours = torch.ops.waterflow
 SIZES = (1, 2, 3, 4, 7, 16, 33, 64, 100)
 
@@ -39,6 +41,28 @@ def test_products_of_all_sizes(inner: int) -> None:
             same_bits(ours.small_addmm(bias, a, b), torch.addmm(bias, a, b))
 
 
+@pytest.mark.parametrize("inner", [5, 64, 191, 192, 193, 256, 257, 400])
+def test_long_products(inner: int) -> None:
+    for rows, columns in itertools.product((2, 5, 64), (16, 48, 128)):
+        for turned in itertools.product((False, True), repeat=2):
+            a = torch.randn(inner, rows).t() if turned[0] else torch.randn(rows, inner)
+            b = torch.randn(columns, inner).t() if turned[1] else torch.randn(inner, columns)
+            bias = torch.randn(columns)
+            same_bits(ours.small_mm(a, b), torch.mm(a, b))
+            same_bits(ours.small_addmm(bias, a, b), torch.addmm(bias, a, b))
+
+
+def test_products_without_blas() -> None:
+    """Some of the shapes above, else those tests would compare BLAS with itself."""
+    before = _C.short_products()
+    for rows, inner in itertools.product((3, 4, 5, 6), (24, 40, 56)):
+        ours.small_mm(torch.randn(rows, inner), torch.randn(inner, 80))
+    fused = "AVX2" in torch.backends.cpu.get_cpu_capability() or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    if not (fused and torch.backends.mkl.is_available()):
+        pytest.skip("made for the orders of sums of MKL, on processors with fused operations")
+    assert _C.short_products() > before
+
+
 def test_products_of_all_layouts() -> None:
     for a, b in itertools.product(matrices(5, 12), matrices(12, 9)):
         same_bits(ours.small_mm(a, b), torch.mm(a, b))
@@ -48,8 +72,13 @@ def test_products_of_all_layouts() -> None:
 
 def test_special_values() -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-42, 3e38])
-    a, b = values.repeat(9, 1), values.repeat(9, 1).t().contiguous()
-    same_bits(ours.small_mm(a, b).nan_to_num(7.0), torch.mm(a, b).nan_to_num(7.0))
+    for columns in (9, 16, 32):
+        a, b = values.repeat(9, 1), values.repeat(columns, 1).t().contiguous()
+        same_bits(ours.small_mm(a, b).nan_to_num(7.0), torch.mm(a, b).nan_to_num(7.0))
+        for one, other, added in itertools.product((0.0, -0.0), (1.0, -1.0), (0.0, -0.0)):
+            a, b, bias = torch.full((6, 24), one), torch.full((24, columns), other), torch.full((columns,), added)
+            same_bits(ours.small_mm(a, b), torch.mm(a, b))
+            same_bits(ours.small_addmm(bias, a, b), torch.addmm(bias, a, b))
     zeros = torch.full((3, 64), -0.0)
     same_bits(ours.sum_of_few_rows(zeros, [0]), zeros.sum(0))
 

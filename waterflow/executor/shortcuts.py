@@ -140,7 +140,8 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
     """Views that are made directly, from sizes and strides, and the node whose memory each looks at.
 
     A view of a view looks at the first one's base. Left out are those that are ``apart``, and memory that an operation
-    behind them writes into: there a base with other strides than the captured ones could not be replaced by a copy.
+    behind them writes into, unless nobody else looks at it: there a base with other strides than the captured ones
+    could not be replaced by a copy.
     """
     written = {
         storage_id(value.meta["val"]): at
@@ -150,7 +151,12 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
         for value in (values if isinstance(values, (list, tuple)) else [values])
         if isinstance(value, fx.Node)
     }
+    first: dict[Any, fx.Node] = {}
+    for node in calls:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            first.setdefault(storage_id(node.meta["val"]), node)
     bases: dict[fx.Node, fx.Node] = {}
+    sole: set[fx.Node] = set()  # the only look at their memory, which is written later: views of them look at them
     for at, node in enumerate(calls):
         if node in apart or not (is_view(node.target) or node.target in _UNDECLARED_VIEWS):
             continue
@@ -163,12 +169,20 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
             and not made.is_complex()
             and made.layout == given.layout == torch.strided
             and storage_id(made) == storage_id(given)
-            and written.get(storage_id(made), -1) < at
         ):
-            bases[node] = bases.get(source, source)
+            memory = storage_id(made)
+            if written.get(memory, -1) < at:
+                bases[node] = source if source in sole else bases.get(source, source)
+            elif first[memory] is source and len(first[memory].users) == 1:
+                bases[node] = source
+                sole.add(node)
     return bases
 
 
 def bypassed(bases: dict[fx.Node, fx.Node], outputs: Collection[Any]) -> set[fx.Node]:
     """Views that nobody looks at any more, because their own views look at the base."""
-    return {node for node in bases if node not in outputs and all(user in bases for user in node.users)}
+    return {
+        node
+        for node in bases
+        if node not in outputs and all(user in bases and bases[user] is not node for user in node.users)
+    }

@@ -12,6 +12,7 @@
 #include <optional>
 #include <tuple>
 
+#include "direct_call.h"
 #include "vectors.h"
 
 namespace waterflow {
@@ -21,7 +22,7 @@ namespace {
 
 // Larger tensors torch shares out among threads.
 bool is_small_float(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kFloat && tensor.numel() < at::internal::GRAIN_SIZE;
+  return tensor.scalar_type() == at::kFloat && tensor.numel() < at::internal::GRAIN_SIZE && has_plain_memory(tensor);
 }
 
 bool has_single(const at::Tensor& tensor) {
@@ -156,8 +157,8 @@ at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format)
 
 // Softmax, and zeros in the place of rows that are masked out as a whole.
 at::Tensor safe_softmax(const at::Tensor& self, int64_t dim, std::optional<at::ScalarType> dtype) {
-  if (self.scalar_type() != at::kFloat || dtype || self.dim() == 0 || self.numel() == 0 || has_single(self) ||
-      !self.is_contiguous() || (dim != -1 && dim != self.dim() - 1)) {
+  if (self.scalar_type() != at::kFloat || !has_plain_memory(self) || dtype || self.dim() == 0 || self.numel() == 0 ||
+      has_single(self) || !self.is_contiguous() || (dim != -1 && dim != self.dim() - 1)) {
     return at::_safe_softmax(self, dim, dtype);
   }
   const auto result = at::_softmax(self, dim, false);
@@ -278,3 +279,19 @@ TORCH_LIBRARY_IMPL(waterflow, CPU, m) {
   m.impl("_safe_softmax", &waterflow::safe_softmax);
   m.impl("max_pool2d_with_indices", &waterflow::max_pool);
 }
+
+namespace waterflow {
+namespace {
+
+const RegisterDirectCall kDirect[] = {
+    {"waterflow::relu", &Direct<&relu>::call},
+    {"waterflow::threshold_backward", &Direct<&threshold_backward>::call},
+    {"waterflow::mul", &Direct<&mul>::call},
+    {"waterflow::add", &Direct<&add>::call},
+    {"waterflow::mul_number", &Direct<&mul_number>::call},
+    {"waterflow::clone", &Direct<&clone>::call},
+    {"waterflow::_safe_softmax", &Direct<&safe_softmax>::call},
+};
+
+}  // namespace
+}  // namespace waterflow

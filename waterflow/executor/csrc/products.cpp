@@ -8,23 +8,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "direct_call.h"
+#include "products.h"
+#include "short_products.h"
 #include "vectors.h"
 
 namespace waterflow {
 namespace {
 
 constexpr int64_t kMostWork = 1 << 21;  // multiplications: in larger products the way does not count
-
-// BLAS, by columns: c = alpha a b + beta c.
-using Gemm = void(const char* turn_a, const char* turn_b, const int* m, const int* n, const int* k, const float* alpha,
-                  const float* a, const int* lda, const float* b, const int* ldb, const float* beta, float* c,
-                  const int* ldc);
-
-// Of a matrix as columns: whether its rows stand there, and how far apart they are.
-struct Side {
-  char turn;
-  int apart;
-};
 
 // As torch chooses it; none for matrices that it would copy, or where a size of one leaves it a choice.
 std::optional<Side> side_of(const at::Tensor& matrix) {
@@ -35,14 +27,21 @@ std::optional<Side> side_of(const at::Tensor& matrix) {
   return std::nullopt;
 }
 
-void multiply(Gemm* gemm, const at::Tensor& left, Side a, const at::Tensor& right, Side b, float beta,
-              const at::Tensor& result) {
-  const int rows = static_cast<int>(result.size(0)), columns = static_cast<int>(result.size(1));
-  const int inner = static_cast<int>(left.size(1));
-  const float alpha = 1.0f;
-  // A matrix by rows is its transpose by columns.
-  gemm(&b.turn, &a.turn, &columns, &rows, &inner, &alpha, right.const_data_ptr<float>(), &b.apart,
-       left.const_data_ptr<float>(), &a.apart, &beta, result.mutable_data_ptr<float>(), &columns);
+Product product_of(const at::Tensor& left, Side a, const at::Tensor& right, Side b, const float* bias,
+                   const at::Tensor& result) {
+  return {left.const_data_ptr<float>(),
+          a,
+          right.const_data_ptr<float>(),
+          b,
+          bias,
+          result.mutable_data_ptr<float>(),
+          static_cast<int>(result.size(0)),
+          static_cast<int>(result.size(1)),
+          static_cast<int>(left.size(1))};
+}
+
+void multiply(Gemm* gemm, const Product& product) {
+  if (!multiply_shortly(product, gemm)) product.by(gemm);
 }
 
 // The function that torch calls; null where its own products do not have the same bits.
@@ -57,19 +56,28 @@ Gemm* find_gemm() {
     const auto left = at::arange(7 * inner, options).mul_(0.37f).sin_().view({7, inner});
     const auto right = at::arange(inner * 33, options).mul_(0.73f).cos_().view({inner, 33});
     const auto mine = at::empty({7, 33}, options);
-    multiply(gemm, left, *side_of(left), right, *side_of(right), 0.0f, mine);
+    product_of(left, *side_of(left), right, *side_of(right), nullptr, mine).by(gemm);
     if (std::memcmp(mine.const_data_ptr(), at::mm(left, right).const_data_ptr(), mine.nbytes()) != 0) return nullptr;
   }
   return gemm;
 }
 
+enum class Precision : char { unknown, highest, other };
+thread_local Precision t_precision = Precision::unknown;
+
+Precision precision_now() {
+  const bool highest = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+  return highest ? Precision::highest : Precision::other;
+}
+
 Gemm* the_gemm() {
   static Gemm* const gemm = find_gemm();
-  return at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST ? gemm : nullptr;
+  const auto precision = t_precision == Precision::unknown ? precision_now() : t_precision;
+  return precision == Precision::highest ? gemm : nullptr;
 }
 
 bool is_matrix(const at::Tensor& tensor) {
-  return tensor.dim() == 2 && tensor.scalar_type() == at::kFloat && !tensor.is_neg();
+  return tensor.dim() == 2 && tensor.scalar_type() == at::kFloat && has_plain_memory(tensor);
 }
 
 std::optional<std::pair<Side, Side>> sides_of(const at::Tensor& left, const at::Tensor& right) {
@@ -85,22 +93,19 @@ at::Tensor small_mm(const at::Tensor& self, const at::Tensor& mat2) {
   auto* gemm = sides ? the_gemm() : nullptr;
   if (gemm == nullptr) return at::mm(self, mat2);
   const at::Tensor result = at::detail::empty_cpu({self.size(0), mat2.size(1)}, at::kFloat);
-  multiply(gemm, self, sides->first, mat2, sides->second, 0.0f, result);
+  multiply(gemm, product_of(self, sides->first, mat2, sides->second, nullptr, result));
   return result;
 }
 
 at::Tensor small_addmm(const at::Tensor& self, const at::Tensor& mat1, const at::Tensor& mat2, const at::Scalar& beta,
                        const at::Scalar& alpha) {
   const auto sides = sides_of(mat1, mat2);
-  const bool row = self.dim() == 1 && self.scalar_type() == at::kFloat && self.is_contiguous() &&
-                   self.size(0) == mat2.size(1) && beta.equal(1) && alpha.equal(1);
+  const bool row = self.dim() == 1 && self.scalar_type() == at::kFloat && has_plain_memory(self) &&
+                   self.is_contiguous() && self.size(0) == mat2.size(1) && beta.equal(1) && alpha.equal(1);
   auto* gemm = sides && row ? the_gemm() : nullptr;
   if (gemm == nullptr) return at::addmm(self, mat1, mat2, beta, alpha);
   const at::Tensor result = at::detail::empty_cpu({mat1.size(0), mat2.size(1)}, at::kFloat);
-  const float* bias = self.const_data_ptr<float>();
-  float* to = result.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < result.size(0); ++i) std::memcpy(to + i * result.size(1), bias, self.nbytes());
-  multiply(gemm, mat1, sides->first, mat2, sides->second, 1.0f, result);
+  multiply(gemm, product_of(mat1, sides->first, mat2, sides->second, self.const_data_ptr<float>(), result));
   return result;
 }
 
@@ -114,20 +119,49 @@ WATERFLOW_VECTORS void add_rows(const float* __restrict from, int64_t rows, int6
   }
 }
 
-at::Tensor sum_of_few_rows(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
-                           std::optional<at::ScalarType> dtype) {
-  const bool few = is_matrix(self) && self.is_contiguous() && dim && dim->size() == 1 && (*dim)[0] == 0 && !dtype &&
-                   self.size(0) >= 1 && self.size(0) <= kFewRows && self.size(1) > 0 && self.size(1) % kColumns == 0 &&
-                   self.numel() < at::internal::GRAIN_SIZE;
-  if (!few) return at::sum(self, dim, keepdim, dtype);
-  const int64_t columns = self.size(1);
+bool has_few_rows(const at::Tensor& matrix) {
+  return is_matrix(matrix) && matrix.is_contiguous() && matrix.size(0) >= 1 && matrix.size(0) <= kFewRows &&
+         matrix.size(1) > 0 && matrix.size(1) % kColumns == 0 && matrix.numel() < at::internal::GRAIN_SIZE;
+}
+
+at::Tensor sum_rows(const at::Tensor& matrix, bool keepdim) {
+  const int64_t columns = matrix.size(1);
   const int64_t sizes[] = {1, columns};
   const at::Tensor result = at::detail::empty_cpu(at::IntArrayRef(sizes).slice(keepdim ? 0 : 1), at::kFloat);
-  add_rows(self.const_data_ptr<float>(), self.size(0), columns, result.mutable_data_ptr<float>());
+  add_rows(matrix.const_data_ptr<float>(), matrix.size(0), columns, result.mutable_data_ptr<float>());
   return result;
 }
 
+at::Tensor sum_of_few_rows(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
+                           std::optional<at::ScalarType> dtype) {
+  const bool rows = dim && dim->size() == 1 && (*dim)[0] == 0 && !dtype && has_few_rows(self);
+  return rows ? sum_rows(self, keepdim) : at::sum(self, dim, keepdim, dtype);
+}
+
+// Without a vector of the dimensions.
+at::Tensor sum_directly(const c10::IValue* const* arguments) {
+  const auto& self = arguments[0]->toTensor();
+  const auto& dim = *arguments[1];
+  const bool keepdim = arguments[2]->toBool();
+  const bool plain = dim.isIntList() && arguments[3]->isNone();
+  if (plain && dim.toListRef().size() == 1 && dim.toListRef()[0].toInt() == 0 && has_few_rows(self)) {
+    return sum_rows(self, keepdim);
+  }
+  const auto dims = dim.to<std::optional<std::vector<int64_t>>>();
+  return sum_of_few_rows(self, dims ? at::OptionalIntArrayRef(*dims) : std::nullopt, keepdim,
+                         arguments[3]->to<std::optional<at::ScalarType>>());
+}
+
 }  // namespace
+
+ProductsScope::ProductsScope() : known_before_(t_precision != Precision::unknown) {
+  if (!known_before_) t_precision = precision_now();
+}
+
+ProductsScope::~ProductsScope() {
+  if (!known_before_) t_precision = Precision::unknown;
+}
+
 }  // namespace waterflow
 
 TORCH_LIBRARY_FRAGMENT(waterflow, m) {
@@ -140,3 +174,15 @@ TORCH_LIBRARY_IMPL(waterflow, CPU, m) {
   m.impl("small_addmm", &waterflow::small_addmm);
   m.impl("sum_of_few_rows", &waterflow::sum_of_few_rows);
 }
+
+namespace waterflow {
+namespace {
+
+const RegisterDirectCall kDirect[] = {
+    {"waterflow::small_mm", &Direct<&small_mm>::call},
+    {"waterflow::small_addmm", &Direct<&small_addmm>::call},
+    {"waterflow::sum_of_few_rows", &sum_directly},
+};
+
+}  // namespace
+}  // namespace waterflow

@@ -4,9 +4,11 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/record_function.h>
 
+#include <array>
 #include <chrono>
 
 #include "../../allocator/csrc/lane_allocator.h"
+#include "products.h"
 
 namespace waterflow {
 
@@ -75,6 +77,7 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
     for (auto slot : instruction.drops) slots[slot] = c10::IValue();
     return;
   }
+  if (instruction.direct != nullptr) return call_directly(instruction, frame);
   gather(instruction, frame);
   for (const auto& expected : instruction.expected) match_strides(expected, stack[expected.argument]);
   if (const auto* own = instruction.random >= 0 ? frame.generator(instruction.random) : nullptr) {
@@ -84,6 +87,21 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
     instruction.op->callBoxed(stack);
   }
   take_results(instruction, frame);
+}
+
+void Program::call_directly(const Instruction& instruction, Frame& frame) {
+  auto& slots = frame.slots;
+  std::array<const c10::IValue*, kMostDirectArguments> given;
+  size_t count = 0;
+  for (const auto& argument : instruction.arguments) {
+    given[count++] = argument.kind == Argument::Kind::slot ? &slots[argument.slot] : &argument.value;
+  }
+  at::Tensor result = instruction.direct(given.data());
+  for (const auto& argument : instruction.arguments) {
+    if (argument.last_use) slots[argument.slot] = c10::IValue();
+  }
+  if (instruction.results[0] >= 0) slots[instruction.results[0]] = std::move(result);
+  for (auto slot : instruction.drops) slots[slot] = c10::IValue();
 }
 
 void Program::gather(const Instruction& instruction, Frame& frame) {
@@ -152,6 +170,7 @@ void Program::take_results(const Instruction& instruction, Frame& frame) {
 
 void Program::run(Frame& frame, int32_t begin, int32_t end, Placer* placer, Pace* pace) const {
   BelowAutograd below;
+  ProductsScope products;
   for (int32_t i = begin; i < end; ++i) {
     if (pace != nullptr) pace->before_operation();
     if (placer != nullptr) placer->instruction(i);

@@ -14,6 +14,7 @@
 
 #include "../../allocator/csrc/meter.h"
 #include "../../allocator/csrc/placer.h"
+#include "direct_call.h"
 #include "pacer.h"
 #include "random_state.h"
 
@@ -47,6 +48,7 @@ struct Alias {
 
 struct Instruction {
   std::optional<c10::OperatorHandle> op;  // none for an alias, and where another did the work
+  DirectCall direct = nullptr;            // what to call instead of the operator, with the same result
   std::optional<Alias> alias;
   std::vector<Argument> arguments;
   std::vector<int32_t> results;  // slot per result; -1 drops it
@@ -89,6 +91,8 @@ bool strides_match(const at::Tensor& tensor, const std::vector<int64_t>& expecte
 
 // A number in a tensor's place: it takes no part in type promotion.
 at::Tensor wrapped_number(const at::Scalar& number);
+
+constexpr size_t kMostDirectArguments = 8;
 
 struct Frame;
 
@@ -136,6 +140,7 @@ class Program {
 
  private:
   void execute(const Instruction& instruction, Frame& frame) const;
+  static void call_directly(const Instruction& instruction, Frame& frame);
   static void leave_out(const Instruction& instruction, Frame& frame);
 
   int32_t inputs_;

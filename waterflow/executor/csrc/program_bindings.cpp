@@ -3,9 +3,12 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+
 #include "binding.h"
 #include "compiled.h"
 #include "program.h"
+#include "short_products.h"
 
 namespace py = pybind11;
 
@@ -54,6 +57,12 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
     instruction.arguments.push_back(std::move(argument));
   }
   instruction.random = random;
+  const bool plain = std::all_of(instruction.arguments.begin(), instruction.arguments.end(), [](const auto& argument) {
+    return argument.kind == Argument::Kind::constant || argument.kind == Argument::Kind::slot;
+  });
+  if (plain && expected.empty() && instruction.arguments.size() <= kMostDirectArguments) {
+    instruction.direct = find_direct_call(name);
+  }
   for (auto item : expected) {
     auto entry = item.cast<std::tuple<int32_t, int32_t, std::vector<int64_t>>>();
     instruction.expected.push_back({std::get<0>(entry), std::get<1>(entry), std::get<2>(entry)});
@@ -64,6 +73,7 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
 }  // namespace
 
 void bind_programs(py::module_& m) {
+  m.def("short_products", &short_products);
   py::class_<CompiledRegion, std::shared_ptr<CompiledRegion>>(m, "CompiledRegion")
       .def(py::init<const std::string&>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("number", &CompiledRegion::number);
