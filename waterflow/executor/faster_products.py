@@ -1,4 +1,4 @@
-"""Operators by another library or by kernels of our own, where bits may differ and it is measured to be faster here."""
+"""Products of matrices by another library, where bits may differ and it is measured to be faster here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
-from waterflow.executor.faster_lstm import lstm_form
 
 aten = torch.ops.aten
 
@@ -33,8 +31,6 @@ def faster_form(target: Any, values: Sequence[Any]) -> Any:
         bias, left, right, *factors = values
         if factors == [1, 1] and bias.meta["val"].dim() == 1 and _is_faster(bias, left, right):
             return torch.ops.waterflow.addmm.default
-    elif target in (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default):
-        return lstm_form(target, values)
     return target
 
 
