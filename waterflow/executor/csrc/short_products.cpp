@@ -214,8 +214,10 @@ int64_t short_products() {
 
 bool multiply_shortly(const Product& product, Gemm* gemm) {
   const int64_t work = int64_t{product.rows} * product.columns * product.inner;
-  if (product.columns % kColumns != 0 || product.inner > kMostInner || work > kMostWork || !can_multiply())
+  if (product.columns % kColumns != 0 || product.inner > kMostInner || work > kMostWork || !lies_close(product) ||
+      !can_multiply()) {
     return false;
+  }
   const uint64_t shape = (static_cast<uint64_t>(product.rows) << 40) | (static_cast<uint64_t>(product.columns) << 16) |
                          (static_cast<uint64_t>(product.inner) << 4);
   // Never 0, which is an entry's first value.
