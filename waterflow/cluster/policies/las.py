@@ -11,6 +11,9 @@ from waterflow.cluster.book import Entry
 from waterflow.cluster.policies.ranked import Item, Ranked
 
 
+_BEFORE_ALL: Any = (-1.0,)
+
+
 class Las(Ranked):
     """Submissions begin in the first queue, and go to the end of the next when the service they got reaches a limit.
 
@@ -34,6 +37,7 @@ class Las(Ranked):
         self._demotions: list[tuple[float, int, Entry]] = []  # time, order; only those whose time is in _due count
         self._due: dict[str, float] = {}
         self._demoted: dict[str, Entry] = {}  # in the decision that is being taken
+        self._first: Item | None = _BEFORE_ALL  # of those that changed since the last decision
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -70,6 +74,11 @@ class Las(Ranked):
                 self._on_stop(entry)
                 self._on_start(entry)
         demoted.clear()
+        self._first = None
+
+    def nodes_changed(self) -> None:
+        """There may be room for all that wait."""
+        self._first = _BEFORE_ALL
 
     def queue_of(self, entry: Entry) -> int:
         """The first is 0."""
@@ -100,7 +109,17 @@ class Las(Ranked):
         return self._order
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
-        return self._walk(self._order, self._asked)
+        if self.book.tenants:
+            return self._walk(self._order, self._asked)
+        return ([], []) if self._first is None else self._walk_on(self._order, self._asked, self._first)
+
+    def _wait(self, entry: Entry) -> None:
+        super()._wait(entry)
+        self._change(entry.key)
+
+    def _change(self, item: Item) -> None:
+        if self._first is None or item < self._first:
+            self._first = item
 
     def _on_start(self, entry: Entry) -> None:
         entry.key = (2.0 * self.queue_of(entry), self._next(), 0, entry)
@@ -115,6 +134,7 @@ class Las(Ranked):
     def _on_stop(self, entry: Entry) -> None:
         at = bisect_left(self._order, entry.key)
         del self._order[at], self._asked[at]
+        self._change(entry.key)
         self._due.pop(entry.id, None)
 
     def _watch(self, entry: Entry) -> None:

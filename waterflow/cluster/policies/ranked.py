@@ -14,6 +14,7 @@ from waterflow.cluster.policies.base import Policy
 
 Item: TypeAlias = tuple[float, int, int, Entry]  # rank, then who comes first among equals; no two are equal
 Class: TypeAlias = tuple[str, int, bool]  # tenant, where quotas bind; devices; what a policy adds
+Head: TypeAlias = tuple[Item, int, Class]  # who waits, where in the list of its class
 
 
 class Ranked(Policy):
@@ -128,6 +129,21 @@ class Ranked(Policy):
         """Whom to stop and whom to start, both in the order of rank."""
         return self._walk(self._ranked(now) if self.preempts else [])
 
+    def _walk_on(self, running: Sequence[Item], sizes: Sequence[int], first: Item) -> tuple[list[Entry], list[Entry]]:
+        """The same, where nothing before ``first`` changed since the last decision, and quotas do not bind.
+
+        Whoever ran there fits again, and whoever waited there does not.
+        """
+        at = bisect_left(running, first)
+        free = self.book.devices.total - sum(sizes[:at])
+        heads = [
+            (items[index], index, which)
+            for which, items in self._waiting.items()
+            if which[1] <= free and (index := bisect_left(items, first)) < len(items)
+        ]
+        heapify(heads)
+        return self._merge(running, sizes, at, heads, free, {}, None) if heads else ([], [])
+
     def _walk(
         self, running: Sequence[Item], sizes: Sequence[int] | None = None, size_of: Mapping[Class, int] | None = None
     ) -> tuple[list[Entry], list[Entry]]:
@@ -135,21 +151,33 @@ class Ranked(Policy):
 
         None: as many as they have, and as many as they ask for.
         """
-        book, waiting = self.book, self._waiting
+        book = self.book
         quotas = {name: book.quota_left(name) + self.preempts * book.held[name] for name in book.tenants}
-        heads = [(items[0], 0, which) for which, items in waiting.items() if items]
+        heads = [(items[0], 0, which) for which, items in self._waiting.items() if items]
         if not (heads or quotas or sizes):
             return [], []
         heapify(heads)
         free = book.devices.total if self.preempts else book.devices.free
-        at, count = 0, len(running)
         if not quotas and sizes is None:  # whoever stands before all that wait stays
-            running = running[bisect_left(running, heads[0][0]) if heads else count :]
-            count = len(running)
+            running = running[bisect_left(running, heads[0][0]) if heads else len(running) :]
             sizes = [len(item[3].devices) for item in running]
             free = book.devices.free + sum(sizes)
         elif sizes is None:
             sizes = [len(item[3].devices) for item in running]
+        return self._merge(running, sizes, 0, heads, free, quotas, size_of)
+
+    def _merge(
+        self,
+        running: Sequence[Item],
+        sizes: Sequence[int],
+        at: int,
+        heads: list[Head],
+        free: int,
+        quotas: dict[str, int],
+        size_of: Mapping[Class, int] | None,
+    ) -> tuple[list[Entry], list[Entry]]:
+        """From ``at`` and ``heads`` on, the first of each list of those that wait."""
+        waiting, count = self._waiting, len(running)
         stops: list[Entry] = []
         starts: list[Entry] = []
         while True:
@@ -188,6 +216,9 @@ class Ranked(Policy):
         running: Sequence[Item], sizes: Sequence[int], at: int, behind: int, free: int, stops: list[Entry]
     ) -> int:
         """How many of ``free`` devices those keep that run from ``at`` to ``behind``; to ``stops`` go who do not fit."""
+        kept = sum(sizes[at:behind])
+        if kept <= free:
+            return kept
         kept = 0
         while at < behind:
             up_to = list(accumulate(sizes[at:behind]))
