@@ -66,7 +66,7 @@ class Entry:
     @property
     def places(self) -> tuple[Place, ...]:
         """Where it runs; empty while it waits."""
-        return tuple(device.place for device in self.devices)
+        return tuple([device.place for device in self.devices])
 
     def account(self, now: float) -> None:
         """Add what it got since the last time."""

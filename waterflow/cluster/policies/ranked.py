@@ -139,7 +139,7 @@ class Ranked(Policy):
         heads = [
             (items[index], index, which)
             for which, items in self._waiting.items()
-            if which[1] <= free and (index := bisect_left(items, first)) < len(items)
+            if items and which[1] <= free and (index := bisect_left(items, first)) < len(items)
         ]
         heapify(heads)
         return self._merge(running, sizes, at, heads, free, {}, None) if heads else ([], [])
@@ -216,9 +216,6 @@ class Ranked(Policy):
         running: Sequence[Item], sizes: Sequence[int], at: int, behind: int, free: int, stops: list[Entry]
     ) -> int:
         """How many of ``free`` devices those keep that run from ``at`` to ``behind``; to ``stops`` go who do not fit."""
-        kept = sum(sizes[at:behind])
-        if kept <= free:
-            return kept
         kept = 0
         while at < behind:
             up_to = list(accumulate(sizes[at:behind]))
