@@ -172,6 +172,7 @@ def test_what_is_replaced_in_between_is_seen() -> None:
 def test_a_group_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "WORTH", 0.0)
     monkeypatch.setattr(fusing, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(fusing, "PAID_BACK", 0.0)
     monkeypatch.setattr(fused_group, "TRIED_SECONDS", 0.001)
     jobs = [job(n, epochs=12) for n in range(3)]
     results = wf.train(jobs, exact=False, lanes=1, max_concurrent=3, memory="1GiB")
@@ -194,9 +195,39 @@ def test_a_group_is_weighed_against_its_jobs_beside_each_other(
     over: list[bool] = []
     monkeypatch.setattr(fusing.Fusing, "judge", paced)
     monkeypatch.setattr(fused_group, "TRIED_SECONDS", 0.001)
+    monkeypatch.setattr(fusing, "PAID_BACK", 0.0)
     monkeypatch.setattr(fusing, "SHORT_SECONDS", 1.0)
     wf.train([job(n, epochs=30) for n in range(2)], exact=False, max_concurrent=2, memory="1GiB")
     assert over == [not kept]
+
+
+@pytest.mark.parametrize(("paid_back", "fused"), [(0.0, True), (1e6, False)])
+def test_no_group_is_made_for_jobs_that_are_over_before_it_pays(
+    monkeypatch: pytest.MonkeyPatch, paid_back: float, fused: bool
+) -> None:
+    monkeypatch.setattr(fused_group, "TRIED_SECONDS", 0.001)
+    monkeypatch.setattr(fusing, "PAID_BACK", paid_back)
+    monkeypatch.setattr(fusing, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(fusing, "WORTH", 1e6)
+    results = wf.train([job(n, epochs=30) for n in range(2)], exact=False, max_concurrent=2, memory="1GiB")
+    assert [result.fused_steps > 0 for result in results] == [fused] * 2
+
+
+def test_a_free_seat_of_a_group_is_taken_by_a_job_that_is_soon_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_group, "TRIED_SECONDS", 0.001)
+    monkeypatch.setattr(fusing, "SHORT_SECONDS", 1.0)
+    monkeypatch.setattr(fusing, "WORTH", 1e6)
+    monkeypatch.setattr(fusing, "PAID_BACK", 0.0)
+    form = fusing.Fusing._form
+
+    def no_other(self: fusing.Fusing, key: int) -> None:
+        form(self, key)
+        monkeypatch.setattr(fusing, "PAID_BACK", 1e6)
+
+    monkeypatch.setattr(fusing.Fusing, "_form", no_other)
+    jobs = [job(0, epochs=20), *(job(n, epochs=200) for n in range(1, 3)), job(3, epochs=20)]
+    results = wf.train(jobs, exact=False, max_concurrent=3, memory="1GiB")
+    assert all(result.fused_steps > 0 for result in results)
 
 
 def test_jobs_that_cannot_share_operations_run_side_by_side() -> None:

@@ -51,9 +51,13 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class Pace:
-    """Steps a second on the clock of the wall, counted from the first step on until it is ``known``; anew after a pause."""
+    """Steps a second on the clock of the wall, counted from the first step on until it is ``known``; anew after a pause.
+
+    ``seconds`` is what all steps took since the first, pauses left out.
+    """
 
     per_second: float = 0.0
+    seconds: float = 0.0
     _steps: int = -1
     _began: float = 0.0
     _last: float = 0.0
@@ -69,6 +73,8 @@ class Pace:
         paused = now - self._last > max(PAUSE_SECONDS, PAUSE_STEPS * (self._last - self._began) / max(self._steps, 1))
         if self._steps < 0 or paused:  # what the job does beside steps is not their pace
             self._began, self._steps = now, -1
+        else:
+            self.seconds += now - self._last
         self._steps, self._last = self._steps + 1, now
         if self._steps >= TRIED_STEPS and now - self._began >= TRIED_SECONDS:
             self.per_second = self._steps / (now - self._began)

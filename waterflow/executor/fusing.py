@@ -30,6 +30,7 @@ logger = logging.getLogger("waterflow")
 
 GATHERING_SECONDS = 0.3  # that a job waits for others like it; for those that are expected a capture's time at least
 SHORT_SECONDS = 20e-6  # operations that take longer on average gain nothing from being launched together
+PAID_BACK = 1.0  # captures' times that a job works alone before a group is made for it: it may be over soon
 WORTH = 0.95  # of a group's pace: one that is not faster than its jobs were before by that is not kept
 
 
@@ -119,7 +120,7 @@ class Fusing:
             # Alone first, to know what that takes, and to claim it.
             if variant.planned.wants_profile or variant.claimed is None:
                 return None
-            if not self.forced and not member.alone.known:
+            if not self.forced and not self._has_worked(member, variant):
                 member.alone.note()
                 return None
             if id(variant.plain) in self._refused or not self._worth_a_trial(member, variant):
@@ -128,6 +129,20 @@ class Fusing:
         _await_steps(member)
         with self._changed:
             return self._take_seat(id(variant.plain), member, variant)
+
+    def _has_worked(self, member: Member, variant: Variant) -> bool:
+        """For long enough to know its pace, and to make a group that would have to be captured first."""
+        alone = member.alone
+        return alone.known and (
+            alone.seconds >= PAID_BACK * variant.plain.capture.seconds or self._vacant(variant) is not None
+        )
+
+    def _vacant(self, variant: Variant) -> Group | None:
+        """A group with a seat for such a step."""
+        for group in self._groups:
+            if not group.over and group.plain is variant.plain and None in group.seats:
+                return group
+        return None
 
     def _worth_a_trial(self, member: Member, variant: Variant) -> bool:
         short = member.busy_ns < SHORT_SECONDS * 1e9 * variant.planned.plan.operations
@@ -138,9 +153,9 @@ class Fusing:
         self._changed.notify_all()
 
     def _take_seat(self, key: int, member: Member, variant: Variant) -> Seat | None:
-        for group in self._groups:
-            if not group.over and group.plain is variant.plain and None in group.seats:
-                return self._join(group, member, variant)
+        group = self._vacant(variant)
+        if group is not None:
+            return self._join(group, member, variant)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((member, variant))
         known = variant.plain.capture.seconds if self._expected else 0.0

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from waterflow.cluster.book import Entry
 from waterflow.cluster.policies.ranked import Item, Ranked
 
-
-_BEFORE_ALL: Any = (-1.0,)
+_BEFORE_ALL: Any = (-1.0,)  # less than any item
 
 
 class Las(Ranked):
