@@ -110,16 +110,21 @@ class Asked:
         )  # fmt: skip
 
 
-def workload(jobs: int, seed: int) -> list[Asked]:
+def workload(jobs: int, seed: int, share: float = 1.0) -> list[Asked]:
     """Kinds in turn, in an order, of lengths and at times (shares of the whole) that follow from the seed; the first at once."""
     draw = random.Random(seed)
     kinds = [list(MODELS)[number % len(MODELS)] for number in range(jobs)]
     draw.shuffle(kinds)
     times = [0.0, *sorted(draw.random() for _ in range(jobs - 1))]
     return [
-        Asked(f"{number:02}-{kind}", kind, draw.choice(STEPS[kind]), at, seed=number)
+        Asked(f"{number:02}-{kind}", kind, shortened(draw.choice(STEPS[kind]), share), at, seed=number)
         for number, (kind, at) in enumerate(zip(kinds, times, strict=True))
     ]
+
+
+def shortened(steps: int, share: float) -> int:
+    """So much of them, one at least."""
+    return max(1, round(share * steps))
 
 
 def spread(jobs: Sequence[Asked], ran: dict[str, Ran], load: float) -> list[Asked]:
@@ -189,13 +194,13 @@ class Live:
             raise SystemExit(f"{id} is {told.state} after {told.attempts} attempts: {told.reason}")
         return Ran(told.started - told.submitted, told.ended - told.started)
 
-    def starts(self, trial: int) -> list[float]:
+    def starts(self, trial: int, share: float) -> list[float]:
         """Of one job of each kind and length while nothing else is there; seconds."""
         found = []
         for kind, lengths in STEPS.items():
             for steps in lengths:
                 id = f"alone-{trial}-{kind}-{steps}"
-                self.submit(id, Asked(id, kind, steps, 0.0, seed=0).payload())
+                self.submit(id, Asked(id, kind, shortened(steps, share), 0.0, seed=0).payload())
                 found.append(self.ended(id).start)
         return found
 
@@ -340,10 +345,16 @@ def main() -> int:
     made.add_argument("--policy", default="fifo_backfill", help="who decides, in both")
     made.add_argument("--jobs", type=int, default=30, help="how many jobs")
     made.add_argument("--load", type=float, default=0.8, help="what the jobs ask for of what the devices can do")
+    made.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="of each job's steps: the speed of a machine changes less in shorter trials",
+    )
     made.add_argument("--seed", type=int, default=0, help="of the workload")
     arguments = made.parse_args()
     torch.set_num_threads(1)
-    drawn = workload(arguments.jobs, arguments.seed)
+    drawn = workload(arguments.jobs, arguments.seed, arguments.share)
     others = random.Random(1).sample(drawn, len(drawn))
     trials: list[dict[str, Any]] = []
     tables = {}
@@ -353,7 +364,7 @@ def main() -> int:
             for trial in range(1, arguments.repeats + 1):
                 load, busy = os.getloadavg()[0], [busy_cores()]
                 with Frozen() as frozen:
-                    starts = made_up.starts(trial)
+                    starts = made_up.starts(trial, arguments.share)
                     before = made_up.crowded(drawn[::-1], f"before-{trial}")
                     busy.append(busy_cores())
                     jobs = spread(drawn, before, arguments.load)

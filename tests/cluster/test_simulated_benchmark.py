@@ -22,6 +22,7 @@ def test_the_workload_follows_from_its_seed() -> None:
     assert times == sorted(times) and times[0] == 0.0 and times[-1] <= 1.0
     assert {asked.kind for asked in jobs} == set(benchmark.MODELS) and len({asked.id for asked in jobs}) == 30
     assert all(asked.steps in benchmark.STEPS[asked.kind] for asked in jobs)
+    assert [asked.steps for asked in benchmark.workload(30, 1, 0.5)] == [asked.steps // 2 for asked in jobs]
     later = benchmark.spread(jobs, {asked.id: Ran(0.1, 2.0) for asked in jobs}, load=0.75)
     assert [asked.submitted for asked in later] == pytest.approx([40.0 * at for at in times])
 
