@@ -1,26 +1,24 @@
 """The simulator against the live cluster: thirty short jobs on two made-up devices, and the same in virtual time.
 
-    python -m benchmarks.cluster_simulated [--backend ray|local] [--repeats 3] [--save]
+    python -m benchmarks.cluster_simulated [--backend ray|local] [--repeats 5] [--save]
 
 Each device is a process with one core of its own and one lane; all jobs are guaranteed and ask for one device. The steps:
 
 - Each device trains one short job of each kind, so that no later job is the first of its kind there.
 - A job of each kind and length alone: "start" is the time from its submission until the service hears that it trains.
-- Every job while the other device trains, too: all are handed in at once, last ones first, so that their neighbours are others
-  than in the live run. "duration" is the time from when the service hears that a job trains until it hears that it has ended.
-  Devices of one machine share its memory and caches, so that this is longer than alone.
-- Live: the jobs are handed in at their times, spread so that they ask for ``--load`` of what the devices can do; scheduler, store,
-  service and backend are those of ``waterflow cluster up``.
-- Every job with both devices busy once more, in another order: where the machine became slower or faster meanwhile, the mean of
-  before and after is the speed of the live run.
-- Simulated: the same scheduler and policy, the mean durations with both devices busy, and the median start as the overhead of
-  each start. Nothing that the live run told goes into it.
+- Every job while the other device trains, too: all are handed in at once, last ones first. "duration" is the time from when the
+  service hears that a job trains until it hears that it has ended.
+- Live: the jobs are handed in at their times, spread so that they ask for ``--load`` of what the devices can do by those durations;
+  scheduler, store, service and backend are those of ``waterflow cluster up``.
+- Simulated: the same scheduler and policy, the median start as the overhead of each start, and as the duration of each job what the
+  service can tell once a fifth of its steps is done: the time until then, and the rest at that pace. How long jobs train in the end
+  does not go into it, nor when they begin.
 
-The goal: the average completion times (from submission to end) differ by 5 % at most, in the median of the trials: the speed of a
-machine that is shared with others changes during some. Of each trial the last columns say how busy the machine was with other
-work, and what differs between runs: "after", "beside": how much longer jobs train with both devices busy behind the live run, and
-live, than with both devices busy before it, by their sum; "with live durations": the difference of a simulation that is told
-those, which leaves what scheduler, service and backend add; "frozen": the longest time in which this process did not get to run.
+The goal: the average completion times (from submission to end) differ by 5 % at most, in the median of the trials. Of each trial the
+last columns say how busy the machine was with other work, and what other durations lead to: "told": how much longer than
+live the told durations are, by their sum; "measured before": those with both devices busy before the live run, where a machine that
+is shared with others had another speed; "beside": how much longer than those the jobs train live; "with live durations": those that
+the jobs have in the end, which leaves what scheduler, service and backend add.
 """
 
 from __future__ import annotations
@@ -29,12 +27,11 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,8 +39,10 @@ from torch import nn
 import waterflow as wf
 from benchmarks import report
 from waterflow import cluster
+from waterflow.cluster.backend import Backend, BackendEvent, Progress, Started
 
 GOAL = 0.05
+TOLD_BY = 0.2  # the part of its steps by which a job's duration is told
 DEVICES = 2
 PATIENCE = 120.0  # seconds for one job
 STEPS = {"mlp": (1000, 2000, 3500), "cnn": (350, 700, 1200), "attention": (220, 450, 800)}
@@ -110,21 +109,16 @@ class Asked:
         )  # fmt: skip
 
 
-def workload(jobs: int, seed: int, share: float = 1.0) -> list[Asked]:
+def workload(jobs: int, seed: int) -> list[Asked]:
     """Kinds in turn, in an order, of lengths and at times (shares of the whole) that follow from the seed; the first at once."""
     draw = random.Random(seed)
     kinds = [list(MODELS)[number % len(MODELS)] for number in range(jobs)]
     draw.shuffle(kinds)
     times = [0.0, *sorted(draw.random() for _ in range(jobs - 1))]
     return [
-        Asked(f"{number:02}-{kind}", kind, shortened(draw.choice(STEPS[kind]), share), at, seed=number)
+        Asked(f"{number:02}-{kind}", kind, draw.choice(STEPS[kind]), at, seed=number)
         for number, (kind, at) in enumerate(zip(kinds, times, strict=True))
     ]
-
-
-def shortened(steps: int, share: float) -> int:
-    """So much of them, one at least."""
-    return max(1, round(share * steps))
 
 
 def spread(jobs: Sequence[Asked], ran: dict[str, Ran], load: float) -> list[Asked]:
@@ -149,6 +143,38 @@ class Ran:
         return self.start + self.duration
 
 
+class Listening:
+    """A backend; and what it told of each job's steps, with seconds since the job trains."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._began: dict[str, float] = {}
+        self.reports: dict[str, list[tuple[float, Progress]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def poll(self, timeout: float) -> list[BackendEvent]:
+        """As the backend's."""
+        events, now = self._backend.poll(timeout), time.monotonic()
+        for event in events:
+            if isinstance(event, Started):
+                self._began[event.id], self.reports[event.id] = now, []
+            elif isinstance(event, Progress) and event.steps:
+                self.reports[event.id].append((now - self._began[event.id], event))
+        return events
+
+
+def foretold(reports: Sequence[tuple[float, Progress]], part: float = TOLD_BY) -> float:
+    """The duration by the first report with this part of the steps done, and the pace since the first one of all; seconds."""
+    first_at, first = reports[0]
+    for at, now in reports[1:]:
+        if now.fraction and now.fraction >= part and now.steps > first.steps:
+            left = now.steps / now.fraction - now.steps
+            return at + left * (at - first_at) / (now.steps - first.steps)
+    raise SystemExit(f"{first.id} ended before two reports told its pace: it needs more steps")
+
+
 class Live:
     """A cluster of made-up devices, each on a core of its own, in this process."""
 
@@ -163,7 +189,8 @@ class Live:
             self.nodes = [cluster.Node(n.name, n.devices, n.memory) for n in self.backend.nodes()]
             self._warm_up()
             self._store = cluster.Store(folder / "state.db")
-            self._service = cluster.Service(self._store, self.backend, cluster.POLICIES[policy]())
+            self._listening = Listening(self.backend)
+            self._service = cluster.Service(self._store, cast("Backend", self._listening), cluster.POLICIES[policy]())
         except BaseException:
             self.backend.close()
             raise
@@ -194,13 +221,13 @@ class Live:
             raise SystemExit(f"{id} is {told.state} after {told.attempts} attempts: {told.reason}")
         return Ran(told.started - told.submitted, told.ended - told.started)
 
-    def starts(self, trial: int, share: float) -> list[float]:
+    def starts(self, trial: int) -> list[float]:
         """Of one job of each kind and length while nothing else is there; seconds."""
         found = []
         for kind, lengths in STEPS.items():
             for steps in lengths:
                 id = f"alone-{trial}-{kind}-{steps}"
-                self.submit(id, Asked(id, kind, shortened(steps, share), 0.0, seed=0).payload())
+                self.submit(id, Asked(id, kind, steps, 0.0, seed=0).payload())
                 found.append(self.ended(id).start)
         return found
 
@@ -218,6 +245,11 @@ class Live:
             time.sleep(max(0.0, began + at - time.monotonic()))
             self.submit(id, payload)
         return {asked.id: self.ended(id) for asked, (id, _, _) in zip(jobs, payloads, strict=True)}
+
+    def told(self, ran: dict[str, Ran], trial: int) -> dict[str, Ran]:
+        """What ran in this trial, with the durations that could be told early."""
+        reports = self._listening.reports
+        return {id: replace(one, duration=foretold(reports[f"live-{trial}-{id}"])) for id, one in ran.items()}
 
     def close(self) -> None:
         """End all of it."""
@@ -243,30 +275,6 @@ def simulated(
 # -- the table
 
 
-class Frozen:
-    """Watches for times in which this process does not run; as a context."""
-
-    def __init__(self) -> None:
-        self.longest = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        last = time.monotonic()
-        while not self._over.wait(0.02):
-            now = time.monotonic()
-            self.longest = max(self.longest, now - last - 0.02)
-            last = now
-
-    def __enter__(self) -> Frozen:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
 def busy_cores(seconds: float = 1.0) -> float:
     """How many cores work now, while this program does not."""
 
@@ -290,11 +298,6 @@ def longer(ran: dict[str, Ran], other: dict[str, Ran]) -> float:
     return 100 * (sum(ran[id].duration for id in other) / sum(one.duration for one in other.values()) - 1)
 
 
-def mean(one: dict[str, Ran], other: dict[str, Ran]) -> dict[str, Ran]:
-    """The mean duration of each job."""
-    return {id: replace(ran, duration=(ran.duration + other[id].duration) / 2) for id, ran in one.items()}
-
-
 def apart(live: dict[str, Ran], virtual: dict[str, float]) -> float:
     """How far the simulated average completion time is from the live one; percent of the live one."""
     return 100 * (average(virtual.values()) / average(ran.completion for ran in live.values()) - 1)
@@ -312,7 +315,7 @@ def compared(live: dict[str, Ran], virtual: dict[str, float]) -> dict[str, Any]:
 def per_job(
     jobs: Sequence[Asked],
     before: dict[str, Ran],
-    after: dict[str, Ran],
+    told: dict[str, Ran],
     live: dict[str, Ran],
     virtual: dict[str, float],
 ) -> list[dict[str, Any]]:
@@ -320,7 +323,7 @@ def per_job(
     return [
         {
             "job": asked.id, "steps": asked.steps, "submitted, s": asked.submitted, "before, s": before[asked.id].duration,
-            "live, s": live[asked.id].duration, "after, s": after[asked.id].duration,
+            "told, s": told[asked.id].duration, "live, s": live[asked.id].duration,
             "completion live, s": live[asked.id].completion, "simulated, s": virtual[asked.id],
             "difference, s": virtual[asked.id] - live[asked.id].completion,
         }
@@ -331,31 +334,24 @@ def per_job(
 def judged(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The median of the trials, and their spread."""
     row: dict[str, Any] = {"trials": len(trials)}
-    for column, spread_of_it in (("difference, %", "spread"), ("with live durations, %", "its spread")):
+    for column in ("difference, %", "measured before, %", "with live durations, %"):
         values = [trial[column] for trial in trials]
-        row |= {column: report.median(values), spread_of_it: report.spread(values)}
+        row |= {column: report.median(values), column.replace(", %", ", spread"): report.spread(values)}
     return row | {"at most, %": 100 * GOAL, "holds": abs(row["difference, %"]) <= 100 * GOAL}
 
 
 def main() -> int:
     """Print all jobs of each trial, the trials, and their median; 1 if that misses the goal."""
     made = report.parser(__doc__.splitlines()[0])
-    made.set_defaults(repeats=1)
+    made.set_defaults(repeats=5)
     made.add_argument("--backend", choices=("ray", "local"), default="ray", help="who runs the devices")
     made.add_argument("--policy", default="fifo_backfill", help="who decides, in both")
     made.add_argument("--jobs", type=int, default=30, help="how many jobs")
     made.add_argument("--load", type=float, default=0.8, help="what the jobs ask for of what the devices can do")
-    made.add_argument(
-        "--share",
-        type=float,
-        default=1.0,
-        help="of each job's steps: the speed of a machine changes less in shorter trials",
-    )
     made.add_argument("--seed", type=int, default=0, help="of the workload")
     arguments = made.parse_args()
     torch.set_num_threads(1)
-    drawn = workload(arguments.jobs, arguments.seed, arguments.share)
-    others = random.Random(1).sample(drawn, len(drawn))
+    drawn = workload(arguments.jobs, arguments.seed)
     trials: list[dict[str, Any]] = []
     tables = {}
     with tempfile.TemporaryDirectory(prefix="wf-") as folder:
@@ -363,25 +359,24 @@ def main() -> int:
         try:
             for trial in range(1, arguments.repeats + 1):
                 load, busy = os.getloadavg()[0], [busy_cores()]
-                with Frozen() as frozen:
-                    starts = made_up.starts(trial, arguments.share)
-                    before = made_up.crowded(drawn[::-1], f"before-{trial}")
-                    busy.append(busy_cores())
-                    jobs = spread(drawn, before, arguments.load)
-                    live = made_up.together(jobs, trial)
-                    busy.append(busy_cores())
-                    after = made_up.crowded(others, f"after-{trial}")
-                start = report.median(starts)
-                virtual, known = (
-                    simulated(jobs, ran, start, arguments.policy, made_up.nodes) for ran in (mean(before, after), live)
+                starts = made_up.starts(trial)
+                before = made_up.crowded(drawn[::-1], f"before-{trial}")
+                busy.append(busy_cores())
+                jobs = spread(drawn, before, arguments.load)
+                live = made_up.together(jobs, trial)
+                busy.append(busy_cores())
+                start, told = report.median(starts), made_up.told(live, trial)
+                virtual, earlier, known = (
+                    simulated(jobs, ran, start, arguments.policy, made_up.nodes) for ran in (told, before, live)
                 )
                 trials.append(
-                    {"trial": trial, "start, s": start, **compared(live, virtual), "after, %": longer(after, before)}
-                    | {"beside, %": longer(live, before), "with live durations, %": apart(live, known)}
-                    | {"frozen, s": frozen.longest, "load before": load, "after": os.getloadavg()[0]}
+                    {"trial": trial, "start, s": start, **compared(live, virtual), "told, %": longer(told, live)}
+                    | {"measured before, %": apart(live, earlier), "beside, %": longer(live, before)}
+                    | {"with live durations, %": apart(live, known)}
+                    | {"load before": load, "after": os.getloadavg()[0]}
                     | {"cores busy with others": " ".join(f"{b:.1f}" for b in busy)}
                 )
-                tables[f"trial {trial}"] = per_job(jobs, before, after, live, virtual)
+                tables[f"trial {trial}"] = per_job(jobs, before, told, live, virtual)
         finally:
             made_up.close()
     note = (
