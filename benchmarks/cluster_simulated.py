@@ -39,7 +39,7 @@ from torch import nn
 import waterflow as wf
 from benchmarks import report
 from waterflow import cluster
-from waterflow.cluster.backend import Backend, BackendEvent, Progress, Started
+from waterflow.cluster import Progress, Started
 
 GOAL = 0.05
 TOLD_BY = 0.2  # the part of its steps by which a job's duration is told
@@ -146,7 +146,7 @@ class Ran:
 class Listening:
     """A backend; and what it told of each job's steps, with seconds since the job trains."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: cluster.LocalBackend | cluster.RayBackend) -> None:
         self._backend = backend
         self._began: dict[str, float] = {}
         self.reports: dict[str, list[tuple[float, Progress]]] = {}
@@ -154,7 +154,7 @@ class Listening:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def poll(self, timeout: float) -> list[BackendEvent]:
+    def poll(self, timeout: float) -> list[Any]:
         """As the backend's."""
         events, now = self._backend.poll(timeout), time.monotonic()
         for event in events:
@@ -190,7 +190,7 @@ class Live:
             self._warm_up()
             self._store = cluster.Store(folder / "state.db")
             self._listening = Listening(self.backend)
-            self._service = cluster.Service(self._store, cast("Backend", self._listening), cluster.POLICIES[policy]())
+            self._service = cluster.Service(self._store, cast("Any", self._listening), cluster.POLICIES[policy]())
         except BaseException:
             self.backend.close()
             raise
