@@ -39,7 +39,6 @@ from torch import nn
 import waterflow as wf
 from benchmarks import report
 from waterflow import cluster
-from waterflow.cluster import Progress, Started
 
 GOAL = 0.05
 TOLD_BY = 0.2  # the part of its steps by which a job's duration is told
@@ -149,7 +148,7 @@ class Listening:
     def __init__(self, backend: cluster.LocalBackend | cluster.RayBackend) -> None:
         self._backend = backend
         self._began: dict[str, float] = {}
-        self.reports: dict[str, list[tuple[float, Progress]]] = {}
+        self.reports: dict[str, list[tuple[float, cluster.Progress]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -158,14 +157,14 @@ class Listening:
         """As the backend's."""
         events, now = self._backend.poll(timeout), time.monotonic()
         for event in events:
-            if isinstance(event, Started):
+            if isinstance(event, cluster.Started):
                 self._began[event.id], self.reports[event.id] = now, []
-            elif isinstance(event, Progress) and event.steps:
+            elif isinstance(event, cluster.Progress) and event.steps:
                 self.reports[event.id].append((now - self._began[event.id], event))
         return events
 
 
-def foretold(reports: Sequence[tuple[float, Progress]], part: float = TOLD_BY) -> float:
+def foretold(reports: Sequence[tuple[float, cluster.Progress]], part: float = TOLD_BY) -> float:
     """The duration by the first report with this part of the steps done, and the pace since the first one of all; seconds."""
     first_at, first = reports[0]
     for at, now in reports[1:]:
