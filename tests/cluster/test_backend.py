@@ -161,7 +161,7 @@ def test_checkpoint_when_asked(there: Watched, id: str) -> None:
 
 def test_suspend_and_go_on_elsewhere(there: Watched, id: str) -> None:
     first, second = there.alive()
-    payload = pack(jobs(2, batches=60, seconds=SLOW))
+    payload = pack(jobs(2, batches=200, seconds=SLOW))
     there.backend.start(id, payload, [(first, 0)])
     there.until(lambda e: isinstance(e, Progress) and e.id == id and e.steps > 15)
     there.backend.stop(id, suspend=True)
@@ -173,13 +173,13 @@ def test_suspend_and_go_on_elsewhere(there: Watched, id: str) -> None:
     assert told.steps >= 15 and told.node == second
     ended = there.event(Ended, id)
     assert ended.how == "completed" and ended.node == second
-    equal(load_results(ended.results), wf.train(jobs(2, batches=60), lanes=1))
+    equal(load_results(ended.results), wf.train(jobs(2, batches=200), lanes=1))
 
 
 def test_move_without_waiting(there: Watched, id: str) -> None:
     """A start while the stop is under way follows it."""
     first, second = there.alive()
-    payload = pack(jobs(batches=60, seconds=SLOW))
+    payload = pack(jobs(batches=200, seconds=SLOW))
     there.backend.start(id, payload, [(first, 0)])
     there.until(lambda e: isinstance(e, Progress) and e.id == id and e.steps > 5)
     there.backend.stop(id, suspend=True)
@@ -187,7 +187,7 @@ def test_move_without_waiting(there: Watched, id: str) -> None:
     there.event(Ended, id, how="suspended")
     assert there.event(Started, id).node == second
     assert there.event(Ended, id).how == "completed"
-    equal(load_results(there.backend.folder.job(id)), wf.train(jobs(batches=60), lanes=1))
+    equal(load_results(there.backend.folder.job(id)), wf.train(jobs(batches=200), lanes=1))
 
 
 def test_stop(there: Watched, id: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
-from waterflow.executor import faster_products
+from waterflow.executor import measured
 from waterflow.executor.captured import captures
 
 BATCHES = [(torch.randn(128, 64), torch.randint(64, (128,))) for _ in range(4)]
@@ -27,10 +27,10 @@ def job(**changes: Any) -> wf.Job:
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     captures.clear()
-    monkeypatch.setattr(faster_products, "_found", {})
-    measured: list[Any] = []
-    monkeypatch.setattr(faster_products, "_measure", lambda *layouts: measured.append(layouts) or True)
-    return measured
+    monkeypatch.setattr(measured, "_found", {})
+    seen: list[Any] = []
+    monkeypatch.setattr(measured, "measure", lambda *ways: seen.append(ways) or True)
+    return seen
 
 
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-aten = torch.ops.aten
+from waterflow.executor.measured import is_faster
+
+aten, ours = torch.ops.aten, torch.ops.waterflow
 
 LEAST_WORK = 1 << 18  # multiplications: smaller products are over before the way to them is
-REPEATS = 5
-GAIN = 1.1
 
 _Layout = tuple[torch.Size, tuple[int, ...]]
-_found: dict[tuple[_Layout | None, _Layout, _Layout, int], bool] = {}
-_one_at_a_time = threading.Lock()
 
 
-def faster_form(target: Any, values: Sequence[Any]) -> Any:
+def faster_product(target: Any, values: Sequence[Any]) -> Any:
     """The operator to call in the place of ``target`` with the same arguments; results may differ by rounding."""
     if target is aten.mm.default:
         left, right = values[:2]
         if _is_faster(None, left, right):
-            return torch.ops.waterflow.mm.default
+            return ours.mm.default
     elif target is aten.addmm.default:
         bias, left, right, *factors = values
         if factors == [1, 1] and bias.meta["val"].dim() == 1 and _is_faster(bias, left, right):
-            return torch.ops.waterflow.addmm.default
+            return ours.addmm.default
     return target
 
 
@@ -43,28 +39,17 @@ def _is_faster(bias: fx.Node | None, left: fx.Node, right: fx.Node) -> bool:
         or a.shape[0] * a.shape[1] * b.shape[1] < LEAST_WORK
     ):
         return False
-    key = (None if bias is None else _layout(bias), _layout(left), _layout(right), torch.get_num_threads())
-    with _one_at_a_time:
-        if key not in _found:
-            _found[key] = _measure(key[0], key[1], key[2])
-        return _found[key]
+    layouts = (None if bias is None else _layout(bias), _layout(left), _layout(right))
+    return is_faster(("product", *layouts), lambda: _ways(*layouts))
 
 
 def _layout(node: fx.Node) -> _Layout:
     return node.meta["val"].shape, node.meta["val"].stride()
 
 
-def _measure(bias: _Layout | None, left: _Layout, right: _Layout) -> bool:
+def _ways(bias: _Layout | None, left: _Layout, right: _Layout) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     a, b = (torch.empty_strided(*layout).fill_(0.5) for layout in (left, right))
-    ways: list[Callable[[], torch.Tensor]] = [lambda: torch.mm(a, b), lambda: torch.ops.waterflow.mm(a, b)]
-    if bias is not None:
-        c = torch.empty_strided(*bias).fill_(0.5)
-        ways = [lambda: torch.addmm(c, a, b), lambda: torch.ops.waterflow.addmm(c, a, b)]
-    best = [float("inf")] * 2
-    with torch.no_grad():
-        for _ in range(REPEATS):
-            for number, way in enumerate(ways):
-                begin = time.perf_counter()
-                way()
-                best[number] = min(best[number], time.perf_counter() - begin)
-    return best[1] * GAIN < best[0]
+    if bias is None:
+        return lambda: aten.mm(a, b), lambda: ours.mm(a, b)
+    c = torch.empty_strided(*bias).fill_(0.5)
+    return lambda: aten.addmm(c, a, b), lambda: ours.addmm(c, a, b)
