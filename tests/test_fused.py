@@ -142,6 +142,40 @@ def test_a_slow_job_keeps_nobody() -> None:
     assert ended[-1] == "job-3"
 
 
+def test_a_late_job_is_waited_for() -> None:
+    def train(number: int) -> int:
+        model = network(norm=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
+        step.plan_for(BATCHES[0])
+        captured.wait()
+        time.sleep(2.0 if number == 2 else 0.0)
+        for batch in BATCHES:
+            step(batch)
+        return step.fused_steps
+
+    captured = threading.Barrier(3)
+    with Engine(lanes=2, memory="1GiB", exact=False, mode="fused") as engine:
+        fusing.expect(engine, 3)
+        with ThreadPoolExecutor(3) as pool:
+            assert min(pool.map(train, range(3))) > 0
+
+
+def test_nobody_waits_for_who_does_not_suit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "FORCED_SECONDS", 300.0)
+
+    def opaque(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) * (1.0 if float(batch[0].sum()) < 1e9 else 2.0)
+
+    others = [job(2, loss=None, step=opaque, epochs=200), job(3, accumulate=2, epochs=200)]
+    jobs = [job(0), job(1)]
+    began = time.perf_counter()
+    results = wf.train([*others, *jobs], max_concurrent=4, **FUSED)
+    assert time.perf_counter() - began < 60
+    check(jobs, wf.Results(results[2:]))
+    assert [result.fused_steps for result in results[:2]] == [0, 0]
+
+
 def test_a_failure_is_one_jobs_own() -> None:
     class Broken:
         def __iter__(self) -> Iterator[Any]:

@@ -144,17 +144,16 @@ class Step:
         self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
         self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
         self.compiled: Compiled | None = None  # what of the last step was native code, where that was asked for
-        self._closed = False
+        self._closed = self.shared_batches = False  # shared with other jobs: who changes a batch has a copy then
         self._last_plan: Plan | None = None
         self.job: int | None = None
         self.batches_ahead = 1
-        self.shared_batches = False  # with other jobs: a step that changes its batch then has a copy
         self._worker = current_worker()
         self._member: Member | None = None
-        fusing = getattr(self.engine, "fusing", None)
-        if fusing is not None and accumulate == 1 and recompute is None and compile is None:
+        if (fusing := getattr(self.engine, "fusing", None)) is not None:
             own = weakly(self._submit_alone), self._under_way.copy, weakly(self._fused)
-            self._member = Member(fusing, self.name, generator, optimizer, self._variants, *own)
+            suits = accumulate == 1 and recompute is None and compile is None
+            self._member = Member(fusing, self.name, generator, optimizer, self._variants, suits, *own)
             weakref.finalize(self, fusing.forget, self._member)
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
@@ -372,6 +371,8 @@ class Step:
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
         batch = copied(batch) if self.shared_batches else batch
+        if self._member is not None and refused is None:
+            self._member.fusing.settle(self._member)
 
         def work() -> None:
             if refused is not None:

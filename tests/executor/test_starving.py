@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -77,19 +79,22 @@ def test_a_run_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starving, "STARVED_SECONDS", 0.2)
     monkeypatch.setattr(starving, "LOOK_SECONDS", 0.0)
     over = threading.Event()
+    until = time.monotonic() + 120
 
-    def until_told() -> Any:
-        for batch in batches() * 4000:
-            if over.is_set():
-                return
+    def until_told() -> Any:  # both: whoever had an end might reach it before the other comes
+        for batch in itertools.cycle(batches()):
             yield batch
             if any("'late'" in str(decision) for decision in engine.decisions):
                 over.set()
+            if over.is_set() or time.monotonic() > until:
+                return
 
     with wf.Engine(lanes=1, memory="1GiB", mode="lanes") as engine:
-        results = wf.train(
-            [job("busy", data=until_told, epochs=1), job("late", epochs=1, priority="opportunistic")], engine=engine
-        )
+        jobs = [
+            job("busy", data=until_told, epochs=1),
+            job("late", data=until_told, epochs=1, priority="opportunistic"),
+        ]
+        results = wf.train(jobs, engine=engine)
     assert over.is_set() and all(result.status == "completed" for result in results)
     (told,) = results.decisions
     assert "guaranteed jobs ('busy') keep the one lane; pass lanes=2" in told

@@ -82,7 +82,7 @@ class Pace:
 
 @dataclass(eq=False)
 class Member:
-    """A step that may run together with others, and is not kept by it.
+    """A step that may run together with others if it ``suits``, and is not kept by it.
 
     ``submit_alone`` hands a batch in past its group, ``under_way`` has all that was handed in so, and ``ended`` takes note of
     a step that its group has done.
@@ -93,11 +93,16 @@ class Member:
     generator: torch.Generator | None
     optimizer: torch.optim.Optimizer
     variants: Variants
+    suits: bool
     submit_alone: Callable[[list[Any], Any, Hashable], Pending]
     under_way: Callable[[], Iterable[Pending]]
     ended: Callable[[CapturedStep], None]
     alone: Pace = field(default_factory=Pace)  # beside other jobs, before it joins one of their groups
     busy_ns: float = math.inf  # of its shortest step alone
+
+    def __post_init__(self) -> None:
+        if not self.suits:
+            self.fusing.settle(self)
 
     def submit(self, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
         """Hand a batch to the member's group; None where it is to run alone. ``step`` is kept until it has its result."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("waterflow")
 
 GATHERING_SECONDS = 0.3  # that a job waits for others like it; for those that are expected a capture's time at least
+FORCED_SECONDS = 5.0  # that it does where groups are asked for: who goes on without one may be over when the next comes
 SHORT_SECONDS = 20e-6  # operations that take longer on average gain nothing from being launched together
 PAID_BACK = 1.0  # captures' times that a job works alone before a group is made for it: it may be over soon
 WORTH = 0.95  # of a group's pace: one that is not faster than its jobs were before by that is not kept
@@ -148,6 +149,12 @@ class Fusing:
         short = member.busy_ns < SHORT_SECONDS * 1e9 * variant.planned.plan.operations
         return (short or self.forced) and _can_be_stacked(variant)
 
+    def settle(self, member: Member) -> None:
+        """It does all steps alone: nobody waits for it."""
+        if member not in self._settled:
+            with self._changed:
+                self._settle(member)
+
     def _settle(self, *members: Member) -> None:
         self._settled.update(members)
         self._changed.notify_all()
@@ -158,8 +165,7 @@ class Fusing:
             return self._join(group, member, variant)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((member, variant))
-        known = variant.plain.capture.seconds if self._expected else 0.0
-        until = time.perf_counter() + max(GATHERING_SECONDS, known)
+        until = time.perf_counter() + self._patience(variant)
         try:
             while member not in self._seats and member not in self._settled:
                 left = until - time.perf_counter()
@@ -171,6 +177,12 @@ class Fusing:
             if (member, variant) in self._waiting.get(key, []):
                 self._waiting[key].remove((member, variant))
         return self._seats.get(member)
+
+    def _patience(self, variant: Variant) -> float:
+        """Seconds that a job waits for others like it, where not all are here before."""
+        if self._expected == 0:
+            return GATHERING_SECONDS
+        return max(GATHERING_SECONDS, variant.plain.capture.seconds, FORCED_SECONDS if self.forced else 0.0)
 
     def _all_here(self) -> bool:
         if self._expected == 0:  # nobody has said who comes
