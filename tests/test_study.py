@@ -28,6 +28,7 @@ from torch.nn import functional as F
 import waterflow as wf
 from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import images, same_bits
+from waterflow import _C
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import current_engine
@@ -838,3 +839,12 @@ def test_jobs_of_both_priorities_in_a_repeatable_study_wait_for_room() -> None:
     thread.start()
     thread.join(60)
     assert done and states(done[0]) == [TrialState.COMPLETE] * 2
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_lanes_go_to_the_eldest_trials_while_they_last(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where trials run as one."""
+    told: list[bool] = []
+    monkeypatch.setattr(_C.Engine, "set_eldest_first", lambda engine, value: told.append(value))
+    run(looping, n_trials=2, exact=exact)
+    assert told == [exact, False]

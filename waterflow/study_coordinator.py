@@ -120,7 +120,9 @@ class Coordinator:
                 or (timeout is not None and time.perf_counter() - started >= timeout)
             )
 
-        with loop(self._study, self._clock), remembered_interrupts() as check_interrupt:
+        # A pruner compares with trials that have ended: the sooner there are some, the less is trained in vain.
+        first = self._engine.eldest_first()
+        with first, loop(self._study, self._clock), remembered_interrupts() as check_interrupt:
             try:
                 self._fill(wanted, 0)
                 while self._running or wanted():

@@ -132,3 +132,29 @@ def test_a_lane_is_not_kept_for_a_job_that_is_gone(engine: _C.Engine) -> None:
     engine.wait(waiting)
     assert time.perf_counter() - begin < 0.5
     engine.check()
+
+
+def test_the_eldest_first(engine: _C.Engine) -> None:
+    load = Load(engine)
+    go = blocked(engine, load)
+    jobs = [load.add() for _ in range(3)]
+    runs = [load.submit(job, 0.004) for _ in range(30) for job in reversed(jobs)]
+    engine.set_eldest_first(True)
+    go.set()
+    for run in runs:
+        engine.wait(run)
+    assert [job for job, _ in load.turns()] == jobs  # though each needs three turns
+
+
+def test_others_have_what_the_eldest_leaves(engine: _C.Engine) -> None:
+    engine.set_eldest_first(True)
+    load = Load(engine)
+    elder, younger = load.add(), load.add()
+    runs = [load.submit(younger, 0.002) for _ in range(500)]
+    for _ in range(4):
+        time.sleep(0.02)
+        engine.wait(load.submit(elder, 0.002))
+    before = [job for job, _ in load.turns()]
+    for run in runs:
+        engine.wait(run)
+    assert before == [younger, elder] * 4

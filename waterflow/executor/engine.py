@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any, Literal, Protocol
 
@@ -127,6 +127,18 @@ class Engine(Claims):
             self._lanes_in_use = LanesInUse(self.native, self.decisions)
 
     # -- jobs
+
+    @contextlib.contextmanager
+    def eldest_first(self) -> Iterator[None]:
+        """Meanwhile lanes go to the jobs that came first, others have what those leave: the same work, and ends that come sooner.
+
+        Where jobs run as one their order means nothing, and lanes are shared evenly, as ever.
+        """
+        self.native.set_eldest_first(self.fusing is None)
+        try:
+            yield
+        finally:
+            self.native.set_eldest_first(False)
 
     def add_job(self, name: str) -> int:
         """Make room in the book for a job; returns its number in this engine."""

@@ -292,6 +292,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def("set_capacity", &Engine::set_capacity, py::call_guard<py::gil_scoped_release>())
       .def("set_active_lanes", &Engine::set_active_lanes, py::call_guard<py::gil_scoped_release>())
+      .def("set_eldest_first", &Engine::set_eldest_first, py::call_guard<py::gil_scoped_release>())
       .def("set_opportunistic", &Engine::set_opportunistic, py::arg("job"), py::arg("opportunistic"),
            py::call_guard<py::gil_scoped_release>())
       .def("set_rates", &Engine::set_rates, py::arg("beside"), py::arg("between"))

@@ -144,6 +144,8 @@ class Engine {
   int64_t held() const;
   // How many lanes take new steps, the first ones; all at the beginning.
   void set_active_lanes(int32_t count);
+  // Lanes go to the jobs that came first, and what those leave to the next, instead of being shared evenly.
+  void set_eldest_first(bool eldest_first);
   // From its next step on. An opportunistic job starts a step only where a lane and room are left for each guaranteed
   // one, and goes at the rates below.
   void set_opportunistic(Id job, bool opportunistic);
@@ -219,6 +221,7 @@ class Engine {
   bool grant(Job& job, Lane* here);
   Lane* start(Job& job, Lane* here);
   Lane* free_lane(const Job& job, Lane* here);
+  bool before(const Job& one, const Job& other) const;
   bool open_to(const Lane& lane, const Job& job) const;
   void line_up(Job& job);
   bool leaves_enough(const Lane& lane, const Job& job, int64_t height) const;
@@ -272,6 +275,7 @@ class Engine {
   int32_t opportunistic_ = 0;  // jobs
   std::deque<StepTime> step_times_;
   int32_t active_ = 0;
+  bool eldest_first_ = false;
   bool stop_ = false;
   bool recording_ = false;
   size_t most_spans_ = 0;

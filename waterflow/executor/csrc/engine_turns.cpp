@@ -31,15 +31,19 @@ Engine::Lane* Engine::free_lane(const Job& job, Lane* here) {
   return found;
 }
 
+// Whose step comes first where both wait.
+bool Engine::before(const Job& one, const Job& other) const {
+  if (one.opportunistic != other.opportunistic) return other.opportunistic;
+  return eldest_first_ ? one.id < other.id : one.served_ns < other.served_ns;
+}
+
 // The step before and the batch are there: behind all that have had less of the lanes. Nobody is owed time in which it
 // waited for something else: there others have gone on.
 void Engine::line_up(Job& job) {
   job.waiting_since = now_ns();
   job.served_ns = std::max(job.served_ns, reached_ns_[job.opportunistic] - kTurnNs);
   job.ready_ns = job.waiting_since;
-  const auto later = [&](const Job* each) {
-    return std::pair(each->opportunistic, each->served_ns) > std::pair(job.opportunistic, job.served_ns);
-  };
+  const auto later = [&](const Job* each) { return before(job, *each); };
   ready_.insert(std::find_if(ready_.begin(), ready_.end(), later), &job);
 }
 
@@ -54,9 +58,8 @@ void Engine::arrive(Job& job) {
 void Engine::keep_for(Lane& lane, Job& job, const StepRun& run) {
   const int64_t now = now_ns();
   const auto other = std::find_if(ready_.begin(), ready_.end(), [&](const Job* each) { return each != &job; });
-  if (other == ready_.end() || (*other)->opportunistic != job.opportunistic || stop_ || job.leaving ||
-      job.served_ns >= (*other)->served_ns + kTurnNs)
-    return;
+  if (other == ready_.end() || (*other)->opportunistic != job.opportunistic || stop_ || job.leaving) return;
+  if (eldest_first_ ? before(**other, job) : job.served_ns >= (*other)->served_ns + kTurnNs) return;
   const int64_t patience = std::max(kShortPauseNs, run.busy_ns / 8);
   const bool queued = !job.queue.empty();
   if (!queued && !returns_within(job, patience)) return;
@@ -111,6 +114,13 @@ void Engine::look_after(Lane& lane) {
   lane.watched = lane.kept_for >= 0 || (lane.job != nullptr && lane.taken);
   // Another lane's wait may have ended here, or a guaranteed job be gone.
   if (kept() < before || opportunistic_ > 0) offer_room(nullptr);
+}
+
+void Engine::set_eldest_first(bool eldest_first) {
+  std::lock_guard<std::mutex> guard(lock_);
+  eldest_first_ = eldest_first;
+  std::stable_sort(ready_.begin(), ready_.end(),
+                   [&](const Job* one, const Job* other) { return before(*one, *other); });
 }
 
 void Engine::set_active_lanes(int32_t count) {
