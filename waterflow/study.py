@@ -53,7 +53,8 @@ def optimize(
         objective: See above.
         n_trials, timeout: As in ``study.optimize``; running trials finish after a timeout.
         max_concurrent: Trials under way at the same time. ``"auto"``: as many as measured throughput
-            allows, as long as all of them train together in memory.
+            allows, as long as all of them train together in memory. Those that began first have the lanes
+            first, the others what these leave.
         memory: The limit for all trials together: bytes, a share of what is free, or text like ``"4GiB"``.
         device, lanes, intra_op: As in ``train``.
         catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``.
