@@ -100,10 +100,6 @@ class Member:
     alone: Pace = field(default_factory=Pace)  # beside other jobs, before it joins one of their groups
     busy_ns: float = math.inf  # of its shortest step alone
 
-    def __post_init__(self) -> None:
-        if not self.suits:
-            self.fusing.settle(self)
-
     def submit(self, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
         """Hand a batch to the member's group; None where it is to run alone. ``step`` is kept until it has its result."""
         return self.fusing.submit(self, variant, leaves, form, step)
