@@ -16,12 +16,17 @@ class Device:
     def __init__(self, seconds: float, slope: float, noise: float = 0.0) -> None:
         self.seconds, self.slope, self.noise = seconds, slope, noise
         self.time = 100.0
+        self.idle = False  # nobody runs beside the guaranteed job
         self.rates: list[float] = []
         self.steps: list[tuple[int, int, int, int]] = []
         self.random = random.Random(0)
 
     def set_rates(self, beside: float, between: float) -> None:
         self.rates.append(beside)
+
+    @property
+    def opportunistic_ns(self) -> int:
+        return 0 if self.idle else int(self.time * 1e9)
 
     def take_step_times(self) -> list[tuple[int, int, int, int]]:
         taken, self.steps = self.steps, []
@@ -169,8 +174,9 @@ def test_a_job_that_comes_is_protected_at_once() -> None:
     coordinator = made(device)
     device.run(coordinator, 60)
     assert coordinator.rate > 0.8
-    while device.rates[-1] == 0.0:
-        device.run(coordinator, 0.01)
+    for held in (False, True):  # until a window beside others has just begun
+        while (device.rates[-1] == 0.0) == held:
+            device.run(coordinator, 0.01)
     device.add(1, 0.1, 0.5)
     began = len(device.rates)
     device.run(coordinator, 0.5)
@@ -212,3 +218,73 @@ def test_a_tail_of_too_few_steps_is_not_taken_for_none() -> None:
     before = control.rate
     control.learn(0.0, 2 * control.allowed.tail)
     assert control.rate <= before / 2 + 1e-9
+
+
+class UnsteadyDevice(Device):
+    """Its own speed changes by a fifth and back, all the time and at no regular moments; what others cost comes on top."""
+
+    def __init__(self, seconds: float, slope: float, noise: float = 0.02, lasts: float = 0.3) -> None:
+        super().__init__(seconds, slope, noise)
+        self.usual, self.lasts, self.changes = seconds, lasts, 0.0
+
+    def step(self) -> None:
+        """One of the guaranteed job."""
+        if self.time >= self.changes:
+            self.seconds = self.usual * self.random.choice((1.0, 1.0, 1.2))
+            self.changes = self.time + self.random.expovariate(1 / self.lasts)
+        super().step()
+
+
+def rates_of(device: Device, coordinator: Coordinator) -> list[float]:
+    """As time goes on."""
+    rates = []
+    for _ in range(20):
+        device.run(coordinator, 1 + 40 * device.seconds)
+        rates.append(coordinator.rate)
+    return rates
+
+
+@pytest.mark.parametrize("lasts", [0.05, 0.3, 2.0])
+@pytest.mark.parametrize("seconds", [0.0003, 0.0045, 0.025])
+def test_a_machine_that_changes_its_own_speed_is_not_taken_for_strain(seconds: float, lasts: float) -> None:
+    device = UnsteadyDevice(seconds, 0.0, lasts=lasts)
+    coordinator = made(device)
+    device.run(coordinator, 30 + 2000 * seconds)
+    rates = rates_of(device, coordinator)
+    assert sum(rates) / len(rates) > 0.8 and min(rates) > 0.4
+
+
+@pytest.mark.parametrize("slope", [0.07, 0.3])
+@pytest.mark.parametrize("seconds", [0.0003, 0.0045, 0.025])
+def test_strain_is_seen_on_a_machine_that_changes_its_own_speed(seconds: float, slope: float) -> None:
+    device = UnsteadyDevice(seconds, slope)
+    coordinator = made(device)
+    device.run(coordinator, 30 + 2000 * seconds)
+    rates = rates_of(device, coordinator)
+    assert sum(rates) / len(rates) == pytest.approx(coordinator.allowed.median / slope, rel=0.5)
+
+
+def test_a_machine_that_becomes_slow_for_everybody_cuts_nothing() -> None:
+    device = Device(0.004, 0.02)
+    coordinator = made(device)
+    device.run(coordinator, 60)
+    before = coordinator.rate
+    assert before > 0.8
+    for seconds in (0.007, 0.004) * 20:
+        device.seconds = seconds
+        device.run(coordinator, 1.37)
+    assert coordinator.rate >= before - 0.1
+
+
+def test_nothing_is_learnt_beside_nobody() -> None:
+    device = Device(0.004, 0.0)
+    coordinator = made(device)
+    device.run(coordinator, 3)
+    before, seen = coordinator.rate, len(coordinator.control._seen)
+    assert 0.1 < before < 1.0
+    device.idle = True
+    device.run(coordinator, 30)
+    assert coordinator.rate == before and len(coordinator.control._seen) == seen
+    device.idle = False
+    device.run(coordinator, 30)
+    assert coordinator.rate > before

@@ -185,6 +185,26 @@ def test_only_guaranteed_steps_are_timed_where_there_are_others(engine: _C.Engin
     assert engine.take_step_times() == []
 
 
+def test_how_long_opportunistic_steps_were_under_way_is_known_while_they_are(engine: _C.Engine) -> None:
+    load = Load(engine)
+    guaranteed, other = load.add(), load.add()
+    engine.set_opportunistic(other, True)
+    wait(engine, load.submit(guaranteed, 0.01))
+    assert engine.opportunistic_ns == 0  # nobody was
+    engine.set_rates(0.0, 0.0)
+    long = load.submit(guaranteed, 0.3)
+    time.sleep(0.02)
+    run = load.submit(other, 0.05)
+    time.sleep(0.1)
+    asleep = engine.opportunistic_ns
+    assert asleep > 0 and not long.done and not run.done
+    wait(engine, run)
+    ended = engine.opportunistic_ns
+    assert asleep + 0.05e9 <= ended < 5e9
+    wait(engine, load.submit(guaranteed, 0.01))
+    assert engine.opportunistic_ns == ended
+
+
 def test_a_step_that_sleeps_ends_soon_where_a_guaranteed_one_waits_for_its_lane(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed, late, other = load.add(), load.add(), load.add()

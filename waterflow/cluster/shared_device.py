@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from waterflow.executor.coordinator import ALONE_STEPS, Allowed, Coordinator
+from waterflow.executor.coordinator import ALONE_STEPS, BESIDE, PAIRS, Allowed, Coordinator
 
 STEP_SECONDS = 0.1  # of the guaranteed job alone: from 4 ms on, live windows are counted in steps, too
 STEADY = 1e-3  # the rate has been found once a comparison changes it by less
@@ -56,23 +56,29 @@ class SimulatedLanes:
         self._rate = beside
         self._turns += beside == 0.0
 
+    @property
+    def opportunistic_ns(self) -> int:
+        """See ``Lanes``."""
+        return int(self.now * 1e9)
+
     def take_step_times(self) -> list[tuple[int, int, int, int]]:
         """See ``Lanes``."""
         steps, self._steps = self._steps, []
         return steps
 
     def round(self, coordinator: Coordinator) -> Pace:
-        """Until the others have been held once more: one window without them, and one beside them."""
-        turn, alone, lasted, used = self._turns, 0.0, 0.0, 0.0
-        while self._turns == turn:
+        """Until something was compared once more: windows without the others and beside them, in turns."""
+        last, alone, lasted, used = self._turns + PAIRS, 0.0, 0.0, 0.0
+        while self._turns < last:
             taken = self._load.taken(self._rate)
             seconds = STEP_SECONDS * (1.0 + self._load.contention * taken)
-            for _ in range(ALONE_STEPS):
+            steps = ALONE_STEPS * (BESIDE if self._rate else 1)
+            for _ in range(steps):
                 ready, self.now = self.now, self.now + seconds
                 self._steps.append((0, int(ready * 1e9), int(self.now * 1e9), 0))
-            alone += ALONE_STEPS * STEP_SECONDS
-            lasted += ALONE_STEPS * seconds
-            used += ALONE_STEPS * seconds * taken
+            alone += steps * STEP_SECONDS
+            lasted += steps * seconds
+            used += steps * seconds * taken
             coordinator.look()
         return Pace(coordinator.rate, alone / lasted, used / lasted)
 

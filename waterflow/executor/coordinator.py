@@ -2,10 +2,14 @@
 
 After AntMan's local coordinator (Xiao et al., OSDI 2020, 3.3): the time of a guaranteed job's steps is watched, opportunistic
 work is let go faster step by step while nothing suffers, and cut at once when it does.
+
+A machine that others use changes its own speed, by a third and within tenths of a second. So windows with and without opportunistic
+work are short and come in turns, each with is compared with those right before and behind it, and what counts is the median of several.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -14,17 +18,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-ALONE_STEPS, ALONE_SECONDS = 16, 0.06  # of a guaranteed job without others, at least
+PAIRS = 8  # windows without opportunistic work and beside it, in turns: one comparison
+ALONE_STEPS, ALONE_SECONDS = 2, 0.02  # of each guaranteed job in a window without, at least
 BESIDE = 4  # times as long a window beside opportunistic work
 SETTLED = 3  # times as long again once the rate has been found
 SETTLING = 8  # comparisons until then
 KEPT = 24  # comparisons that the rate is found from
 FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
-STEADY = 0.05  # by how much a job's median alone may differ before and after: else the machine has changed
-TOO_LONG, FAR_TOO_LONG = 4, 8  # times what is allowed: of a whole window, and of the first steps of one
-TAIL = 0.98  # the slowest steps of the last ones, with and without others: so many at most, and at least
-TAIL_STEPS, LEAST_TAIL_STEPS = 2048, 64
+TOO_LONG, FAR_TOO_LONG = 4, 8  # times what is allowed: in a comparison, and in the first steps of one window
+STRIKES = 2  # windows in a row with steps that took far too long beside others, and not behind them: the rate is cut
+TAIL = 0.98  # the slowest steps of the last ones, with and without others
+TAIL_STEPS, LEAST_TAIL_STEPS, MOST_TAIL_STEPS = (
+    2048,
+    64,
+    128,
+)  # kept; at least until it is known; at most of one comparison
 AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected, or for twice its longest of late
+
+
+Medians = dict[int, float]  # by job, in nanoseconds
 
 
 class Lanes(Protocol):
@@ -35,6 +47,10 @@ class Lanes(Protocol):
 
     def take_step_times(self) -> Sequence[tuple[int, int, int, int]]:
         """(job, could begin, ended, busy) of guaranteed steps since the last call, in nanoseconds."""
+
+    @property
+    def opportunistic_ns(self) -> int:
+        """For how long opportunistic steps have been under way so far, in nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +129,13 @@ class Coordinator:
     def __post_init__(self) -> None:
         self.control = RateControl(self.allowed)
         self._times: dict[int, list[int]] = defaultdict(list)  # of guaranteed jobs, in this window
-        self._alone: dict[int, float] = {}  # medians of the last window alone, and of the one beside others since
-        self._seen: dict[int, float] = {}
-        self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the window's median
+        self._windows: list[dict[int, list[int]]] = []  # of this comparison: alone, beside, alone ...
+        self._alone: Medians = {}  # of the last window alone
+        self._suspect: Medians = {}  # of one beside others that was ended because steps took far too long
+        self._strikes = 0  # such windows in a row
+        self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the comparison's median
         self._last: dict[int, tuple[float, float]] = {}  # of guaranteed jobs: when a step ended, the longest of late
         self._jobs: frozenset[int] = frozenset()
-        self._beside = False
         self._free = True
         self._begin(False)
         self.lanes.set_rates(1.0, 1.0)
@@ -157,72 +174,89 @@ class Coordinator:
                 self._free = True
                 self.lanes.set_rates(1.0, 1.0)
             return
-        if self._free:
+        if self._free or (self._alone and not self._last.keys() <= self._jobs):  # nothing is known of who came
             self._free = False
+            self._alone, self._suspect, self._strikes = {}, {}, 0
+            del self._windows[len(self._windows) // 2 * 2 :]  # one alone comes now
             self._begin(False)
-            return
-        if self._beside and not self._last.keys() <= self._jobs:  # one came: nothing is known of it
-            self._seen = {}
+        elif self._beside and now >= self._next_check and self._seem_to_suffer():
             self._begin(False)
-            return
-        if self._beside and now >= self._next_check and self._suffers():
-            self.control.cut()
-            self._times.clear()  # seen at a moment that was chosen for being slow: no measurement
-            self._seen = {}
-            self._begin(False)
-            return
-        share = (BESIDE * (SETTLED if self.control.settled else 1)) if self._beside else 1
-        if now - self._since < ALONE_SECONDS * share:
-            return
-        if min(len(self._times[job]) for job in self._last) < ALONE_STEPS * share:  # nobody's strain is passed over
-            return
-        self._turn()
+        else:
+            share = (BESIDE * (SETTLED if self.control.settled else 1)) if self._beside else 1 if self._alone else PAIRS
+            steps = min(len(self._times[job]) for job in self._last)  # nobody's strain is passed over
+            if now - self._since >= ALONE_SECONDS * share and steps >= ALONE_STEPS * share:
+                self._turn()
 
-    def _suffers(self) -> bool:
-        """Whether half a short window is enough to see that steps take far too long."""
+    def _seem_to_suffer(self) -> bool:
+        """Whether the first steps of this window take far too long, against those of the window before."""
         self._next_check = self.now() + ALONE_SECONDS / 2
+        first = _medians({job: times for job, times in self._times.items() if len(times) >= ALONE_STEPS})
+        self._suspect = first if self._far_too_long(first, self._alone) else {}
+        return bool(self._suspect)
+
+    def _far_too_long(self, beside: Medians, alone: Medians) -> bool:
         most = 1 + FAR_TOO_LONG * self.allowed.median
-        return any(
-            job in self._alone and len(times) >= ALONE_STEPS // 2 and statistics.median(times) > most * self._alone[job]
-            for job, times in self._times.items()
-        )
+        return any(beside[job] > most * alone[job] for job in beside.keys() & alone.keys())
 
     def _turn(self) -> None:
-        """A window is over: one beside others is compared with those before and behind it."""
-        now = {job: statistics.median(times) for job, times in self._times.items()}
-        if self._beside:
-            self._seen = now
-        else:
-            if frozenset(now) != self._jobs:
-                self._jobs = frozenset(now)
+        """A window is over, and with the last of a comparison something is learnt."""
+        if not self._beside:
+            before, self._alone = self._alone, _medians(self._times)
+            if self._suspect:  # no measurement: it was ended at a moment chosen for being slow
+                slowest = {job: max(median, before.get(job, 0.0)) for job, median in self._alone.items()}
+                if self._far_too_long(self._suspect, slowest):  # and the machine itself has not become as slow
+                    self._strikes += 1
+                if self._strikes == STRIKES:
+                    self.control.cut()
+                    self._strikes = 0
+                self._suspect = {}
+                self._windows.pop()  # the one before it
+            if self._alone.keys() != self._jobs:
+                self._jobs = frozenset(self._alone)
                 self.control.forget()
                 self._tails.clear()
-            elif self._seen:
-                self._compare(self._alone, self._seen, now)
-            self._alone, self._seen = now, {}
-        for job, times in self._times.items():
-            kept = self._tails.setdefault(job, (deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)))
-            kept[self._beside].extend(time / now[job] for time in times)
+                self._windows = []
+        else:
+            self._strikes = 0
+        if self._beside and self.lanes.opportunistic_ns - self._others_ns < (self.now() - self._since) * 5e8:
+            self._windows.pop()  # beside nobody for more than half of it: of no use, as is the one before
+        else:
+            self._windows.append(dict(self._times))
+        if len(self._windows) > 2 * PAIRS:
+            self._compare()
+            del self._windows[:-1]
         self._begin(not self._beside)
 
-    def _compare(self, before: dict[int, float], beside: dict[int, float], after: dict[int, float]) -> None:
+    def _compare(self) -> None:
         slower, tails = [], []
-        for job in before.keys() & beside.keys() & after.keys():
-            if abs(after[job] / before[job] - 1) > STEADY:
-                continue
-            slower.append(2 * beside[job] / (before[job] + after[job]) - 1)
+        medians = [_medians(times) for times in self._windows]
+        jobs = frozenset.intersection(*map(frozenset, medians))
+        for job in jobs:
+            seen = [window[job] for window in medians]
+            pairs = sorted(
+                (abs(after / before - 1), 2 * beside / (before + after) - 1)
+                for before, beside, after in zip(seen[::2], seen[1::2], seen[2::2], strict=False)
+            )
+            slower.append(statistics.median(each for _, each in pairs[: PAIRS // 2]))  # while the machine was steadiest
             tails.append(self._tail(job))
         if slower:
             self.slowdown = max(slower)
             known = [tail for tail in tails if tail is not None]
-            self.control.learn(self.slowdown, max(known, default=None), of_all=len(slower) == len(after))
+            self.control.learn(self.slowdown, max(known, default=None), of_all=jobs == self._jobs)
 
     def _tail(self, job: int) -> float | None:
-        """How much longer than a median step the slowest ones take beside others; None where there were too few of them."""
-        kept = self._tails[job]
+        """How much longer the slowest steps take beside others, beyond what chance makes likely; None where there were too few of them.
+
+        All steps of a comparison are taken over the median of all of them: what the machine does to both is seen in both.
+        """
+        steps = [[time for times in self._windows[first:-1:2] for time in times[job]] for first in (False, True)]
+        median = statistics.median(itertools.chain(*steps))
+        kept = self._tails.setdefault(job, (deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)))
+        for of_late, times in zip(kept, steps, strict=True):
+            of_late.extend(time / median for time in times[:: -(-len(times) // MOST_TAIL_STEPS)])
         if min(map(len, kept)) < LEAST_TAIL_STEPS:
             return None
-        without, with_others = (sorted(steps)[int(TAIL * len(steps))] for steps in kept)
+        without, with_others = (_quantile(of_late, sigmas) for of_late, sigmas in zip(kept, (1, -1), strict=True))
         return with_others / without - 1
 
     def _begin(self, beside: bool) -> None:
@@ -231,5 +265,16 @@ class Coordinator:
         self.lanes.set_rates(rate, rate)
         self._times.clear()
         self._since = self.now()
-        self._next_check = self._since + ALONE_SECONDS / 4
+        self._next_check = self._since + ALONE_SECONDS / 2
         self._since_ns = int(self._since * 1e9)
+        self._others_ns = self.lanes.opportunistic_ns
+
+
+def _medians(times: dict[int, list[int]]) -> Medians:
+    return {job: statistics.median(each) for job, each in times.items()}
+
+
+def _quantile(steps: Sequence[float], sigmas: int) -> float:
+    """The tail's, moved by so many standard deviations of how many of the steps lie behind it (a binomial count)."""
+    share = TAIL + sigmas * (TAIL * (1 - TAIL) / len(steps)) ** 0.5
+    return sorted(steps)[min(int(share * len(steps)), len(steps) - 1)]

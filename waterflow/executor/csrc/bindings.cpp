@@ -296,6 +296,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_opportunistic", &Engine::set_opportunistic, py::arg("job"), py::arg("opportunistic"),
            py::call_guard<py::gil_scoped_release>())
       .def("set_rates", &Engine::set_rates, py::arg("beside"), py::arg("between"))
+      .def_property_readonly("opportunistic_ns", unlocked(&Engine::opportunistic_ns))
       .def("take_step_times",
            [](Engine& self) {
              std::vector<StepTime> times;

@@ -153,6 +153,8 @@ class Engine {
   void set_rates(double beside, double between);
   // Steps of guaranteed jobs that have ended since the last call, the last ones where they are very many.
   std::vector<StepTime> take_step_times();
+  // For how long opportunistic steps have been under way so far, their sleep included.
+  int64_t opportunistic_ns() const;
   int32_t active_lanes() const {
     std::lock_guard<std::mutex> guard(lock_);
     return active_;
@@ -272,7 +274,8 @@ class Engine {
   int64_t scheduling_ns_ = 0;
   int64_t reached_ns_[2] = {0, 0};  // the most that a job of each class had been served when a step of it started
   Rates rates_;
-  int32_t opportunistic_ = 0;  // jobs
+  int32_t opportunistic_ = 0;     // jobs
+  int64_t opportunistic_ns_ = 0;  // of their steps that are over
   std::deque<StepTime> step_times_;
   int32_t active_ = 0;
   bool eldest_first_ = false;

@@ -1,5 +1,6 @@
 // Guaranteed jobs run as if alone; opportunistic ones take what they leave.
 #include <algorithm>
+#include <utility>
 
 #include "engine.h"
 
@@ -51,6 +52,16 @@ std::vector<StepTime> Engine::take_step_times() {
   return taken;
 }
 
+int64_t Engine::opportunistic_ns() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  const int64_t now = now_ns();
+  int64_t total = opportunistic_ns_;
+  for (const auto& [id, job] : jobs_) {
+    if (job->pace && job->pace->step_began_ns > 0) total += now - job->pace->step_began_ns;
+  }
+  return total;
+}
+
 // Whether a guaranteed job is to find a lane and room when its next step comes.
 bool Engine::present(const Job& job) const {
   return !job.opportunistic && !job.leaving && job.steps > 0 &&
@@ -98,6 +109,7 @@ void Engine::watch_for_absence() {
 void Engine::pace_starts(Job& job, StepRun& run) {
   if (job.opportunistic) {
     run.pace = job.pace.get();
+    run.pace->step_began_ns = now_ns();
   } else {
     ++rates_.guaranteed;
   }
@@ -106,6 +118,7 @@ void Engine::pace_starts(Job& job, StepRun& run) {
 void Engine::pace_ends(Job& job, StepRun& run) {
   job.ended_ns = now_ns();
   if (run.pace != nullptr) {
+    opportunistic_ns_ += job.ended_ns - std::exchange(run.pace->step_began_ns, 0);
     run.pace->hurry = false;
     run.pace = nullptr;
     return;

@@ -34,6 +34,7 @@ class Pace {
   void before_operation();
   int64_t take_slept();  // nanoseconds since the last call
 
+  int64_t step_began_ns = 0;       // 0 where none is under way; the engine's
   std::atomic<bool> hurry{false};  // sleep no longer: it is to stop, or became guaranteed
 
  private:
