@@ -288,3 +288,14 @@ def test_nothing_is_learnt_beside_nobody() -> None:
     device.idle = False
     device.run(coordinator, 30)
     assert coordinator.rate > before
+
+
+def test_a_comparison_goes_on_behind_a_pause_of_the_guaranteed_job() -> None:
+    device = Device(0.004, 0.0, noise=0.01)
+    coordinator = made(device)
+    for _ in range(60):
+        device.run(coordinator, 1.0)  # not as long as one with windows of the length that they have in the end
+        device.time += AWAY_SECONDS + 0.5
+        coordinator.look()
+        assert device.rates[-1] == 1.0
+    assert coordinator.control.rate == 1.0 and len(coordinator.control._seen) > 15

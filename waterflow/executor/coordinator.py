@@ -22,7 +22,7 @@ PAIRS = 8  # windows without opportunistic work and beside it, in turns: one com
 ALONE_STEPS, ALONE_SECONDS = 2, 0.02  # of each guaranteed job in a window without, at least
 BESIDE = 4  # times as long a window beside opportunistic work
 SETTLED = 3  # times as long again once the rate has been found
-SETTLING = 8  # comparisons until then
+SETTLING = 6  # comparisons in which it has not changed much
 KEPT = 24  # comparisons that the rate is found from
 FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
 TOO_LONG, FAR_TOO_LONG = 4, 8  # times what is allowed: in a comparison, and in the first steps of one window
@@ -96,8 +96,9 @@ class RateControl:
 
     @property
     def settled(self) -> bool:
-        """Whether enough has been compared."""
-        return len(self._seen) >= SETTLING
+        """Whether the rate has been found: in the last comparisons it has hardly changed."""
+        rates = [rate for rate, _, _ in itertools.islice(reversed(self._seen), SETTLING)]
+        return len(rates) == SETTLING and max(rates) - min(rates) < RAISE
 
     def forget(self) -> None:
         """Other jobs: what was learnt does not hold for them."""
