@@ -7,7 +7,7 @@ from functools import cache
 
 from waterflow.executor.coordinator import ALONE_STEPS, BESIDE, PAIRS, Allowed, Coordinator
 
-STEP_SECONDS = 0.1  # of the guaranteed job alone: from 4 ms on, live windows are counted in steps, too
+STEP_SECONDS = 0.1  # of the guaranteed job alone: from 10 ms on, live windows are counted in steps, too
 STEADY = 1e-3  # the rate has been found once a comparison changes it by less
 MOST_ROUNDS = 200  # until then
 

@@ -4,7 +4,8 @@ After AntMan's local coordinator (Xiao et al., OSDI 2020, 3.3): the time of a gu
 work is let go faster step by step while nothing suffers, and cut at once when it does.
 
 A machine that others use changes its own speed, by a third and within tenths of a second. So windows with and without opportunistic
-work are short and come in turns, each with is compared with those right before and behind it, and what counts is the median of several.
+work are short and come in turns, each with is compared with those right before and behind it, and what counts is the median of the pairs
+in which the machine was steadiest.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-PAIRS = 8  # windows without opportunistic work and beside it, in turns: one comparison
+PAIRS = (
+    8  # windows without opportunistic work and beside it, in turns: one comparison, for which the steadiest half counts
+)
 ALONE_STEPS, ALONE_SECONDS = 2, 0.02  # of each guaranteed job in a window without, at least
 BESIDE = 4  # times as long a window beside opportunistic work
 SETTLED = 3  # times as long again once the rate has been found
@@ -28,11 +31,8 @@ FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
 TOO_LONG, FAR_TOO_LONG = 4, 8  # times what is allowed: in a comparison, and in the first steps of one window
 STRIKES = 2  # windows in a row with steps that took far too long beside others, and not behind them: the rate is cut
 TAIL = 0.98  # the slowest steps of the last ones, with and without others
-TAIL_STEPS, LEAST_TAIL_STEPS, MOST_TAIL_STEPS = (
-    2048,
-    64,
-    128,
-)  # kept; at least until it is known; at most of one comparison
+TAIL_STEPS, LEAST_TAIL_STEPS = 2048, 64  # so many of them are kept at most, and needed at least
+MOST_TAIL_STEPS = 128  # from one comparison
 AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected, or for twice its longest of late
 
 

@@ -74,9 +74,7 @@ class Fusing:
     def submit(self, member: Member, variant: Variant, leaves: list[Any], form: Any, step: Any) -> FusedPending | None:
         """Hand a batch to the step's group; None where it is to run alone."""
         self._let_go()
-        if (
-            not member.suits
-        ):  # told here and not when it is made: that may be on a lane, where no lock may be waited for
+        if not member.suits:  # not told when it is made: that may be on a lane, where no lock may be waited for
             self.settle(member)
         if member in self._settled:
             return None
