@@ -19,9 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-PAIRS = (
-    8  # windows without opportunistic work and beside it, in turns: one comparison, for which the steadiest half counts
-)
+PAIRS = 8  # windows without opportunistic work and beside it, in turns: one comparison, of its steadiest half
 ALONE_STEPS, ALONE_SECONDS = 2, 0.02  # of each guaranteed job in a window without, at least
 BESIDE = 4  # times as long a window beside opportunistic work
 SETTLED = 3  # times as long again once the rate has been found
