@@ -44,8 +44,8 @@ class FakeBackend:
     def begin(self, id: str) -> None:
         self.waiting.append(Started(id, *self._where(id)))
 
-    def progress(self, id: str, steps: int, fraction: float | None = None) -> None:
-        self.waiting.append(Progress(id, *self._where(id), steps, fraction, 0.01, 1000, 0.5))
+    def progress(self, id: str, steps: int, fraction: float | None = None, utilization: float = 0.5) -> None:
+        self.waiting.append(Progress(id, *self._where(id), steps, fraction, 0.01, 1000, utilization))
 
     def save(self, id: str, steps: int) -> None:
         self.states.add(id)

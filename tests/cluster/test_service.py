@@ -433,6 +433,50 @@ def test_of_many_jobs_that_ended_the_last_are_shown(cluster: Cluster) -> None:
     assert cluster.service.status()["jobs"] == told["jobs"]
 
 
+def antman(folder: Path, devices: int = 1) -> Cluster:
+    """A cluster whose policy lets jobs share devices."""
+    cluster = Cluster(folder, devices)
+    cluster.store.close()
+    cluster.policy = POLICIES["antman"]
+    (folder / "cluster.db").unlink()
+    cluster.open()
+    return cluster
+
+
+def test_a_device_that_is_left_is_free_for_the_next_opportunistic_job_at_once(tmp_path: Path) -> None:
+    cluster = antman(tmp_path)
+    for number in range(40):
+        cluster.submit(str(number), priority="opportunistic")
+    for number in range(40):
+        assert cluster.backend.starts[-1] == str(number)
+        cluster.backend.begin(str(number))
+        cluster.backend.progress(str(number), 1, utilization=1.0)
+        cluster.service.turn(0.0)  # no time passes
+        cluster.backend.end(str(number))
+        cluster.service.turn(0.0)
+    assert set(cluster.states().values()) == {"completed"}
+    cluster.store.close()
+
+
+def test_the_utilization_of_a_device_counts_once(tmp_path: Path) -> None:
+    """All who run there tell of the whole device."""
+    cluster = antman(tmp_path)
+    (device,) = cluster.service.scheduler.book.devices
+    for id in "abc":
+        cluster.submit(id, priority="opportunistic")
+        cluster.backend.begin(id)
+        for resident in device.residents:
+            cluster.backend.progress(resident.id, 1, utilization=0.3)
+        cluster.turn(12)
+        for resident in device.residents:
+            cluster.backend.progress(resident.id, 2, utilization=0.3)
+        cluster.turn()
+        assert device.utilization == pytest.approx(0.3)
+        assert cluster.service.status()["nodes"][0]["utilization"] == 0.3
+    assert len(device.residents) == 3
+    cluster.store.close()
+
+
 def test_another_policy_or_other_tenants_are_refused(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, tenants=(Tenant("us", 2),))
     cluster.store.close()

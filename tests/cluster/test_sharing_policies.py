@@ -104,6 +104,42 @@ def test_antman_takes_devices_that_stayed_below_m() -> None:
     assert cluster.next_tick == 310
 
 
+def test_antman_takes_a_device_that_nobody_uses_at_once() -> None:
+    cluster = new(AntMan(window=10.0), (1,), a=1)
+    for number in range(40):
+        (start,) = cluster.submit(number, extra(str(number)))
+        assert start.id == str(number)
+        busy(cluster, number, **{str(number): 0.9})
+        assert cluster.ended(number, str(number), "completed") == []
+    cluster.submit(100, extra("one"))
+    busy(cluster, 100, one=0.9)
+    cluster.submit(100, extra("two"))
+    (start,) = cluster.ended(101, "one", "completed")
+    assert start.id == "two"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_antman_forgets_who_left_without_a_report(restarts: bool) -> None:
+    """The device was calm all the time; one that was measured to be busy has to prove itself."""
+    cluster = new(AntMan(busy=0.8, window=10.0), (1,), a=1)
+    cluster.submit(0, guaranteed("g"))
+    busy(cluster, 0, g=0.1)
+    for number in range(5):
+        (start,) = cluster.submit(20, extra(str(number)))
+        assert start.id == str(number) and cluster.submit(20, extra("next")) == []
+        if restarts:
+            cluster = Scheduler.from_dict(json.loads(json.dumps(cluster.to_dict())), AntMan(busy=0.8, window=10.0))
+        cluster.cancel(20, "next", decide=False)
+        assert cluster.ended(20, str(number), "completed") == []
+        del cluster._ended["next"]
+    (start,) = cluster.submit(20, extra("loud"))
+    busy(cluster, 21, loud=0.8)
+    if restarts:
+        cluster = Scheduler.from_dict(json.loads(json.dumps(cluster.to_dict())), AntMan(busy=0.8, window=10.0))
+    cluster.ended(22, "loud", "completed")
+    assert cluster.submit(22, extra("waits")) == [] and cluster.next_tick == 32
+
+
 def test_antman_takes_the_least_loaded() -> None:
     cluster = new(AntMan(window=0.0), (3,), a=3)
     for id, value in (("x", 0.6), ("y", 0.1), ("z", 0.3)):

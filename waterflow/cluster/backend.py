@@ -49,7 +49,7 @@ class Progress:
     ``steps`` are those of all its jobs, from their beginning, also before a resume; ``fraction`` is the part of all steps
     (None where the length of the data is not known). ``step_seconds``: wall time between two ends of steps of a job, over the
     last report; 0.0 before there are any. ``memory``: bytes that its jobs hold or claim on one device; of several, the most.
-    ``utilization``: the part of the last report in which the device worked, for whomever.
+    ``utilization``: the part of the last report in which the device worked, for whomever: all who run there tell the same.
     """
 
     id: str

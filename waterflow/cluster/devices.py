@@ -40,6 +40,11 @@ class Device:
         return sum(1.0 if entry.utilization is None else entry.utilization for entry in self.residents)
 
     @property
+    def reported(self) -> float:
+        """The sum of what its residents report; a submission that has not reported counts as 0."""
+        return sum(entry.utilization or 0.0 for entry in self.residents)
+
+    @property
     def memory_used(self) -> int:
         """Bytes that its residents hold, or said that they need."""
         return sum(entry.memory for entry in self.residents)

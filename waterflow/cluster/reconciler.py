@@ -209,7 +209,7 @@ class Reconciler:
             self.scheduler.started(now, job.id)
         elif isinstance(event, Progress):
             self.live.setdefault(job.id, {})[event.node] = event
-            report = Report(event.fraction, event.steps, None, event.utilization, event.memory or None)
+            report = Report(event.fraction, event.steps, None, self._part(event), event.memory or None)
             self.scheduler.report(now, job.id, report)
         elif isinstance(event, Checkpointed):
             self.store.change(job.id, checkpoint=str(event.path), steps=event.steps, losses=0)
@@ -221,6 +221,12 @@ class Reconciler:
         elif job.state != "starting" or event.how == "lost":  # else: news of the start before
             why = event.reason or ("its node was lost" if event.how == "lost" else "suspended")
             self._gone(job, why, event.how, event.steps)
+
+    def _part(self, event: Progress) -> float:
+        """Its part of a device's utilization, which each of those who run there reports whole: they count once together."""
+        entry = self.scheduler.book.entries.get(event.id)
+        there = [len(device.residents) for device in entry.devices] if entry is not None else []
+        return event.utilization * len(there) / sum(there) if there else event.utilization
 
     def _node_lost(self, node: str) -> None:
         self._epochs.pop(node, None)

@@ -24,8 +24,9 @@ _MOST_CROWDED = 50  # waiting ones that are passed over in one decision as no de
 class AntMan(Policy):
     """Guaranteed submissions start whole, in the order of submission, or reserve what there is.
 
-    Opportunistic ones start on the least loaded of the devices that have memory for them and whose utilization stayed
-    below ``busy`` (M in the paper) for ``window`` seconds; reserved devices are open to them. A guaranteed one that
+    Opportunistic ones start on the least loaded of the devices that have memory for them and where nobody runs, or whose
+    utilization stayed below ``busy`` (M in the paper) for ``window`` seconds. Who has not reported counts as busy, and leaves
+    no trace when it ends before it did. Reserved devices are open to them. A guaranteed one that
     has waited ``patience`` seconds runs as an opportunistic one unless it forbids that (``auto=False``), and becomes
     guaranteed where it is as soon as quota and all of its devices are free for it, before any other is started. The paper
     leaves ``patience`` open. With ``one_node`` a guaranteed submission that fits on one node waits for one.
@@ -51,7 +52,7 @@ class AntMan(Policy):
         self._extra = Waiting()  # who may run as opportunistic now
         self._turned: dict[str, Entry] = {}  # guaranteed submissions that run as opportunistic
         self._calm: dict[Device, float] = {}  # since when a device is below ``busy``; missing: always was
-        self._loud: set[Device] = set()
+        self._loud: dict[Device, bool] = {}  # at ``busy`` or above: as was reported, or only as long as nobody reports
         self._next: float | None = _UNKNOWN
         self._decided = 0.0  # when the last decision was
 
@@ -87,14 +88,14 @@ class AntMan(Policy):
     def reported(self, entry: Entry, report: Report) -> bool:
         """Its devices may have become calm; that counts from now."""
         for device in entry.devices:
-            self._listen(device)
+            self._listen(device, heard=True)
         self._next = _UNKNOWN
         return False
 
     def nodes_changed(self) -> None:
         """Forget devices that are gone."""
         here = set(self.book.devices)
-        self._loud &= here
+        self._loud = {device: reported for device, reported in self._loud.items() if device in here}
         self._calm = {device: since for device, since in self._calm.items() if device in here}
 
     def decide(self, now: float) -> None:
@@ -112,8 +113,12 @@ class AntMan(Policy):
         self._next = _UNKNOWN
 
     def to_dict(self) -> dict[str, Any]:
-        """Since when devices are calm, and who had lost patience by the last decision."""
-        return {"decided": self._decided, "calm": [[*device.place, since] for device, since in self._calm.items()]}
+        """Since when devices are calm, which are not, and who had lost patience by the last decision."""
+        return {
+            "decided": self._decided,
+            "calm": [[*device.place, since] for device, since in self._calm.items()],
+            "loud": [[*device.place, reported] for device, reported in self._loud.items()],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Queues by order, patience by the time since which each waits."""
@@ -124,7 +129,9 @@ class AntMan(Policy):
                 self._turned[entry.id] = entry
         self._lose_patience(state.get("decided", 0.0))
         self._calm = {self.book.devices.at((node, index)): since for node, index, since in state["calm"]}
-        self._loud = {device for device in self.book.devices if device.utilization >= self.busy}
+        busy = (device.place for device in self.book.devices if device.utilization >= self.busy)
+        loud = state["loud"] if "loud" in state else [(*place, True) for place in busy]
+        self._loud = {self.book.devices.at((node, index)): reported for node, index, reported in loud}
         self._next = _UNKNOWN
 
     # -- guaranteed
@@ -231,16 +238,17 @@ class AntMan(Policy):
             self._extra.add(entry)
         return reopened
 
-    def _listen(self, device: Device) -> None:
-        """Note when a device crosses ``busy``."""
+    def _listen(self, device: Device, heard: bool = False) -> None:
+        """Note when a device crosses ``busy``; ``heard``: one of its residents has reported."""
         if device.utilization >= self.busy:
-            self._loud.add(device)
-        elif device in self._loud:
-            self._loud.remove(device)
+            self._loud[device] = self._loud.get(device, False) or device.reported >= self.busy
+        elif device in self._loud and (self._loud.pop(device) or heard):
             self._calm[device] = self.book.now
 
     def _calm_at(self, device: Device) -> float:
-        """When a device will have been below ``busy`` for ``window`` seconds."""
+        """When a device will have been below ``busy`` for ``window`` seconds; one that nobody uses is so already."""
+        if device.vacant:
+            return -math.inf
         if device in self._loud:
             return math.inf
         return self._calm.get(device, -math.inf) + self.window
