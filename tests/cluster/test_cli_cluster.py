@@ -178,6 +178,13 @@ def test_what_cannot_be_started_is_said_in_a_line(folder: Path, arguments: list[
     assert not address_file(folder / "state").exists()
 
 
+def test_a_cluster_that_lost_its_database_does_not_begin_without_it(folder: Path) -> None:
+    (folder / "state" / "work" / "jobs" / "a").mkdir(parents=True)
+    ended = run("up", "--state", folder / "state", "--devices", "1")
+    assert ended.exit_code == 1 and "cluster.db is not there, and " in ended.stderr
+    assert "Put back a copy of cluster.db; or, to begin without them, move " in ended.stderr
+
+
 def test_up_goes_on_as_it_was_until_something_else_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(state: Path, config: launch.ClusterConfig) -> dict[str, object]:
         state.mkdir(exist_ok=True)

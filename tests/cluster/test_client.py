@@ -84,6 +84,17 @@ def test_many_at_a_time(client: wf.Cluster) -> None:
         assert client.result(id, timeout=PATIENCE)[0].status == "completed"
 
 
+def test_short_opportunistic_jobs_do_not_wait_for_an_idle_device(client: wf.Cluster) -> None:
+    """Two devices; each takes the next one when it has ended the last. With ten seconds for each it would be minutes."""
+    began = time.monotonic()
+    ids = [client.submit(job(f"short {n}", steps=2), priority="opportunistic") for n in range(40)]
+    while ids:
+        ended = client.wait(ids, timeout=PATIENCE)
+        assert ended and {client.status(id)["state"] for id in ended} == {"completed"}
+        ids = [id for id in ids if id not in ended]
+    assert time.monotonic() - began < 40.0
+
+
 def test_a_job_that_fails_says_why(client: wf.Cluster) -> None:
     id = client.submit(failing)
     with pytest.raises(ClusterError, match="failed: RuntimeError: no data today"):

@@ -25,7 +25,16 @@ from waterflow.cluster.launch import ClusterConfig, config_file
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.service import Service
-from waterflow.cluster.state import address_file, hold, make_folder, store_file, token_file, work_folder
+from waterflow.cluster.state import (
+    address_file,
+    check_whole,
+    hold,
+    make_folder,
+    private,
+    store_file,
+    token_file,
+    work_folder,
+)
 from waterflow.cluster.store import Store
 from waterflow.cluster.submission import Tenant
 from waterflow.cluster.worker import WorkerSettings
@@ -66,6 +75,7 @@ def serve(
         if lock is None:
             raise ClusterError(f"a cluster is up in {folder}; waterflow cluster down ends it")
         stack.enter_context(lock)
+        check_whole(folder)
         store = Store(store_file(folder))
         token = make_token(token_file(folder))
         policy = POLICIES[config.policy]()
@@ -123,7 +133,8 @@ def _signals() -> threading.Event:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     unfinished = path.with_suffix(".new")
-    unfinished.write_text(json.dumps(content))
+    with open(unfinished, "w", opener=private) as file:
+        json.dump(content, file)
     os.replace(unfinished, path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from waterflow.cluster.endpoint import check_address
 from waterflow.cluster.policies import POLICIES
-from waterflow.cluster.state import log_file, make_folder
+from waterflow.cluster.state import log_file, make_folder, private
 from waterflow.errors import ClusterError
 from waterflow.executor.memory_limit import parse_memory
 
@@ -88,7 +88,7 @@ def start(folder: Path, config: ClusterConfig) -> dict[str, Any]:
     config.check()
     make_folder(folder)
     reading, writing = os.pipe()
-    with open(log_file(folder), "ab") as log, open(reading) as answer:
+    with open(log_file(folder), "ab", opener=private) as log, open(reading) as answer:
         command = [sys.executable, "-m", "waterflow.cluster.daemon", "--state", str(folder), "--ready", str(writing)]
         process = subprocess.Popen(
             [*command, "--config", json.dumps(asdict(config))], stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from waterflow.cluster.backend import BackendError
+from waterflow.cluster.state import make_folder
+from waterflow.errors import ClusterError
 
 KEPT_CHECKPOINTS = 2  # of each job: one may be read while the next is written
 
@@ -33,9 +35,13 @@ class SharedFolder:
         self.path = path
 
     def make(self) -> None:
-        """Create what is not there yet; only this user may enter it, for files in it are unpickled."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in ("claims", "epochs", "fenced", "jobs", "logs", "nodes"):
+        """Create what is not there yet; only this user may enter it, for files in it are unpickled. Raises BackendError."""
+        parts = ("claims", "epochs", "fenced", "jobs", "logs", "nodes")
+        try:
+            make_folder(self.path, parts)
+        except ClusterError as error:
+            raise BackendError(str(error)) from None
+        for name in parts:
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
 
     def lock(self) -> int:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import pwd
+import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO
 
 from waterflow.errors import ClusterError
+
+logger = logging.getLogger("waterflow")
+
+PARTS = ("config.json", "cluster.db", "endpoint.json", "lock", "service.log", "token", "work")  # of a state folder
 
 
 def state_folder(given: str | Path | None) -> Path:
@@ -44,22 +52,72 @@ def log_file(folder: Path) -> Path:
     return folder / "service.log"
 
 
-def make_folder(folder: Path) -> None:
-    """Create it, for its owner alone. Raises ClusterError where others may write into it."""
+def make_folder(folder: Path, parts: Collection[str] = PARTS) -> None:
+    """Create it, for this user alone: the folder with mode 0700, and 0600 for the files in it.
+
+    One that is there is made so where it is empty or has one of ``parts``. Raises ClusterError where it is another user's, or
+    others may write into it, for files in it are unpickled; or where others may read it and it has other things in it.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    there = {Path(entry.path): entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
+    me = os.geteuid()
+    for path, found in [(folder, folder.stat()), *there.items()]:
+        if (owner := found.st_uid) != me:
+            raise ClusterError(
+                f"{path} belongs to user {_name(owner)}, and you are {_name(me)}; whoever owns it can run code as you. "
+                "Take another --state folder"
+            )
     mode = folder.stat().st_mode & 0o777
     if mode & 0o022:
         raise ClusterError(
             f"others may write into {folder} (mode {mode:o}), and files in it are unpickled; chmod 700 {folder}"
         )
+    if mode & 0o077:
+        if there and not {path.name for path in there} & set(parts):
+            raise ClusterError(
+                f"others may read {folder} (mode {mode:o}), and jobs and results will lie in it; chmod 700 {folder}, or take "
+                "another --state folder"
+            )
+        logger.warning("others could read %s (mode %o); from now on it has mode 700", folder, mode)
+        folder.chmod(0o700)
+    for path, found in there.items():
+        if (
+            stat.S_ISREG(found.st_mode) and found.st_mode & 0o077 and path != token_file(folder)
+        ):  # that one is known by now
+            path.chmod(found.st_mode & 0o700)
+
+
+def private(path: str, flags: int) -> int:
+    """What ``open(opener=)`` takes: a new file is for its owner alone."""
+    return os.open(path, flags, 0o600)
+
+
+def check_whole(folder: Path) -> None:
+    """Raise ClusterError where jobs have left their work, and what the cluster knew of them is gone."""
+    store, jobs = store_file(folder), work_folder(folder) / "jobs"
+    if (store.exists() and store.stat().st_size) or not jobs.is_dir():
+        return
+    count = sum(1 for _ in jobs.iterdir())
+    if count:
+        raise ClusterError(
+            f"{store} is {'empty' if store.exists() else 'not there'}, and {jobs} has checkpoints and results of {count} job(s) "
+            f"that it knew. Put back a copy of {store.name}; or, to begin without them, move {jobs.parent} away"
+        )
 
 
 def hold(folder: Path) -> IO[str] | None:
     """The folder's lock, which one process at a time has until it ends; None while another one has it."""
-    file = (folder / "lock").open("a")
+    file = open(folder / "lock", "a", opener=private)  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         return None
     return file
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import sqlite3
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from waterflow.cluster.state import private
 from waterflow.errors import ClusterError, InvalidJobError
 
 FORMAT = 1  # of the file; another one is refused
@@ -109,17 +111,18 @@ class Store:
         self._lock = threading.RLock()
         self._depth = 0
         try:
+            os.close(private(str(path), os.O_RDWR | os.O_CREAT))  # its journals get the mode that it has
+            path.chmod(0o600)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
             self._check_format()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, OSError) as error:
             raise ClusterError(
                 f"{path} cannot be used as the state of a cluster: {error}. Put back a copy of it, or start a new cluster "
                 "with another --state folder"
             ) from error
-        path.chmod(0o600)
 
     def _check_format(self) -> None:
         found = self.meta("format")
