@@ -93,6 +93,7 @@ def finish(
     """Print rows as a table or JSON, save them if asked; returns 1 if a row misses its goal.
 
     ``before``: further tables by title, which are printed first and saved beside the rows. Lists in rows are for JSON.
+    ``arguments.save`` is the file to write, or True for the benchmark's own among the results.
     """
     document = {"benchmark": name, "machine": machine(), "note": note, **(before or {}), "rows": rows}
     text = json.dumps(document, indent=2)
@@ -104,8 +105,9 @@ def finish(
             console.print(_table(title, part))
         console.print(_table(name, rows, note))
     if arguments.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(text + "\n")
+        path = arguments.save if isinstance(arguments.save, Path) else RESULTS / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
     return int(any(row.get("holds") is False for row in rows))
 
 
