@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -137,9 +138,8 @@ def speed_of_jobs(jobs: JobSet, name: str, seconds: float) -> float:
 
 def imported_from() -> dict[str, str]:
     """Where this process has waterflow and its extension from."""
-    import waterflow as wf
-
-    return {"package": wf.__file__, "extension": sys.modules["waterflow._C"].__file__ or ""}
+    modules = {"package": "waterflow", "extension": "waterflow._C"}
+    return {what: str(importlib.import_module(name).__file__) for what, name in modules.items()}
 
 
 # -- processes, checkouts
