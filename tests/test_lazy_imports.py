@@ -36,7 +36,7 @@ try:
     app("cluster {arguments} --state {tmp_path / "none"}".split())
 except SystemExit as end:
     assert end.code in (1, 2), end
-print([name for name in ("torch", "optuna", "waterflow._C") if name in sys.modules])
+print([name for name in ("torch", "optuna", "waterflow._C", "numpy", "tqdm") if name in sys.modules])
 """
     assert run(code) == "[]"
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
 from waterflow.partition.byte_counts import format_bytes
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _WATCH_SECONDS = 1.0
 _LAST_ENDED = 5  # jobs that have ended and are still shown
+_FIRST_WAITING = 50  # jobs that wait and are shown
+_MOST_IN_TABLE = 200  # jobs; more are lines without a frame, which take no time to lay out
 _DOWN_SECONDS = 60.0
 
 cluster = typer.Typer(
@@ -170,7 +174,7 @@ def submit(
 
 @cluster.command()
 def status(
-    everything: Annotated[bool, typer.Option("--all", help="Also jobs that ended long ago.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All that wait, and those that ended long ago.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again each second, until Ctrl-C.")] = False,
     state: State = None,
     as_json: AsJson = False,
@@ -180,15 +184,18 @@ def status(
     with Terminal(as_json, debug) as terminal:
         there = _cluster(state)
         ended = None if everything else _LAST_ENDED
-        told = there.status(ended=ended)
-        if not watch or as_json or not terminal.live:
-            for table in _tables(told):
-                terminal.say(table)
+        waiting = None if everything or as_json else _FIRST_WAITING
+        told = there.status(ended=ended, waiting=waiting)
+        if as_json:
             return terminal.result(told)
+        if not watch or not terminal.live:
+            for shown in _tables(told):
+                terminal.say(shown)
+            return None
         with Live(Group(*_tables(told)), auto_refresh=False, screen=False) as live:
             while True:
                 time.sleep(_WATCH_SECONDS)
-                live.update(Group(*_tables(there.status(ended=ended))), refresh=True)
+                live.update(Group(*_tables(there.status(ended=ended, waiting=waiting))), refresh=True)
 
 
 @cluster.command()
@@ -284,9 +291,10 @@ def _how(job: dict[str, Any]) -> str:
 
 
 _COLOURS = {"completed": "green", "failed": "red", "running": "bold", "cancelled": "yellow", "waiting": "dim"}
+_NUMBERS = ("done", "steps", "step", "waited")
 
 
-def _tables(told: dict[str, Any]) -> list[Table]:
+def _tables(told: dict[str, Any]) -> list[Table | Text]:
     nodes = Table(title=f"devices, policy {told['policy']}", title_justify="left", box=None)
     for column in ("device", "state", "jobs", "busy", "held", "memory"):
         nodes.add_column(column, justify="right" if column in ("busy", "held", "memory") else "left", no_wrap=True)
@@ -295,7 +303,7 @@ def _tables(told: dict[str, Any]) -> list[Table]:
             node["name"], "up" if node["alive"] else "[red]lost[/]", ", ".join(node["jobs"]),
             f"{node['utilization']:.0%}", format_bytes(node["held"]), format_bytes(node["memory"]),
         )  # fmt: skip
-    made = [nodes]
+    made: list[Table | Text] = [nodes]
     if told["tenants"]:
         tenants = Table(title="tenants", title_justify="left", box=None)
         for column in ("tenant", "quota", "used"):
@@ -303,20 +311,42 @@ def _tables(told: dict[str, Any]) -> list[Table]:
         for tenant in told["tenants"]:
             tenants.add_row(tenant["name"], str(tenant["quota"]), str(tenant["used"]))
         made.append(tenants)
-    more = told["jobs_not_shown"]
-    jobs = Table(
-        title="jobs", title_justify="left", box=None, caption_justify="left",
-        caption=f"and {more:,} that ended before: waterflow cluster status --all" if more else None,
-    )  # fmt: skip
-    for column in ("job", "tenant", "state", "priority", "where", "done", "steps", "step", "waited", "why"):
-        right = column in ("done", "steps", "step", "waited")
-        jobs.add_column(column, justify="right" if right else "left", no_wrap=column != "why")
-    for job in told["jobs"]:
-        step = job["step_seconds"]
-        jobs.add_row(
-            job["id"], job["tenant"], f"[{_COLOURS.get(job['state'], 'white')}]{job['state']}[/]", job["priority"],
-            ", ".join(f"{node}:{device}" for node, device in job["places"]) or str(job["devices"]),
-            "" if job["fraction"] is None else f"{job['fraction']:.0%}", f"{job['steps']:,}",
-            "" if step is None else f"{step * 1e3:.1f} ms", f"{job['waited']:.1f} s", job["reason"],
-        )  # fmt: skip
+    columns = ("job", "tenant", "state", "priority", "where", "done", "steps", "step", "waited", "why")
+    more = [
+        f"and {told[count]:,} that {what}: waterflow cluster status --all"
+        for count, what in (("waiting_not_shown", "wait behind them"), ("jobs_not_shown", "ended before")) if told[count]
+    ]  # fmt: skip
+    rows = [_row(job) for job in told["jobs"]]
+    if len(rows) > _MOST_IN_TABLE:
+        return [*made, _lines([list(columns), *rows]), *map(Text, more)]
+    jobs = Table(title="jobs", title_justify="left", box=None, caption_justify="left", caption="\n".join(more) or None)
+    for column in columns:
+        jobs.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=column != "why")
+    for row in rows:
+        id, tenant, state, *rest = map(escape, row)
+        jobs.add_row(id, tenant, f"[{_COLOURS.get(state, 'white')}]{state}[/]", *rest)
     return [*made, jobs]
+
+
+def _row(job: dict[str, Any]) -> list[str]:
+    step = job["step_seconds"]
+    return [
+        job["id"], job["tenant"], job["state"], job["priority"],
+        ", ".join(f"{node}:{device}" for node, device in job["places"]) or str(job["devices"]),
+        "" if job["fraction"] is None else f"{job['fraction']:.0%}", f"{job['steps']:,}",
+        "" if step is None else f"{step * 1e3:.1f} ms", f"{job['waited']:.1f} s", job["reason"],
+    ]  # fmt: skip
+
+
+def _lines(rows: list[list[str]]) -> Text:
+    """Rows beneath each other, the names of the columns first; each is one line however wide the terminal is."""
+    rows = [[" ".join(cell.split()) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    numbers = [name in _NUMBERS for name in rows[0]]
+    lines = (
+        " ".join(
+            cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, numbers)
+        )
+        for row in rows
+    )
+    return Text("\n".join(line.rstrip() for line in lines), no_wrap=True, overflow="ignore")

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -20,10 +20,12 @@ from waterflow.cluster.scaling import LINEAR, TableScaling
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.simulator import Overheads, Simulated, Simulator
 from waterflow.cluster.submission import Node, Submission, Tenant
-from waterflow.cluster.summary import Summary, save_pictures, summarize
 from waterflow.cluster.workload import Workload, read_workload
 from waterflow.references import ConfigError, meant
 from waterflow.terminal import Terminal
+
+if TYPE_CHECKING:
+    from waterflow.cluster.summary import Summary
 
 OVERHEADS = tuple(field.name for field in dataclasses.fields(Overheads))
 _GIVEN = ("scaling",)  # parameters of policies that have options of their own
@@ -76,6 +78,8 @@ def simulate(
             scheduler = Scheduler(nodes, chosen, tenants)
             runs[name] = Simulator(scheduler, Overheads(**seconds), curves, **sharing.of(chosen)).run(submissions)
             printed[name] = dict(chosen.parameters)
+        from waterflow.cluster.summary import save_pictures, summarize  # needs NumPy, which other commands do without
+
         summaries = {name: summarize(run) for name, run in runs.items()}
         shared = {
             "devices": gpus, "devices per node": gpus_per_node, "quotas": {each.name: each.quota for each in tenants} or None,

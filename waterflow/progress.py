@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
 from waterflow.partition.byte_counts import format_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +21,11 @@ class ProgressLine:
 
     def __init__(self, total: int | None, what: str, show: bool, delay: float = 0.0) -> None:
         visible = show and sys.stderr.isatty()
-        self._line: Any = tqdm(total=total, unit=f" {what}", dynamic_ncols=True, delay=delay) if visible else None
+        self._line: Any = None
+        if visible:
+            from tqdm.auto import tqdm  # slow to import
+
+            self._line = tqdm(total=total, unit=f" {what}", dynamic_ncols=True, delay=delay)
 
     def advance(self, note: str = "") -> None:
         """One more is done; ``note`` is shown behind the count."""

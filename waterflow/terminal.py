@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from waterflow.references import ConfigError, one_line
 
@@ -82,12 +83,12 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
         if error is None and self._failed:
             raise typer.Exit(FAILED)
 
-    def say(self, what: str | Table) -> None:
-        """Show people a line or a table."""
+    def say(self, what: str | Table | Text) -> None:
+        """Show people a line, a table, or text as it stands."""
         if not self._as_json:
             # Where nobody looks at a terminal, no column is cut.
             wide = isinstance(what, Table) and not self._console.is_terminal and not self.holds(what)
-            self._console.print(what, width=_ENDLESS if wide else None)
+            self._console.print(what, width=_ENDLESS if wide else None, soft_wrap=isinstance(what, Text))
 
     @property
     def live(self) -> bool:

@@ -120,6 +120,35 @@ def test_jobs_that_ended_long_ago_are_not_shown(up: LiveCluster) -> None:
     assert all(id in everything for id in ids) and "ended before" not in everything
 
 
+def test_the_status_of_thousands_of_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of them, or a line for each; what jobs say is shown as they said it."""
+    from waterflow.cluster.client import Cluster
+
+    job = {
+        "id": "", "tenant": "default", "state": "waiting", "priority": "guaranteed", "devices": 1, "places": [],
+        "fraction": None, "steps": 0, "step_seconds": None, "waited": 1.0, "reason": "",
+    }  # fmt: skip
+    jobs = [job | {"id": f"job-{number}"} for number in range(5000)]
+    jobs[7] |= {"state": "failed", "reason": "KeyError: [/bold] in\na file " + "x" * 200}
+
+    def status(self: Cluster, ended: int | None, waiting: int | None) -> dict[str, object]:
+        shown = jobs[: 8 + waiting] if waiting is not None else jobs
+        hidden = len(jobs) - len(shown)
+        return {"policy": "fifo", "nodes": [], "tenants": [], "jobs": shown, "jobs_not_shown": 0,
+                "waiting_not_shown": hidden}  # fmt: skip
+
+    monkeypatch.setattr(Cluster, "status", status)
+    shown = run("status").stdout
+    assert "job-57 " in shown and "job-58 " not in shown and "[/bold]" in shown
+    assert "and 4,942 that wait behind them: waterflow cluster status --all" in shown
+    began = time.process_time()
+    lines = run("status", "--all").stdout.splitlines()
+    assert time.process_time() - began < 2.0  # as a table it needs five seconds and more
+    found = [line.split()[0] for line in lines if line.startswith("job-")]
+    assert found == [job["id"] for job in jobs] and any(line.endswith("in a file " + "x" * 200) for line in lines)
+    assert len(json.loads(run("status", "--json").stdout)["jobs"]) == 5000
+
+
 def test_a_job_that_fails(up: LiveCluster) -> None:
     ended = run("submit", "code.py:broken", "--id", "broken", "--wait")
     assert ended.exit_code == 1

@@ -433,6 +433,24 @@ def test_of_many_jobs_that_ended_the_last_are_shown(cluster: Cluster) -> None:
     assert cluster.service.status()["jobs"] == told["jobs"]
 
 
+def test_of_many_jobs_that_wait_the_first_are_shown(cluster: Cluster) -> None:
+    ids = [f"job-{number}" for number in range(9)]
+    for id in ids:
+        cluster.submit(id)
+    cluster.backend.begin("job-0")
+    cluster.turn()
+    cluster.backend.end("job-0")
+    cluster.turn()
+    told = cluster.service.status(ended=0, waiting=3)
+    assert [job["id"] for job in told["jobs"]] == ids[1:6] and told["jobs_not_shown"] == 1
+    assert told["waiting_not_shown"] == 3 and all(node["jobs"] for node in told["nodes"])
+    told = cluster.service.status(waiting=0)
+    assert [job["id"] for job in told["jobs"]] == ids[:3] and told["waiting_not_shown"] == 6
+    everything = cluster.service.status()
+    assert len(everything["jobs"]) == 9 and everything["waiting_not_shown"] == everything["jobs_not_shown"] == 0
+    assert cluster.service.status(ended=9, waiting=9)["jobs"] == everything["jobs"]
+
+
 def antman(folder: Path, devices: int = 1) -> Cluster:
     """A cluster whose policy lets jobs share devices."""
     cluster = Cluster(folder, devices)

@@ -32,10 +32,10 @@ from waterflow.cluster.submission import (
     Submission,
     Tenant,
 )
-from waterflow.cluster.summary import Summary, save_pictures, share_ratios, summarize
 from waterflow.cluster.workload import Workload, read_workload
 
-# Looked up when they are asked for: those who simulate need neither torch nor processes, and Ray may not be there.
+# Looked up when they are asked for: those who simulate need neither torch nor processes, those who ask a cluster no NumPy, and
+# Ray may not be there.
 _PUBLIC = {
     "BackendError": "backend",
     "Checkpointed": "backend",
@@ -51,9 +51,13 @@ _PUBLIC = {
     "Service": "service",
     "Started": "backend",
     "Store": "store",
+    "Summary": "summary",
     "WorkerSettings": "worker",
     "load_results": "payload",
     "pack": "payload",
+    "save_pictures": "summary",
+    "share_ratios": "summary",
+    "summarize": "summary",
 }
 
 __all__ = [

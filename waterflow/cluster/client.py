@@ -122,23 +122,29 @@ class Cluster:
             raise ClusterError("no device of the cluster tells its memory; hand the jobs in one by one")
         return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in sets_that_fit(jobs, most)]
 
-    def status(self, id: str | None = None, *, ended: int | None = None) -> dict[str, Any]:
+    def status(
+        self, id: str | None = None, *, ended: int | None = None, waiting: int | None = None
+    ) -> dict[str, Any]:  # fmt: skip
         """The cluster's nodes, tenants and jobs; or one job. Bytes, and seconds since 1970.
 
-        With ``ended``, only so many of the jobs that have ended, the last ones; ``jobs_not_shown`` counts the others.
+        With ``ended``, only so many of the jobs that have ended, the last ones; ``jobs_not_shown`` counts the others. With
+        ``waiting``, only so many of those that wait, the first ones; ``waiting_not_shown`` counts the others.
         """
-        everything = "/status" if ended is None else f"/status?ended={ended}"
-        made: dict[str, Any] = self._json("GET", everything if id is None else _of(id))
+        pages = {"ended": ended, "waiting": waiting}
+        query = urllib.parse.urlencode({key: value for key, value in pages.items() if value is not None})
+        made: dict[str, Any] = self._json("GET", f"/status?{query}" if id is None else _of(id))
         return made
 
     def wait(self, id: str | Iterable[str], timeout: float | None = None) -> list[str]:
         """Wait until a job has ended, or one of several; returns those that have. Empty after ``timeout`` seconds."""
         ids = [id] if isinstance(id, str) else list(id)
+        if not ids:
+            return []
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             left = _WAIT_SECONDS if until is None else max(0.0, until - time.monotonic())
-            query = urllib.parse.urlencode({"ids": ",".join(ids), "seconds": min(_WAIT_SECONDS, left)})
-            ended: list[str] = self._json("GET", f"/wait?{query}", patience=60.0)["ended"]
+            path = f"/wait?seconds={min(_WAIT_SECONDS, left):.3f}"
+            ended: list[str] = self._json("POST", path, json.dumps(ids).encode(), patience=60.0)["ended"]
             if ended or (until is not None and time.monotonic() >= until):
                 return ended
 

@@ -33,6 +33,7 @@ logger = logging.getLogger("waterflow")
 
 LARGEST_PAYLOAD = 1 << 30  # bytes; data belongs into files that workers read
 LARGEST_SUBMISSION = 1 << 16
+LARGEST_WAIT = 1 << 26  # ids of 100 characters: more than half a million
 LONGEST_WAIT = 30.0  # seconds that a request may be held
 QUIET_SECONDS = 60.0  # a connection on which nothing comes is closed
 LEAST_TOKEN = 32  # characters
@@ -189,8 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
     # -- what can be asked
 
     def status(self) -> dict[str, Any]:
-        ended = self._number("ended", -1.0, 1e9) if "ended" in self.query else None
-        return self.service.status(None if ended is None else int(ended))
+        pages = {key: int(self._number(key, 0.0, 1e9)) for key in ("ended", "waiting") if key in self.query}
+        return self.service.status(**pages)
 
     def job(self, id: str) -> dict[str, Any]:
         return self.service.told(self.service.record(id))
@@ -213,7 +214,15 @@ class _Handler(BaseHTTPRequestHandler):
         return packed.getvalue()
 
     def wait(self) -> dict[str, Any]:
+        """The ids are the body, as JSON, or, where they are few, in the address."""
         ids = [id for id in self.query.get("ids", "").split(",") if id]
+        if self.command == "POST":
+            try:
+                ids = json.loads(self._body(LARGEST_WAIT))
+            except ValueError:
+                ids = []
+            if not isinstance(ids, list) or not ids or not all(isinstance(id, str) for id in ids):
+                raise _Refused(400, "the body must be a list of ids as JSON, with one id at least")
         return {"ended": self.service.wait(ids, self._number("seconds", LONGEST_WAIT, LONGEST_WAIT))}
 
     def prometheus(self) -> bytes:
@@ -254,13 +263,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(400, f"{name} must be a number from 0 to {most:g}; got {text!r}")
         return value
 
-    def _body(self) -> bytes:
+    def _body(self, most: int = LARGEST_PAYLOAD) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not length.isdigit():
             raise _Refused(411, "the payload needs a Content-Length")
-        if int(length) > LARGEST_PAYLOAD:
+        if int(length) > most:
             raise _Refused(
-                413, f"the payload has {format_bytes(int(length))}; at most {format_bytes(LARGEST_PAYLOAD)} are taken. Let a "
+                413, f"the payload has {format_bytes(int(length))}; at most {format_bytes(most)} are taken. Let a "
                 "function load the data where the job runs",
             )  # fmt: skip
         body = self.rfile.read(int(length))
@@ -272,4 +281,4 @@ class _Handler(BaseHTTPRequestHandler):
 _JOB = "/jobs/([^/]+)"
 _GET = [("/status", "status"), (_JOB, "job"), (_JOB + "/log", "log"), (_JOB + "/results", "results"),
         ("/wait", "wait"), ("/metrics", "prometheus")]  # fmt: skip
-_POST = [("/jobs", "submit"), (_JOB + "/cancel", "cancel"), ("/down", "down")]
+_POST = [("/jobs", "submit"), (_JOB + "/cancel", "cancel"), ("/wait", "wait"), ("/down", "down")]

@@ -19,7 +19,7 @@ from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.reconciler import Reconciler
 from waterflow.cluster.status import cluster_status, job_status
-from waterflow.cluster.store import ENDED, JobRecord, Store
+from waterflow.cluster.store import JobRecord, Store
 from waterflow.cluster.submission import Tenant
 from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
 
@@ -126,22 +126,25 @@ class Service:
         until = time.monotonic() + seconds
         with self._lock:
             self._check_open()
-            for id in ids:
+            for id in self.store.unknown(ids):
                 self.record(id)
             while True:
-                over = [job.id for job in self.store.jobs(ids, states=ENDED)]
+                over = self.store.over(ids)
                 left = until - time.monotonic()
                 if over or left <= 0:
                     return over
                 self._changed.wait(left)
                 self._check_open()
 
-    def status(self, ended: int | None = None) -> dict[str, Any]:
-        """Nodes, tenants and jobs; see ``cluster_status``. Of the jobs that have ended only the last ``ended``, if given."""
+    def status(self, ended: int | None = None, waiting: int | None = None) -> dict[str, Any]:
+        """Nodes, tenants and jobs; see ``cluster_status``.
+
+        If given, only the last ``ended`` of the jobs that have ended, and the first ``waiting`` of those that wait.
+        """
         with self._lock:
-            jobs, hidden = (self.store.jobs(), 0) if ended is None else self.store.recent(ended)
+            jobs, ended_before, wait_behind = self.store.page(ended, waiting)
             told = cluster_status(self.now(), self.scheduler, self.backend.nodes(), jobs, self.jobs.live)
-            return told | {"jobs_not_shown": hidden}
+            return told | {"jobs_not_shown": ended_before, "waiting_not_shown": wait_behind}
 
     def told(self, job: JobRecord) -> dict[str, Any]:
         """What ``status`` says of one job."""

@@ -226,16 +226,43 @@ class Store:
                 places.setdefault(id, []).append((node, device, epoch))
         return [_record(dict(zip(_COLUMNS, row)), places) for row in rows]
 
-    def recent(self, most: int) -> tuple[list[JobRecord], int]:
-        """Jobs that have not ended with the ``most`` that ended last, in the order in which they came; how many more there are."""
-        ended = _AMONG.format("state")
+    def page(self, ended: int | None = None, waiting: int | None = None) -> tuple[list[JobRecord], int, int]:
+        """Jobs in the order in which they came, and how many more have ended, and wait.
+
+        Those that stand on devices, the ``ended`` that ended last, and the ``waiting`` that came first of those that wait (None: all).
+        """
+        if ended is None and waiting is None:
+            return self.jobs(), 0, 0
+        over, none = _AMONG.format("state"), -1  # which SQLite takes for no limit
         with self._lock:
             last = self._all(
-                f"SELECT id FROM jobs WHERE {ended} ORDER BY ended DESC, number DESC LIMIT ?", (json.dumps(ENDED), most)
+                f"SELECT id FROM jobs WHERE {over} ORDER BY ended DESC, number DESC LIMIT ?",
+                (json.dumps(ENDED), none if ended is None else ended),
             )
-            others = self._all(f"SELECT id FROM jobs WHERE NOT {ended}", (json.dumps(ENDED),))
-            (count,) = self._all(f"SELECT COUNT(*) FROM jobs WHERE {ended}", (json.dumps(ENDED),))[0]
-            return self.jobs([id for (id,) in others + last]), count - len(last)
+            first = self._all(
+                "SELECT id FROM jobs WHERE state = 'waiting' ORDER BY number LIMIT ?",
+                (none if waiting is None else waiting,),
+            )
+            placed = self._all(f"SELECT id FROM jobs WHERE NOT {over} AND state != 'waiting'", (json.dumps(ENDED),))
+            ((all_over, all_waiting),) = self._all(
+                f"SELECT COALESCE(SUM({over}), 0), COALESCE(SUM(state = 'waiting'), 0) FROM jobs", (json.dumps(ENDED),)
+            )
+            found = self.jobs([id for (id,) in placed + first + last])
+            return found, all_over - len(last), all_waiting - len(first)
+
+    def over(self, ids: Sequence[str]) -> list[str]:
+        """Those of ``ids`` that have ended."""
+        among = f"{_AMONG.format('id')} AND {_AMONG.format('state')} ORDER BY number"
+        return [
+            id for (id,) in self._all(f"SELECT id FROM jobs WHERE {among}", (json.dumps(list(ids)), json.dumps(ENDED)))
+        ]
+
+    def unknown(self, ids: Sequence[str]) -> list[str]:
+        """Those of ``ids`` that no job has."""
+        known = {
+            id for (id,) in self._all(f"SELECT id FROM jobs WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
+        }
+        return [id for id in ids if id not in known]
 
     def payload(self, id: str) -> bytes:
         """What was handed in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waterflow.priority import Priority as Priority
@@ -50,7 +50,7 @@ class Submission:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as JSON knows them."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Submission:
