@@ -15,6 +15,7 @@ from waterflow.executor.engine import Engine
 from waterflow.job import Job, Metrics, as_metrics
 from waterflow.partition.plan import Plan, format_bytes, opaque_plan
 from waterflow.step import Step
+from waterflow.training_mode import evaluation_mode
 from waterflow.user_code import UserCode
 
 _local = threading.local()
@@ -52,14 +53,12 @@ class Evaluation:
         def work() -> Any:
             model = self._model
             assert model is not None and evaluate is not None
-            model.eval()
             _local.evaluating = True
             try:
-                with torch.no_grad(), self._user_code.here():
+                with evaluation_mode(model), torch.no_grad(), self._user_code.here():
                     return evaluate(model)
             finally:
                 _local.evaluating = False
-                model.train()
 
         if engine is None:
             return work()

@@ -31,7 +31,8 @@ class Job:
 
     Args:
         name: Shown in results, messages and pictures.
-        model: A function that makes the module (it is called once, with the job's own random numbers), or a module.
+        model: A function that makes the module (it is called once, with the job's own random numbers), or a module. Parts that
+            are in evaluation mode (``model[1].eval()``) stay in it; see ``train_mode``.
         data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one. A
             function that makes an iterator is called for each epoch.
             A DataLoader that several jobs share is shuffled for each with the job's own random numbers; an iterable
@@ -42,7 +43,8 @@ class Job:
         scheduler: A function of the optimizer that makes a learning-rate scheduler.
         scheduler_interval: When the scheduler steps: after each ``epoch`` (default) or each ``step``.
         evaluate: A function of the model that returns a number or a dict of numbers. It is called after each epoch
-            with the model in evaluation mode and without gradients. The first number is the job's ``value``.
+            with the model in evaluation mode and without gradients. The first number is the job's ``value``. Behind it every
+            module trains or evaluates as before; one that it adds does as the module that holds it.
         epochs: How often the data is read.
         seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
         accumulate, clip_grad_norm, clip_grad_value, autocast, recompute, compile: As in ``Step``.
@@ -55,6 +57,9 @@ class Job:
             to host memory until there is enough. ``"spill"``: it goes on, with as many activations in host memory from its forward to
             its backward pass as it takes; ``"recompute"``: it makes them again; bitwise the same, and waits only where that is not
             enough. Parameters and optimizer state stay on the device. Without effect on guaranteed jobs.
+        train_mode: ``"auto"``: a model that comes in training mode keeps the flags of all its modules; for one that comes in
+            evaluation mode as a whole, as ``from_pretrained`` returns it, ``train()`` is called, and a warning says so.
+            ``"as_is"``: all flags stay as they come.
     """
 
     name: str
@@ -78,6 +83,7 @@ class Job:
     priority: Priority = "guaranteed"
     quota: int | float | str | None = None
     below_need: BelowNeed = "wait"
+    train_mode: Literal["auto", "as_is"] = "auto"
 
     def check(self) -> None:
         """Raise InvalidJobError where a setting cannot be right."""
@@ -114,6 +120,8 @@ class Job:
             raise InvalidJobError(
                 f"job {self.name!r}: scheduler_interval must be 'epoch' or 'step'; got {self.scheduler_interval!r}"
             )
+        if self.train_mode not in ("auto", "as_is"):
+            raise InvalidJobError(f"job {self.name!r}: train_mode must be 'auto' or 'as_is'; got {self.train_mode!r}")
         check_priority(f"job {self.name!r}", self.priority)
         check_below_need(f"job {self.name!r}", self.below_need)
         if self.compile is not None and self.below_need != "wait":

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from waterflow import _C
 from waterflow.boundary import Boundary
+from waterflow.building import model_of, optimizer_of
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import CaptureError, CheckpointError, InvalidJobError, JobCancelled
+from waterflow.errors import CaptureError, CheckpointError, JobCancelled
 from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
@@ -227,18 +227,8 @@ class JobRunner:
     def _build(self) -> None:
         job = self.job
         self._check_stop()
-        if isinstance(job.model, nn.Module):
-            model = job.model
-        else:
-            # Initialization draws from the job's own numbers; the lock keeps others from drawing meanwhile.
-            with _C.GeneratorSwap(self._numbers):
-                model = job.model()
-            if not isinstance(model, nn.Module):
-                raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
-        model.train()
-        optimizer = job.optimizer(model.parameters())
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InvalidJobError(f"job {job.name!r}: optimizer made a {type(optimizer).__name__}, not an optimizer")
+        model = model_of(job, self._numbers)
+        optimizer = optimizer_of(job, model)
         self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
         self._state = JobState(job, model, optimizer, self._scheduler)
         self._make_step(model, optimizer)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
+from waterflow.building import model_of, optimizer_of
 from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
@@ -178,12 +178,9 @@ def step_and_batch(job: Job) -> tuple[Step, Any]:
             "then lacks. Pass a list, a DataLoader, or a function that makes a fresh iterator"
         )
     numbers = torch.Generator().manual_seed(job.seed or 0)
-    model = job.model if isinstance(job.model, nn.Module) else job.model()
-    if not isinstance(model, nn.Module):
-        raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
-    model.train()
+    model = model_of(job)
     step = Step(
-        model, optimizer=job.optimizer(model.parameters()), loss=job.loss, step=job.step, accumulate=job.accumulate,
+        model, optimizer=optimizer_of(job, model), loss=job.loss, step=job.step, accumulate=job.accumulate,
         clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
         recompute=job.recompute, generator=numbers, name=job.name,
     )  # fmt: skip

@@ -1,0 +1,37 @@
+"""A job's model and its optimizer: made, and checked."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from waterflow import _C
+from waterflow.errors import InvalidJobError
+from waterflow.job import Job
+from waterflow.training_mode import begin_training
+
+
+def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
+    """The job's model, ready to train. A function that makes it draws from ``numbers``; without them from torch's own.
+
+    Raises InvalidJobError where the function makes something else.
+    """
+    if isinstance(job.model, nn.Module):
+        model = job.model
+    elif numbers is None:
+        model = job.model()
+    else:
+        with _C.GeneratorSwap(numbers):  # its lock keeps others from drawing meanwhile
+            model = job.model()
+    if not isinstance(model, nn.Module):
+        raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
+    begin_training(job, model)
+    return model
+
+
+def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """The job's optimizer of the parameters of ``model``. Raises InvalidJobError where it is none."""
+    optimizer = job.optimizer(model.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidJobError(f"job {job.name!r}: optimizer made a {type(optimizer).__name__}, not an optimizer")
+    return optimizer
