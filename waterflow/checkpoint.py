@@ -12,7 +12,7 @@ import zlib
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -81,14 +81,17 @@ class Checkpoint:
 def write(
     path: str | os.PathLike[str], content: dict[str, Any], about: dict[str, Any], *, durable: bool = True
 ) -> None:
-    """Write plain data and tensors with a description, so that the file is whole or not there."""
+    """Write plain data and tensors with a description, so that the file is whole or not there. Raises OSError, CheckpointError."""
     path = Path(path)
     told = json.dumps({"format": FORMAT, "torch": _torch(), **about}).encode()
     _check_plain(content, "")
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "w+b") as file:
-            torch.save(content, file)
+            through = _Through(file)
+            torch.save(content, through)
+            if through.error is not None:
+                raise through.error
             file.write(told)
             file.flush()
             file.write(_END.pack(_checksum(file.fileno()), len(told), _MARK))
@@ -102,6 +105,26 @@ def write(
         raise
     if durable:
         _sync_folder(path.parent)
+
+
+class _Through:
+    """Hands on to a file what torch's writer writes, and keeps the first error, of which that would make one of its own."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Behind an error nothing is written any more."""
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Left to who owns the file."""
 
 
 def read(path: str | os.PathLike[str], *, job: str | None = None, any_torch: bool = False) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -90,11 +89,25 @@ class Checkpoints:
         except ValueError:
             raise CheckpointError(f"{path} is damaged; remove the folder to start anew") from None
         found = [seed if job.seed is not None else known.get(job.name, seed) for job, seed in zip(jobs, drawn)]
-        known |= {job.name: seed for job, seed in zip(jobs, found)}
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=".seeds.", suffix=".part", delete=False) as file:
-            file.write(json.dumps(known))
-        os.replace(file.name, path)
+        if (all_ := known | {job.name: seed for job, seed in zip(jobs, found)}) != known:
+            try:
+                self._write_seeds(path, json.dumps(all_))
+            except OSError as error:
+                logger.warning(
+                    "%s could not be written: %s. Training goes on; a second call draws other seeds for jobs that have neither a "
+                    "checkpoint nor a result by then. Free space there, or pass Job(seed=)",
+                    path, error,
+                )  # fmt: skip
         return found
+
+    def _write_seeds(self, path: Path, text: str) -> None:
+        part = self.folder / ".seeds.part"
+        try:
+            part.write_text(text)
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
     def load(self, job: Job) -> Checkpoint | JobResult | None:
         """Where the job stands: its result, its last checkpoint that is whole, or None. Raises CheckpointError."""
@@ -145,6 +158,11 @@ class Checkpoints:
         write(folder / _RESULT, content, {"job": result.name, "steps": result.steps})
         for old in self.states(result.name):
             old.unlink(missing_ok=True)
+
+
+def steps_of(state: Path) -> int:
+    """How many steps the job had done whose checkpoint the file is."""
+    return int(state.stem.removeprefix("step-"))
 
 
 def _result(job: Job, content: dict[str, Any]) -> JobResult:
