@@ -175,6 +175,12 @@ def test_study_that_builds_jobs(folder: Path):
     assert [t["reports"] for t in json.loads(ended.stdout)["trials"]] == [1, 1]
 
 
+def test_a_study_that_would_maximize_a_training_loss(folder: Path):
+    ended = run("study", config(folder, "build: code.py:build\nn_trials: 3\nmax_concurrent: 1\ndirection: maximize\n"))
+    told = lines(ended.stderr)
+    assert ended.exit_code == 1 and "job 'trial 0' has no evaluate=" in told[-1] and "trial 1" not in ended.stderr
+
+
 # -- train
 
 

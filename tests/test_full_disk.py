@@ -85,7 +85,9 @@ def test_training_goes_on_where_the_disk_is_full(until: int, tmp_path: Path) -> 
         assert not others and files == ["result.state"]
     else:
         (last,) = others
-        assert "are old" in last and f"'wide' (step {int(Path(before[-1]).stem[5:])})" in last and sorted(files) == before
+        assert (
+            "are old" in last and f"'wide' (step {int(Path(before[-1]).stem[5:])})" in last and sorted(files) == before
+        )
         assert not list(tmp_path.glob("**/.*.part"))
     read: list[int] = []
     again = wf.train([job(read.append)], lanes=1, memory="1GiB", checkpoint=tmp_path)[0]

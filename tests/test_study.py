@@ -341,7 +341,7 @@ def test_reports_and_wrong_numbers_of_values_are_explained() -> None:
 def test_jobs_in_a_study_end_as_alone_and_as_in_train() -> None:
     torch.manual_seed(17)
     study = new_study()
-    summary = wf.optimize(study, making, n_trials=10, max_concurrent=3, lanes=2)
+    summary = wf.optimize(study, making, n_trials=10, max_concurrent=3, lanes=2, keep_weights="all")
     assert [result.name for result in summary.results] == [f"trial-{number}" for number in range(10)]
     assert {result.status for result in summary.results} == {"completed", "pruned"}
     jobs = [job_of(trial.number, trial.params["width"], trial.params["lr"]) for trial in study.trials]

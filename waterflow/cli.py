@@ -181,7 +181,7 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         before = len(opened.trials)
         pictures = Pictures(settings.output) if settings.output is not None else None
         done = optimize(
-            opened, settings.objective, catch=Exception, show_progress_bar=not as_json, timeline=pictures,
+            opened, settings.objective, catch=Exception, show_progress_bar=not as_json, timeline=pictures, keep_weights="none",
             **settings.options,
         )  # fmt: skip
         report = _study_report(opened, terminal.failures)

@@ -149,7 +149,8 @@ class JobResult:
     bytes that a step held in host memory from its forward to its backward pass,
     ``compiled`` what of it was native code. ``fused_steps`` ran as one with those of other jobs.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
-    torch it shares its memory with the model: copy it before you train the same model again.
+    torch it shares its memory with the model: copy it before you train the same model again. ``optimize(keep_weights=)`` says in
+    which results of a study it stays.
     """
 
     name: str

@@ -124,6 +124,15 @@ def tell_quietly(
     return told
 
 
+def values_of(trial: FrozenTrial) -> list[float] | None:
+    """What a trial that was told is worth; None for one that is not complete, or breaks a constraint, and so is never the best."""
+    if trial.state != TrialState.COMPLETE:
+        return None
+    found: Any = getattr(trial, "constraints", None)
+    constraints = found.values() if isinstance(found, dict) else trial.system_attrs.get("constraints") or ()
+    return list(trial.values) if all(value <= 0 for value in constraints) else None
+
+
 def _numbers(value: Any, count: int) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
     return len(values) == count and all(isinstance(v, (int, float)) and not math.isnan(v) for v in values)

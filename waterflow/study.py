@@ -11,6 +11,7 @@ from waterflow.errors import StudyError
 from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job
+from waterflow.kept_weights import KeepWeights, check_keep_weights
 from waterflow.optuna_private import in_loop
 from waterflow.progress import ProgressLine
 from waterflow.study_coordinator import Coordinator, Objective, StudyCallback, StudySummary
@@ -39,12 +40,14 @@ def optimize(
     mode: Mode = "auto",
     timeline: Callable[[Timeline], None] | None = None,
     backend: Devices | None = None,
+    keep_weights: KeepWeights = "best",
 ) -> StudySummary:
     """``study.optimize``, with several trials training side by side on one device.
 
     ``objective`` is an ordinary Optuna objective in whose loop a ``waterflow.Step`` trains, or a function that
     returns a ``waterflow.Job``; the job is then trained, reported to the pruner after each evaluation, and its
-    ``value`` is told (its first metrics, in a study with several objectives). Each trial runs on a thread of its own.
+    ``value`` is told (all metrics, in a study with several objectives). Without ``evaluate=`` that is its training loss, which
+    only a study that minimizes one objective takes. Each trial runs on a thread of its own.
     torch's default generator belongs to all of them: an objective with a loop of its own draws from a
     ``torch.Generator`` that it makes, also for its Step (``generator=``); a Job draws from its own numbers.
 
@@ -69,16 +72,21 @@ def optimize(
         backend: A ``waterflow.Cluster``, over whose devices the trials spread, in the place of one device here. The study
             needs an RDB or journal storage. Samplers work as with Optuna's ``n_jobs``: what is sampled one by one is
             drawn in the trial's process, from numbers of its own.
+        keep_weights: Whose weights (``state_dict``) stay in the summary's results, where trials return jobs: ``"best"``, those of the
+            best trial of this call, or of all on its Pareto front in a study with several objectives; ``"all"``; ``"none"``. The
+            others' memory is free as soon as their trials have ended.
 
     Returns:
         Figures of the run. What the trials found is in ``study``.
 
     Raises:
-        StudyError: Settings that contradict each other.
+        StudyError: Settings that contradict each other; a job without ``evaluate=`` in a study that maximizes, or that has several
+            objectives, before it trains and whatever ``catch`` names.
         Exception: What a trial raised and ``catch`` does not name, after the other running trials have ended.
     """
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
     _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
+    check_keep_weights(keep_weights)
     if deterministic and not exact:
         raise StudyError(
             "deterministic=True and exact=False contradict each other: which trials run as one follows the clock"
@@ -90,12 +98,12 @@ def optimize(
         _check_backend(backend, [name for name, (given, default) in elsewhere.items() if given != default])
         return spread(
             study, objective, n_trials, timeout, backend, None if max_concurrent == "auto" else max_concurrent, caught,
-            list(callbacks or ()), gc_after_trial, show_progress_bar,
+            list(callbacks or ()), gc_after_trial, show_progress_bar, keep_weights,
         )  # fmt: skip
     with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine, engine.pages_stay():
         if timeline is not None:
             engine.native.record_spans(True)
-        coordinator = Coordinator(study, objective, engine, max_concurrent, deterministic, gc_after_trial)
+        coordinator = Coordinator(study, objective, engine, max_concurrent, deterministic, gc_after_trial, keep_weights)
         with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
             summary = coordinator.run(n_trials, timeout, caught, list(callbacks or ()), progress)
         if timeline is not None:

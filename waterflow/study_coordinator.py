@@ -18,7 +18,7 @@ import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
-from waterflow.errors import JobCancelled, StudyError
+from waterflow.errors import JobCancelled
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, within
@@ -26,6 +26,7 @@ from waterflow.executor.fusing import expect
 from waterflow.executor.steps_of_thread import close_steps_of_thread
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.kept_weights import KeepWeights, KeptResults
 from waterflow.optuna_private import (
     fail_stale,
     heartbeat,
@@ -34,11 +35,13 @@ from waterflow.optuna_private import (
     stopped,
     take_turns,
     tell_quietly,
+    values_of,
 )
 from waterflow.planner.sets import Need, largest_set
 from waterflow.progress import ProgressLine
 from waterflow.runner import JobRunner, StopJob, draw_seed
 from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, join_all, stop_all
+from waterflow.study_values import UnfitJobError, check_job, value_of
 from waterflow.user_code import UserCode, remembered_interrupts
 
 Objective = Callable[[Trial], Any]
@@ -47,7 +50,10 @@ StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
 
 @dataclass(frozen=True)
 class StudySummary:
-    """What one call of ``optimize`` did. ``results`` holds the jobs of trials that returned one, by trial."""
+    """What one call of ``optimize`` did. ``results`` holds the jobs of trials that returned one, by trial.
+
+    Weights (``state_dict``) are in the results that ``keep_weights`` names, and None in the others.
+    """
 
     trials: int
     seconds: float
@@ -83,7 +89,7 @@ class Coordinator:
 
     def __init__(
         self, study: optuna.Study, objective: Objective, engine: Engine, max_concurrent: int | Literal["auto"],
-        deterministic: bool, gc_after_trial: bool,
+        deterministic: bool, gc_after_trial: bool, keep_weights: KeepWeights = "best",
     ) -> None:  # fmt: skip
         self._study = study
         self._objective = objective
@@ -99,7 +105,7 @@ class Coordinator:
         self._running: dict[int, _Worker] = {}
         self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._ended_last: deque[Need] = deque(maxlen=engine.lanes)
-        self._results: list[tuple[int, JobResult]] = []
+        self._results = KeptResults(study, keep_weights)
         self._failure: BaseException | None = None
         self._asked = 0
         self._most = 0
@@ -146,7 +152,6 @@ class Coordinator:
             raise self._failure
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
-        results = Results(result for _, result in sorted(self._results, key=lambda pair: pair[0]))
         return StudySummary(
             trials=self._asked,
             seconds=seconds,
@@ -154,7 +159,7 @@ class Coordinator:
             captures=captures.captures - captured,
             most_at_once=self._most,
             lane_busy=busy,
-            results=results,
+            results=self._results.in_order(),
         )
 
     # -- asking
@@ -233,6 +238,7 @@ class Coordinator:
 
     def _train(self, worker: _Worker, job: Job) -> Any:
         trial = worker.trial
+        check_job(self._study, job)
         single = len(self._study.directions) == 1
 
         def on_epoch(epoch: int, metrics: Metrics) -> None:
@@ -249,15 +255,7 @@ class Coordinator:
             raise optuna.TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
         if result.error is not None:
             raise result.error
-        if single:
-            return result.value
-        values = list(result.metrics[-1].values())
-        if len(values) != len(self._study.directions):
-            raise StudyError(
-                f"the study has {len(self._study.directions)} objectives and evaluate of job {job.name!r} returned "
-                f"{len(values)} number(s): {', '.join(result.metrics[-1])}. Return one per objective, in their order"
-            )
-        return values
+        return value_of(self._study, result)
 
     # -- telling
 
@@ -277,8 +275,11 @@ class Coordinator:
                 if (need := self._need(trial.number)) is not None:
                     self._ended_last.append(need)
         if worker.result is not None:
-            self._results.append((trial.number, worker.result))
-        if worker.state == TrialState.FAIL and error is not None and not isinstance(error, catch):
+            self._results.add(trial.number, worker.result)
+            self._results.told(trial.number, values_of(told))
+            worker.result = worker.runner = None
+        fatal = isinstance(error, UnfitJobError) or not isinstance(error, catch)
+        if worker.state == TrialState.FAIL and error is not None and fatal:
             self._failure = self._failure or error
             return
         if self._gc_after_trial:

@@ -19,11 +19,13 @@ from waterflow.errors import ClusterError, JobCancelled, StudyError
 from waterflow.executor.engine import Engine
 from waterflow.executor.steps_of_thread import close_steps_of_thread
 from waterflow.job import Job, JobResult, Metrics, Results
-from waterflow.optuna_private import TrialPruned, refresh, set_in_loop, shareable, stopped, trial_of
+from waterflow.kept_weights import KeepWeights, KeptResults
+from waterflow.optuna_private import TrialPruned, refresh, set_in_loop, shareable, stopped, trial_of, values_of
 from waterflow.priority import Priority
 from waterflow.progress import ProgressLine
 from waterflow.runner import JobRunner, StopJob, draw_seed
 from waterflow.study_coordinator import Objective, StudyCallback, StudySummary
+from waterflow.study_values import UnfitJobError, check_job, value_of
 from waterflow.task import Task
 from waterflow.user_code import UserCode
 
@@ -64,12 +66,13 @@ class TrialResult(JobResult):
 class TrialTask(Task):
     """One trial of a study, in another process: asks for its values there, trains, reports and prunes."""
 
-    def __init__(self, study: Any, number: int, objective: Objective, seed: int) -> None:
+    def __init__(self, study: Any, number: int, objective: Objective, seed: int, weights: bool = True) -> None:
         self.name = f"trial-{number}"
         self.study = study
         self.number = number
         self.objective = objective
         self.seed = seed
+        self.weights = weights  # whether its weights come back where it is completed
 
     def runner(self, engine: Engine, seed: int, resume: Checkpoint | None) -> TrialRunner:
         """See ``Task``."""
@@ -105,7 +108,7 @@ class TrialRunner:
             if isinstance(value, Job):
                 made = self._train(trial, value)
                 error = made.error
-                value = _value_of(made, len(study.directions)) if made.status == "completed" else None
+                value = value_of(study, made) if made.status == "completed" else None
         except BaseException as failure:
             error = failure
         finally:
@@ -118,6 +121,8 @@ class TrialRunner:
         found: dict[str, Any] = {"seconds": time.perf_counter() - began}
         if made is not None:
             found = {field.name: getattr(made, field.name) for field in fields(JobResult)}
+        if not task.weights:
+            found["state_dict"] = None
         found |= {
             "name": task.name, "status": status, "error": error, "returned": value, "stopped": stopped(study),
             "traceback": "".join(traceback.format_exception(error)) if error is not None else None,
@@ -125,6 +130,7 @@ class TrialRunner:
         return TrialResult(**found)
 
     def _train(self, trial: Any, job: Job) -> JobResult:
+        check_job(self._task.study, job)
         single = len(self._task.study.directions) == 1
 
         def on_epoch(epoch: int, metrics: Metrics) -> None:
@@ -184,37 +190,25 @@ class TrialRunner:
         return self._inner
 
 
-def _value_of(result: JobResult, directions: int) -> Any:
-    if directions == 1:
-        return result.value
-    values = list(result.metrics[-1].values())
-    if len(values) != directions:
-        raise StudyError(
-            f"the study has {directions} objectives and evaluate of job {result.name!r} returned {len(values)} number(s): "
-            f"{', '.join(result.metrics[-1])}. Return one per objective, in their order"
-        )
-    return values
-
-
 def spread(
     study: Any, objective: Objective, n_trials: int | None, timeout: float | None, devices: Devices,
     max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
-    gc_after_trial: bool, show_progress_bar: bool,
+    gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best",
 ) -> StudySummary:  # fmt: skip
     """``study.optimize`` itself, whose trials run on ``devices``: it asks and tells, and waits for them on threads."""
     shared = shareable(study)
     at_once = max_concurrent or _AT_ONCE * max(1, sum(node["devices"] for node in devices.status()["nodes"]))
     devices.check([TrialTask(shared, 0, objective, 0)])
-    caller = _Caller(shared, objective, devices, catch)
+    caller = _Caller(study, shared, objective, devices, catch, keep_weights)
     began = time.perf_counter()
     with ProgressLine(n_trials, "trials", show_progress_bar) as progress, caller.interruptible(study):
         study.optimize(
             caller.run, n_trials, timeout, n_jobs=at_once, catch=catch,
-            callbacks=[*callbacks, lambda *_: progress.advance()], gc_after_trial=gc_after_trial,
+            callbacks=[caller.told, *callbacks, lambda *_: progress.advance()], gc_after_trial=gc_after_trial,
         )  # fmt: skip
     if caller.failure is not None:
         raise caller.failure
-    results = Results(result for _, result in sorted(caller.results, key=lambda pair: pair[0]))
+    results = caller.results.in_order()
     return StudySummary(
         trials=caller.asked, seconds=time.perf_counter() - began, steps=sum(result.steps for result in results),
         captures=0, most_at_once=caller.most, lane_busy=(), results=results,
@@ -224,13 +218,17 @@ def spread(
 class _Caller:
     """The objective that Optuna sees: it hands the trial in, and waits. Thread-safe."""
 
-    def __init__(self, study: Any, objective: Objective, devices: Devices, catch: tuple[type[Exception], ...]) -> None:
-        self._study, self._objective, self._devices, self._catch = study, objective, devices, catch
+    def __init__(
+        self, study: Any, shared: Any, objective: Objective, devices: Devices, catch: tuple[type[Exception], ...],
+        keep_weights: KeepWeights,
+    ) -> None:  # fmt: skip
+        self._study, self._objective, self._devices, self._catch = shared, objective, devices, catch
+        self._weights = keep_weights != "none"
         self._seed = draw_seed()
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
         self._running: set[str] = set()
-        self.results: list[tuple[int, JobResult]] = []
+        self.results = KeptResults(study, keep_weights)
         self.asked = self.most = 0
         self.failure: BaseException | None = None  # Optuna does not raise all errors of its threads
 
@@ -241,15 +239,19 @@ class _Caller:
         except TrialPruned:
             raise
         except BaseException as error:
-            if not isinstance(error, self._catch):
+            if isinstance(error, UnfitJobError) or not isinstance(error, self._catch):
                 with self._lock:
                     self.failure = self.failure or error
                 trial.study.stop()
             raise
 
+    def told(self, study: Any, trial: Any) -> None:
+        """The study knows what the trial is worth."""
+        self.results.told(trial.number, values_of(trial))
+
     def _run(self, trial: Any) -> Any:
         seed = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(self._seed + trial.number)))
-        task = TrialTask(self._study, trial.number, self._objective, seed)
+        task = TrialTask(self._study, trial.number, self._objective, seed, self._weights)
         id = f"{task.name}-{secrets.token_hex(6)}"
         with self._lock:
             self._running.add(id)
@@ -279,8 +281,7 @@ class _Caller:
         result = results[0]
         assert isinstance(result, TrialResult)
         if result.steps:
-            with self._lock:
-                self.results.append((trial.number, result))
+            self.results.add(trial.number, result)
         if result.stopped:
             trial.study.stop()
         if result.status == "pruned":

@@ -107,6 +107,31 @@ def test_several_objectives_and_journal_storage(cluster: wf.Cluster) -> None:
     assert sorted(tuple(trial.values) for trial in study.trials) == [(1.0, 0.0), (1.0, 1.0), (1.0, 2.0)]
 
 
+@pytest.mark.parametrize("keep", ["best", "none", "all"])
+def test_whose_weights_come_back(cluster: wf.Cluster, keep: Any) -> None:
+    study = optuna.create_study(storage="sqlite:///study.db", sampler=optuna.samplers.RandomSampler(seed=1))
+    done = wf.optimize(study, build, 4, backend=cluster, keep_weights=keep)
+    kept = [number for number, result in enumerate(done.results) if result.state_dict is not None]
+    assert kept == {"best": [study.best_trial.number], "none": [], "all": [0, 1, 2, 3]}[keep]
+    assert all(result.losses for result in done.results)
+
+
+@pytest.mark.parametrize("catch", [(), Exception], ids=["", "catch"])
+def test_a_training_loss_is_not_maximized(cluster: wf.Cluster, catch: Any) -> None:
+    study = optuna.create_study(storage="sqlite:///study.db", direction="maximize")
+
+    def objective(trial: optuna.Trial) -> Any:
+        job = build(trial)
+        job.evaluate = None
+        return job
+
+    with pytest.raises(
+        StudyError, match=r"direction='maximize' and job 'built' has no evaluate=.*Pass Job\(evaluate=\)"
+    ):
+        wf.optimize(study, objective, 4, backend=cluster, max_concurrent=1, catch=catch)
+    assert [trial.state.name for trial in study.trials] == ["FAIL"]
+
+
 def test_interrupted(cluster: wf.Cluster, study: optuna.Study) -> None:
     """Ctrl-C ends the trials, too."""
     import signal
