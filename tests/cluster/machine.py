@@ -134,6 +134,17 @@ class ClusterMachine(RuleBasedStateMachine):
         self.lost.remove(name)
         self.carry_out(self.scheduler.node_joined(self.now, self.nodes[name]))
 
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), alone=st.booleans())
+    def run_alone(self, data: st.DataObject, alone: bool) -> None:
+        """As after a device was lost: only of waiting ones it can be asked that they share with nobody."""
+        id = data.draw(st.sampled_from(sorted(self.open)))
+        before = self.scheduler.book.entries[id]
+        running = before.state == "running"
+        was = before.alone
+        self.carry_out(self.scheduler.run_alone(self.now, id, alone))
+        assert before.alone == (was if alone and running else alone)
+
     @rule()
     def restart(self) -> None:
         """What was written down gives the same scheduler again, as far as can be seen."""
@@ -179,12 +190,20 @@ class ClusterMachine(RuleBasedStateMachine):
             assert self.shares_devices or len(priorities) == 1
 
     @invariant()
+    def who_runs_alone_shares_with_nobody(self) -> None:
+        for id, (places, _) in self.where.items():
+            if self.scheduler.book.entries[id].alone:
+                others = {place for other, (taken, _) in self.where.items() if other != id for place in taken}
+                assert not others.intersection(places), f"{id} is not alone"
+
+    @invariant()
     def reservations_do_not_leak(self) -> None:
         book = self.scheduler.book
         for device in book.devices:
             if device.reserved is not None:
                 assert book.entries[device.reserved.id].state == "waiting"
-                assert len(device.reserved.reserved) < device.reserved.wanted
+                waits_for_vacant_ones = device.reserved.alone and not all(d.vacant for d in device.reserved.reserved)
+                assert len(device.reserved.reserved) < device.reserved.wanted + waits_for_vacant_ones
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:

@@ -32,10 +32,14 @@ class AntManMachine(ClusterMachine):
     shares_devices: ClassVar = True
 
     def check_waiting(self) -> None:
-        """No guaranteed submission waits while its quota and devices without another one are free for it."""
+        """No guaranteed submission waits while its quota and devices without another one are free for it.
+
+        One that runs alone needs vacant devices, and its own are free for nobody.
+        """
         book = self.scheduler.book
         for entry in waiting(self, "guaranteed"):
             open_to_it = [d for d in book.devices if d.guaranteed is None and d.reserved in (None, entry)]
+            open_to_it = [d for d in open_to_it if d.open_to(entry)]
             assert not (book.may_hold(entry, entry.wanted) and len(open_to_it) >= entry.wanted)
         for entry in book.entries.values():
             if entry.state == "running" and not entry.submission.auto:

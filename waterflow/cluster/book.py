@@ -28,11 +28,11 @@ class Entry:
 
     ``service`` (device-seconds), ``ran`` (seconds) and ``done`` (seconds of its duration) hold what it got up to
     ``since``; the methods of these names add what came after. ``rate`` is its speed against alone on the devices
-    asked for. ``order`` counts submissions; ``key`` belongs to the policy.
+    asked for. ``order`` counts submissions; ``key`` belongs to the policy. With ``alone`` it shares devices with nobody.
     """
 
     __slots__ = (
-        "confirmed", "devices", "done", "id", "key", "memory", "order", "preemptions", "priority", "ran", "rate",
+        "alone", "confirmed", "devices", "done", "id", "key", "memory", "order", "preemptions", "priority", "ran", "rate",
         "reserved", "service", "since", "slowdown", "starts", "state", "steps", "submission", "submitted", "tenant",
         "utilization", "waiting_since", "wanted",
     )  # fmt: skip
@@ -45,6 +45,7 @@ class Entry:
         self.order = order
         self.priority: Priority = submission.priority
         self.state: State = "waiting"
+        self.alone = False
         self.confirmed = False  # its workers said that they run
         self.devices: list[Device] = []
         self.reserved: list[Device] = []
@@ -237,6 +238,9 @@ class Book:
         assert held == self.held, f"devices held by tenant: {held}, counted {self.held}"
         for tenant in self.tenants.values():
             assert held[tenant.name] <= tenant.quota, f"{tenant} holds {held[tenant.name]} devices"
+        for device in self.devices:
+            alone = [entry.id for entry in device.residents if entry.alone]
+            assert not alone or len(device.residents) == 1, f"{device} is shared, and {alone} run alone"
         assert self.occupied == sum(bool(device.residents) for device in self.devices)
         for device in self.devices:
             for entry in [*device.residents, *([device.reserved] if device.reserved else [])]:
@@ -274,6 +278,9 @@ class Book:
             self.held[entry.tenant] -= devices
 
     def _enter(self, entry: Entry, devices: list[Device]) -> None:
+        for device in devices:
+            if not device.open_to(entry):
+                raise ValueError(f"{device} and {entry.id!r} cannot be shared: one of those who meet there runs alone")
         if entry.priority == "guaranteed":
             for device in devices:
                 if device.guaranteed is not None or device.reserved is not None:

@@ -59,6 +59,12 @@ class Device:
         """Whether nobody runs here."""
         return self.guaranteed is None and not self.opportunistic
 
+    def open_to(self, entry: Entry) -> bool:
+        """Whether the entry may run here beside those that do: some run alone."""
+        if self.guaranteed is None and not self.opportunistic:
+            return True
+        return not entry.alone and not any(other.alone for other in self.residents)
+
     def __repr__(self) -> str:
         return f"Device({self.place[0]}:{self.place[1]}, {[entry.id for entry in self.residents]})"
 

@@ -26,12 +26,11 @@ from typing import Any
 from waterflow.cluster.intake import check_text
 from waterflow.cluster.service import BusyError, ClosedError, Service
 from waterflow.cluster.shared_folder import result_files
+from waterflow.cluster.store import LARGEST_PAYLOAD, too_large
 from waterflow.errors import InvalidJobError, SubmissionError, WaterflowError
-from waterflow.partition.byte_counts import format_bytes
 
 logger = logging.getLogger("waterflow")
 
-LARGEST_PAYLOAD = 1 << 30  # bytes; data belongs into files that workers read
 LARGEST_SUBMISSION = 1 << 16
 LARGEST_WAIT = 1 << 26  # ids of 100 characters: more than half a million
 LONGEST_WAIT = 30.0  # seconds that a request may be held
@@ -236,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(413, f"a submission has at most {LARGEST_SUBMISSION} characters")
         try:
             submission = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             submission = None
         if not isinstance(submission, dict):
             raise _Refused(400, "a submission is JSON in the header X-Submission, and its payload is the body")
@@ -265,13 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self, most: int = LARGEST_PAYLOAD) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit():
-            raise _Refused(411, "the payload needs a Content-Length")
+        if not re.fullmatch("[0-9]{1,18}", length):
+            raise _Refused(411, "the payload needs a Content-Length, a number of bytes")
         if int(length) > most:
-            raise _Refused(
-                413, f"the payload has {format_bytes(int(length))}; at most {format_bytes(most)} are taken. Let a "
-                "function load the data where the job runs",
-            )  # fmt: skip
+            raise _Refused(413, too_large(int(length), most))
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise _Refused(400, f"the payload ended after {len(body)} of {length} bytes")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.submission import Submission
@@ -13,6 +16,21 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "id": (str,), "tenant": (str,), "devices": (int,), "priority": (str,), "auto": (bool,), "memory": (int,),
     "model": (str, type(None)), "duration": (int, float, type(None)),
 }  # fmt: skip
+
+
+MOST = 2**63 - 1  # of any number
+
+
+def check_file(id: str, path: str) -> None:
+    """Raise SubmissionError unless ``path`` is a file that this process can read."""
+    try:
+        there = Path(path).is_file()
+    except (OSError, ValueError) as error:  # too long, or of characters that no path has
+        raise SubmissionError(f"job {id!r}: {path!r} can be no checkpoint: {error}") from None
+    if not there:
+        raise SubmissionError(f"job {id!r}: the machine of the cluster has no file {path}; copy it there")
+    if not os.access(path, os.R_OK):
+        raise SubmissionError(f"job {id!r}: the cluster may not read {path}; give its user the right to")
 
 
 def check_text(key: str, value: str) -> None:
@@ -36,6 +54,11 @@ def checked(given: dict[str, Any]) -> Submission:
             f"a job's id is 1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit; "
             f"got {given.get('id')!r}"
         )
-    if given.get("memory", 0) < 0:
+    if not 0 <= given.get("memory", 0) <= MOST:
         raise SubmissionError(f"job {given['id']!r}: memory must be a number of bytes; got {given['memory']}")
+    if not 1 <= given.get("devices", 1) <= MOST:
+        raise SubmissionError(f"job {given['id']!r}: devices must be 1 or more; got {given['devices']}")
+    duration = given.get("duration")
+    if duration is not None and not (0 <= duration <= MOST and math.isfinite(duration)):
+        raise SubmissionError(f"job {given['id']!r}: duration must be a number of seconds, 0 or more; got {duration}")
     return Submission.from_dict(given)

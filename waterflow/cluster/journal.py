@@ -69,6 +69,10 @@ class JournaledScheduler:
         """See ``Scheduler``."""
         self._event("report", now, id, report)
 
+    def run_alone(self, now: float, id: str, alone: bool) -> None:
+        """See ``Scheduler``."""
+        self._event("run_alone", now, id, alone)
+
     def node_lost(self, now: float, node: str) -> list[Action]:
         """See ``Scheduler``."""
         return self._event("node_lost", now, node)

@@ -8,7 +8,7 @@ what the backend says runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,16 @@ from waterflow.cluster.backend import (
     Started,
 )
 from waterflow.cluster.journal import JournaledScheduler
-from waterflow.cluster.store import ENDED, JobRecord, Store
+from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES
+from waterflow.cluster.losses import Losses
+from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, Store
 from waterflow.cluster.submission import Action, Node, Place, Report
 
 logger = logging.getLogger("waterflow")
 
-RETRY_SECONDS = 0.5  # after a start that the backend refused
+RETRY_SECONDS = 0.5  # after a start that the backend refused; twice as long after each more
+LONGEST_RETRY = 30.0
 LET_GO_SECONDS = 10.0  # that a job waits for one that is to leave its device
-MOST_LOSSES = 4  # a job whose node is lost so often without a checkpoint in between is taken to be the reason
 
 Ask = Callable[[], None]
 
@@ -52,7 +54,14 @@ class Reconciler:
         self._leaving: dict[str, tuple[float, frozenset[Place]]] = {}  # until when others wait for it, and where
         self._held_up: set[str] = set()  # they wait
         self._unheard: set[str] = set()  # what was written down of their priorities may never have been asked for
+        self._refused: dict[str, tuple[int, str]] = {}  # how often the backend refused what a job needs, and why
+        self._failed: dict[str, str] = {}  # jobs that could not be settled, and why
+        self._losses = Losses(store)
         self._now = 0.0
+
+    def trouble(self) -> str | None:
+        """What could not be done for a job, and is tried again; None where there is nothing."""
+        return next((f"job {id!r}: {why}" for id, why in self._failed.items()), None)
 
     def due(self, now: float) -> bool:
         """Whether there is something to settle though nothing happened."""
@@ -67,15 +76,21 @@ class Reconciler:
         """Compare what the store says with what runs: nodes first, then events that nobody heard, then jobs."""
         self._now = now
         alive = {node.name: node for node in self.backend.nodes() if node.alive}
+        # Where none is left it was the machine that ended, and no job.
+        blame = any(self._epochs.get(node.name) == node.epoch for node in alive.values())
         for name in [name for name in self.scheduler.book.devices.nodes if name not in alive]:
-            self._node_lost(name)
+            self._node_lost(name, blame)
         for node in alive.values():
-            self._node_joined(NodeJoined(node.name, node.epoch, node.devices, node.memory))
+            self._node_joined(NodeJoined(node.name, node.epoch, node.devices, node.memory), blame)
         events = self.backend.poll(0.0)
         for event in events:
             self.take(now, event)
+        self.compare(now, {event.id for event in events if isinstance(event, Ended)})
+
+    def compare(self, now: float, told: Collection[str]) -> None:
+        """Compare the jobs of the store with those that run, when all was heard but the words about those in ``told``."""
+        self._now = now
         running = set(self.backend.running())
-        told = {event.id for event in events if isinstance(event, Ended)}
         known = [job for job in self.store.jobs() if not job.over]
         for job in known:
             if job.state == "stopping":
@@ -104,7 +119,17 @@ class Reconciler:
         # Those that leave come before those that may have to wait for them.
         for job in sorted(self.store.jobs(sorted(ids)), key=lambda job: job.state == "waiting"):
             self._retry_at.pop(job.id, None)
-            ask = self._settle(job)
+            try:
+                with self.store.part():
+                    ask = self._settle(job)
+                self._failed.pop(job.id, None)
+            except NOT_NOW:
+                raise
+            except Exception as error:  # the others are settled all the same
+                logger.exception("job %r could not be settled", job.id)
+                self._failed[job.id] = f"{type(error).__name__}: {error}"
+                self._retry_at[job.id] = now + LONGEST_RETRY
+                continue
             if ask is not None:
                 asks.append((job.id, ask))
         return asks
@@ -163,6 +188,7 @@ class Reconciler:
         self.store.change(job.id, state="starting", attempts=job.attempts + 1, priority=priority)
         where = ", ".join(f"{node}:{device}" for node, device in places)
         self.store.say(job.id, self._now, f"starts at {where} as {priority}, attempt {job.attempts + 1}")
+        self._losses.began(job.id, self._now, start=True)
 
         def ask() -> None:
             known = self.backend.checkpoints(job.id) if job.attempts else None
@@ -177,15 +203,18 @@ class Reconciler:
         job = self.store.job(id)
         if job is None or job.over:
             return
+        times, before = self._refused.get(id, (0, ""))
         with self.store.transaction():
             if job.state == "starting":
                 self.store.place(id, ())
                 self.store.change(id, state="waiting")
-                self.store.say(id, now, f"is not started: {why}")
             else:
                 self._unheard.add(id)
-                self.store.say(id, now, f"cannot be told: {why}")
-        self._retry_at[id] = now + RETRY_SECONDS
+            if why != before:
+                what = "is not started" if job.state == "starting" else "cannot be told"
+                self.store.say(id, now, f"{what}: {why}")
+        self._refused[id] = times + 1, why
+        self._retry_at[id] = now + min(RETRY_SECONDS * 2**times, LONGEST_RETRY)
 
     # -- events
 
@@ -206,13 +235,18 @@ class Reconciler:
         if isinstance(event, Started):
             if job.state == "starting":
                 self.store.change(job.id, state="running", started=job.started if job.started is not None else now)
+                self._losses.began(job.id, now, start=True)
+            self._refused.pop(job.id, None)
             self.scheduler.started(now, job.id)
         elif isinstance(event, Progress):
             self.live.setdefault(job.id, {})[event.node] = event
             report = Report(event.fraction, event.steps, None, self._part(event), event.memory or None)
             self.scheduler.report(now, job.id, report)
+            if self._losses.known(job.id):
+                self._clear(job)
         elif isinstance(event, Checkpointed):
-            self.store.change(job.id, checkpoint=str(event.path), steps=event.steps, losses=0)
+            self.store.change(job.id, checkpoint=str(event.path), steps=event.steps)
+            self._losses.began(job.id, now, start=False)
             self.store.say(job.id, now, f"checkpoint after {event.steps} steps")
         elif event.how in ENDED:
             self.scheduler.ended(now, job.id, event.how)
@@ -228,18 +262,44 @@ class Reconciler:
         there = [len(device.residents) for device in entry.devices] if entry is not None else []
         return event.utilization * len(there) / sum(there) if there else event.utilization
 
-    def _node_lost(self, node: str) -> None:
-        self._epochs.pop(node, None)
+    def _node_lost(self, node: str, blame: bool = True) -> None:
+        epoch = self._epochs.pop(node, None)
         self.store.set_meta("epochs", self._epochs)
         self.touch(actions=self.scheduler.node_lost(self._now, node))
+        if blame:
+            self._suspect([job for job in self.store.jobs() if (node, epoch) in {(n, e) for n, _, e in job.places}])
 
-    def _node_joined(self, event: NodeJoined) -> None:
+    def _node_joined(self, event: NodeJoined, blame: bool = True) -> None:
         """A node with a process that is new; one that a backend takes over is told of again, and nothing has changed."""
         if self._epochs.get(event.node) != event.epoch:
+            if event.node in self._epochs:
+                self._node_lost(event.node, blame)
             self._epochs[event.node] = event.epoch
             self.store.set_meta("epochs", self._epochs)
             node = Node(event.node, event.devices, event.memory)
             self.touch(actions=self.scheduler.node_joined(self._now, node))
+
+    def _suspect(self, jobs: list[JobRecord]) -> None:
+        """A device was lost while these jobs were there. Whoever may be the reason runs alone from now on."""
+        for id in self._losses.lost(self._now, jobs):
+            self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
+
+    def _clear(self, job: JobRecord) -> None:
+        """Forget the losses of a job that got further than where its devices were lost."""
+        nodes = {node for node, _, _ in job.places}
+        others = any(
+            other.id != job.id and nodes.intersection(node for node, _, _ in other.places)
+            for other in self.store.jobs(states=["starting", "running", "stopping"])
+        )
+        if self._losses.calm(job.id, self._now, not others):
+            self._losses.forget(job.id)
+            self._alone(job.id, False, "is not the reason that devices were lost")
+
+    def _alone(self, id: str, alone: bool, why: str) -> None:
+        entry = self.scheduler.book.entries.get(id)
+        if entry is not None and entry.alone != alone:
+            self.scheduler.run_alone(self._now, id, alone)
+            self.store.say(id, self._now, why)
 
     def _current(self, job: JobRecord, event: Any) -> bool:
         """Whether an event comes from where the job was started last; a node that came back since has a higher epoch."""
@@ -259,19 +319,22 @@ class Reconciler:
         if how == "suspended":  # with a checkpoint of what it had
             reported = sum(report.steps for report in reports.values())
             self.store.change(job.id, steps=steps if steps is not None else max(job.steps, reported))
-        losses = job.losses + (how == "lost")
         self.store.say(job.id, self._now, f"{how}: {why}")
-        if losses > MOST_LOSSES:
+        reason = self._losses.reason(job.id) if how == "lost" else None
+        if reason is not None:
+            freed = self._losses.explained(job.id)
             self.scheduler.ended(self._now, job.id, "failed")
-            self._end(
-                job, "failed", f"its node was lost {losses} times without a checkpoint in between; the last time: {why}"
-            )
+            self._end(job, "failed", f"{reason}; the last time: {why}")
+            for id in freed:
+                self._alone(id, False, f"runs beside others again: job {job.id!r} was the reason that devices were lost")
             return
-        self.store.change(job.id, state="waiting", losses=losses)
+        self.store.change(job.id, state="waiting", losses=job.losses + (how == "lost"))
         self._unsettled.add(job.id)
 
     def _end(self, job: JobRecord, how: Any, reason: str, steps: int | None = None) -> None:
         self._let_go(job.id)
+        self._losses.forget(job.id)
+        self._refused.pop(job.id, None)
         reported = sum(report.steps for report in self.live.pop(job.id, {}).values())
         steps = steps if steps is not None else max(job.steps, reported)
         self.store.place(job.id, ())

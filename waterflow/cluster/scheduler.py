@@ -96,6 +96,15 @@ class Scheduler:
                 setattr(entry, name, value)
         return self._after(now, self.policy.reported(entry, report), decide)
 
+    def run_alone(self, now: float, id: str, alone: bool, decide: bool = True) -> list[Action]:
+        """A waiting submission is to share devices with nobody from now on; with ``alone=False`` any one may again."""
+        self._at(now)
+        entry = self.book.entries.get(id)
+        if entry is None or entry.alone == alone or (alone and entry.state == "running"):
+            return []
+        entry.alone = alone
+        return self._after(now, True, decide)
+
     def node_lost(self, now: float, node: str, decide: bool = True) -> list[Action]:
         """A node is gone. Whoever ran there waits again; its workers elsewhere are stopped."""
         self._at(now)
@@ -228,7 +237,7 @@ class Scheduler:
 
 _PLAIN = (
     "order", "priority", "confirmed", "submitted", "waiting_since", "since", "service", "ran", "done", "rate", "starts",
-    "preemptions", "steps", "utilization", "memory", "slowdown", "wanted",
+    "preemptions", "steps", "utilization", "memory", "slowdown", "wanted", "alone",
 )  # fmt: skip
 
 
@@ -240,10 +249,11 @@ def _entry_to_dict(entry: Entry) -> dict[str, Any]:
 
 def _entry_from_dict(book: Book, fields: Mapping[str, Any]) -> None:
     entry = book.add(Submission.from_dict(fields["submission"]), fields["order"])
+    entry.alone = fields.get("alone", False)  # the states of versions before do not have it
     devices = [book.devices.at((name, index)) for name, index in fields["places"]]
     if devices:
         book.start(entry, devices, fields["priority"])
     if fields["reserved"]:
         book.reserve(entry, [book.devices.at((name, index)) for name, index in fields["reserved"]])
     for name in _PLAIN:
-        setattr(entry, name, fields[name])
+        setattr(entry, name, fields.get(name, getattr(entry, name)))

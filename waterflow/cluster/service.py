@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from waterflow.cluster.backend import (
-    Backend,
-    BackendError,
-)
-from waterflow.cluster.intake import checked
+from waterflow.cluster.backend import Backend, BackendError, BackendEvent
+from waterflow.cluster.intake import check_file, checked
 from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.put_off import PutOff, newest
 from waterflow.cluster.reconciler import Reconciler
 from waterflow.cluster.status import cluster_status, job_status
-from waterflow.cluster.store import JobRecord, Store
+from waterflow.cluster.store import NOT_NOW, JobRecord, Store
 from waterflow.cluster.submission import Tenant
 from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
 
@@ -27,6 +25,7 @@ logger = logging.getLogger("waterflow")
 
 LONGEST_POLL = 0.25  # seconds; the backend watches its nodes inside of polls
 SUSPEND_SECONDS = 30.0  # that ``down`` gives jobs to write their checkpoints
+AGAIN_SECONDS = 0.5  # before what went wrong is tried again
 
 
 class ClosedError(ClusterError):
@@ -56,6 +55,11 @@ class Service:
         self._closing = self._ended = False
         self._loop: threading.Thread | None = None
         self.failure: BaseException | None = None
+        self.trouble: str | None = None  # what went wrong the last time, and is tried again
+        self._behind = False  # scheduler and reconciler are to be made again from the store
+        self._heard: list[BackendEvent] = []  # events that the store does not have yet
+        self._put_off = PutOff()
+        self._policy, self._tenants = copy.deepcopy(policy), tenants
         self.scheduler = JournaledScheduler(store, policy, tenants)
         self._same_tenants(tenants)
         self.jobs = Reconciler(store, backend, self.scheduler)
@@ -91,10 +95,8 @@ class Service:
                     f"job {asked.id!r} asks for {asked.devices} devices, and {', '.join(node.name for node in down)} "
                     "is being started again; try it in some seconds"
                 )
-            if checkpoint is not None and not Path(checkpoint).is_file():
-                raise SubmissionError(
-                    f"job {asked.id!r}: the machine of the cluster has no file {checkpoint}; copy it there"
-                )
+            if checkpoint is not None:
+                check_file(asked.id, checkpoint)
             self.scheduler.submit(self.now(), asked)
             self.jobs.touch(asked.id)
             self.store.say(asked.id, self.now(), f"submitted: {asked.devices} device(s), {asked.priority}")
@@ -144,7 +146,8 @@ class Service:
         with self._lock:
             jobs, ended_before, wait_behind = self.store.page(ended, waiting)
             told = cluster_status(self.now(), self.scheduler, self.backend.nodes(), jobs, self.jobs.live)
-            return told | {"jobs_not_shown": ended_before, "waiting_not_shown": wait_behind}
+            not_shown = {"jobs_not_shown": ended_before, "waiting_not_shown": wait_behind}
+            return told | not_shown | {"trouble": self.trouble}
 
     def told(self, job: JobRecord) -> dict[str, Any]:
         """What ``status`` says of one job."""
@@ -154,16 +157,20 @@ class Service:
     # -- the loop
 
     def run(self) -> None:
-        """Turn until it is closed. What goes wrong in the store or the backend ends it, and is its ``failure``."""
+        """Turn until it is closed. What goes wrong in a turn is logged, told by ``status``, and tried again."""
         while not self._over.is_set():
             try:
                 self.turn()
             except ClosedError:
                 break
+            except Exception as error:
+                with self._lock:
+                    self._went_wrong(error)
+                self._over.wait(AGAIN_SECONDS)
             except BaseException as error:
-                logger.exception("the scheduler ends; jobs that run are untouched")
                 with self._lock:
                     self._fail(error)
+                raise
 
     @property
     def over(self) -> bool:
@@ -207,40 +214,88 @@ class Service:
         return first
 
     def turn(self, timeout: float = LONGEST_POLL) -> None:
-        """Hear the backend once, and do what follows."""
+        """Hear the backend once, and do what follows. An event is kept until what follows from it is written down."""
         tick = self.scheduler.next_tick
         if tick is not None:
             timeout = max(0.0, min(timeout, tick - self.now()))
         events = self.backend.poll(timeout)
-        tick = self.scheduler.next_tick
-        late = tick is not None and tick <= self.now()
-        if events or late or self.jobs.due(self.now()):
-            with self._turn():
-                for event in events:
-                    self.jobs.take(self.now(), event)
+        with self._lock:
+            self._heard = newest(self._heard + events)
+            tick = self.scheduler.next_tick
+            late = tick is not None and tick <= self.now()
+            if self._heard or late or self._behind or self._put_off.due(self.now()) or self.jobs.due(self.now()):
+                with self._turn(heard=True):
+                    pass
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Events of the scheduler inside are written down, with what follows from them; then that is asked for."""
+    def _turn(self, heard: bool = False) -> Iterator[None]:
+        """What is done inside is written down, with what follows from it; then that is asked for.
+
+        With ``heard``: first what the backend told; only then can it be known what runs, if something went wrong before.
+        """
         with self._lock:
             self._check_open()
+            if self._behind and not heard:
+                raise BusyError(f"the cluster tries again what went wrong: {self.trouble}")
             try:
                 with self.store.transaction():
+                    if heard:
+                        self._hear()
                     yield
                     self.jobs.touch(actions=self.scheduler.tick(self.now()))
                     asks = [] if self._closing else self.jobs.settle(self.now())
                     self.scheduler.save()
             except (SubmissionError, InvalidJobError, BusyError):  # nothing was changed
                 raise
-            except BaseException as error:  # the scheduler may be ahead of what is written: what is written counts
+            except Exception as error:  # the scheduler may be ahead of what is written: what is written counts
+                self._went_wrong(error)
+                if isinstance(error, NOT_NOW):
+                    raise BusyError(f"the cluster cannot write down its state, and tries again: {error}") from error
+                raise
+            except BaseException as error:
                 self._fail(error)
                 raise
-            for id, ask in asks:
-                try:
-                    ask()
-                except (BackendError, OSError) as error:
-                    self.jobs.not_asked(self.now(), id, str(error))
+            if heard:
+                self._heard, self._behind = [], False
+                self._put_off.written()
+                self.trouble = self._put_off.trouble() or self.jobs.trouble()
+            try:
+                for id, ask in asks:
+                    self._ask(id, ask)
+            except Exception as error:  # nobody knows that it was not asked for
+                self._went_wrong(error)
             self._changed.notify_all()
+
+    def _hear(self) -> None:
+        """Take what was heard. Where something went wrong before, take up first what is written, as after a restart."""
+        if self._behind:
+            live = self.jobs.live
+            self.scheduler = JournaledScheduler(self.store, copy.deepcopy(self._policy), self._tenants)
+            self.jobs = Reconciler(self.store, self.backend, self.scheduler)
+            self.jobs.live = live
+        for event in self._put_off.to_take(self.now(), self._heard):
+            try:
+                self.jobs.take(self.now(), event)
+            except Exception as error:
+                self._put_off.failed(self.now(), event, error)
+                raise
+        if self._behind:
+            self.jobs.compare(self.now(), told=self._put_off.ids)
+
+    def _ask(self, id: str, ask: Callable[[], None]) -> None:
+        try:
+            ask()
+        except Exception as error:
+            if not isinstance(error, (BackendError, OSError)):
+                logger.exception("job %r: what is wanted of it could not be asked for", id)
+            self.jobs.not_asked(self.now(), id, str(error))
+
+    def _went_wrong(self, error: Exception) -> None:
+        """Nothing of what is written is lost: the rest is done again from there."""
+        said = f"{type(error).__name__}: {error}"
+        if said != self.trouble:
+            logger.error("something went wrong, and is tried again: %s", said, exc_info=error)
+        self.trouble, self._behind = said, True
 
     def _check_open(self) -> None:
         if self._over.is_set():

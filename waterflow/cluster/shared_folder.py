@@ -21,6 +21,7 @@ from waterflow.cluster.backend import BackendError
 from waterflow.cluster.state import make_folder
 from waterflow.errors import ClusterError
 
+LONGEST_QUOTED = 200  # characters of a name in which dots are written as %2E
 KEPT_CHECKPOINTS = 2  # of each job: one may be read while the next is written
 
 
@@ -199,5 +200,7 @@ def _age(path: Path) -> tuple[int, int]:
 
 
 def _quoted(name: str) -> str:
-    # Long enough for any id; "." and ".." are no names of files.
-    return urllib.parse.quote(name, safe="").replace(".", "%2E")
+    # "." and ".." are no names of files; with many dots written so a name would be too long for one.
+    plain = urllib.parse.quote(name, safe="")
+    quoted = plain.replace(".", "%2E")
+    return quoted if len(quoted) <= LONGEST_QUOTED or not plain.strip(".") else plain

@@ -20,9 +20,12 @@ from typing import Any, Literal
 
 from waterflow.cluster.state import private
 from waterflow.errors import ClusterError, InvalidJobError
+from waterflow.partition.byte_counts import format_bytes
 
 FORMAT = 1  # of the file; another one is refused
 LOG_LINES = 2000  # kept per job
+LARGEST_PAYLOAD = 900 << 20  # bytes; SQLite takes 10**9 in a row at most
+NOT_NOW = (sqlite3.OperationalError, OSError, MemoryError)  # a full disk, among others: the same may be done later
 
 # Of a job on the backend: nothing of it is there (waiting), its start was asked for, it runs, its stop was asked for.
 State = Literal["waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"]
@@ -47,6 +50,11 @@ CREATE TABLE IF NOT EXISTS log (
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, at REAL NOT NULL, arguments TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS losses (
+    number INTEGER NOT NULL, id TEXT NOT NULL, alone INTEGER NOT NULL, ran REAL NOT NULL, saved INTEGER NOT NULL,
+    PRIMARY KEY (number, id)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS since (id TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS log_by_job ON log (id, number);
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
 """
@@ -61,7 +69,7 @@ class JobRecord:
     """One job as the store has it. Times are seconds since 1970.
 
     ``places`` are where it was started last and has not ended, each with the epoch that the node had. ``attempts`` counts its
-    starts, ``losses`` those since its last checkpoint that ended with a lost node; ``steps`` are those in ``checkpoint``.
+    starts, ``losses`` those that ended with a lost node; ``steps`` are those in ``checkpoint``.
     """
 
     id: str
@@ -88,6 +96,14 @@ class JobRecord:
 
 
 _COLUMNS = [field.name for field in fields(JobRecord) if field.name != "places"]
+
+
+def too_large(size: int, most: int) -> str:
+    """What is said of a payload of so many bytes, which are too many."""
+    return (
+        f"the payload has {format_bytes(size)}; at most {format_bytes(most)} are taken. Let a function load the "
+        "data where the job runs"
+    )
 
 
 def digest_of(submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> str:
@@ -150,13 +166,28 @@ class Store:
             self._depth = 1
             try:
                 yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            else:
                 self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite may have rolled it back by itself
+                    self._db.execute("ROLLBACK")
+                raise
             finally:
                 self._depth = 0
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """Inside of a transaction: changes that are undone where they raise an error, without those before."""
+        with self._lock:
+            assert self._depth
+            self._db.execute("SAVEPOINT part")
+            try:
+                yield
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK TO part")
+                    self._db.execute("RELEASE part")
+                raise
+            self._db.execute("RELEASE part")
 
     # -- the cluster's own
 
@@ -187,8 +218,10 @@ class Store:
     def add(self, submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> bool:
         """Add a job, which goes on from ``checkpoint``. False if this very job is there already: then nothing changes.
 
-        Raises InvalidJobError where the id belongs to another job.
+        Raises InvalidJobError where the id belongs to another job, or the payload has more than ``LARGEST_PAYLOAD`` bytes.
         """
+        if len(payload) > LARGEST_PAYLOAD:
+            raise InvalidJobError(too_large(len(payload), LARGEST_PAYLOAD))
         id, digest = submission["id"], digest_of(submission, payload, checkpoint)
         with self.transaction():
             known = self._all("SELECT digest, submission FROM jobs WHERE id = ?", (id,))
@@ -271,6 +304,7 @@ class Store:
     def forget_payload(self, id: str) -> None:
         """The job has ended: nobody will start it again."""
         self._run("DELETE FROM payloads WHERE id = ?", (id,))
+        self._run("DELETE FROM since WHERE id = ?", (id,))
 
     def change(self, id: str, **values: Any) -> None:
         """Set fields of one job: any of its record but those that it came with."""
@@ -284,6 +318,31 @@ class Store:
             self._run("DELETE FROM placements WHERE id = ?", (id,))
             for position, (node, device, epoch) in enumerate(places):
                 self._run("INSERT INTO placements VALUES (?, ?, ?, ?, ?)", (id, position, node, device, epoch))
+
+    # -- devices that were lost under jobs
+
+    def set_since(self, id: str, at: float) -> None:
+        """Note when a job was started, or wrote its last checkpoint."""
+        self._run("INSERT OR REPLACE INTO since VALUES (?, ?)", (id, at))
+
+    def since(self, id: str) -> float | None:
+        """The time of ``set_since``; None where it was not called."""
+        rows = self._all("SELECT at FROM since WHERE id = ?", (id,))
+        return float(rows[0][0]) if rows else None
+
+    def add_loss(self, number: int, id: str, alone: bool, ran: float, saved: int) -> None:
+        """Note that a job was on a device when it was lost."""
+        self._run("INSERT INTO losses VALUES (?, ?, ?, ?, ?)", (number, id, alone, ran, saved))
+
+    def losses(self) -> list[tuple[int, str, bool, float, int]]:
+        """All that were noted, and not forgotten since: number, job, alone, ran, saved."""
+        rows = self._all("SELECT number, id, alone, ran, saved FROM losses ORDER BY number, id")
+        return [(number, id, bool(alone), ran, saved) for number, id, alone, ran, saved in rows]
+
+    def forget_losses(self, *, ids: Sequence[str] = (), numbers: Sequence[int] = ()) -> None:
+        """Forget those of some jobs, and some losses as a whole."""
+        self._run(f"DELETE FROM losses WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
+        self._run(f"DELETE FROM losses WHERE {_AMONG.format('number')}", (json.dumps(list(numbers)),))
 
     # -- what is told of a job
 

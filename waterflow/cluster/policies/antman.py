@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import merge
 from typing import Any
 
@@ -30,6 +30,9 @@ class AntMan(Policy):
     has waited ``patience`` seconds runs as an opportunistic one unless it forbids that (``auto=False``), and becomes
     guaranteed where it is as soon as quota and all of its devices are free for it, before any other is started. The paper
     leaves ``patience`` open. With ``one_node`` a guaranteed submission that fits on one node waits for one.
+
+    Devices that a submission which runs alone has reserved are open to nobody, so that they become vacant; for the first
+    opportunistic one that runs alone, as many devices are kept from others of its kind.
     """
 
     name = "antman"
@@ -159,7 +162,7 @@ class AntMan(Policy):
         book = self.book
         if not book.devices.free:
             return
-        by_load = sorted((device for device in book.devices if device.guaranteed is None), key=_load)
+        by_load = sorted((device for device in book.devices if device.guaranteed is None and not _closed(device)), key=_load)
         free = Pool(by_load)
         by_load.reverse()
         for entry in self._with_quota():
@@ -169,10 +172,14 @@ class AntMan(Policy):
                 continue
             together = self.one_node and any(len(node.devices) >= entry.wanted for node in book.devices.nodes.values())
             if book.may_hold(entry, entry.wanted):
-                if entry.wanted == 1:
+                if entry.alone:
+                    devices: list[Device] | None = Pool(device for device in free if device.vacant).close_together(
+                        entry.wanted, together
+                    )
+                elif entry.wanted == 1:
                     while by_load[-1] not in free:
                         by_load.pop()
-                    devices: list[Device] | None = [by_load[-1]]
+                    devices = [by_load[-1]]
                 else:
                     devices = free.close_together(entry.wanted, together)
                 if devices is not None:
@@ -206,10 +213,11 @@ class AntMan(Policy):
         reopened = False
         if not self._extra:
             return False
-        calm = [device for device in self.book.devices if self._calm_at(device) <= now]
+        calm = [device for device in self.book.devices if self._calm_at(device) <= now and not _closed(device)]
         calm.sort(key=_load, reverse=True)
         open_to_them = {device: (device.room, device.vacant) for device in calm}
         crowded: list[Entry] = []
+        kept = False  # devices for one that runs alone
         while open_to_them:
             entry = self._extra.first(len(open_to_them))
             if entry is None:
@@ -217,11 +225,15 @@ class AntMan(Policy):
             declared, known = entry.submission.memory, entry.memory  # on a vacant device only what it said counts
             roomy = [
                 device for device, (room, vacant) in open_to_them.items()
-                if not known or (declared if vacant else known) <= room
+                if (vacant or not entry.alone) and (not known or (declared if vacant else known) <= room)
             ]  # fmt: skip
             if len(roomy) < entry.wanted:
                 self._extra.take_out(entry)
                 crowded.append(entry)
+                if entry.alone and not kept:
+                    kept = True
+                    for device in self._soonest_vacant(entry, open_to_them):
+                        del open_to_them[device]
                 if len(crowded) == _MOST_CROWDED:
                     break
                 continue
@@ -237,6 +249,14 @@ class AntMan(Policy):
         for entry in crowded:
             self._extra.add(entry)
         return reopened
+
+    def _soonest_vacant(self, entry: Entry, among: Iterable[Device]) -> list[Device]:
+        """The devices that are kept for an entry that runs alone: those with the fewest others, none of them guaranteed."""
+        able = [
+            device for device in among
+            if device.guaranteed is None and (not device.memory or entry.submission.memory <= device.memory)
+        ]  # fmt: skip
+        return sorted(able, key=lambda device: (len(device.opportunistic), device.place))[: entry.wanted]
 
     def _listen(self, device: Device, heard: bool = False) -> None:
         """Note when a device crosses ``busy``; ``heard``: one of its residents has reported."""
@@ -262,6 +282,11 @@ class AntMan(Policy):
             now = self.book.now
             times += [at for device in self.book.devices if now < (at := self._calm_at(device)) < math.inf]
         return min(times, default=None)
+
+
+def _closed(device: Device) -> bool:
+    """Whether nobody may join those on a device: one of them runs alone, or one that will has reserved it."""
+    return any(entry.alone for entry in device.residents) or (device.reserved is not None and device.reserved.alone)
 
 
 def _load(device: Device) -> tuple[float, int]:

@@ -340,12 +340,13 @@ class Gandiva(Policy):
         """A single submission and who could take it in, the lowest utilization first."""
         held = {group: group.memory for group in known}
         for newcomer in known:
-            if len(newcomer.entries) > 1:
+            if len(newcomer.entries) > 1 or newcomer.entries[0].alone:
                 continue
             for host in known:
                 memory = next(iter(host.home)).node.memory
                 if (
                     host is not newcomer
+                    and not host.entries[0].alone
                     and host.home == newcomer.home
                     and (not memory or held[host] + held[newcomer] <= memory)
                     and frozenset(entry.id for entry in (*host.entries, *newcomer.entries)) not in self._failed

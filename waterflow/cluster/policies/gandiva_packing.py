@@ -107,6 +107,8 @@ class GandivaPacking(Policy):
         others = device.opportunistic
         if not others:
             return not device.memory or entry.memory <= device.memory
+        if not device.open_to(entry):
+            return False
         if self.limit and len(others) >= self.limit:
             return False
         if not fits_beside(entry.memory, device):

@@ -1,0 +1,108 @@
+"""Devices that were lost, and who was there: jobs that may be the reason run alone, until one is found or they are cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from waterflow.cluster.store import JobRecord, Store
+
+SUSPECT = 2  # losses after which a job runs alone
+LEAST_ALONE = 3  # of its losses must have come while nothing else was there before a job is taken to be the reason
+MOST_LOSSES = 4  # one more, and a job is taken to be the reason, where enough of them came while it was alone
+CALM_SECONDS = 600.0  # that a job runs beside others before its losses are forgotten
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One job's part in the loss of a device. ``ran``: seconds since it began or wrote a checkpoint, whichever was later."""
+
+    number: int
+    id: str
+    alone: bool
+    ran: float
+    saved: int  # steps in its last checkpoint
+
+
+class Losses:
+    """The losses that are not explained yet, kept in the store. Each change stands in a transaction of its caller.
+
+    Every job that was on a device when it was lost may have been the reason. A job with ``SUSPECT`` losses runs alone, and
+    only losses of a device on which it was alone can make it fail. A job is cleared when it ran on for longer than it had
+    run when a device was lost, or when the reason of its losses was found in another job.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._by_job: dict[str, list[Loss]] = {}
+        for row in store.losses():
+            self._note(Loss(*row))
+        self._running_since: dict[str, float] = {}  # as far as this process knows
+
+    def began(self, id: str, now: float, start: bool) -> None:
+        """The job was started (``start``), or has a new checkpoint."""
+        if start:
+            self._running_since[id] = now
+        self._store.set_since(id, now)
+
+    def lost(self, now: float, jobs: Sequence[JobRecord]) -> list[str]:
+        """A device was lost on which these jobs were; returns those that must run alone from now on."""
+        number = 1 + max((loss.number for losses in self._by_job.values() for loss in losses), default=0)
+        for job in jobs:
+            since = self._store.since(job.id)
+            ran = max(0.0, now - since) if since is not None else 0.0
+            loss = Loss(number, job.id, len(jobs) == 1, ran, job.steps)
+            self._store.add_loss(loss.number, loss.id, loss.alone, loss.ran, loss.saved)
+            self._note(loss)
+            self._running_since.pop(job.id, None)
+        return [job.id for job in jobs if self.suspect(job.id)]
+
+    def suspect(self, id: str) -> bool:
+        """Whether a job has to run alone."""
+        return len(self._by_job.get(id, ())) >= SUSPECT
+
+    def reason(self, id: str) -> str | None:
+        """Why a job has failed: it ends its devices; None unless that is certain."""
+        losses = self._by_job.get(id, [])
+        alone = sum(loss.alone for loss in losses)
+        if len(losses) <= MOST_LOSSES or alone < LEAST_ALONE:
+            return None
+        unsaved = " without a checkpoint in between" if len({loss.saved for loss in losses}) == 1 else ""
+        company = "" if alone == len(losses) else f", {alone} of them with nothing else on it"
+        return f"its node was lost {len(losses)} times{company}{unsaved}"
+
+    def calm(self, id: str, now: float, alone: bool) -> bool:
+        """Whether a job that runs is cleared: it got further than where its devices were lost. Beside others that says less."""
+        losses = self._by_job.get(id)
+        if not losses:
+            return False
+        needed = 2.0 + 1.5 * max(loss.ran for loss in losses)
+        since = self._running_since.setdefault(id, now)
+        return now - since > (needed if alone else max(needed, CALM_SECONDS))
+
+    def known(self, id: str) -> bool:
+        """Whether a job has losses that are not explained."""
+        return id in self._by_job
+
+    def forget(self, id: str) -> None:
+        """The job has ended, or is cleared."""
+        self._store.forget_losses(ids=[id])
+        self._by_job.pop(id, None)
+
+    def explained(self, id: str) -> list[str]:
+        """The job was the reason of all of its losses; returns those who need no longer run alone."""
+        numbers = {loss.number for loss in self._by_job.get(id, ())}
+        self._store.forget_losses(numbers=sorted(numbers))
+        freed = []
+        for other, losses in list(self._by_job.items()):
+            before = self.suspect(other)
+            left = [loss for loss in losses if loss.number not in numbers]
+            self._by_job[other] = left
+            if not left:
+                del self._by_job[other]
+            if before and not self.suspect(other):
+                freed.append(other)
+        return freed
+
+    def _note(self, loss: Loss) -> None:
+        self._by_job.setdefault(loss.id, []).append(loss)
