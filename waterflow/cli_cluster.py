@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -304,6 +303,8 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
             f"{node['utilization']:.0%}", format_bytes(node["held"]), format_bytes(node["memory"]),
         )  # fmt: skip
     made: list[Table | Text] = [nodes]
+    if told["trouble"]:
+        made.append(Text(f"goes wrong, and is tried again: {told['trouble']}", style="red"))
     if told["tenants"]:
         tenants = Table(title="tenants", title_justify="left", box=None)
         for column in ("tenant", "quota", "used"):

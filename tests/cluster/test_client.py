@@ -247,7 +247,7 @@ def test_what_makes_no_sense_is_refused(shared_cluster: LiveCluster) -> None:
             "/jobs",
             {"X-Submission": '{"id": "z"}', "Content-Length": str(1 << 40)},
             413,
-            "at most 1.0 GiB are taken",
+            "at most 900.0 MiB are taken",
         ),
         ("POST", "/jobs", {"X-Submission": '{"id": "' + "z" * 60_000 + '"}'}, 400, "a job's id is 1 to 100"),
         ("GET", "/wait?ids=none&seconds=1", {}, 400, "no job is called 'none'"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
+import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ from waterflow.cluster.backend import BackendError, Ended, NodeJoined, Progress
 from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.fifo import Fifo
-from waterflow.cluster.reconciler import LET_GO_SECONDS, MOST_LOSSES
+from waterflow.cluster.reconciler import LET_GO_SECONDS, MOST_LOSSES, Reconciler
 from waterflow.cluster.service import BusyError, ClosedError, Service
-from waterflow.cluster.store import Store
+from waterflow.cluster.store import LARGEST_PAYLOAD, Store
 from waterflow.cluster.submission import Tenant
 from waterflow.errors import InvalidJobError, SubmissionError
 
@@ -30,12 +33,14 @@ class Killed(BaseException):
 class Cluster:
     """A service that can be killed, and made again on what it left."""
 
-    def __init__(self, folder: Path, devices: int = 2, tenants: tuple[Tenant, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, devices: int = 2, tenants: tuple[Tenant, ...] = (), policy: Callable[[], Any] = Fifo
+    ) -> None:
         self.folder = folder
         self.tenants = tenants
         self.backend = FakeBackend(devices, folder)
         self.time = 1000.0
-        self.policy: Any = Fifo
+        self.policy: Any = policy
         self.open()
 
     def open(self) -> None:
@@ -678,3 +683,196 @@ def test_a_long_queue_is_taken_up_from_events(tmp_path: Path, policy: str, monke
             assert [entry["places"] for entry in after["entries"]] == [entry["places"] for entry in before["entries"]]
     assert len(cluster.store.events()) < 60
     cluster.store.close()
+
+
+# -- what goes wrong in a turn
+
+
+def told_of(cluster: Cluster) -> str:
+    return str(cluster.service.status()["trouble"])
+
+
+def fails(error: Exception) -> Any:
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
+
+
+FULL = [sqlite3.OperationalError("database or disk is full"), OSError(errno.ENOSPC, "No space left on device")]
+
+
+@pytest.mark.parametrize("error", FULL, ids=["database", "file"])
+def test_a_full_disk_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """What ended meanwhile is told when there is room, once; requests are refused with the reason until then."""
+    running(cluster)
+    cluster.submit("b")
+    with monkeypatch.context() as full:
+        full.setattr(Store, "_run", fails(error))
+        cluster.backend.end("a", steps=12)
+        for _ in range(3):
+            with pytest.raises(BusyError, match="cannot write down its state, and tries again"):
+                cluster.turn()
+        assert str(error) in told_of(cluster) and not cluster.service.over
+        with pytest.raises(BusyError, match="tries again"):
+            cluster.submit("c")
+        with pytest.raises(BusyError, match="tries again"):
+            cluster.service.cancel("b")
+    cluster.turn()
+    assert told_of(cluster) == "None"
+    assert cluster.states() == {"a": "completed", "b": "starting"} and cluster.service.record("a").steps == 12
+    assert cluster.submit("c")
+    cluster.turn()
+    assert cluster.backend.starts == ["a", "b", "c"]
+    lines = [line for _, _, line in cluster.store.log("a")]
+    assert lines.count("completed") == 1
+    cluster.store.check()
+
+
+def test_a_full_disk_behind_a_commit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite rolls back by itself, or not; either way nothing is half written."""
+    running(cluster)
+    cluster.store._db.execute("PRAGMA max_page_count = 1")  # the smallest that it takes: what there is
+    with pytest.raises(BusyError, match="database or disk is full"):
+        for number in range(100):
+            cluster.submit(f"large-{number}", b"x" * 100_000)
+    assert "database or disk is full" in told_of(cluster)
+    known = set(cluster.states())
+    cluster.store._db.execute("PRAGMA max_page_count = 1000000")
+    cluster.turn()
+    assert told_of(cluster) == "None" and set(cluster.states()) == known
+    assert cluster.submit("after", b"x" * 100_000)
+    cluster.kill()
+    assert set(cluster.states()) == known | {"after"}
+
+
+def test_files_that_find_no_room_are_written_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(cluster.backend, "start", fails(OSError(errno.ENOSPC, "No space left on device")))
+        cluster.submit("a")
+        cluster.turn(20)
+        assert cluster.states() == {"a": "waiting"} and not cluster.service.over
+    cluster.turn(40)
+    assert cluster.states() == {"a": "starting"} and cluster.backend.starts == ["a"]
+    lines = [line for _, _, line in cluster.store.log("a")]
+    assert sum("is not started: [Errno 28] No space left on device" in line for line in lines) == 1
+
+
+def test_a_start_that_could_not_be_noted_is_made_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend refuses, and there is no room to say so."""
+    with monkeypatch.context() as full:
+
+        def start(*_: Any) -> None:
+            full.setattr(Store, "_run", fails(FULL[0]))
+            raise BackendError("not now")
+
+        full.setattr(cluster.backend, "start", start)
+        assert cluster.submit("a")  # that much is written down
+        with pytest.raises(BusyError):
+            cluster.turn()
+    cluster.turn(2)
+    assert cluster.states() == {"a": "starting"} and cluster.backend.starts == ["a"]
+
+
+def test_an_event_that_cannot_be_taken_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault is in what becomes of one event; those of other jobs are taken, and this one by and by."""
+    for id in "abc":
+        cluster.submit(id)
+    for id in "ab":
+        cluster.backend.begin(id)
+    cluster.turn()
+    whole = Reconciler.take
+
+    def take(self: Reconciler, now: float, event: Any) -> None:
+        if isinstance(event, Ended) and event.id == "a":
+            raise ZeroDivisionError("a fault")
+        whole(self, now, event)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Reconciler, "take", take)
+        cluster.backend.end("a")
+        cluster.backend.end("b")
+        with pytest.raises(ZeroDivisionError):
+            cluster.turn()
+        cluster.turn()
+        assert cluster.states() == {"a": "running", "b": "completed", "c": "starting"}
+        assert "Ended of 'a': ZeroDivisionError: a fault" in told_of(cluster) and cluster.submit("d")
+    cluster.turn(12)
+    assert cluster.states()["a"] == "completed" and told_of(cluster) == "None"
+    assert cluster.backend.starts == ["a", "b", "c", "d"]
+
+
+def test_a_job_that_cannot_be_settled_holds_up_nobody(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Reconciler._start
+
+    def start(self: Reconciler, job: Any, *rest: Any) -> Any:
+        made = whole(self, job, *rest)
+        if job.id == "a":
+            raise ZeroDivisionError("a fault")
+        return made
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Reconciler, "_start", start)
+        assert cluster.submit("a") and cluster.submit("b")
+        cluster.turn()
+        assert cluster.states() == {"a": "waiting", "b": "starting"}
+        assert "job 'a': ZeroDivisionError: a fault" in told_of(cluster)
+    cluster.turn(40)
+    assert cluster.states()["a"] == "starting" and told_of(cluster) == "None"
+
+
+def test_a_policy_that_fails_once_is_asked_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on; what the scheduler had decided in vain does not count."""
+    running(cluster)
+    cluster.service.start()
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Fifo, "decide", fails(KeyError("nobody")))
+        with pytest.raises(KeyError):
+            cluster.submit("b")
+        until = time.monotonic() + 10
+        while "KeyError" not in told_of(cluster):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert cluster.states() == {"a": "running"} and not cluster.service.over
+    until = time.monotonic() + 10
+    while told_of(cluster) != "None":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert cluster.submit("b") and cluster.backend.starts == ["a", "b"]
+    cluster.service.close()
+
+
+def test_a_backend_that_cannot_be_heard_is_heard_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    running(cluster)
+    with monkeypatch.context() as broken:
+        broken.setattr(cluster.backend, "poll", fails(OSError(errno.EMFILE, "Too many open files")))
+        cluster.service.start()
+        until = time.monotonic() + 10
+        while "Too many open files" not in told_of(cluster):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    cluster.backend.end("a")
+    assert cluster.service.wait(["a"], 10.0) == ["a"] and told_of(cluster) == "None"
+    cluster.service.close()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [("x" * 300, "can be no checkpoint: .*File name too long"), ("/" + "y/" * 3000, "can be no checkpoint"),
+     ("", "has no file"), ("/dev/zero", "has no file /dev/zero")],
+)  # fmt: skip
+def test_a_path_that_can_be_none_is_refused(cluster: Cluster, checkpoint: str, said: str) -> None:
+    with pytest.raises(SubmissionError, match=said):
+        cluster.service.submit({"id": "a"}, b"", checkpoint=checkpoint)
+    cluster.turn()
+    assert not cluster.service.over and cluster.states() == {} and cluster.submit("a")
+
+
+def test_a_payload_beyond_the_limit_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LARGEST_PAYLOAD < 10**9  # SQLite's
+    monkeypatch.setattr("waterflow.cluster.store.LARGEST_PAYLOAD", 1 << 20)
+    with pytest.raises(
+        InvalidJobError, match=r"the payload has 1.0 MiB; at most 1.0 MiB are taken. Let a function load"
+    ):
+        cluster.submit("a", b"x" * ((1 << 20) + 1))
+    assert cluster.submit("a", b"x" * (1 << 20))

@@ -20,6 +20,7 @@ from waterflow import _C
 from waterflow.checkpoint import Checkpoint
 from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Progress, Started
 from waterflow.cluster.payload import read_result, unpack, write_result
+from waterflow.cluster.room import when_there_is_room
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
 from waterflow.errors import CheckpointError, JobCancelled
@@ -33,6 +34,8 @@ from waterflow.user_code import UserCode
 logger = logging.getLogger("waterflow")
 
 SAVING_SHARE = 0.05  # of a group's time, at most, goes into checkpoints that nobody asked for
+AFTER_A_LOSS = 0.125  # of the time between two saves
+LEAST_PAUSE = 1.0  # seconds between two saves after many losses
 PATIENCE = 2.0  # seconds for a cancelled job's data or evaluation to come to its end
 LONGEST_REASON = 4000  # characters
 
@@ -87,6 +90,8 @@ class RunningGroup:
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         self._next_save: float | None = None
+        self._pause = 0.0  # seconds between two saves
+        self._lost = 0  # how many starts before this one ended with a lost device
         self._last = (time.monotonic(), 0)
         self.started = self.over = False
         self._thread = threading.Thread(target=self._run, name=part.id, daemon=True)
@@ -138,12 +143,18 @@ class RunningGroup:
             self._next_save = max(self._next_save or 0.0, time.monotonic() + took / SAVING_SHARE)
 
     def save_if_due(self, every: float) -> None:
-        """Save in a thread of its own, if the last time, or the beginning, is so many seconds ago."""
+        """Save in a thread of its own, if the last time, or the beginning, is so many seconds ago.
+
+        After a device was lost under the group it saves more often, and then each time twice as seldom, up to ``every``.
+        """
         now = time.monotonic()
+        if not self._pause:
+            self._pause = max(min(LEAST_PAUSE, every), every * AFTER_A_LOSS**self._lost)
         if self._next_save is None:
-            self._next_save = now + every
+            self._next_save = now + self._pause
         if now >= self._next_save and not self._saving.locked():
-            self._next_save = now + every
+            self._pause = min(2 * self._pause, every)
+            self._next_save = now + self._pause
             threading.Thread(target=self.save, daemon=True).start()
 
     def set_priority(self, priority: Priority) -> None:
@@ -190,8 +201,13 @@ class RunningGroup:
             except Exception as error:
                 how, reason = "failed", f"{type(error).__name__}: {error}"
             note = folder.own(epoch) / f"{next(_count)}.ended"
-            note.write_text(json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": self.steps()}))
-            folder.publish(epoch, note, folder.ended(self.part.id, self.part.run, self.part.share))
+            told = json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": self.steps()})
+
+            def write() -> None:
+                note.write_text(told)
+                folder.publish(epoch, note, folder.ended(self.part.id, self.part.run, self.part.share))
+
+            when_there_is_room(f"the end of {self.part.id!r}", write)
         except (Fenced, FileNotFoundError):
             return self._fenced()
         self.over = True
@@ -199,6 +215,7 @@ class RunningGroup:
 
     def _begin(self) -> None:
         folder, part = self._process.folder, self.part
+        self._lost = folder.lost_before(part.id, part.run)
         with self._user_code.here():
             jobs = unpack(folder.payload(part.id, part.run).read_bytes())
         # Jobs without a seed get the same ones wherever and whenever the group starts.
@@ -256,11 +273,15 @@ class RunningGroup:
                 expect(process.engine, -1)
             if result.status == "cancelled" and self._halted == "suspended":
                 return
+            ended = result
             written = process.folder.own(process.epoch) / f"{next(_count)}.result"
-            write_result(result, written)
-            process.folder.publish(
-                process.epoch, written, process.folder.result(self.part.id, number, self.part.run, process.epoch)
-            )
+            to = process.folder.result(self.part.id, number, self.part.run, process.epoch)
+
+            def write() -> None:
+                write_result(ended, written)
+                process.folder.publish(process.epoch, written, to)
+
+            when_there_is_room(f"the result of {job.name!r}", write)
         finally:
             with self._lock:
                 del self._runners[number]
@@ -271,7 +292,11 @@ class RunningGroup:
 
     def _suspend_one(self, number: int, runner: JobRunner) -> None:
         try:
-            self._write(number, runner.suspend(), next(_count))
+            state, count = runner.suspend(), next(_count)
+            when_there_is_room(
+                f"the checkpoint of {self._jobs[number].name!r}", lambda: self._write(number, state, count),
+                given_up=lambda: self._halted == "cancelled",
+            )  # fmt: skip
         except Fenced:
             self._fenced()
         except Exception as error:  # it has ended meanwhile, or its state cannot be taken

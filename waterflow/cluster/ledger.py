@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from waterflow.cluster.backend import (
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.submission import Place, Priority
 from waterflow.cluster.worker import Hello, Numbered
+
+logger = logging.getLogger("waterflow")
 
 
 @dataclass
@@ -320,7 +323,11 @@ class Ledger(ABC):
         if run.next_stopped is not None:
             self._news.append(replace(worst, how=run.next_stopped, reason="stopped before it could start"))
         elif run.next is not None:
-            self._start(id, *run.next)
+            try:
+                self._start(id, *run.next)
+            except OSError as error:  # the caller was told long ago that it starts
+                logger.warning("%r could not be started: %s", id, error)
+                self._news.append(Ended(id, "", 0, "lost", self.folder.job(id), f"it could not be started: {error}"))
 
 
 def _together(run: _Run) -> Progress:

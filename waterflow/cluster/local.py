@@ -154,7 +154,7 @@ class LocalBackend(Ledger):
                         self._end(child, gone)
             elif time.monotonic() >= child.again and not self._closed:
                 with self._guard:
-                    self._begin(child)
+                    self._begin_again(child)
 
     def _wait(self, timeout: float) -> None:
         """Until one of the children says something, or ends."""
@@ -182,13 +182,19 @@ class LocalBackend(Ledger):
         code = child.popen.wait() if child.popen is not None and wait([child.alive], 0) else None
         return "its process ended" + (f" with {_words(code)}" if code is not None else "")
 
+    def _begin_again(self, child: _Child) -> None:
+        try:
+            self._begin(child)
+        except OSError as error:  # no room, or no more processes
+            logger.warning("node %r cannot be started, and is tried again: %s", child.node, error)
+            self._finish(child)
+            child.failures += 1
+            child.again = time.monotonic() + PAUSES[min(child.failures, len(PAUSES)) - 1]
+
     def _begin(self, child: _Child) -> None:
-        epoch = self.folder.new_epoch()
+        epoch = child.epoch = self.folder.new_epoch()
         # Short, as paths of sockets must be; the process that listens removes it.
-        path = os.path.join(tempfile.mkdtemp(prefix="wf-"), "s")
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
-        listener.listen()
+        path = child.socket = os.path.join(tempfile.mkdtemp(prefix="wf-"), "s")
         log = self.folder.log(child.node, epoch)
         cores = child.settings.cores
         environment = os.environ | {
@@ -200,20 +206,21 @@ class LocalBackend(Ledger):
             number = list(self._children).index(child.node)
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[number] if seen else str(number)
-        command = [
-            sys.executable, "-c", "from waterflow.cluster.worker import main; main()", "--node", child.node, "--epoch", str(epoch),
-            "--folder", str(self.folder.path), "--listener", str(listener.fileno()), "--outlive", str(self._outlive),
-            "--settings", settings_as_text(child.settings),
-        ]  # fmt: skip
-        with log.open("ab") as output:
-            child.popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-                pass_fds=[listener.fileno()], start_new_session=True,
-            )  # fmt: skip
-        listener.close()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            command = [
+                sys.executable, "-c", "from waterflow.cluster.worker import main; main()", "--node", child.node, "--epoch", str(epoch),
+                "--folder", str(self.folder.path), "--listener", str(listener.fileno()), "--outlive", str(self._outlive),
+                "--settings", settings_as_text(child.settings),
+            ]  # fmt: skip
+            with log.open("ab") as output:
+                child.popen = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                    pass_fds=[listener.fileno()], start_new_session=True,
+                )  # fmt: skip
+        child.pid, child.began = child.popen.pid, _began(child.popen.pid)
         logger.info("node %r begins as process %d, epoch %d, on cores %s", child.node, child.popen.pid, epoch, cores)
-        child.epoch, child.pid, child.socket = epoch, child.popen.pid, path
-        child.began = _began(child.pid)
         child.joined, child.started = False, time.monotonic()
         child.connection = _connected(path)
         child.alive = os.pidfd_open(child.pid)
@@ -270,7 +277,9 @@ class LocalBackend(Ledger):
             os.close(child.alive)
         child.connection, child.alive, child.joined = None, -1, False
         self._kill(child)
-        shutil.rmtree(Path(child.socket).parent, ignore_errors=True)
+        if child.socket:
+            shutil.rmtree(Path(child.socket).parent, ignore_errors=True)
+            child.socket = ""
 
     def _kill(self, child: _Child) -> None:
         if child.popen is not None or (child.began and _began(child.pid) == child.began):
@@ -278,6 +287,7 @@ class LocalBackend(Ledger):
                 os.killpg(child.pid, signal.SIGKILL)  # and the workers of its data loaders
         if child.popen is not None:
             child.popen.wait()
+        child.popen, child.began = None, ""  # its number may be another process's by and by
 
     def _hang_up(self, end: bool) -> None:
         with self._guard:

@@ -69,7 +69,7 @@ class Losses:
             return None
         unsaved = " without a checkpoint in between" if len({loss.saved for loss in losses}) == 1 else ""
         company = "" if alone == len(losses) else f", {alone} of them with nothing else on it"
-        return f"its node was lost {len(losses)} times{company}{unsaved}"
+        return f"its node was lost {len(losses)} times{unsaved}{company}"
 
     def calm(self, id: str, now: float, alone: bool) -> bool:
         """Whether a job that runs is cleared: it got further than where its devices were lost. Beside others that says less."""

@@ -326,7 +326,9 @@ class Reconciler:
             self.scheduler.ended(self._now, job.id, "failed")
             self._end(job, "failed", f"{reason}; the last time: {why}")
             for id in freed:
-                self._alone(id, False, f"runs beside others again: job {job.id!r} was the reason that devices were lost")
+                self._alone(
+                    id, False, f"runs beside others again: job {job.id!r} was the reason that devices were lost"
+                )
             return
         self.store.change(job.id, state="waiting", losses=job.losses + (how == "lost"))
         self._unsettled.add(job.id)

@@ -55,7 +55,7 @@ class Service:
         self._closing = self._ended = False
         self._loop: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self.trouble: str | None = None  # what went wrong the last time, and is tried again
+        self._error: str | None = None  # what went wrong in the last turn
         self._behind = False  # scheduler and reconciler are to be made again from the store
         self._heard: list[BackendEvent] = []  # events that the store does not have yet
         self._put_off = PutOff()
@@ -173,6 +173,11 @@ class Service:
                 raise
 
     @property
+    def trouble(self) -> str | None:
+        """What could not be done the last time, and is tried again; None where there is nothing."""
+        return self._error or self._put_off.trouble() or self.jobs.trouble()
+
+    @property
     def over(self) -> bool:
         """Whether it has ended, by itself or by ``close`` or ``down``."""
         return self._over.is_set()
@@ -194,7 +199,8 @@ class Service:
         with self._lock:
             self._closing = True
             for job in self.store.jobs(states=["starting", "running"]):
-                self.store.change(job.id, state="stopping")
+                with contextlib.suppress(*NOT_NOW):  # then they are taken for lost, and go on from their checkpoints
+                    self.store.change(job.id, state="stopping")
                 with contextlib.suppress(BackendError):
                     self.backend.stop(job.id, suspend=True)
             while self.store.jobs(states=["stopping"]) and time.monotonic() < until and not self.over:
@@ -258,7 +264,7 @@ class Service:
             if heard:
                 self._heard, self._behind = [], False
                 self._put_off.written()
-                self.trouble = self._put_off.trouble() or self.jobs.trouble()
+                self._error = None
             try:
                 for id, ask in asks:
                     self._ask(id, ask)
@@ -293,9 +299,9 @@ class Service:
     def _went_wrong(self, error: Exception) -> None:
         """Nothing of what is written is lost: the rest is done again from there."""
         said = f"{type(error).__name__}: {error}"
-        if said != self.trouble:
+        if said != self._error:
             logger.error("something went wrong, and is tried again: %s", said, exc_info=error)
-        self.trouble, self._behind = said, True
+        self._error, self._behind = said, True
 
     def _check_open(self) -> None:
         if self._over.is_set():

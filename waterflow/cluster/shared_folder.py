@@ -150,6 +150,14 @@ class SharedFolder:
         """How the part of a run that one node had came to its end, as JSON."""
         return self.job(id) / f"{run}.{share}.ended"
 
+    def lost_before(self, id: str, run: int) -> int:
+        """How many runs, one after the other, up to the one before ``run``, have not ended: their nodes were lost."""
+        ended = {file.name.split(".")[0] for file in self.job(id).glob("*.ended")}
+        count = 0
+        while count < run - 1 and str(run - 1 - count) not in ended:
+            count += 1
+        return count
+
     def last_state(self, id: str, number: int) -> Path | None:
         """The newest checkpoint of a job of the group."""
         return max((self.job(id) / f"job-{number}").glob("*.checkpoint"), key=_age, default=None)

@@ -162,7 +162,9 @@ class AntMan(Policy):
         book = self.book
         if not book.devices.free:
             return
-        by_load = sorted((device for device in book.devices if device.guaranteed is None and not _closed(device)), key=_load)
+        by_load = sorted(
+            (device for device in book.devices if device.guaranteed is None and not _closed(device)), key=_load
+        )
         free = Pool(by_load)
         by_load.reverse()
         for entry in self._with_quota():
