@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from waterflow import _C
 from waterflow.errors import InvalidJobError
+from waterflow.executor.breakable_lock import BreakableLock
+from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job
 from waterflow.training_mode import begin_training
+
+_building = BreakableLock()  # functions that make models may patch what is the process's, as transformers' do
 
 
 def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
@@ -21,7 +24,7 @@ def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
     elif numbers is None:
         model = job.model()
     else:
-        with _C.GeneratorSwap(numbers):  # its lock keeps others from drawing meanwhile
+        with own_numbers(numbers), _building:
             model = job.model()
     if not isinstance(model, nn.Module):
         raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")

@@ -12,6 +12,7 @@ from torch import nn
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.engine import Engine
+from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job, Metrics, as_metrics
 from waterflow.partition.plan import Plan, format_bytes, opaque_plan
 from waterflow.step import Step
@@ -53,9 +54,10 @@ class Evaluation:
         def work() -> Any:
             model = self._model
             assert model is not None and evaluate is not None
+            numbers = own_numbers(step.generator) if step.generator is not None else contextlib.nullcontext()
             _local.evaluating = True
             try:
-                with evaluation_mode(model), torch.no_grad(), self._user_code.here():
+                with evaluation_mode(model), torch.no_grad(), numbers, self._user_code.here():
                     return evaluate(model)
             finally:
                 _local.evaluating = False

@@ -45,6 +45,9 @@ class Job:
         evaluate: A function of the model that returns a number or a dict of numbers. It is called after each epoch
             with the model in evaluation mode and without gradients. The first number is the job's ``value``. Behind it every
             module trains or evaluates as before; one that it adds does as the module that holds it.
+        read_ahead: Whether a batch may be read while the steps before it still run. ``None``: where it cannot depend on the model
+            nor lie in memory that the next one is written to, which is known of lists, tensors, torch's own data sets in a
+            DataLoader, and of a DataLoader with workers. ``True`` says so of other data.
         epochs: How often the data is read.
         seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
         accumulate, clip_grad_norm, clip_grad_value, autocast, recompute, compile: As in ``Step``.
@@ -80,6 +83,7 @@ class Job:
     recompute: int | float | str | None = None
     compile: Literal["inductor", "inductor-always"] | None = None
     allow_non_finite: bool = False
+    read_ahead: bool | None = None
     priority: Priority = "guaranteed"
     quota: int | float | str | None = None
     below_need: BelowNeed = "wait"
@@ -129,6 +133,8 @@ class Job:
                 f"job {self.name!r}: compile={self.compile!r} and below_need={self.below_need!r} exclude each other: native code has "
                 "no lower form. Give one of them"
             )
+        if self.read_ahead not in (None, True, False):
+            raise InvalidJobError(f"job {self.name!r}: read_ahead must be True, False or None; got {self.read_ahead!r}")
         if self.loss is not None and self.step is not None:
             raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")
 

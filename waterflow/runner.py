@@ -25,7 +25,7 @@ from waterflow.job_state import JobState, check_same_job, progress_of, put_progr
 from waterflow.residence import Residence
 from waterflow.results import check_finite, result_of
 from waterflow.step import Step
-from waterflow.step_queue import STEPS_AHEAD, StepQueue, step_of, steps_ahead
+from waterflow.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
 from waterflow.stopping import let_go
 from waterflow.user_code import UserCode
 
@@ -233,7 +233,7 @@ class JobRunner:
         self._state = JobState(job, model, optimizer, self._scheduler)
         self._make_step(model, optimizer)
         if not isinstance(job.data, SharedData):
-            self._batches = Batches(job.name, job.data, self._data_numbers)
+            self._batches = Batches(job.name, job.data, self._data_numbers, read_ahead=job.read_ahead)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         step = step_of(self.job, model, optimizer, self._numbers, self.engine)
@@ -350,6 +350,8 @@ class JobRunner:
         steps = self._steps
         ahead = steps_ahead(self.step, self.engine)
         batches = self._batches.epoch()
+        if not self._batches.reads_ahead:
+            batches = between_steps(batches, steps, self.job.name)
         try:
             while True:
                 if self._boundary.wished:

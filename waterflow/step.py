@@ -129,7 +129,7 @@ class Step:
             early_updates=early_updates,
         )  # fmt: skip
         checks.check_device(self.name, self._spec.device, self.engine)
-        self.generator = generator = generator or checks.own_generator(self.engine)
+        self.generator = generator = checks.own_generator(generator, self._spec.device, self.engine)
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
+import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +20,15 @@ from waterflow.executor.shared_data import SharedData
 from waterflow.job import Job
 from waterflow.step import Step
 
+logger = logging.getLogger("waterflow")
+_told = threading.Event()  # that data is read between steps
+
 # Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
 STEPS_AHEAD = 2
 # Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
 BRIDGE_SECONDS = 5e-3
 MOST_STEPS_AHEAD = 16
+TOLD_SECONDS, TOLD_SHARE = 3.0, 0.2  # a job that has waited for its data for that share of so long is told of it
 BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
 
 
@@ -97,6 +105,32 @@ class StepQueue:
                     pending.result()
             self._under_way.clear()
             raise
+
+
+def between_steps(batches: Iterator[Any], steps: StepQueue, name: str) -> Iterator[Any]:
+    """``batches``, each read when all ``steps`` before it are done: it may depend on the model, or lie in the last one's memory.
+
+    Where a job named ``name`` waits for its data for long, it is told once what would help.
+    """
+    began, reading = time.perf_counter(), 0.0
+    while True:
+        steps.take_all()
+        asked = time.perf_counter()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        now = time.perf_counter()
+        reading += now - asked
+        if now - began > TOLD_SECONDS and reading > TOLD_SHARE * (now - began) and not _told.is_set():
+            _told.set()
+            logger.warning(
+                "job %r has spent %.0f %% of its time reading batches between its steps, for its data runs code that may look at "
+                "the model, or write batches to the memory of those before. Where it does neither, Job(read_ahead=True) reads "
+                "while steps run; a DataLoader with num_workers=1 or more does so in any case",
+                name, 100 * reading / (now - began),
+            )  # fmt: skip
+        yield batch
 
 
 def _loss_of(result: Any) -> torch.Tensor:

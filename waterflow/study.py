@@ -47,9 +47,10 @@ def optimize(
     ``objective`` is an ordinary Optuna objective in whose loop a ``waterflow.Step`` trains, or a function that
     returns a ``waterflow.Job``; the job is then trained, reported to the pruner after each evaluation, and its
     ``value`` is told (all metrics, in a study with several objectives). Without ``evaluate=`` that is its training loss, which
-    only a study that minimizes one objective takes. Each trial runs on a thread of its own.
-    torch's default generator belongs to all of them: an objective with a loop of its own draws from a
-    ``torch.Generator`` that it makes, also for its Step (``generator=``); a Job draws from its own numbers.
+    only a study that minimizes one objective takes. Each trial runs on a thread of its own,
+    with torch random numbers of its own: ``torch.manual_seed`` and whatever draws there, its Steps too, mean those, so that
+    a trial does not depend on what runs beside it. Before it seeds them they follow from torch's generator as it stands when
+    the study begins, and from the trial's number. Python's and NumPy's global generators belong to all trials.
 
     Args:
         study: Any Optuna study: in memory, RDB or journal storage, one objective or several.

@@ -24,6 +24,7 @@ from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
 from waterflow.executor.steps_of_thread import close_steps_of_thread
+from waterflow.executor.thread_generators import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.kept_weights import KeepWeights, KeptResults
@@ -69,7 +70,7 @@ class _Worker:
     """A trial under way, and how it ended."""
 
     trial: Trial
-    seed: int  # for a job that has none
+    seed: int  # of its own random numbers, and of a job that has none
     thread: threading.Thread | None = None
     code: UserCode = field(default_factory=UserCode)
     runner: JobRunner | None = None
@@ -217,7 +218,7 @@ class Coordinator:
         with contextlib.suppress(JobCancelled), within(self._engine, trial.number):
             try:
                 _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
-                with worker.code.here(), heartbeat(trial, self._study):
+                with self._own_numbers(worker), worker.code.here(), heartbeat(trial, self._study):
                     value = self._objective(trial)
                     worker.value = self._train(worker, value) if isinstance(value, Job) else value
             except optuna.TrialPruned as pruned:
@@ -232,6 +233,13 @@ class Coordinator:
                     self._ended.put(worker)
                 if self._clock is not None:
                     worker.told.wait()
+
+    @contextlib.contextmanager
+    def _own_numbers(self, worker: _Worker) -> Iterator[None]:
+        """The trial's thread draws as it would alone; who draws elsewhere is told."""
+        own = own_numbers(*generators_for(self._engine.device, worker.seed))
+        with own, telling_of_shared_numbers(f"trial {worker.trial.number}", lambda: len(self._running) > 1):
+            yield
 
     def _turn(self, worker: _Worker) -> contextlib.AbstractContextManager[None]:
         return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()

@@ -18,6 +18,7 @@ from waterflow.checkpoint import Checkpoint
 from waterflow.errors import ClusterError, JobCancelled, StudyError
 from waterflow.executor.engine import Engine
 from waterflow.executor.steps_of_thread import close_steps_of_thread
+from waterflow.executor.thread_generators import generators_for, own_numbers
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.kept_weights import KeepWeights, KeptResults
 from waterflow.optuna_private import TrialPruned, refresh, set_in_loop, shareable, stopped, trial_of, values_of
@@ -103,7 +104,7 @@ class TrialRunner:
         error: BaseException | None = None
         try:
             trial = trial_of(study, task.number)
-            with self._code.here():
+            with own_numbers(*generators_for(self.engine.device, task.seed)), self._code.here():
                 value = task.objective(trial)
             if isinstance(value, Job):
                 made = self._train(trial, value)

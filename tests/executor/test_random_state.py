@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from tests.support import MiB, Trained, assert_same, images, run_steps, same_bits, train_eager
-from waterflow import _C
 from waterflow.executor.engine import Engine
+from waterflow.executor.thread_generators import own_numbers
 
 
 def draws(count: int, size: int = 3000) -> list[torch.Tensor]:
@@ -37,10 +37,10 @@ def test_one_sequence_goes_on_and_the_other_waits() -> None:
     outer = alone(2, 2)
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(2)
-    with _C.GeneratorSwap(generator):
+    with own_numbers(generator):
         seen = draws(3)
     between = draws(2)
-    with _C.GeneratorSwap(generator):
+    with own_numbers(generator):
         seen.append(torch.rand(5))
     assert all(map(same_bits, seen, expected)) and len(seen) == len(expected)
     assert all(map(same_bits, between, outer))
@@ -51,7 +51,7 @@ def test_an_exception_puts_both_back() -> None:
     torch.manual_seed(2)
     expected = torch.rand(5)
     torch.manual_seed(2)
-    with pytest.raises(KeyError), _C.GeneratorSwap(generator):
+    with pytest.raises(KeyError), own_numbers(generator):
         torch.rand(7)
         raise KeyError
     assert torch.equal(torch.rand(5), expected)
@@ -71,9 +71,9 @@ def test_threads_that_swap_at_the_same_time() -> None:
         generator = torch.Generator().manual_seed(seed)
         made = []
         for number in range(100):
-            with _C.GeneratorSwap(generator):
+            with own_numbers(generator):
                 made.append(torch.rand(3000 + number))
-            with _C.GeneratorSwap(generator):
+            with own_numbers(generator):
                 made.append(torch.randn(3 + number % 20))
                 made.append(torch.randn((), dtype=torch.float64))
         ends[seed] = made
@@ -130,6 +130,6 @@ def test_jobs_that_draw_without_a_generator() -> None:
         assert_same(end, reference)
 
 
-def test_only_generators_of_the_cpu() -> None:
+def test_only_generators() -> None:
     with pytest.raises(TypeError):
-        _C.GeneratorSwap(None)
+        own_numbers(None)

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from waterflow import _C
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.batch_copies import copied
+from waterflow.executor.breakable_lock import BreakableLock
+from waterflow.executor.reading_ahead import in_workers, may_read_ahead, user_data
+from waterflow.executor.thread_generators import own_numbers
 
 
 class Batches:
     """The batches of one job: one pass per call of ``epoch()``.
 
     They are the same whatever other jobs read the same loader at the same time. A DataLoader is read through a copy
-    whose samplers draw from a generator of the job's own; all that is drawn in this process beside that (an iterable's
-    own numbers, transforms) comes from the process's default generator, which stands in for a second one of the job,
-    under one lock. Both begin where ``generator`` stands.
+    whose samplers draw from a generator of the job's own; for all that is drawn beside that on the reading thread (an
+    iterable's own numbers, transforms) a second one of the job stands in for the process's default generator. Both begin
+    where ``generator`` stands. Nobody waits for another job's data: only a data set that several jobs read is read by one at
+    a time, for it may keep a file and its place in it.
+
+    ``read_ahead`` says whether a batch may be read while steps on those before it still run; None: ``may_read_ahead`` decides.
 
     Without a name they belong to no job. ``passes`` were made over the data before.
     """
 
     def __init__(
         self, name: str | None, data: Iterable[Any] | Callable[[], Iterable[Any]], generator: torch.Generator,
-        passes: int = 0,
+        passes: int = 0, read_ahead: bool | None = None,
     ) -> None:  # fmt: skip
         self._what = "shared data" if name is None else f"data of job {name!r}"
         self._generator = generator
@@ -46,8 +53,9 @@ class Batches:
             )
         self.source: Any = _own_loader(source, order) if isinstance(source, DataLoader) else source
         # Nothing is drawn here for a batch by workers, nor for one that is there already.
-        in_workers = isinstance(source, DataLoader) and source.num_workers > 0
-        self._draws = not in_workers and type(source) not in (list, tuple)
+        self._draws = not in_workers(source) and type(source) not in (list, tuple)
+        self.reads_ahead = may_read_ahead(source) if read_ahead is None else read_ahead
+        self._turn = _turn_of(source)
         self._reading: Iterator[Any] | None = None
         self._passes, self._before = 0, passes
         self._back: list[Any] = []  # batches that were given and not trained on
@@ -66,7 +74,7 @@ class Batches:
         if place is not None:
             self._set_numbers(place["began"])
         began = self._numbers()
-        with self._own_numbers():
+        with self._own_numbers(), self._turn:
             if self._passes and isinstance(self.source, Iterator):
                 self.source = self._make()
             if place is not None and place["source"] is not None:
@@ -93,7 +101,9 @@ class Batches:
 
     def _next(self) -> Any:
         assert self._reading is not None
-        with self._own_numbers() if self._draws else contextlib.nullcontext():
+        if not self._draws:
+            return next(self._reading)
+        with self._own_numbers(), self._turn:
             return next(self._reading)
 
     # -- places
@@ -231,7 +241,25 @@ class Batches:
         return f"{self._what} is empty: there is nothing to train on"
 
     def _own_numbers(self) -> contextlib.AbstractContextManager[Any]:
-        return _C.GeneratorSwap(self._generator)
+        return own_numbers(self._generator)
+
+
+_turns: dict[int, BreakableLock] = {}  # by the identity of what is read
+_guard = threading.Lock()
+
+
+def _turn_of(source: Any) -> contextlib.AbstractContextManager[None]:
+    """Readers of one object of the user's take turns."""
+    if (read := user_data(source)) is None:
+        return contextlib.nullcontext()
+    with _guard:
+        if id(read) not in _turns:
+            try:
+                weakref.finalize(read, _turns.pop, id(read), None)
+            except TypeError:  # nothing tells when it has gone
+                return contextlib.nullcontext()
+            _turns[id(read)] = BreakableLock()
+        return _turns[id(read)]
 
 
 def is_function(data: Any) -> bool:

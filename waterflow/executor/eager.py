@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from waterflow import _C
 from waterflow.errors import InvalidJobError
+from waterflow.executor.thread_generators import own_numbers
 from waterflow.partition.capture import split_result
-from waterflow.partition.operators import is_random, taking_generator
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.surroundings import in_forward
 
@@ -106,26 +104,6 @@ def wants_model(function: Any) -> bool:
     return bool(parameters) and parameters[0] == "model"
 
 
-class OwnRandomNumbers(TorchDispatchMode):
-    """Shows a job's own generator to each random operation of eager code, forward and backward."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self._generator = generator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if not is_random(func):
-            return func(*args, **kwargs)
-        own = taking_generator(func)
-        if own is not None:
-            if kwargs.get("generator") is None:
-                kwargs["generator"] = self._generator
-            return own(*args, **kwargs)
-        with _C.GeneratorSwap(self._generator):
-            return func(*args, **kwargs)
-
-
 class EagerStep:
     """One training step through autograd and the optimizer's own ``step()``."""
 
@@ -139,7 +117,7 @@ class EagerStep:
         ``surrounding`` is the data type of the autocast around the caller, which may be on another thread.
         """
         spec = self._spec
-        random = OwnRandomNumbers(self._generator) if self._generator is not None else contextlib.nullcontext()
+        random = own_numbers(self._generator) if self._generator is not None else contextlib.nullcontext()
         with random, torch.enable_grad(), in_forward(spec, surrounding) as cast:
             with cast:
                 result = spec.compute_loss(spec.model, batch)

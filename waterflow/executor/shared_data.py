@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from waterflow.errors import InvalidJobError, JobCancelled
+from waterflow.executor.batch_copies import copied
 from waterflow.executor.data import Batches, is_function
 
 LOOK_AGAIN = 0.05  # seconds after which a job that waits looks whether it was stopped, or waits in vain
@@ -261,6 +262,7 @@ class Reader:
     place: tuple[int, int] = (0, 0)  # epoch, and batch in it
     party: _Party | None = None
     at: int = 0  # the same place, as a number in the row of its party
+    reads_ahead = True  # what lies in memory that is written again was copied
     moved: float = 0.0  # when it took its last batch
 
     def epoch(self) -> Iterator[Any]:
@@ -347,12 +349,10 @@ class _Pass:
         self._iterator = batches.epoch()
 
     def read(self, index: int) -> Any:
-        """The batch at ``index``, or the end; those before it are let go."""
-        while self._read < index:
-            next(self._iterator, _END)
-            self._read += 1
-        self._read += 1
-        return next(self._iterator, _END)
+        """The batch at ``index``, or the end; those before it are let go. It is kept for others while the next one is read."""
+        while self._read <= index:
+            batch, self._read = next(self._iterator, _END), self._read + 1
+        return batch if batch is _END or self._batches.reads_ahead else copied(batch)
 
     def close(self) -> None:
         """End its workers."""

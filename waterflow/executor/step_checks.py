@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from waterflow.errors import InvalidJobError, StepError
 from waterflow.executor.eager import wants_model
 from waterflow.executor.engine import Engine, current_worker
+from waterflow.executor.thread_generators import thread_generator
 from waterflow.partition.surroundings import shown_line
 
 
@@ -21,10 +22,18 @@ def default_name(model: Any) -> str:
     return name if trial is None else f"{name} of trial {trial}"
 
 
-def own_generator(engine: Engine | None) -> torch.Generator | None:
-    """One for a step of its own, which stands where the process's stands; without an engine that itself is drawn from."""
+def own_generator(given: torch.Generator | None, device: torch.device, engine: Engine | None) -> torch.Generator | None:
+    """The generator that a step on ``device`` draws from; None for the process's.
+
+    ``given``, or where that is no other than the default one: the calling thread's; inside an engine a new one that stands
+    where the process's stands.
+    """
+    if given is not None and given is not torch.default_generator:
+        return given
+    if (own := thread_generator(device)) is not None:
+        return own
     if engine is None:
-        return None
+        return given
     on_cpu = engine.device.type == "cpu"
     own = torch.Generator(engine.device)
     own.set_state(torch.get_rng_state() if on_cpu else torch.cuda.get_rng_state(engine.device))

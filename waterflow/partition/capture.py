@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition import fake_rules
 from waterflow.partition.cleanup import clean_up
@@ -89,7 +90,7 @@ def capture_step(
     check_optimizer(spec.optimizer)
     if looked is None:
         _, looked = structure_key(spec)
-    with _one_at_a_time:
+    with _one_at_a_time, _C.ThreadGenerators([]):  # the graph is drawn for whoever runs it
         start = time.perf_counter()
         tracer = _StepTracer(spec, leaves, batch_spec, looked)
         try:

@@ -25,23 +25,9 @@ void bind_admission(py::module_& m);    // admission_bindings.cpp
 void bind_programs(py::module_& m);     // program_bindings.cpp
 void bind_simulation(py::module_& m);   // simulation_bindings.cpp
 void bind_pool_replay(py::module_& m);  // pool_replay_bindings.cpp
+void bind_generators(py::module_& m);   // generator_bindings.cpp
 
 namespace {
-
-// GeneratorSwap for Python's `with`: the lock is taken without the interpreter lock, for its holder may want that.
-class SwapContext {
- public:
-  explicit SwapContext(at::Generator own) : own_(std::move(own)) {}
-  void enter() {
-    py::gil_scoped_release release;
-    swap_ = std::make_unique<GeneratorSwap>(own_);
-  }
-  void exit() { swap_.reset(); }
-
- private:
-  at::Generator own_;
-  std::unique_ptr<GeneratorSwap> swap_;
-};
 
 // Engines that are there when Python ends: a lane that then comes for the interpreter lock would abort the process.
 struct OpenEngines {
@@ -176,6 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_memory(m);
   bind_simulation(m);
   bind_pool_replay(m);
+  bind_generators(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
 
@@ -352,9 +339,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("close_engines", [] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>());
   py::module_::import("atexit").attr("register")(m.attr("close_engines"));
-
-  py::class_<SwapContext>(m, "GeneratorSwap")
-      .def(py::init<at::Generator>())
-      .def("__enter__", &SwapContext::enter)
-      .def("__exit__", [](SwapContext& self, const py::args&) { self.exit(); });
 }

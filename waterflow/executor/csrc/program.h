@@ -17,6 +17,7 @@
 #include "direct_call.h"
 #include "pacer.h"
 #include "random_state.h"
+#include "thread_generators.h"
 
 namespace waterflow {
 
@@ -84,6 +85,8 @@ struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView guard;
   // The casts of an autocast around the caller are in the graph.
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+  // A program's operations draw from the generators that it binds.
+  c10::impl::ExcludeDispatchKeyGuard no_drawing{kDrawingKey};
 };
 
 // Whether strides are those that were captured; where a dimension has one element they do not matter.
