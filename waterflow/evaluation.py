@@ -49,12 +49,12 @@ class Evaluation:
             self._model = None
 
     def _evaluate(self, step: Step) -> Any:
-        evaluate, engine = self._job.evaluate, self._engine
+        evaluate, engine, generator = self._job.evaluate, self._engine, step.generator
 
         def work() -> Any:
             model = self._model
             assert model is not None and evaluate is not None
-            numbers = own_numbers(step.generator) if step.generator is not None else contextlib.nullcontext()
+            numbers = own_numbers(generator) if generator is not None else contextlib.nullcontext()
             _local.evaluating = True
             try:
                 with evaluation_mode(model), torch.no_grad(), numbers, self._user_code.here():
