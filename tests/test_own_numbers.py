@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import torch
@@ -136,3 +137,25 @@ def test_pythons_own_numbers_are_told_of(caplog: pytest.LogCaptureFixture, monke
     assert not [message for message in caplog.messages if "Python's random" in message]
     studied(objective, max_concurrent=3, lanes=2)
     assert len([message for message in caplog.messages if "Python's random" in message]) == 1
+
+
+def test_a_job_whose_data_draws_from_numpy_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_generators, "_told", threading.Event())
+    caplog.set_level("WARNING", logger="waterflow")
+
+    def noisy() -> Iterator[Any]:
+        for x, y in images(3):
+            yield x + float(np.random.rand()), y
+
+    def job(number: int) -> wf.Job:
+        return wf.Job(
+            name=f"job-{number}", model=lambda: perceptron(8), data=noisy, loss=F.cross_entropy,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=number,
+        )  # fmt: skip
+
+    wf.train([job(0)], memory="1GiB")
+    assert not [message for message in caplog.messages if "numpy.random" in message]
+    wf.train([job(0), job(1)], memory="1GiB")
+    assert len([message for message in caplog.messages if "numpy.random" in message]) == 1

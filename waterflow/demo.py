@@ -207,6 +207,7 @@ def build(trial: optuna.Trial) -> Job:
         name=name_of(trial, choice),
         model=lambda: make_model(choice.kind, choice.depth, choice.width, choice.dropout),
         data=lambda: Batches(choice.batch_size),
+        read_ahead=True,  # batches come from a table, and each lies in memory of its own
         loss=F.cross_entropy,
         optimizer=lambda parameters: make_optimizer(choice, parameters),
         evaluate=accuracy,

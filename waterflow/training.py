@@ -21,6 +21,7 @@ from waterflow.checkpointing import Checkpointing
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Engine, Mode, within
 from waterflow.executor.fusing import expect
+from waterflow.executor.thread_generators import telling_of_shared_numbers
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
@@ -208,7 +209,8 @@ class _Training:
         failure: BaseException | None = None
         try:
             _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
-            with within(self._engine):
+            beside = telling_of_shared_numbers(f"job {job.name!r}", lambda: len(self._running) > 1)
+            with within(self._engine), beside:
                 result = self._results[number] = runner.run()
             if self._writing is not None:
                 self._writing.end(runner, result)
