@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -189,6 +190,22 @@ def test_a_device_without_a_generator_of_its_own_is_left_alone() -> None:
         assert torch.rand(3, device="meta").is_meta
         assert torch.empty(3, device="meta").bernoulli_(0.5).is_meta
     assert [g.device.type for g in generators_for(torch.device("cpu"), 3)] == ["cpu"]
+
+
+def test_a_trace_of_the_users_holds_no_generator() -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5) + torch.empty(8).bernoulli_(0.5)
+
+    with own_numbers(torch.Generator()):
+        graph = make_fx(noisy, tracing_mode="fake")(X).graph
+        compiled = torch.compile(noisy, backend="aot_eager")
+        torch.manual_seed(3)
+        compiled(X)
+        torch.manual_seed(3)
+        made = compiled(X)
+    assert not any(node.kwargs.get("generator") is not None for node in graph.nodes)
+    torch.manual_seed(3)
+    assert same_bits(made, torch.compile(noisy, backend="aot_eager")(X))
 
 
 class FakeCuda:

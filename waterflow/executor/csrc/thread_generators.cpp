@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include "random_state.h"
@@ -41,11 +42,20 @@ int generator_argument(const c10::FunctionSchema& schema) {
   return -1;
 }
 
+// A trace on fake tensors, or of calls into a graph: nothing is drawn for anybody, and a generator does not belong
+// there.
+bool tracing() {
+  using c10::impl::TorchDispatchModeKey;
+  using c10::impl::TorchDispatchModeTLS;
+  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
+         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value();
+}
+
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDrawingKey);
   const size_t count = op.schema().arguments().size();
   auto* given = stack->data() + (stack->size() - count);
-  if (const auto* own = ThreadGenerators::of(device_of(given, count))) {
+  if (const auto* own = tracing() ? nullptr : ThreadGenerators::of(device_of(given, count))) {
     const int place = generator_argument(op.schema());
     if (place >= 0) {
       auto& generator = given[place];
