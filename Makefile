@@ -8,7 +8,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-# Not from their own requirements: torchvision and timm would bring another torch.
+# Not from their own requirements: torchvision and timm would bring another torch. Two of them are built for CUDA, and
+# .ci/cpu_wheels.py makes their Python code import beside a torch without it.
 UNBOUND := torchvision==0.28.0 timm==1.0.31 torchaudio==2.11.0
 
 CPP := $(wildcard waterflow/*/csrc/*.cpp waterflow/*/csrc/*.h tests/*/native/*.cpp)
@@ -56,10 +57,11 @@ format: $(VENV)/.built
 
 build: $(VENV)/.built
 
-$(VENV)/.ready: constraints-cpu.txt pyproject.toml
+$(VENV)/.ready: constraints-cpu.txt pyproject.toml .ci/cpu_wheels.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints-cpu.txt torch numpy setuptools wheel ninja
 	$(PIP) install --no-deps $(UNBOUND)
+	$(BIN)/python .ci/cpu_wheels.py
 	$(PIP) install -c constraints-cpu.txt $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*(d for e in (p['dependencies'], *p['optional-dependencies'].values()) for d in e))")
 	touch $@
 
