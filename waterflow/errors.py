@@ -7,6 +7,11 @@ class WaterflowError(Exception):
     """Base of all errors that waterflow raises on purpose."""
 
 
+def told(error: BaseException | None) -> str:
+    """What an error says, with its notes: such as which job and which line of the user's it comes from."""
+    return " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
+
+
 class InvalidJobError(WaterflowError, ValueError):
     """A job, or a set of jobs, that cannot be trained as it was handed in."""
 

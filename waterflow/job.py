@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from waterflow.errors import InvalidJobError
+from waterflow.errors import InvalidJobError, told
 from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ class Job:
                 f"job {self.name!r}: optimizer must be a function of the parameters, such as "
                 f"lambda params: torch.optim.AdamW(params, lr=1e-3); got {_shown(self.optimizer)}"
             )
+        if not _takes_one(self.optimizer):
+            raise InvalidJobError(
+                f"job {self.name!r}: optimizer must take the model's parameters, as lambda params: torch.optim.AdamW(params, lr=1e-3) "
+                f"does; this one takes {inspect.signature(self.optimizer)}"
+            )
         if not callable(self.data) and not hasattr(self.data, "__iter__") and not hasattr(self.data, "reader"):
             advice = "; read it through a DataLoader" if isinstance(self.data, Dataset) else ""
             raise InvalidJobError(
@@ -117,7 +123,10 @@ class Job:
                          ("evaluate", "the model")):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise InvalidJobError(f"job {self.name!r}: {name} must be a function of {of}; got {_shown(value)}")
+                hint = "; pass the function itself, not what it returns" if isinstance(value, torch.Tensor) else ""
+                raise InvalidJobError(
+                    f"job {self.name!r}: {name} must be a function of {of}; got {_shown(value)}{hint}"
+                )
         if self.seed is not None and not isinstance(self.seed, Integral):
             raise InvalidJobError(f"job {self.name!r}: seed must be an integer or None; got {self.seed!r}")
         if self.scheduler_interval not in ("epoch", "step"):
@@ -137,6 +146,17 @@ class Job:
             raise InvalidJobError(f"job {self.name!r}: read_ahead must be True, False or None; got {self.read_ahead!r}")
         if self.loss is not None and self.step is not None:
             raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument, as far as it tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
 
 
 def _shown(value: Any) -> str:
@@ -204,7 +224,7 @@ class JobResult:
             "spilled_bytes": self.spilled,
             "compiled": None if self.compiled is None else asdict(self.compiled),
             "opaque_reason": self.opaque_reason,
-            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            "error": None if self.error is None else f"{type(self.error).__name__}: {told(self.error)}",
         }
 
 

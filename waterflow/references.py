@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from waterflow.errors import InvalidJobError, WaterflowError
+from waterflow.errors import InvalidJobError, WaterflowError, told
 
 
 class ConfigError(WaterflowError, ValueError):
@@ -80,9 +80,11 @@ def call(function: Callable[[], Any], where: str) -> Any:
 
 def one_line(error: BaseException | None) -> str:
     """What went wrong, for a terminal; with the user's own line where the error is not one that says it all."""
-    text = " ".join(str(error).split())
+    text = " ".join(told(error).split())
     if error is None or isinstance(error, (WaterflowError, OSError, ImportError)):
         return text
+    if getattr(error, "__notes__", ()):  # they have the line
+        return f"{type(error).__name__}: {text}"
     from waterflow.partition.surroundings import user_line  # needs torch
 
     line = user_line(error.__traceback__)

@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, JobCancelled
-from waterflow.executor import eager
+from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
+from waterflow.executor import by_hand, eager
 from waterflow.executor import step_checks as checks
 from waterflow.executor.batch_copies import copied
+from waterflow.executor.calls import explained
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.compiling import Compile, check_compile
@@ -50,33 +51,30 @@ StepFunction = Callable[[nn.Module, Batch], Any]
 class Step:
     """A training step of ``model``: forward, loss, backward and update in one call.
 
-    Calling it with a batch returns the loss, an ordinary scalar tensor that is the caller's to keep, or
-    ``(loss, metrics)`` where the step function returns a dict of tensors beside the loss. On the CPU the call
-    returns when the step is done, and leaves the interpreter lock while it works. Parameters, buffers and
-    optimizer state are changed in place; ``p.grad`` is None afterwards.
+    Calling it with a batch returns the loss, an ordinary scalar tensor that is the caller's to keep, or ``(loss, metrics)`` where the
+    step function returns a dict of tensors beside the loss. On the CPU the call returns when the step is done, and leaves the
+    interpreter lock while it works. Parameters, buffers and optimizer state are changed in place; ``p.grad`` is None afterwards, so
+    neither ``loss.backward()``, ``optimizer.step()`` nor a GradScaler belongs beside a step: see ``clip_grad_norm``, ``autocast``.
 
-    The step is captured at the first call with a batch of a new shape, and captures are shared between steps of
-    equal models. The fused form of SGD, Adam and AdamW is used unless the optimizer was made with ``fused=False``
-    or ``foreach=``. A step that cannot be captured runs eagerly; ``opaque_reason`` then says why.
+    The step is captured at the first call with a batch of a new shape; steps of equal models share captures. SGD, Adam and AdamW run
+    in their fused form unless made with ``fused=False`` or ``foreach=``. What cannot be captured runs eagerly: see ``opaque_reason``.
 
-    Inside an engine (``waterflow.optimize``, ``waterflow.train``) the step runs on one of its lanes, beside other
-    jobs. Outside it runs alone, on the calling thread. Not thread-safe: one thread calls a step at a time.
+    Inside an engine (``waterflow.optimize``, ``waterflow.train``) the step runs on one of its lanes, beside other jobs. Outside it
+    runs alone, on the calling thread. Not thread-safe: one thread calls a step at a time.
 
     Args:
         model: The module to train, in training mode, on the engine's device.
-        loss: ``loss(output, target)``, for batches ``(input, ..., target)``; a function whose first parameter is
-            called ``model`` is taken as ``step``. None: the model's output is the loss, or has it as ``.loss``.
+        loss: ``loss(output, target)``, for batches ``(input, ..., target)``; a function whose first parameter is called ``model`` is
+            taken as ``step``. None: the model's output is the loss, or has it as ``.loss``.
         step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
-        optimizer: A ``torch.optim`` optimizer over the model's parameters. Learning rates and other numbers of its
-            groups, and its state, are read at each call.
+        optimizer: A ``torch.optim`` optimizer over the model's parameters. Its groups' numbers, and its state, are read at each call.
         accumulate: Update at every n-th call, with the mean of the n gradients.
         clip_grad_norm: Largest total norm of the gradients of an update.
         clip_grad_value: Largest absolute value of a gradient's entry in an update.
         autocast: A data type (``torch.bfloat16``) to run forward and loss in, as under ``torch.autocast``.
-        early_updates: Change parameters as soon as their gradients are complete, where gradients would else stand at the
-            step's peak. No bit differs; a step that fails in its backward pass may have changed some of them by then.
-        generator: Where random operations draw from. Default: the process's generator when the step runs alone;
-            inside an engine a stream of the step's own, forked from it when the step is made.
+        early_updates: Change parameters as soon as their gradients are complete, where gradients would else stand at the step's peak.
+            No bit differs; a step that fails in its backward pass may have changed some of them by then.
+        generator: Where random operations draw from. Default: the process's; inside an engine one forked from that when the step is made.
         recompute: Lets activations go after the forward pass and makes the cheapest of them again in the backward pass,
             with the same bits: until the step is at most so many bytes high (``"2GiB"``; without kernels' temporaries), or
             with ``"auto"`` until it fits into its engine's memory, where it does not. ``recomputed`` tells what it costs.
@@ -91,6 +89,7 @@ class Step:
         InvalidJobError: Settings that contradict each other, or a model that is on another device.
     """
 
+    @explained("Step", "Step(model, loss=F.cross_entropy, optimizer=optimizer)", InvalidJobError)
     def __init__(
         self,
         model: nn.Module,
@@ -113,6 +112,7 @@ class Step:
         self.name = name or checks.default_name(model)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
+        by_hand.watch(optimizer)
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
         self.steps = self.fused_steps = self.predicted_height = 0  # fused: done together with those of other jobs
@@ -126,8 +126,7 @@ class Step:
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
             clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=checks.device_of(model),
-            early_updates=early_updates,
-        )  # fmt: skip
+            early_updates=early_updates)  # fmt: skip
         checks.check_device(self.name, self._spec.device, self.engine)
         self.generator = generator = checks.own_generator(generator, self._spec.device, self.engine)
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
@@ -139,7 +138,7 @@ class Step:
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = self.most_spilled = 0  # the latter: bytes that a step held in host memory
-        self._eager_step = eager.EagerStep(self._spec, generator)
+        self._eager_step = eager.EagerStep(self._spec, generator, self.name)
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
         self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
         self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
@@ -162,11 +161,12 @@ class Step:
 
     # -- what a caller sees
 
+    @explained("step", "step((input, target)): one batch, as the loader gives it", InvalidJobError)
     def __call__(self, batch: Batch) -> Any:
         """Train on one batch; see the class."""
         ahead = len(self._under_way)
         try:
-            return self._submit(batch, by_caller=torch.get_num_threads() == self._threads).result()
+            return by_hand.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
         except BaseException:
             # Ctrl-C may strike after the step was handed in and before it is waited for: its lane waits no longer.
             if len(self._under_way) > ahead:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import optuna
 
 from waterflow.errors import StudyError
+from waterflow.executor.calls import explained
 from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job
@@ -20,6 +21,7 @@ from waterflow.study_trials import Devices, spread
 __all__ = ["StudySummary", "optimize"]
 
 
+@explained("optimize", "waterflow.optimize(study, objective, n_trials=100)", StudyError)
 def optimize(
     study: optuna.Study,
     objective: Objective,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import threading
@@ -18,7 +19,8 @@ from waterflow import _C
 from waterflow.checkpoint import Checkpoint
 from waterflow.checkpoint_folder import Checkpoints
 from waterflow.checkpointing import Checkpointing
-from waterflow.errors import InvalidJobError
+from waterflow.errors import InvalidJobError, told
+from waterflow.executor.calls import explained, unknown
 from waterflow.executor.engine import Engine, Mode, within
 from waterflow.executor.fusing import expect
 from waterflow.executor.thread_generators import telling_of_shared_numbers
@@ -42,6 +44,7 @@ class Callback:
         """``job`` has ended, one way or another."""
 
 
+@explained("train", "train([model_a, model_b], loss=..., data=loader, optimizer=...)", InvalidJobError)
 def train(
     jobs: Iterable[Job | nn.Module],
     *,
@@ -215,7 +218,7 @@ class _Training:
             if self._writing is not None:
                 self._writing.end(runner, result)
             if result.status == "failed":
-                logger.warning("job %r failed: %s", job.name, result.error)
+                logger.warning("job %r failed: %s", job.name, told(result.error))
                 if self._on_error == "raise":
                     failure = result.error
             self._tell(job, result)
@@ -252,11 +255,12 @@ _SETTINGS = frozenset(field.name for field in fields(Job)) - {"name", "model"}
 def _as_jobs(jobs: Iterable[Job | nn.Module], shared: dict[str, Any]) -> list[Job]:
     if isinstance(jobs, (Job, nn.Module)):
         raise InvalidJobError("train() takes a list of jobs; put the one you have into brackets")
-    strangers = ", ".join(sorted(shared.keys() - _SETTINGS))
+    strangers = sorted(shared.keys() - _SETTINGS)
     if strangers:
-        raise InvalidJobError(
-            f"train() has no setting {strangers}; settings of plain modules are {', '.join(sorted(_SETTINGS))}"
-        )
+        first = unknown(strangers[0], shared[strangers[0]], _SETTINGS | inspect.signature(train).parameters.keys())
+        end = "" if first.endswith("?") else "."
+        known = ", ".join(sorted(_SETTINGS))
+        raise InvalidJobError(f"train() has no setting {first}{end} Settings of plain modules are {known}")
     made: list[Job] = []
     for number, entry in enumerate(jobs):
         if isinstance(entry, Job):

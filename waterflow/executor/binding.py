@@ -200,6 +200,8 @@ def _watch_optimizer(binding: _C.Binding, optimizer: torch.optim.Optimizer) -> N
     binding.watch(optimizer.__dict__, "state")
     binding.watch(optimizer.__dict__, "param_groups")
     binding.watch_size(optimizer.state)
+    binding.watch_size(optimizer._optimizer_step_pre_hooks)
+    binding.watch_size(optimizer._optimizer_step_post_hooks)
     binding.watch_size(optimizer.param_groups)
     for group in optimizer.param_groups:
         binding.watch(group, "params")

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from waterflow.errors import InvalidJobError
+from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.partition.capture import split_result
 from waterflow.partition.spec import StepSpec
-from waterflow.partition.surroundings import in_forward
+from waterflow.partition.surroundings import in_forward, user_place
 
 
 class ModelAndLoss(nn.Module):
@@ -38,7 +38,7 @@ class _OfTarget:
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise InvalidJobError(
                 f"loss(output, target) needs batches (input, target); got {type(batch).__name__}. "
-                "Pass step=, a function of (model, batch), for other batches"
+                "Pass step=, a function of (model, batch), for other batches; data= that is one batch needs brackets: [batch]"
             )
         return self.loss(model(*batch[:-1]), batch[-1])
 
@@ -91,7 +91,10 @@ def compose(
     if isinstance(loss, nn.Module) and any(True for _ in [*loss.parameters(), *loss.buffers()]):
         return ModelAndLoss(model, loss), _OfHeldLoss()
     if not callable(loss):
-        raise InvalidJobError(f"loss must be callable; got {type(loss).__name__}")
+        hint = "; pass the function itself, not what it returns" if isinstance(loss, torch.Tensor) else ""
+        raise InvalidJobError(
+            f"loss must be callable with (output, target), as F.cross_entropy is; got {type(loss).__name__}{hint}"
+        )
     return model, _OfTarget(loss)
 
 
@@ -105,17 +108,27 @@ def wants_model(function: Any) -> bool:
 
 
 class EagerStep:
-    """One training step through autograd and the optimizer's own ``step()``."""
+    """One training step through autograd and the optimizer's own ``step()``. Errors get a note of ``name`` and the place."""
 
-    def __init__(self, spec: StepSpec, generator: torch.Generator | None) -> None:
+    def __init__(self, spec: StepSpec, generator: torch.Generator | None, name: str) -> None:
         self._spec = spec
         self._generator = generator
+        self._name = name
 
     def __call__(self, batch: Any, update: bool, surrounding: torch.dtype | None = None) -> Any:
         """Train on ``batch``; returns the loss, or (loss, metrics).
 
         ``surrounding`` is the data type of the autocast around the caller, which may be on another thread.
         """
+        try:
+            return self._train(batch, update, surrounding)
+        except Exception as error:
+            note = ", ".join([f"in step {self._name!r}", *user_place(error.__traceback__, self._spec.model)])
+            if not isinstance(error, WaterflowError) and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+    def _train(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         spec = self._spec
         random = own_numbers(self._generator) if self._generator is not None else contextlib.nullcontext()
         with random, torch.enable_grad(), in_forward(spec, surrounding) as cast:

@@ -25,7 +25,7 @@ from waterflow.executor.figures import EngineFigures
 from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_control import MemoryControl
-from waterflow.executor.memory_limit import parse_memory, reserve_of
+from waterflow.executor.memory_limit import free_memory, more_than_free, parse_memory, reserve_of
 from waterflow.executor.starving import Starving
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.terms import Need, Terms, parse_quota
@@ -94,7 +94,10 @@ class Engine(Claims):
                 raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
         gpu = cuda_lanes.prepare(self.device) if self.device.type == "cuda" else None
         self.device = gpu.device if gpu is not None else self.device
-        limit = parse_memory(memory, gpu.free if gpu is not None else None)
+        free = gpu.free if gpu is not None else free_memory()
+        limit = parse_memory(memory, free)
+        if (warning := more_than_free(memory, limit, free)) is not None:
+            logger.warning(warning)
         reserve = reserve_of(limit) if reserve is None else reserve
         self.intra_op = intra_op
         default_lanes = cuda_lanes.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // intra_op)

@@ -42,19 +42,24 @@ def reserve_of(limit: int) -> int:
 
 
 def parse_memory(memory: int | float | str | None, available: int | None = None) -> int:
-    """Bytes of a memory limit: a whole number, a share of what is free (a float up to 1.0), or text like ``4GiB``."""
+    """Bytes of a memory limit: a whole number, a share of what is free (a float up to 1.0), or text like ``4GiB`` or ``80%``."""
     if memory is None:
         memory = DEFAULT_MEMORY
     if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
         raise InvalidJobError(f"memory must be bytes, a share, or text like '4GiB'; got {memory!r}")
     if isinstance(memory, str):
         text = memory.strip().lower()
+        with contextlib.suppress(ValueError):
+            if text.endswith("%") and 0 < (percent := float(text[:-1])) <= 100:
+                return parse_memory(percent / 100, available)
         number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
         unit = text[len(number) :].strip()
         try:
             count = float(number) * _UNITS[unit]
         except (ValueError, KeyError):
-            raise InvalidJobError(f"cannot read {memory!r} as memory; write '4GiB', '800MB', or a number") from None
+            raise InvalidJobError(
+                f"cannot read {memory!r} as memory; write '4GiB', '800MB', a number of bytes, or a share up to 1 such as '80%'"
+            ) from None
         if unit == "" and (not count.is_integer() or ("." in number and count <= 1)):
             return parse_memory(count, available)
         bytes_ = int(count)
@@ -76,6 +81,16 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
     if bytes_ <= 0:
         raise InvalidJobError(f"a memory limit must be positive; got {memory!r}")
     return bytes_
+
+
+def more_than_free(memory: int | float | str | None, limit: int, free: int) -> str | None:
+    """What to say of a limit that this device has not free; None where there is nothing to say."""
+    if limit <= free:
+        return None
+    return (
+        f"memory={memory!r} is more than is free here, {free / 2**30:.1f} GiB: jobs that use it all will run out of memory. Pass what "
+        "the device has, or a share of what is free, such as memory=0.8"
+    )
 
 
 def parse_recompute(recompute: int | float | str | None) -> int | Literal["auto"] | None:

@@ -58,7 +58,11 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise InvalidJobError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidJobError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise InvalidJobError(
+            f"optimizer must be a torch.optim.Optimizer; got {got}. Make it from this model's parameters: "
+            "torch.optim.AdamW(model.parameters())"
+        )
     if not isinstance(accumulate, int) or accumulate < 1:
         raise InvalidJobError(f"accumulate must be a positive integer; got {accumulate!r}")
     if loss is not None and step is not None:

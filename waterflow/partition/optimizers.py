@@ -28,6 +28,7 @@ GROUP_NUMBERS: dict[str, tuple[str, int]] = {
 READ_EACH_STEP = frozenset({"lr", *(entry for entry, _ in GROUP_NUMBERS.values())})
 BY_ZERO = frozenset({"momentum"})
 FIRST_STEP_FLAG = "is_first_step"
+WATCHER = -1  # the key of our own hook of an optimizer's step(), which changes nothing; torch counts from 0
 
 
 def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
@@ -38,14 +39,19 @@ def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
     return keys if group["amsgrad"] else keys[:-1]
 
 
+def check_hooks(optimizer: Optimizer) -> None:
+    """Raise CaptureError for an optimizer with hooks of its ``step()``, which a captured update would not call."""
+    if optimizer._optimizer_step_pre_hooks.keys() - {WATCHER} or optimizer._optimizer_step_post_hooks:
+        raise CaptureError(f"the {type(optimizer).__name__} has step hooks, which must run every step")
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise CaptureError for an optimizer whose update cannot be part of a captured step."""
     kind = type(optimizer)
     if kind not in FUSED_OPTIMIZERS:
         known = ", ".join(sorted(k.__name__ for k in FUSED_OPTIMIZERS))
         raise CaptureError(f"the update of {kind.__name__} is not captured; {known} are")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step")
+    check_hooks(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         if group.get("fused") is False or group.get("foreach") is not None:
             form = "foreach" if group.get("foreach") else "single-tensor"

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.partition.fingerprint import Fingerprint
-from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP
+from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks
 from waterflow.partition.spec import StepSpec
 
 
@@ -46,6 +46,7 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
     if hooks:
         raise CaptureError("a parameter has gradient hooks, which must run every step")
+    check_hooks(spec.optimizer)
     groups = []
     for group in spec.optimizer.param_groups:
         strangers = [p for p in group["params"] if id(p) not in numbers]

@@ -368,6 +368,13 @@ def shown_line(line: tuple[str, int, str]) -> str:
     return f"{file}:{number}, in {function}: {linecache.getline(file, number).strip()}"
 
 
+def user_place(trace: types.TracebackType | None, model: nn.Module) -> list[str]:
+    """The innermost module of ``model``, by its path, that a traceback passed, and its innermost line of the user's."""
+    paths = {id(module): f"module {path!r} ({type(module).__name__})" for path, module in model.named_modules() if path}
+    passed = [paths.get(id(frame.f_locals.get("self")), "") for frame, _ in traceback.walk_tb(trace)]
+    return list(filter(None, [next(filter(None, reversed(passed)), ""), user_line(trace)]))
+
+
 def user_line(trace: types.TracebackType | None) -> str:
     """The innermost line of a traceback that is neither torch's nor waterflow's, and that can be shown."""
     for frame in reversed(traceback.extract_tb(trace)):
