@@ -7,8 +7,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from waterflow import _C
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 # Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, then to be broken off.
 STOP_SECONDS = 0.5
 BREAK_OFF_SECONDS = 1.0
+ORDER_AGAIN = 0.1
+
+
+class CanBreakOff(Protocol):
+    """Work of a thread."""
+
+    def break_off(self) -> None:
+        """Break off the user's code in it."""
+
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -47,6 +56,23 @@ def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None
         if thread is not None and thread.ident is not None:
             _threads.add(thread)
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def break_off_all(works: Sequence[CanBreakOff], threads: Iterable[threading.Thread | None], seconds: float) -> None:
+    """Break off the user's code on ``threads``, and wait for them, at most ``seconds`` for all.
+
+    The order is given again until they have ended: one that arrives inside of a finalizer, or of code that catches
+    everything, is lost, and none is given to a thread that imports a module.
+    """
+    waited_for = list(threads)
+    deadline = time.monotonic() + seconds
+    while True:
+        for work in works:
+            work.break_off()
+        left = max(0.0, deadline - time.monotonic())
+        join_all(waited_for, min(ORDER_AGAIN, left))
+        if left <= ORDER_AGAIN or not any(thread is not None and thread.is_alive() for thread in waited_for):
+            return
 
 
 def let_go(error: BaseException) -> None:

@@ -41,7 +41,7 @@ from waterflow.optuna_private import (
 from waterflow.planner.sets import Need, largest_set
 from waterflow.progress import ProgressLine
 from waterflow.runner import JobRunner, StopJob, draw_seed
-from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, join_all, stop_all
+from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.study_values import UnfitJobError, check_job, value_of
 from waterflow.user_code import UserCode, remembered_interrupts
 
@@ -315,9 +315,7 @@ class Coordinator:
             if worker.runner is None:
                 worker.break_off()
         join_all([worker.thread for worker in workers], STOP_SECONDS)
-        for worker in workers:
-            worker.break_off()
-        join_all([worker.thread for worker in workers], BREAK_OFF_SECONDS)
+        break_off_all(workers, [worker.thread for worker in workers], BREAK_OFF_SECONDS)
         for worker in workers:
             with contextlib.suppress(Exception):
                 self._study.tell(worker.trial, state=TrialState.FAIL)

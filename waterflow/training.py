@@ -28,7 +28,7 @@ from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
 from waterflow.runner import JobRunner, draw_seed
-from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, join_all, stop_all
+from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.user_code import remembered_interrupts
 
 logger = logging.getLogger("waterflow")
@@ -185,10 +185,9 @@ class _Training:
                 self._writing.last()
             self._stop_all("interrupted")
             join_all(threads, STOP_SECONDS)
-            for runner in list(self._running.values()):
-                runner.break_off()
+            break_off_all(list(self._running.values()), threads, BREAK_OFF_SECONDS)
             raise
-        finally:
+        else:
             join_all(threads, BREAK_OFF_SECONDS)
         if self._failure is not None:
             raise self._failure

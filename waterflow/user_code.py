@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
+import sys
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,11 +43,25 @@ class UserCode:
                 _await_order(thread)
 
     def break_off(self) -> None:
-        """Raise JobCancelled in all of them; a thread that waits in native code gets it when it comes back."""
+        """Raise JobCancelled in all of them; a thread that waits in native code gets it when it comes back.
+
+        A thread in the middle of an import is passed over: broken off there, Python would keep the module's lock for ever.
+        Whoever waits for the thread gives the order again.
+        """
         with self._lock:
+            frames = sys._current_frames()
             for thread in self._inside:
-                self._ordered.add(thread)
-                _raise_in(thread)
+                if not _imports(frames.get(thread)):
+                    self._ordered.add(thread)
+                    _raise_in(thread)
+
+
+def _imports(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _raise_in(thread: int) -> None:
