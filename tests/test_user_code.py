@@ -1,0 +1,84 @@
+"""Breaking off code of the user's: the order arrives, and leaves Python whole."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from waterflow.errors import JobCancelled
+from waterflow.stopping import break_off_all
+from waterflow.user_code import UserCode
+
+
+def started(code: UserCode, work: Callable[[], None]) -> tuple[threading.Thread, list[str]]:
+    ends: list[str] = []
+
+    def run() -> None:
+        try:
+            with code.here():
+                work()
+        except JobCancelled:
+            ends.append("broken off")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, ends
+
+
+def test_a_thread_that_imports_is_broken_off_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next import of the module would wait for ever."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import time\nfor _ in range(30):\n    time.sleep(0.01)\nloaded = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code = UserCode()
+
+    def work() -> None:
+        importlib.import_module("slow_to_import")
+        while True:
+            time.sleep(0.01)
+
+    thread, ends = started(code, work)
+    while "slow_to_import" not in sys.modules:
+        time.sleep(0.001)
+    break_off_all([code], [thread], 10.0)
+    assert not thread.is_alive() and ends == ["broken off"]
+    assert importlib.import_module("slow_to_import").loaded
+
+
+def test_an_order_that_is_swallowed_is_given_again() -> None:
+    code, swallowed = UserCode(), []
+    entered = threading.Event()
+
+    def work() -> None:
+        while len(swallowed) < 2:
+            try:
+                entered.set()
+                while True:
+                    time.sleep(0.001)
+            except Exception as error:
+                swallowed.append(error)
+        while True:
+            time.sleep(0.001)
+
+    thread, ends = started(code, work)
+    entered.wait(10)
+    break_off_all([code], [thread], 10.0)
+    assert not thread.is_alive() and ends == ["broken off"] and len(swallowed) == 2
+
+
+def test_nobody_waits_longer_than_asked_for_a_thread_that_stays() -> None:
+    code, leave = UserCode(), threading.Event()
+    thread, ends = started(code, lambda: leave.wait(30) and None)
+    began = time.monotonic()
+    break_off_all([code], [thread], 0.3)
+    assert thread.is_alive() and time.monotonic() - began < 5
+    leave.set()
+    thread.join(10)
+    assert ends == ["broken off"]
