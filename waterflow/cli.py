@@ -282,6 +282,8 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         from waterflow.config import load_train
 
         settings = load_train(config)
+        if settings.time_limit is not None:
+            raise ConfigError(f"{config}: time_limit: a cluster keeps to it: waterflow cluster submit {config}")
         pictures = Pictures(settings.output) if settings.output is not None else None
         results = waterflow.train(
             settings.jobs, memory=settings.memory, max_concurrent=settings.max_concurrent, exact=settings.exact,

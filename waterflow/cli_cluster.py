@@ -129,6 +129,9 @@ def submit(
     memory: Annotated[str | None, typer.Option(help="What it needs on each device, such as 2GiB.")] = None,
     model: Annotated[str | None, typer.Option(help="Its name in tables of interference.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Go on from this file.")] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long it may run in all, such as 90s, 30min or 2h.")
+    ] = None,
     apart: Annotated[
         bool, typer.Option("--apart", help="Jobs that do not fit on one device together are handed in apart.")
     ] = False,
@@ -141,15 +144,18 @@ def submit(
     with Terminal(as_json, debug) as terminal, _wrong_use():
         there = _cluster(state)
         jobs: Any
+        limit: float | str | None = time_limit
         if what.endswith((".yaml", ".yml")):
             from waterflow.config import load_train
 
-            jobs = list(load_train(Path(what)).jobs)
+            config = load_train(Path(what))
+            jobs, limit = list(config.jobs), time_limit or config.time_limit
         else:
             sys.path.insert(0, "")
             jobs = find_function(what, Path(), "submit")
         asked: dict[str, Any] = {
             "tenant": tenant, "priority": cast(Any, priority), "devices": devices, "auto": auto, "model": model,
+            "time_limit": limit,
         }  # fmt: skip
         if apart:
             if not isinstance(jobs, list) or id is not None or memory is not None or checkpoint is not None:

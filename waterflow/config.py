@@ -19,6 +19,7 @@ import torch
 import yaml
 from torch import nn
 
+from waterflow.durations import parse_seconds
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Mode
 from waterflow.executor.memory_limit import parse_memory
@@ -28,7 +29,7 @@ from waterflow.references import ConfigError, call, check_arguments, find_functi
 if TYPE_CHECKING:
     import optuna
 
-_TRAIN_KEYS = ("jobs", "epochs", "memory", "max_concurrent", "exact", "mode", "output")
+_TRAIN_KEYS = ("jobs", "epochs", "memory", "max_concurrent", "exact", "mode", "output", "time_limit")
 _JOB_KEYS = ("name", "job", "args", "model", "data", "data_args", "loss", "optimizer", "evaluate", "epochs", "seed")
 _PIECES = ("model", "data", "data_args", "loss", "optimizer", "evaluate")
 _STUDY_KEYS = (
@@ -52,6 +53,7 @@ class TrainConfig:
     exact: bool
     mode: Mode
     output: Path | None
+    time_limit: float | None = None  # seconds: of ``waterflow cluster submit``
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ def load_train(path: Path) -> TrainConfig:
         names.add(job.name)
         jobs.append(job)
     return TrainConfig(
-        tuple(jobs), top.memory(), top.whole("max_concurrent"), top.flag("exact", True), top.mode(), top.path("output")
-    )
+        tuple(jobs), top.memory(), top.whole("max_concurrent"), top.flag("exact", True), top.mode(), top.path("output"),
+        top.duration("time_limit"),
+    )  # fmt: skip
 
 
 def load_study(path: Path) -> StudyConfig:
@@ -174,6 +177,14 @@ class Section:
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
             raise self.wrong(key, "must be a positive number of seconds", value)
         return value
+
+    def duration(self, key: str) -> float | None:
+        """Seconds, also as text like ``2h``."""
+        value = self.get(key)
+        try:
+            return None if value is None else parse_seconds(value, f"{self.where}{key}")
+        except InvalidJobError as error:
+            raise ConfigError(str(error)) from None
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""

@@ -32,6 +32,7 @@ class FakeBackend:
         self.starts: list[str] = []
         self.resumed: list[str] = []
         self.states: set[str] = set()
+        self.asked_to_save: list[str] = []
         self.waiting: list[BackendEvent] = []
         self.given: list[BackendEvent] = []
         self.left = self.closed = False
@@ -44,8 +45,10 @@ class FakeBackend:
     def begin(self, id: str) -> None:
         self.waiting.append(Started(id, *self._where(id)))
 
-    def progress(self, id: str, steps: int, fraction: float | None = None, utilization: float = 0.5) -> None:
-        self.waiting.append(Progress(id, *self._where(id), steps, fraction, 0.01, 1000, utilization))
+    def progress(
+        self, id: str, steps: int, fraction: float | None = None, utilization: float = 0.5, seconds: float = 0.0
+    ) -> None:
+        self.waiting.append(Progress(id, *self._where(id), steps, fraction, 0.01, 1000, utilization, seconds))
 
     def save(self, id: str, steps: int) -> None:
         self.states.add(id)
@@ -115,7 +118,7 @@ class FakeBackend:
         return list(self.given)
 
     def checkpoint(self, id: str) -> None:
-        pass
+        self.asked_to_save.append(id)
 
     def checkpoints(self, id: str) -> Path | None:
         return self.folder / id if id in self.states else None
@@ -127,6 +130,11 @@ class FakeBackend:
     def stop(self, id: str, suspend: bool) -> None:
         if id in self.runs:
             self.stopping[id] = suspend and self.stopping.get(id, True)
+
+    def break_off(self, id: str) -> None:
+        if self.stopping.get(id) is False:
+            for node in {name for name, _ in self.runs[id][0]}:
+                self.lose(node, f"{id} did not come to its end")
 
     def set_priority(self, id: str, priority: Priority) -> None:
         self.runs[id] = self.runs[id][0], priority

@@ -120,6 +120,24 @@ def test_jobs_that_ended_long_ago_are_not_shown(up: LiveCluster) -> None:
     assert all(id in everything for id in ids) and "ended before" not in everything
 
 
+@pytest.mark.parametrize(
+    ("line", "options", "given"), [("", [], None), ("time_limit: 2h", [], 7200.0), ("time_limit: 2h", ["90s"], "90s")]
+)
+def test_a_time_limit_of_the_command_or_the_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, options: list[str], given: object
+) -> None:
+    from waterflow.cluster.client import Cluster
+
+    asked: list[object] = []
+    monkeypatch.setattr(Cluster, "submit", lambda self, jobs, **more: asked.append(more["time_limit"]) or "id")
+    (folder / "limited.yaml").write_text(f"jobs: [{{name: a, {PIECES}}}]\n{line}\n")
+    ended = run("submit", "limited.yaml", *(["--time-limit", *options] if options else []))
+    assert ended.exit_code == 0 and asked == [given], ended.output
+    trained = CliRunner().invoke(app, ["train", "limited.yaml"])
+    assert trained.exit_code == (2 if line else 0)
+    assert not line or "time_limit: a cluster keeps to it: waterflow cluster submit" in trained.stderr
+
+
 def test_the_status_of_thousands_of_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of them, or a line for each; what jobs say is shown as they said it."""
     from waterflow.cluster.client import Cluster

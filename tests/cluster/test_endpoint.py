@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fake_backend import FakeBackend
+from tests.cluster.live_jobs import failing
 from waterflow.cluster.client import Cluster
 from waterflow.cluster.endpoint import Endpoint
 from waterflow.cluster.policies.fifo import Fifo
 from waterflow.cluster.service import Service
 from waterflow.cluster.store import Store
-from waterflow.errors import SubmissionError
+from waterflow.errors import InvalidJobError, SubmissionError
 
 TOKEN = "t" * 40
 
@@ -58,6 +59,15 @@ def test_thousands_of_ids_can_be_waited_for(door: Door) -> None:
     assert door.client.wait(ids) == ids[:2]
     with pytest.raises(SubmissionError, match="no job is called 'nobody'"):
         door.client.wait([*ids, "nobody"])
+
+
+def test_a_time_limit_is_text_or_seconds(door: Door) -> None:
+    for id, given, seconds in (("a", "2h", 7200.0), ("b", 90, 90.0), ("c", " 1.5 min", 90.0), ("d", None, None)):
+        assert door.client.submit(failing, id=id, time_limit=given) == id
+        assert door.client.status(id)["time_limit"] == seconds
+    for wrong in ("2 parsecs", "0s", "-1", float("inf"), True, "h"):
+        with pytest.raises(InvalidJobError, match="must be a positive number of seconds, or text like '90s'"):
+            door.client.submit(failing, time_limit=wrong)
 
 
 def test_a_page_of_the_jobs_that_wait(door: Door) -> None:

@@ -14,6 +14,7 @@ import pytest
 import waterflow as wf
 from tests.cluster.jobs import equal, jobs
 from waterflow.cluster.backend import BackendError, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
+from waterflow.cluster.group import PATIENCE
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.payload import load_results, pack
 from waterflow.cluster.silence import Silence
@@ -160,6 +161,49 @@ def test_pinned_cores_and_the_log(tmp_path: Path) -> None:
         ended = until(backend, Ended)
         assert isinstance(ended, Ended) and ended.how == "completed"
         assert f"pinned to [{one}]" in backend.folder.log("a", 1).read_text()
+
+
+def test_a_cancelled_job_that_hangs_is_broken_off(tmp_path: Path) -> None:
+    """Its process ends; who ran beside it goes on from a checkpoint, with the bits of an undisturbed run."""
+
+    hangs = tmp_path / "hangs"
+    with LocalBackend(1, tmp_path / "work", settings=SETTINGS) as backend:
+        (stuck,), beside = jobs(1), pack(jobs(batches=300, epochs=1, seconds=0.02))
+        stuck.model = lambda: (hangs.touch(), time.sleep(1e6))  # type: ignore[assignment, return-value]
+        backend.start("beside", beside, [("device-0", 0)])
+        until(backend, Checkpointed)
+        backend.start("stuck", pack([stuck]), [("device-0", 0)])
+        while not hangs.exists():  # and nothing in Python breaks it off
+            backend.poll(0.1)
+        before = backend.process("device-0")
+        backend.break_off("stuck")  # nobody cancelled it
+        backend.stop("stuck", suspend=False)
+        began = time.monotonic()
+        ends: dict[str, Ended] = {}
+        joined = False
+
+        def hear() -> None:
+            nonlocal joined
+            for event in backend.poll(0.1):
+                joined |= isinstance(event, NodeJoined)
+                if isinstance(event, Ended):
+                    ends[event.id] = event
+
+        while time.monotonic() < began + PATIENCE + 1.0:
+            hear()
+        assert "stuck" not in ends
+        backend.break_off("stuck")
+        assert not lives(before)
+        while len(ends) < 2 or not joined:
+            assert time.monotonic() < began + 90.0
+            hear()
+        assert ends["stuck"].how == "lost" and "'stuck' was cancelled, and did not come" in ends["stuck"].reason
+        if ends["beside"].how == "lost":
+            backend.start("beside", beside, [("device-0", 0)], checkpoint=backend.checkpoints("beside"))
+            ended = until(backend, Ended, seconds=60)
+            assert isinstance(ended, Ended)
+            ends["beside"] = ended
+        equal(load_results(ends["beside"].results), wf.train(jobs(batches=300, epochs=1), lanes=1))
 
 
 def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from waterflow.cluster.policies.fifo import Fifo
 from waterflow.cluster.reconciler import LET_GO_SECONDS, MOST_LOSSES, Reconciler
 from waterflow.cluster.service import BusyError, ClosedError, Service
 from waterflow.cluster.store import LARGEST_PAYLOAD, Store
+from waterflow.cluster.stuck import CANCEL_SECONDS, SAVE_SECONDS
 from waterflow.cluster.submission import Tenant
 from waterflow.errors import InvalidJobError, SubmissionError
 
@@ -149,6 +150,9 @@ def test_who_waits_hears_that_the_cluster_ends(cluster: Cluster) -> None:
         ({"id": "a", "memory": -1}, "memory must be a number of bytes; got -1"),
         ({"id": "a", "devices": "many"}, "devices of a submission cannot be 'many'"),
         ({"id": "a", "devices": True}, "devices of a submission cannot be True"),
+        ({"id": "a", "time_limit": 0}, "time_limit must be a positive number of seconds; got 0"),
+        ({"id": "a", "time_limit": float("nan")}, "time_limit must be a positive number of seconds; got nan"),
+        ({"id": "a", "time_limit": "2h"}, "time_limit of a submission cannot be '2h'"),
         ({"id": "a", "colour": 1}, "a submission has no 'colour'; it has id, tenant"),
         ({"id": "../a"}, "a job's id is 1 to 100 letters, digits, dots"),
         ({}, "a job's id is 1 to 100 letters"),
@@ -392,6 +396,90 @@ def test_a_device_is_free_when_whoever_leaves_it_has_let_go(tmp_path: Path) -> N
     cluster.turn(2)
     assert cluster.states()["c"] == "starting" and cluster.states()["b"] == "stopping"
     cluster.store.close()
+
+
+def test_a_cancelled_job_that_does_not_leave_is_ended_with_its_device(tmp_path: Path) -> None:
+    """Who runs beside it is asked for a checkpoint before, goes on from it, and the loss is not put down to it."""
+    cluster = antman(tmp_path, devices=2)
+    for id, priority in (("one", "guaranteed"), ("two", "guaranteed"), ("beside", "opportunistic")):
+        cluster.submit(id, priority=priority)
+        cluster.backend.begin(id)
+        cluster.backend.progress(id, 1, utilization=0.1)
+        cluster.turn(12)
+    places = {id: run[0] for id, run in cluster.backend.runs.items()}
+    hangs, elsewhere = ("one", "two") if places["one"] == places["beside"] else ("two", "one")
+    ((node, _),) = places["beside"]
+    assert places[hangs] == places["beside"] and cluster.service.cancel(hangs)
+    cluster.turn(int(CANCEL_SECONDS) - 1)
+    cluster.kill()  # the time begins anew
+    cluster.turn(int(CANCEL_SECONDS) - 1)
+    assert cluster.states()[hangs] == "stopping" and not cluster.backend.asked_to_save
+    cluster.turn(2)
+    assert cluster.backend.asked_to_save == ["beside"] and cluster.backend.known[node].alive
+    cluster.backend.save("beside", 5)
+    cluster.turn(int(SAVE_SECONDS) + 1)
+    cluster.turn()
+    assert not cluster.backend.known[node].alive and cluster.states()[hangs] == "cancelled"
+    assert any("did not leave within 30 s: its device's process is ended" in x for _, _, x in cluster.store.log(hangs))
+    cluster.backend.return_(node)
+    cluster.turn(12)
+    beside = cluster.service.record("beside")
+    assert cluster.backend.resumed == ["beside"] and beside.attempts == 2
+    assert not cluster.service.scheduler.book.entries["beside"].alone  # nobody suspects it
+    assert cluster.service.record(elsewhere).attempts == 1
+    cluster.store.close()
+
+
+def test_who_leaves_late_but_leaves_costs_nobody_anything(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, devices=1)
+    running(cluster)
+    cluster.service.cancel("a")
+    cluster.turn(int(CANCEL_SECONDS) - 1)
+    cluster.backend.obey()
+    cluster.turn(2 * int(CANCEL_SECONDS))
+    assert cluster.states() == {"a": "cancelled"} and cluster.backend.known["device-0"].alive
+    cluster.store.close()
+
+
+def test_a_time_limit_counts_all_runs_together(cluster: Cluster) -> None:
+    """Waiting does not count; a restart of the scheduler and a lost device forget nothing."""
+    assert cluster.submit("a", time_limit=100)
+    cluster.turn(200)
+    cluster.backend.begin("a")
+    cluster.backend.progress("a", 1, seconds=60.0)
+    cluster.turn()
+    cluster.kill()
+    cluster.backend.progress("a", 2, seconds=70.0)
+    cluster.turn()
+    assert cluster.service.status()["jobs"][0]["ran"] == 70.0
+    cluster.backend.lose(cluster.backend.runs["a"][0][0][0])
+    cluster.turn(2)
+    cluster.backend.begin("a")
+    cluster.backend.progress("a", 3, seconds=29.0)
+    cluster.turn(2)
+    assert cluster.states() == {"a": "running"} and not cluster.backend.stopping
+    cluster.backend.progress("a", 4, seconds=31.0)
+    cluster.turn()
+    assert cluster.backend.stopping == {"a": False}
+    cluster.kill()
+    cluster.backend.progress("a", 4, seconds=32.0)
+    cluster.turn()
+    cluster.backend.obey()
+    cluster.turn()
+    job = cluster.service.record("a")
+    assert job.state == "failed" and job.reason == "it ran for 1.68 min, and its time limit is 1.67 min"
+    assert job.ran == 102.0 and cluster.service.status()["jobs"][0]["time_limit"] == 100
+    assert any(line.startswith("is ended: it ran for") for _, _, line in cluster.store.log("a"))
+
+
+def test_who_ends_at_its_limit_has_completed(cluster: Cluster) -> None:
+    cluster.submit("a", time_limit=10.0)
+    cluster.backend.begin("a")
+    cluster.backend.progress("a", 1, seconds=11.0)
+    cluster.turn()
+    cluster.backend.end("a")
+    cluster.turn()
+    assert cluster.states() == {"a": "completed"} and cluster.service.record("a").reason == ""
 
 
 def test_who_comes_first_waits_for_who_makes_way(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class Progress:
     (None where the length of the data is not known). ``step_seconds``: wall time between two ends of steps of a job, over the
     last report; 0.0 before there are any. ``memory``: bytes that its jobs hold or claim on one device; of several, the most.
     ``utilization``: the part of the last report in which the device worked, for whomever: all who run there tell the same.
+    ``seconds``: since it was started, this time.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Progress:
     step_seconds: float
     memory: int
     utilization: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,12 @@ class Backend(Protocol):
 
         One that is being suspended may be cancelled. A job whose data or evaluation is stuck is never suspended; cancelled, it
         is broken off after some seconds, where that code is Python.
+        """
+
+    def break_off(self, id: str) -> None:
+        """End the processes in which a cancelled ``id`` still runs: it does not come to its end. One that has ended: nothing.
+
+        All that runs there is lost, as if the processes had died, and they are started again.
         """
 
     def set_priority(self, id: str, priority: Priority) -> None:

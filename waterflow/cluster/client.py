@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from waterflow.cluster.state import address_file, state_folder, token_file
 from waterflow.cluster.submission import Priority
+from waterflow.durations import parse_seconds
 from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
 from waterflow.executor.memory_limit import parse_memory
 
@@ -68,6 +69,7 @@ class Cluster:
         self, jobs: Jobs | Callable[[], Jobs], *, id: str | None = None, tenant: str | None = None,
         priority: Priority | None = None, devices: int = 1, auto: bool = True, memory: int | str = 0,
         model: str | None = None, duration: float | None = None, checkpoint: str | Path | None = None,
+        time_limit: float | str | None = None,
     ) -> str:  # fmt: skip
         """Hand in a job, several that train together, or a function that makes them where they run; returns the id.
 
@@ -80,6 +82,8 @@ class Cluster:
             memory: What it needs on each device, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: as planned for the
                 jobs, each captured here first.
             checkpoint: A file of ``Checkpoint.save`` that a single job goes on from.
+            time_limit: Seconds, or text like ``"2h"``, after which it is ended, and has failed. What counts is the time in which
+                it runs, all of its runs together.
 
         Raises:
             CheckpointError: A checkpoint that is damaged, of another version, or of another job.
@@ -99,7 +103,8 @@ class Cluster:
             "id": id if id is not None else hand_in.new_id(jobs), "tenant": tenant or self.tenant,
             "priority": priority or self.priority, "devices": devices,
             "auto": auto, "memory": memory if memory == 0 else parse_memory(memory), "model": model,
-            "duration": duration, "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
+            "duration": duration, "time_limit": None if time_limit is None else parse_seconds(time_limit),
+            "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
         }  # fmt: skip
         return str(self._json("POST", "/jobs", payload, {"X-Submission": json.dumps(asked)})["id"])
 

@@ -93,6 +93,7 @@ class RunningGroup:
         self._pause = 0.0  # seconds between two saves
         self._lost = 0  # how many starts before this one ended with a lost device
         self._last = (time.monotonic(), 0)
+        self._began = time.monotonic()
         self.started = self.over = False
         self._thread = threading.Thread(target=self._run, name=part.id, daemon=True)
 
@@ -182,7 +183,8 @@ class RunningGroup:
         done = steps - before
         step_seconds = (now - since) * max(1, len(runners)) / done if done else 0.0
         fraction = min(1.0, steps / self._length) if self._length else None
-        return Progress(*self._who, steps, fraction, step_seconds, sum(map(_memory, runners)), utilization)
+        memory, seconds = sum(map(_memory, runners)), now - self._began
+        return Progress(*self._who, steps, fraction, step_seconds, memory, utilization, seconds)
 
     # -- its threads
 

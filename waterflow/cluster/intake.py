@@ -14,7 +14,7 @@ from waterflow.errors import SubmissionError
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KINDS: dict[str, tuple[type, ...]] = {
     "id": (str,), "tenant": (str,), "devices": (int,), "priority": (str,), "auto": (bool,), "memory": (int,),
-    "model": (str, type(None)), "duration": (int, float, type(None)),
+    "model": (str, type(None)), "duration": (int, float, type(None)), "time_limit": (int, float, type(None)),
 }  # fmt: skip
 
 
@@ -61,4 +61,7 @@ def checked(given: dict[str, Any]) -> Submission:
     duration = given.get("duration")
     if duration is not None and not (0 <= duration <= MOST and math.isfinite(duration)):
         raise SubmissionError(f"job {given['id']!r}: duration must be a number of seconds, 0 or more; got {duration}")
+    limit = given.get("time_limit")
+    if limit is not None and not (math.isfinite(limit) and limit > 0):
+        raise SubmissionError(f"job {given['id']!r}: time_limit must be a positive number of seconds; got {limit}")
     return Submission.from_dict(given)

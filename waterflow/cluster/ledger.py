@@ -93,6 +93,10 @@ class Ledger(ABC):
     def _listen(self, timeout: float) -> None:
         """Look after all nodes; wait so long for news, and not at all if there are some."""
 
+    def _end_process(self, node: str, epoch: int, why: str) -> None:
+        """End the process of a node, which is lost then. Here: it ends itself when it finds that nothing of it counts."""
+        self._lost(node, epoch, why)
+
     # -- Backend
 
     def nodes(self) -> list[NodeInfo]:
@@ -161,6 +165,14 @@ class Ledger(ABC):
             elif run.stopping is None or (run.stopping == "suspended" and not suspend):
                 run.stopping = how
                 self._ask(id, "stop", {"suspend": suspend})
+
+    def break_off(self, id: str) -> None:
+        """See ``Backend``."""
+        with self._guard:
+            run = self._runs.get(id)
+            if run is not None and run.stopping == "cancelled":
+                for node, epoch in {(share.node, share.epoch) for share in run.open}:
+                    self._end_process(node, epoch, f"{id!r} was cancelled, and did not come to its end")
 
     def set_priority(self, id: str, priority: Priority) -> None:
         """See ``Backend``."""
@@ -345,4 +357,5 @@ def _together(run: _Run) -> Progress:
         step_seconds=sum(moving) / len(moving) if moving else 0.0,
         memory=max(part.memory for part in parts),
         utilization=sum(part.utilization for part in parts) / len(parts),
+        seconds=max(part.seconds for part in parts),
     )

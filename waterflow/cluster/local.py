@@ -130,6 +130,11 @@ class LocalBackend(Ledger):
             with contextlib.suppress(OSError):  # its end will be noticed
                 child.connection.send((name, arguments))
 
+    def _end_process(self, node: str, epoch: int, why: str) -> None:
+        child = self._children[node]
+        if child.epoch == epoch and child.connection is not None:
+            self._end(child, why)
+
     def _listen(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while True:

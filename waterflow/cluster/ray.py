@@ -124,6 +124,11 @@ class RayBackend(Ledger):
         if actor.hello is not None:
             actor.handle.request.remote(actor.hello.epoch, name, arguments)
 
+    def _end_process(self, node: str, epoch: int, why: str) -> None:
+        actor = self._actors[node]
+        if actor.hello is not None and actor.hello.epoch == epoch:
+            self._end(actor, why)
+
     def _listen(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not self._closed:

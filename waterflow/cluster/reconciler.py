@@ -8,7 +8,7 @@ what the backend says runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,15 @@ from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES
 from waterflow.cluster.losses import Losses
 from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, Store
+from waterflow.cluster.stuck import Ask, Stuck
 from waterflow.cluster.submission import Action, Node, Place, Report
+from waterflow.durations import format_seconds
 
 logger = logging.getLogger("waterflow")
 
 RETRY_SECONDS = 0.5  # after a start that the backend refused; twice as long after each more
 LONGEST_RETRY = 30.0
 LET_GO_SECONDS = 10.0  # that a job waits for one that is to leave its device
-
-Ask = Callable[[], None]
 
 
 class Reconciler:
@@ -57,6 +57,7 @@ class Reconciler:
         self._refused: dict[str, tuple[int, str]] = {}  # how often the backend refused what a job needs, and why
         self._failed: dict[str, str] = {}  # jobs that could not be settled, and why
         self._losses = Losses(store)
+        self._stuck = Stuck(store, backend)
         self._now = 0.0
 
     def trouble(self) -> str | None:
@@ -66,7 +67,7 @@ class Reconciler:
     def due(self, now: float) -> bool:
         """Whether there is something to settle though nothing happened."""
         late = any(until <= now for until, _ in self._leaving.values()) if self._held_up else False
-        return late or bool(self._unsettled) or any(at <= now for at in self._retry_at.values())
+        return late or bool(self._unsettled) or any(at <= now for at in [*self._retry_at.values(), *self._stuck.times])
 
     def touch(self, *ids: str, actions: list[Action] | None = None) -> None:
         """Look at these jobs, and at those whose actions the scheduler returned, at the next settling."""
@@ -115,7 +116,7 @@ class Reconciler:
             self._let_go(id)
         ids = self._unsettled | {id for id, at in self._retry_at.items() if at <= now}
         self._unsettled = set()
-        asks = []
+        asks = self._stuck.settle(now)
         # Those that leave come before those that may have to wait for them.
         for job in sorted(self.store.jobs(sorted(ids)), key=lambda job: job.state == "waiting"):
             self._retry_at.pop(job.id, None)
@@ -164,6 +165,8 @@ class Reconciler:
 
     def _stop(self, job: JobRecord) -> Ask:
         suspend = job.id in self.scheduler.book.entries
+        if not suspend:
+            self._stuck.asked(job.id, self._now)
         return lambda: self.backend.stop(job.id, suspend)
 
     def _leave(self, job: JobRecord) -> None:
@@ -224,7 +227,7 @@ class Reconciler:
         if isinstance(event, NodeLost):
             logger.warning("node %s is lost: %s", event.node, event.reason)
             if self._epochs.get(event.node) == event.epoch:
-                self._node_lost(event.node)
+                self._node_lost(event.node, blame=not self._stuck.ended(event.node, event.epoch))
             return
         if isinstance(event, NodeJoined):
             self._node_joined(event)
@@ -244,6 +247,7 @@ class Reconciler:
             self.scheduler.report(now, job.id, report)
             if self._losses.known(job.id):
                 self._clear(job)
+            self._limit(job, event)
         elif isinstance(event, Checkpointed):
             self.store.change(job.id, checkpoint=str(event.path), steps=event.steps)
             self._losses.began(job.id, now, start=False)
@@ -255,6 +259,18 @@ class Reconciler:
         elif job.state != "starting" or event.how == "lost":  # else: news of the start before
             why = event.reason or ("its node was lost" if event.how == "lost" else "suspended")
             self._gone(job, why, event.how, event.steps)
+
+    def _limit(self, job: JobRecord, event: Progress) -> None:
+        """End it, where it has run for as long as it may."""
+        limit = job.submission.get("time_limit")
+        if limit is not None and not job.reason and job.ran + event.seconds >= limit:
+            reason = (
+                f"it ran for {format_seconds(job.ran + event.seconds)}, and its time limit is {format_seconds(limit)}"
+            )
+            self.store.change(job.id, reason=reason)
+            self.store.say(job.id, self._now, f"is ended: {reason}")
+            self.scheduler.ended(self._now, job.id, "failed")
+            self.touch(job.id)
 
     def _part(self, event: Progress) -> float:
         """Its part of a device's utilization, which each of those who run there reports whole: they count once together."""
@@ -314,8 +330,10 @@ class Reconciler:
     def _gone(self, job: JobRecord, why: str, how: str = "lost", steps: int | None = None) -> None:
         """Nothing of a job that has not ended is left on the backend: it waits until it is started again."""
         self._let_go(job.id)
+        self._stuck.left(job.id)
         self.store.place(job.id, ())
         reports = self.live.pop(job.id, {})
+        self.store.change(job.id, ran=job.ran + _seconds(reports))
         if how == "suspended":  # with a checkpoint of what it had
             reported = sum(report.steps for report in reports.values())
             self.store.change(job.id, steps=steps if steps is not None else max(job.steps, reported))
@@ -337,12 +355,22 @@ class Reconciler:
         self._let_go(job.id)
         self._losses.forget(job.id)
         self._refused.pop(job.id, None)
-        reported = sum(report.steps for report in self.live.pop(job.id, {}).values())
-        steps = steps if steps is not None else max(job.steps, reported)
+        self._stuck.left(job.id)
+        if how == "cancelled" and job.reason:  # it was ended for that
+            how, reason = "failed", job.reason
+        reports = self.live.pop(job.id, {})
+        steps = steps if steps is not None else max(job.steps, sum(report.steps for report in reports.values()))
         self.store.place(job.id, ())
         self.store.change(job.id, state=how, ended=self._now, reason=reason, steps=steps)
+        if reports:
+            self.store.change(job.id, ran=job.ran + _seconds(reports))
         self.store.forget_payload(job.id)
         self.store.say(job.id, self._now, f"{how}{f': {reason}' if reason else ''}")
+
+
+def _seconds(reports: dict[str, Progress]) -> float:
+    """How long the run lasted that they tell of."""
+    return max((report.seconds for report in reports.values()), default=0.0)
 
 
 def _where(job: JobRecord) -> tuple[Place, ...]:

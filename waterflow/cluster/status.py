@@ -44,6 +44,8 @@ def job_status(now: float, job: JobRecord, live: Mapping[str, Progress]) -> dict
         "ended": job.ended,
         "waited": until - job.submitted,
         "attempts": job.attempts,
+        "ran": job.ran + max((report.seconds for report in reports), default=0.0),
+        "time_limit": job.submission.get("time_limit"),
         "reason": job.reason,
         "steps": max(job.steps, sum(report.steps for report in reports)),
         "fraction": 1.0 if job.state == "completed" else _mean(report.fraction for report in reports),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from waterflow.cluster.schema import create_tables
 from waterflow.cluster.state import private
 from waterflow.errors import ClusterError, InvalidJobError
 from waterflow.partition.byte_counts import format_bytes
@@ -31,34 +32,9 @@ NOT_NOW = (sqlite3.OperationalError, OSError, MemoryError)  # a full disk, among
 State = Literal["waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("completed", "failed", "cancelled")
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS jobs (
-    id TEXT PRIMARY KEY, number INTEGER NOT NULL, tenant TEXT NOT NULL, submission TEXT NOT NULL, digest TEXT NOT NULL,
-    state TEXT NOT NULL, priority TEXT NOT NULL, submitted REAL NOT NULL, started REAL, ended REAL,
-    attempts INTEGER NOT NULL DEFAULT 0, losses INTEGER NOT NULL DEFAULT 0, checkpoint TEXT,
-    steps INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '', results TEXT
-);
-CREATE TABLE IF NOT EXISTS payloads (id TEXT PRIMARY KEY, payload BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS placements (
-    id TEXT NOT NULL, position INTEGER NOT NULL, node TEXT NOT NULL, device INTEGER NOT NULL, epoch INTEGER NOT NULL,
-    PRIMARY KEY (id, position)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS log (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, at REAL NOT NULL, line TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS events (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, at REAL NOT NULL, arguments TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS losses (
-    number INTEGER NOT NULL, id TEXT NOT NULL, alone INTEGER NOT NULL, ran REAL NOT NULL, saved INTEGER NOT NULL,
-    PRIMARY KEY (number, id)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS since (id TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS log_by_job ON log (id, number);
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
-"""
-_CHANGE = {"state", "priority", "started", "ended", "attempts", "losses", "checkpoint", "steps", "reason", "results"}
+_CHANGE = frozenset(
+    ["state", "priority", "started", "ended", "attempts", "losses", "checkpoint", "steps", "reason", "results", "ran"]
+)
 _AMONG = "{} IN (SELECT value FROM json_each(?))"
 # cloudpickle names each class that it sends by value with a random number: it says nothing of the payload.
 _CLASS_NUMBER = re.compile(rb"\x8c\x20[0-9a-f]{32}")
@@ -70,6 +46,7 @@ class JobRecord:
 
     ``places`` are where it was started last and has not ended, each with the epoch that the node had. ``attempts`` counts its
     starts, ``losses`` those that ended with a lost node; ``steps`` are those in ``checkpoint``.
+    ``ran`` has the seconds of its runs that are over. A ``reason`` before its end is why it is being ended.
     """
 
     id: str
@@ -87,6 +64,7 @@ class JobRecord:
     steps: int
     reason: str
     results: str | None
+    ran: float
     places: tuple[tuple[str, int, int], ...]
 
     @property
@@ -108,7 +86,10 @@ def too_large(size: int, most: int) -> str:
 
 def digest_of(submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> str:
     """What two submissions with one id must share: what is asked for, the payload, and the checkpoint to go on from."""
-    asked = {key: value for key, value in submission.items() if key != "submitted"}
+    later = ("time_limit",)  # fields that older versions did not have
+    asked = {
+        key: value for key, value in submission.items() if key != "submitted" and not (key in later and value is None)
+    }
     found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     found.update(_CLASS_NUMBER.sub(b"", payload))
     if checkpoint is not None:
@@ -132,7 +113,7 @@ class Store:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+            create_tables(self._db)
             self._check_format()
         except (sqlite3.DatabaseError, OSError) as error:
             raise ClusterError(

@@ -35,7 +35,8 @@ class Submission:
 
     A guaranteed submission with ``auto`` may run as an opportunistic one while its quota is used up. ``memory`` is
     what it needs on each device (0: not known), ``model`` its name in tables of interference and scaling, and
-    ``duration`` the seconds it takes alone on the devices asked for: only a simulation knows it.
+    ``duration`` the seconds it takes alone on the devices asked for: only a simulation knows it. ``time_limit``: the seconds
+    after which a live cluster ends it, all its runs together.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Submission:
     model: str | None = None
     duration: float | None = None
     submitted: float = 0.0
+    time_limit: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as JSON knows them."""
