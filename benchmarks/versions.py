@@ -144,6 +144,14 @@ def imported_from() -> dict[str, str]:
 
 # -- processes, checkouts
 
+# Modules that a version has not yet, and benchmarks are defined with (the zoo's models), are this tree's.
+BEGIN = """
+import sys, waterflow
+waterflow.__path__.append({later!r})
+from benchmarks import versions
+sys.exit(versions.main())
+"""
+
 
 class Bench:
     """Starts a process for each measurement. ``definitions`` is a folder that holds nothing but this tree's benchmarks."""
@@ -162,7 +170,7 @@ class Bench:
         paths = [str(self.definitions), str(version.folder), os.environ.get("PYTHONPATH", "")]
         # A safe path: neither the process nor those that it starts import from their working folder first.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-m", "benchmarks.versions", "--measure", name, *self.settings]
+        command = [sys.executable, "-c", BEGIN.format(later=str(ROOT / "waterflow")), "--measure", name, *self.settings]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, cwd=version.folder, env=environment, timeout=LIMIT_SECONDS

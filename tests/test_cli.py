@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import waterflow
 from waterflow import demo
 from waterflow.cli import app
 from waterflow.config import load_train
-from waterflow.gpu_plan import plan_for_gpu
+from waterflow.gpu_plan import job_named, plan_for_gpu
 from waterflow.progress import ProgressLine
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -346,6 +348,43 @@ def test_plan_of_a_job_that_is_not_captured(folder: Path):
 def test_plan_tells_what_is_missing(folder: Path, arguments: tuple[str, ...], said: str):
     ended = run("plan", *arguments)
     assert ended.exit_code == 2 and said in ended.stderr, ended.stderr
+
+
+def test_plan_names_what_there_is(folder: Path):
+    ended = run("plan", "--model", "unheard-of", "--gpu", "v100-32g")
+    assert ended.exit_code == 2 and "the zoo has no 'unheard-of' (known: mlp_dropout, " in ended.stderr
+    assert "resnet50, " in ended.stderr and "bert, " in ended.stderr and "module:function" in ended.stderr
+    ended = run("plan", "--model", "resnet50", "--gpu", "unheard-of")
+    assert ended.exit_code == 2 and "v100-32g" in ended.stderr and "h100-80g" in ended.stderr
+
+
+def planned_elsewhere(folder: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """``waterflow plan`` in a folder where there is no source tree, with this tree's package alone on the path."""
+    (folder / "path").mkdir()
+    (folder / "path" / "waterflow").symlink_to(Path(waterflow.__file__).parent)
+    code = f"{before}\nimport sys\nfrom waterflow.cli import main\nsys.argv = ['waterflow', 'plan', *{arguments!r}]\nmain()"
+    environment = os.environ | {"PYTHONPATH": str(folder / "path"), "PYTHONSAFEPATH": "1"}
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_model_of_the_zoo_is_planned_from_anywhere(tmp_path: Path):
+    ended = planned_elsewhere(tmp_path, "--gpu", "v100-32g", "--model", "resnet50", "--json")
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["fits"] is True and [job["name"] for job in told["jobs"]] == ["resnet50"]
+    assert told["largest"]["jobs"][0]["size"] > 100
+
+
+def test_a_model_of_the_zoo_has_the_names_that_people_know():
+    assert job_named("bert-base", Path()).model is job_named("bert", Path()).model
+
+
+def test_a_library_that_is_not_installed_is_named(tmp_path: Path):
+    hide = "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n, p=None: None if n == 'torchvision' else find(n, p)"
+    ended = planned_elsewhere(tmp_path, "--gpu", "v100-32g", "--model", "resnet50", before=hide)
+    assert ended.returncode != 0 and "Traceback" not in ended.stderr
+    told = " ".join(ended.stderr.split())
+    assert "needs torchvision, which is not installed: pip install torchvision" in told, ended.stderr
 
 
 def deep_with(folder: Path, recompute: str, memory: str = "") -> Path:

@@ -104,9 +104,11 @@ def test_a_version_that_cannot_train_a_row_misses_it(tmp_path: Path, monkeypatch
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This tree's package in another folder, as another version would be; its ``benchmarks`` must not be used."""
+    """This tree's package in another folder, as an older version would be, which lacks the zoo; its ``benchmarks`` must not be used."""
     folder = tmp_path_factory.mktemp("other") / "checkout"
-    shutil.copytree(ROOT / "waterflow", folder / "waterflow", ignore=shutil.ignore_patterns("csrc", "__pycache__"))
+    shutil.copytree(
+        ROOT / "waterflow", folder / "waterflow", ignore=shutil.ignore_patterns("csrc", "__pycache__", "zoo*")
+    )
     (folder / "benchmarks").mkdir()
     (folder / "benchmarks" / "__init__.py").write_text("raise ImportError('the benchmarks of the other version')\n")
     return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,15 @@ from waterflow.planner.sets import Need, in_turns
 from waterflow.planner.sizes import SizedStep
 from waterflow.references import ConfigError, find_function, meant, one_line
 from waterflow.step_queue import STEPS_AHEAD
+from waterflow.zoo import FULL
+
+_ALSO_CALLED = {
+    "bert-base": "bert",
+    "bert-base-uncased": "bert",
+    "vit-base": "vit",
+    "vit_b_16": "vit",
+    "inception": "inception_v3",
+}
 
 
 @dataclass(frozen=True)
@@ -180,22 +188,20 @@ def plan_for_gpu(
 
 
 def job_named(reference: str, folder: Path) -> Job:
-    """The job of a model: a name of the zoo in the source tree, or a function ``module:function`` that makes a job."""
+    """The job of a model: a name of the zoo, or a function ``module:function`` that makes a job.
+
+    Raises ConfigError for a name that it has not.
+    """
     if ":" in reference:
         made = find_function(reference, folder, "--model")()
         if not isinstance(made, Job):
             raise ConfigError(f"--model: {reference} must return a waterflow.Job; it returned a {type(made).__name__}")
         return made
-    try:
-        zoo = importlib.import_module("benchmarks.zoo").FULL
-    except ModuleNotFoundError as error:
+    model = FULL.get(_ALSO_CALLED.get(reference, reference))
+    if model is None:
         raise ConfigError(
-            f"--model: {reference!r} is a name of the zoo, which comes with the source tree ({one_line(error)}); run from "
-            "a clone, or name a function that makes a job: module:function"
-        ) from None
-    if reference not in zoo:
-        raise ConfigError(f"--model: the zoo has no {reference!r}{meant(reference, zoo)}")
-    model = zoo[reference]
+            f"--model: the zoo has no {reference!r}{meant(reference, FULL)}; or name a function that makes a job: module:function"
+        )
     return Job(
         name=reference, model=model.build, data=[model.batch(8, None)], step=model.step, optimizer=model.optimizer
     )
