@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from waterflow.evaluation import evaluating
 from waterflow.executor.engine import current_worker
 from waterflow.executor.virtual_clock import VirtualClock
 
-__all__ = ["TrialPruned"]  # beside what is defined here: for those who do without the rest of Optuna
+__all__ = ["TrialPruned", "TrialState"]  # beside what is defined here: for those who do without the rest of Optuna
 
 
 def _loop_flags(study: optuna.Study) -> Any:
@@ -133,6 +134,24 @@ def values_of(trial: FrozenTrial) -> list[float] | None:
     return list(trial.values) if all(value <= 0 for value in constraints) else None
 
 
+def running_trials(study: optuna.Study) -> list[int]:
+    """The numbers of trials that were asked for and not told of, as the storage has them now."""
+    return [trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+
+
+def tell_once(
+    study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None,
+    caught: tuple[type[BaseException], ...],
+) -> FrozenTrial | None:  # fmt: skip
+    """``tell_quietly``; None where another process has told meanwhile."""
+    try:
+        return tell_quietly(study, trial, value, state, error, caught)
+    except (ValueError, RuntimeError):
+        if study._storage.get_trial(trial._trial_id).state.is_finished():
+            return None
+        raise
+
+
 def _numbers(value: Any, count: int) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
     return len(values) == count and all(isinstance(v, (int, float)) and not math.isnan(v) for v in values)
@@ -220,6 +239,19 @@ def _with_backend(storage: Any, backend: Any) -> Any:
     changed = copy.copy(storage)
     changed._backend = backend
     return changed
+
+
+_NAME = "waterflow:name"  # of a study on a cluster, among what Optuna keeps of a study for itself
+
+
+def lasting_name(study: optuna.Study) -> str:
+    """A name that the study has in its storage for good, and no other study has, also one that is called the same."""
+    storage: Any = study._storage
+    known = storage.get_study_system_attrs(study._study_id).get(_NAME)
+    if known is None:
+        storage.set_study_system_attr(study._study_id, _NAME, secrets.token_hex(6))
+        known = storage.get_study_system_attrs(study._study_id)[_NAME]
+    return str(known)
 
 
 def trial_of(study: optuna.Study, number: int) -> Trial:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 import threading
 import time
@@ -15,13 +14,25 @@ from typing import Any, Protocol
 import torch
 
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import ClusterError, JobCancelled, StudyError
+from waterflow.errors import ClusterError, JobCancelled, StudyError, SubmissionError
 from waterflow.executor.engine import Engine
 from waterflow.executor.steps_of_thread import close_steps_of_thread
 from waterflow.executor.thread_generators import generators_for, own_numbers
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.kept_weights import KeepWeights, KeptResults
-from waterflow.optuna_private import TrialPruned, refresh, set_in_loop, shareable, stopped, trial_of, values_of
+from waterflow.optuna_private import (
+    TrialPruned,
+    TrialState,
+    lasting_name,
+    refresh,
+    running_trials,
+    set_in_loop,
+    shareable,
+    stopped,
+    tell_once,
+    trial_of,
+    values_of,
+)
 from waterflow.priority import Priority
 from waterflow.progress import ProgressLine
 from waterflow.runner import JobRunner, StopJob, draw_seed
@@ -196,17 +207,29 @@ def spread(
     max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
     gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best",
 ) -> StudySummary:  # fmt: skip
-    """``study.optimize`` itself, whose trials run on ``devices``: it asks and tells, and waits for them on threads."""
+    """``study.optimize`` itself, whose trials run on ``devices``: it asks and tells, and waits for them on threads.
+
+    Trials that a process before this one handed in and did not live to tell of are waited for and told here; they count, too.
+    """
     shared = shareable(study)
     at_once = max_concurrent or _AT_ONCE * max(1, sum(node["devices"] for node in devices.status()["nodes"]))
     devices.check([TrialTask(shared, 0, objective, 0)])
-    caller = _Caller(study, shared, objective, devices, catch, keep_weights)
+    caller = _Caller(study, shared, objective, devices, catch, keep_weights, at_once)
     began = time.perf_counter()
     with ProgressLine(n_trials, "trials", show_progress_bar) as progress, caller.interruptible(study):
-        study.optimize(
-            caller.run, n_trials, timeout, n_jobs=at_once, catch=catch,
-            callbacks=[caller.told, *callbacks, lambda *_: progress.advance()], gc_after_trial=gc_after_trial,
-        )  # fmt: skip
+        then = [caller.told, *callbacks, lambda *_: progress.advance()]
+        with caller.adopting(study, then) as adopted:
+            left = None if n_trials is None else n_trials - adopted
+            if left is None or left > 0:
+                study.optimize(
+                    caller.run,
+                    left,
+                    timeout,
+                    n_jobs=at_once,
+                    catch=catch,
+                    callbacks=then,
+                    gc_after_trial=gc_after_trial,
+                )
     if caller.failure is not None:
         raise caller.failure
     results = caller.results.in_order()
@@ -221,11 +244,13 @@ class _Caller:
 
     def __init__(
         self, study: Any, shared: Any, objective: Objective, devices: Devices, catch: tuple[type[Exception], ...],
-        keep_weights: KeepWeights,
+        keep_weights: KeepWeights, at_once: int,
     ) -> None:  # fmt: skip
         self._study, self._objective, self._devices, self._catch = shared, objective, devices, catch
         self._weights = keep_weights != "none"
         self._seed = draw_seed()
+        self._name = lasting_name(study)
+        self._places = threading.Semaphore(at_once)  # also those that are adopted have one
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
         self._running: set[str] = set()
@@ -235,8 +260,12 @@ class _Caller:
 
     def run(self, trial: Any) -> Any:
         """What the objective returns, or raises, on one of the devices."""
+        with self._places:
+            return self._outcome(trial, self._hand_in)
+
+    def _outcome(self, trial: Any, start: Callable[[Any, str], None]) -> Any:
         try:
-            return self._run(trial)
+            return self._run(trial, start)
         except TrialPruned:
             raise
         except BaseException as error:
@@ -250,15 +279,68 @@ class _Caller:
         """The study knows what the trial is worth."""
         self.results.told(trial.number, values_of(trial))
 
-    def _run(self, trial: Any) -> Any:
+    @contextlib.contextmanager
+    def adopting(self, study: Any, callbacks: Sequence[StudyCallback]) -> Iterator[int]:
+        """Inside, trials that are on the devices already are waited for, each on a thread; at the end all have been told.
+
+        Yields how many they are.
+        """
+        found = []
+        for number in running_trials(study):
+            with contextlib.suppress(SubmissionError):  # it was never handed in, or elsewhere
+                self._devices.status(self._id(number))
+                found.append(trial_of(study, number))
+        threads = [threading.Thread(target=self._adopt, args=(study, trial, callbacks)) for trial in found]
+        for thread in threads:
+            thread.start()
+        try:
+            yield len(found)
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._interrupted.set()
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+
+    def _adopt(self, study: Any, trial: Any, callbacks: Sequence[StudyCallback]) -> None:
+        set_in_loop(study, True)  # on this thread
+        value: Any = None
+        state: TrialState | None = None
+        error: BaseException | None = None
+        try:
+            with self._places:
+                value = self._outcome(trial, lambda *_: None)
+        except TrialPruned as pruned:
+            state, error = TrialState.PRUNED, pruned
+        except BaseException as failure:
+            state, error = TrialState.FAIL, failure
+        try:
+            told = tell_once(study, trial, value, state, error, self._catch)
+            if told is not None:
+                for callback in callbacks:
+                    callback(study, told)
+        except BaseException as failure:
+            with self._lock:
+                self.failure = self.failure or failure
+
+    def _id(self, number: int) -> str:
+        """The same in each process, now and later."""
+        return f"trial-{number}-{self._name}"
+
+    def _hand_in(self, trial: Any, id: str) -> None:
         seed = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(self._seed + trial.number)))
         task = TrialTask(self._study, trial.number, self._objective, seed, self._weights)
-        id = f"{task.name}-{secrets.token_hex(6)}"
+        self._devices.submit([task], id=id)
+
+    def _run(self, trial: Any, start: Callable[[Any, str], None]) -> Any:
+        id = self._id(trial.number)
         with self._lock:
             self._running.add(id)
             self.asked, self.most = self.asked + 1, max(self.most, len(self._running))
         try:
-            self._devices.submit([task], id=id)
+            start(trial, id)
             while not self._devices.wait(id, _LOOK_SECONDS):
                 if self._interrupted.is_set():
                     raise JobCancelled("interrupted")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -153,6 +155,70 @@ def test_interrupted(cluster: wf.Cluster, study: optuna.Study) -> None:
     assert {trial.state.name for trial in study.trials} == {"FAIL"}
     jobs = [job for job in cluster.status()["jobs"] if job["id"].startswith("trial-")]
     assert not [job for job in jobs if job["state"] in ("waiting", "running", "starting")]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import optuna
+import waterflow as wf
+import tests.cluster.test_optimize as these
+
+study = optuna.load_study(study_name="killed", storage="sqlite:///study.db")
+wf.optimize(study, these.gated(Path("gate").resolve()), 4, backend=wf.Cluster(sys.argv[1]))
+"""
+
+
+def gated(gate: Path) -> Any:
+    """An objective that stands still until a file is there, and notes that it was begun."""
+
+    def objective(trial: optuna.Trial) -> float:
+        value = trial.suggest_float("x", 0.0, 1.0)
+        with gate.with_name("begun").open("a") as begun:
+            begun.write(f"{trial.number}\n")
+        while not gate.exists():
+            time.sleep(0.05)
+        if trial.number == 1:
+            trial.report(7.0, 0)
+            raise optuna.TrialPruned
+        return value + trial.number
+
+    return objective
+
+
+def test_the_same_call_again_after_its_process_was_killed(
+    shared_cluster: LiveCluster, cluster: wf.Cluster, tmp_path: Path
+) -> None:
+    """Trials that were handed in train once, and are told once."""
+    study = optuna.create_study(storage="sqlite:///study.db", study_name="killed")
+    study.ask()  # somebody else's
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    caller = subprocess.Popen([sys.executable, "-c", KILLED, str(shared_cluster.folder)], env=environment)
+    begun = tmp_path / "begun"
+    try:
+        until = time.monotonic() + 90
+        ended = ("completed", "failed", "cancelled")
+        while (
+            not begun.exists()
+            or sum(job["id"].startswith("trial-") and job["state"] not in ended for job in cluster.status()["jobs"]) < 4
+        ):
+            assert time.monotonic() < until and caller.poll() is None
+            time.sleep(0.05)
+    finally:
+        caller.kill()
+        caller.wait()
+    handed_in = [trial.number for trial in study.trials if trial.number and trial.state.name == "RUNNING"]
+    assert handed_in == [1, 2, 3, 4]
+    told: list[int] = []
+    gate = tmp_path / "gate"
+    gate.touch()
+    done = wf.optimize(study, gated(gate), 4, backend=cluster, callbacks=[lambda _, trial: told.append(trial.number)])
+    assert [trial.state.name for trial in study.trials] == ["RUNNING", "PRUNED", *["COMPLETE"] * 3]
+    assert all(trial.value == trial.params["x"] + trial.number for trial in study.trials[2:])
+    assert study.trials[1].value == 7.0 and done.trials == 4 and sorted(told) == [1, 2, 3, 4]
+    assert sorted(map(int, begun.read_text().split())) == [1, 2, 3, 4]
+    wf.optimize(study, gated(gate), 1, backend=cluster)  # nothing is left of before
+    assert len(study.trials) == 6
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite://"])
