@@ -28,6 +28,8 @@ class World:
         self.turns: dict[str, int] = {}  # that a job needs
         self.crash: dict[str, int] = {}  # the step at which one ends its device
         self.every: dict[str, int] = {}  # steps between checkpoints
+        self.warm = 0  # turns before the first step of each start
+        self.left: dict[str, int] = {}  # of them
         self.steps: dict[str, int] = {}
         self.saved: dict[str, int] = {}
         self.began: set[str] = set()
@@ -50,8 +52,12 @@ class World:
                 continue  # it was lost with a neighbour
             if id not in self.began:
                 self.began.add(id)
-                self.steps[id] = self.saved.get(id, 0)
+                self.steps[id], self.left[id] = self.saved.get(id, 0), self.warm
                 backend.begin(id)
+                continue
+            if self.left[id] > 0:
+                self.left[id] -= 1
+                backend.progress(id, self.steps[id])
                 continue
             self.steps[id] += 1
             if self.steps[id] == self.crash.get(id):
@@ -170,6 +176,16 @@ def test_what_is_known_of_losses_outlives_the_scheduler(worlds: Callable[..., Wo
     assert sum(len(there) > 1 for there in world.together) == 2 and world.cluster.store.losses() == []
 
 
+def test_who_begins_slowly_is_not_cleared_for_that(worlds: Callable[..., World]) -> None:
+    """It ends its device one step behind its last checkpoint, long after it began."""
+    world = worlds(policy=POLICIES["packing"])
+    world.warm = 12
+    world.submit("bad", 50, crash=25, every=4, memory=1000)
+    world.submit("good", 40, every=4, memory=1000)
+    assert world.until_all_ended() == {"bad": "failed", "good": "completed"}
+    assert len(world.together) <= MOST_LOSSES + 2
+
+
 def test_a_machine_that_ends_is_no_jobs_fault(worlds: Callable[..., World]) -> None:
     """All devices and the scheduler at once, many times; and the job in its first steps each time."""
     world = worlds(devices=2)
@@ -219,7 +235,7 @@ def test_who_gets_further_is_cleared(worlds: Callable[..., World]) -> None:
 
 def test_a_device_that_is_lost_later_finds_another_reason(worlds: Callable[..., World]) -> None:
     """The first crasher explains its losses alone."""
-    world = worlds(devices=1)
+    world = worlds()
     world.submit("bad", 50, crash=7)
     world.submit("worse", 50, crash=20)
     world.submit("good", 60)

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 from waterflow.cluster.store import JobRecord, Store
 
 SUSPECT = 2  # losses after which a job runs alone
 LEAST_ALONE = 3  # of its losses must have come while nothing else was there before a job is taken to be the reason
 MOST_LOSSES = 4  # one more, and a job is taken to be the reason, where enough of them came while it was alone
-CALM_SECONDS = 600.0  # that a job runs beside others before its losses are forgotten
+AFTER_SECONDS = (
+    2.0  # and half as long again as before its longest loss, that a job runs on where it got further than then
+)
+WARM_SECONDS = 10.0  # the same for one that counts no steps, from its start: it may take longer to begin
+CALM_SECONDS = 600.0  # the least of both for a job that runs beside others
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One job's part in the loss of a device. ``ran``: seconds since it began or wrote a checkpoint, whichever was later."""
+    """One job's part in the loss of a device.
+
+    ``ran``: seconds since it began or wrote a checkpoint, whichever was later; ``saved``: steps in its last checkpoint;
+    ``reached``: steps that were heard of.
+    """
 
     number: int
     id: str
     alone: bool
     ran: float
-    saved: int  # steps in its last checkpoint
+    saved: int
+    reached: int
 
 
 class Losses:
     """The losses that are not explained yet, kept in the store. Each change stands in a transaction of its caller.
 
     Every job that was on a device when it was lost may have been the reason. A job with ``SUSPECT`` losses runs alone, and
-    only losses of a device on which it was alone can make it fail. A job is cleared when it ran on for longer than it had
-    run when a device was lost, or when the reason of its losses was found in another job.
+    only losses of a device on which it was alone can make it fail. A job is cleared when it got further than where devices
+    were lost, and ran on for a while, or when the reason of its losses was found in another job.
     """
 
     def __init__(self, store: Store) -> None:
@@ -38,21 +47,23 @@ class Losses:
         for row in store.losses():
             self._note(Loss(*row))
         self._running_since: dict[str, float] = {}  # as far as this process knows
+        self._further_since: dict[str, float] = {}  # than where devices were lost
 
     def began(self, id: str, now: float, start: bool) -> None:
         """The job was started (``start``), or has a new checkpoint."""
         if start:
             self._running_since[id] = now
+            self._further_since.pop(id, None)
         self._store.set_since(id, now)
 
-    def lost(self, now: float, jobs: Sequence[JobRecord]) -> list[str]:
-        """A device was lost on which these jobs were; returns those that must run alone from now on."""
+    def lost(self, now: float, jobs: Sequence[JobRecord], reached: Mapping[str, int]) -> list[str]:
+        """A device was lost on which these jobs were, with so many steps; returns those that must run alone from now on."""
         number = 1 + max((loss.number for losses in self._by_job.values() for loss in losses), default=0)
         for job in jobs:
             since = self._store.since(job.id)
             ran = max(0.0, now - since) if since is not None else 0.0
-            loss = Loss(number, job.id, len(jobs) == 1, ran, job.steps)
-            self._store.add_loss(loss.number, loss.id, loss.alone, loss.ran, loss.saved)
+            loss = Loss(number, job.id, len(jobs) == 1, ran, job.steps, max(job.steps, reached.get(job.id, 0)))
+            self._store.add_loss(*astuple(loss))
             self._note(loss)
             self._running_since.pop(job.id, None)
         return [job.id for job in jobs if self.suspect(job.id)]
@@ -71,13 +82,19 @@ class Losses:
         company = "" if alone == len(losses) else f", {alone} of them with nothing else on it"
         return f"its node was lost {len(losses)} times{unsaved}{company}"
 
-    def calm(self, id: str, now: float, alone: bool) -> bool:
-        """Whether a job that runs is cleared: it got further than where its devices were lost. Beside others that says less."""
+    def calm(self, id: str, now: float, alone: bool, steps: int) -> bool:
+        """Whether a job that has so many steps by now is cleared. Beside others it takes longer, for that says less."""
         losses = self._by_job.get(id)
         if not losses:
             return False
-        needed = 2.0 + 1.5 * max(loss.ran for loss in losses)
-        since = self._running_since.setdefault(id, now)
+        longest = 1.5 * max(loss.ran for loss in losses)
+        reached = max(loss.reached for loss in losses)
+        if steps > reached:
+            since, needed = self._further_since.setdefault(id, now), AFTER_SECONDS + longest
+        elif steps == 0:
+            since, needed = self._running_since.setdefault(id, now), WARM_SECONDS + longest
+        else:
+            return False
         return now - since > (needed if alone else max(needed, CALM_SECONDS))
 
     def known(self, id: str) -> bool:
@@ -88,6 +105,7 @@ class Losses:
         """The job has ended, or is cleared."""
         self._store.forget_losses(ids=[id])
         self._by_job.pop(id, None)
+        self._further_since.pop(id, None)
 
     def explained(self, id: str) -> list[str]:
         """The job was the reason of all of its losses; returns those who need no longer run alone."""

@@ -297,8 +297,11 @@ class Reconciler:
 
     def _suspect(self, jobs: list[JobRecord]) -> None:
         """A device was lost while these jobs were there. Whoever may be the reason runs alone from now on."""
-        for id in self._losses.lost(self._now, jobs):
+        for id in self._losses.lost(self._now, jobs, {job.id: self._reported(job.id) for job in jobs}):
             self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
+
+    def _reported(self, id: str) -> int:
+        return sum(report.steps for report in self.live.get(id, {}).values())
 
     def _clear(self, job: JobRecord) -> None:
         """Forget the losses of a job that got further than where its devices were lost."""
@@ -307,7 +310,7 @@ class Reconciler:
             other.id != job.id and nodes.intersection(node for node, _, _ in other.places)
             for other in self.store.jobs(states=["starting", "running", "stopping"])
         )
-        if self._losses.calm(job.id, self._now, not others):
+        if self._losses.calm(job.id, self._now, not others, max(job.steps, self._reported(job.id))):
             self._losses.forget(job.id)
             self._alone(job.id, False, "is not the reason that devices were lost")
 

@@ -311,19 +311,19 @@ class Store:
         rows = self._all("SELECT at FROM since WHERE id = ?", (id,))
         return float(rows[0][0]) if rows else None
 
-    def add_loss(self, number: int, id: str, alone: bool, ran: float, saved: int) -> None:
+    def add_loss(self, number: int, id: str, alone: bool, ran: float, saved: int, reached: int) -> None:
         """Note that a job was on a device when it was lost."""
-        self._run("INSERT INTO losses VALUES (?, ?, ?, ?, ?)", (number, id, alone, ran, saved))
+        self._run("INSERT INTO device_losses VALUES (?, ?, ?, ?, ?, ?)", (number, id, alone, ran, saved, reached))
 
-    def losses(self) -> list[tuple[int, str, bool, float, int]]:
-        """All that were noted, and not forgotten since: number, job, alone, ran, saved."""
-        rows = self._all("SELECT number, id, alone, ran, saved FROM losses ORDER BY number, id")
-        return [(number, id, bool(alone), ran, saved) for number, id, alone, ran, saved in rows]
+    def losses(self) -> list[tuple[int, str, bool, float, int, int]]:
+        """All that were noted, and not forgotten since: number, job, alone, ran, saved, reached."""
+        rows = self._all("SELECT number, id, alone, ran, saved, reached FROM device_losses ORDER BY number, id")
+        return [(number, id, bool(alone), *rest) for number, id, alone, *rest in rows]
 
     def forget_losses(self, *, ids: Sequence[str] = (), numbers: Sequence[int] = ()) -> None:
         """Forget those of some jobs, and some losses as a whole."""
-        self._run(f"DELETE FROM losses WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
-        self._run(f"DELETE FROM losses WHERE {_AMONG.format('number')}", (json.dumps(list(numbers)),))
+        self._run(f"DELETE FROM device_losses WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
+        self._run(f"DELETE FROM device_losses WHERE {_AMONG.format('number')}", (json.dumps(list(numbers)),))
 
     # -- what is told of a job
 
