@@ -21,6 +21,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +34,6 @@ import torch
 from torch import nn
 
 import waterflow as wf
-from waterflow.cluster import launch
-from waterflow.cluster.state import address_file, work_folder
 
 STEPS = 30
 PATIENCE = 600.0  # seconds without the end of any job
@@ -102,20 +102,23 @@ class Trial:
 
     def __init__(self, folder: Path, devices: int, chance: random.Random) -> None:
         self.folder, self.chance = folder, chance
-        nodes = tuple(f"device-{n}" for n in range(devices))
-        self.config = launch.ClusterConfig(
-            nodes=nodes, policy="antman", memory="256MiB", lanes=1, checkpoint_seconds=0.5
-        )
+        self.command = [
+            sys.executable, "-m", "waterflow", "cluster", "up", "--json", "--state", str(folder), "--devices", str(devices),
+            "--policy", "antman", "--memory", "256MiB", "--lanes", "1", "--checkpoint-seconds", "0.5",
+        ]  # fmt: skip
         self.client = wf.Cluster(folder, patience=60.0)
         self.counts = Counts()
-        self.up()
+        self.pid = 0
 
     def up(self) -> None:
-        self.pid = launch.start(self.folder, self.config)["pid"]
+        done = subprocess.run(self.command, capture_output=True, text=True, timeout=PATIENCE)
+        if done.returncode:
+            raise SystemExit(f"waterflow cluster up: {done.stderr}")
+        self.pid = int(json.loads(done.stdout)["pid"])
 
     def workers(self) -> dict[str, int]:
         """The process of each device that is there."""
-        notes = (work_folder(self.folder) / "nodes").glob("*.json")
+        notes = (self.folder / "work" / "nodes").glob("*.json")
         found = {note.stem: int(json.loads(note.read_text())["pid"]) for note in notes}
         return {node: pid for node, pid in found.items() if Path(f"/proc/{pid}").exists()}
 
@@ -130,8 +133,6 @@ class Trial:
                 self.counts.kills_of_devices += 1
         if what != "device":
             os.kill(self.pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
             self.counts.kills_of_schedulers += 1
             self.up()
         return what
@@ -141,8 +142,9 @@ class Trial:
 
     def end(self) -> None:
         """Whatever is left of it."""
-        with contextlib.suppress(OSError, ValueError):
-            os.kill(json.loads(address_file(self.folder).read_text())["pid"], signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            if self.pid:
+                os.kill(self.pid, signal.SIGKILL)
         for pid in self.workers().values():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -169,6 +171,7 @@ def run(jobs: int, kills: int, devices: int, seed: int, say: Callable[[str], Non
         counts = trial.counts
         counts.jobs = jobs
         try:
+            trial.up()
             for number in range(jobs):
                 priority: Any = chance.choice(["guaranteed", "opportunistic"])
                 made = job(number, 0.02, folder, ends_at if number == crasher else None, abort)
@@ -182,6 +185,7 @@ def run(jobs: int, kills: int, devices: int, seed: int, say: Callable[[str], Non
             _count(trial, folder, crasher, alone)
             counts.seconds = round(time.monotonic() - began, 1)
             trial.client.down()
+            time.sleep(2.0)
         finally:
             trial.end()
     return counts

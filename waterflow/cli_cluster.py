@@ -68,6 +68,9 @@ def up(
         bool, typer.Option("--listen-beyond-loopback", help="Allow --listen to name what other machines can reach.")
     ] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay in this process, until Ctrl-C.")] = False,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Start nothing: print a systemd unit that keeps it up.")
+    ] = False,
     state: State = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -97,6 +100,13 @@ def up(
         if names is not None:
             changes |= {"ray": None, "ray_token": None}  # devices of this machine again
         config: ClusterConfig = replace(before or launch.ClusterConfig(), **changes)  # type: ignore[arg-type]
+
+        if print_unit:
+            from waterflow.cluster.unit import unit
+
+            config.check()
+            typer.echo(unit(folder, config), nl=False)
+            return
 
         def ready(told: dict[str, Any]) -> None:
             terminal.say(

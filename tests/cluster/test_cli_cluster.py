@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -298,3 +300,23 @@ def _no_trace_in_sys_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in set(sys.modules) - before:
         if name.endswith("code.py"):
             del sys.modules[name]
+
+
+def test_a_unit_that_keeps_it_up(tmp_path: Path) -> None:
+    """It names this Python and the folder as they are here, and starts what was asked for."""
+    folder = tmp_path / "100% mine"
+    options = ["--state", str(folder), "--nodes", "a,b", "--tenant", "us=2", "--tenant", "them=1", "--memory", "1GiB"]
+    done = CliRunner().invoke(app, ["cluster", "up", "--print-unit", "--listen", "127.0.0.1:8470", *options])
+    assert done.exit_code == 0 and not folder.exists()
+    lines = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line and line[0] != "#")
+    assert lines["Restart"] == "on-failure" and lines["KillMode"] == "process"
+    command = shlex.split(lines["ExecStart"].replace("%%", "%"))
+    assert command[:6] == [sys.executable, "-m", "waterflow", "cluster", "up", "--foreground"]
+    assert command[6:] == [
+        "--state", str(folder), "--nodes", "a,b", "--tenant", "us=2", "--tenant", "them=1", "--memory", "1GiB",
+        "--listen", "127.0.0.1:8470",
+    ]  # fmt: skip
+    again = CliRunner().invoke(app, [*command[3:5], "--print-unit", *command[6:]])
+    assert again.stdout == done.stdout  # the options are those that up takes
+    wrong = CliRunner().invoke(app, ["cluster", "up", "--print-unit", "--state", str(folder), "--policy", "none"])
+    assert wrong.exit_code != 0 and "ExecStart" not in wrong.stdout

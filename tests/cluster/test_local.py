@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import waterflow as wf
 from tests.cluster.jobs import equal, jobs
-from waterflow.cluster.backend import BackendError, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
-from waterflow.cluster.group import PATIENCE
+from waterflow.cluster.backend import (
+    BackendError,
+    BackendEvent,
+    Checkpointed,
+    Ended,
+    NodeJoined,
+    NodeLost,
+    Progress,
+    Started,
+)
+from waterflow.cluster.group import PATIENCE, Part, Process, RunningGroup
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.payload import load_results, pack
+from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import WorkerSettings
+from waterflow.executor.engine import Engine
 
 SETTINGS = WorkerSettings(memory="256MiB", lanes=1, checkpoint_seconds=0.2, report_seconds=0.1)
 
@@ -241,3 +254,69 @@ def test_silence_counts_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) 
     assert silence.passed() == pytest.approx(1.5)
     silence.broken()
     assert silence.passed() == 0.0
+
+
+def test_a_backend_that_cannot_begin_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk at the first start of a process: what lies in the current folder is somebody's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("kept")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("waterflow.cluster.shared_folder.SharedFolder.new_epoch", full)
+    with pytest.raises(OSError, match="No space left"):
+        LocalBackend(2, tmp_path / "work")
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_process_that_finds_no_room_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalBackend(1, tmp_path, settings=SETTINGS) as backend:
+        whole, tries = SharedFolder.new_epoch, []
+
+        def full(folder: SharedFolder) -> int:
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return whole(folder)
+
+        monkeypatch.setattr(SharedFolder, "new_epoch", full)
+        os.kill(backend.process("device-0"), signal.SIGKILL)
+        until(backend, NodeLost)
+        until(backend, NodeJoined)
+        assert len(tries) == 3
+
+
+def test_the_end_of_a_job_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and ends that cannot be written are written when there is room; the job does not fail for it."""
+    folder = SharedFolder(tmp_path)
+    folder.make()
+    epoch = folder.new_epoch()
+    folder.new_run("a")
+    folder.send("a", 1, pack(jobs(1, batches=3, epochs=1)))
+    told: list[BackendEvent] = []
+    refused: list[str] = []
+    whole_bytes, whole_text = Path.write_bytes, Path.write_text
+
+    def full(whole: Callable[..., int]) -> Callable[..., int]:
+        def write(path: Path, content: object) -> int:
+            if path.suffix in (".result", ".ended") and refused.count(path.suffix) < 2:
+                refused.append(path.suffix)
+                path.touch()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return whole(path, content)
+
+        return write
+
+    monkeypatch.setattr(Path, "write_bytes", full(whole_bytes))
+    monkeypatch.setattr(Path, "write_text", full(whole_text))
+    monkeypatch.setattr("waterflow.cluster.room.AGAIN_SECONDS", 0.01)
+    with Engine(lanes=1) as engine:
+        process = Process("here", epoch, folder, engine)
+        group = RunningGroup(Part("a", 1), False, process, lambda _, event: told.append(event), lambda: None)
+        group.start()
+        group._thread.join(60)
+    (ended,) = [event for event in told if isinstance(event, Ended)]
+    assert ended.how == "completed", ended.reason
+    assert refused == [".result"] * 2 + [".ended"] * 2
+    equal(load_results(folder.job("a")), wf.train(jobs(1, batches=3, epochs=1), lanes=1))

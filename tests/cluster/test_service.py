@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -964,3 +967,46 @@ def test_a_payload_beyond_the_limit_is_refused(cluster: Cluster, monkeypatch: py
     ):
         cluster.submit("a", b"x" * ((1 << 20) + 1))
     assert cluster.submit("a", b"x" * (1 << 20))
+
+
+SMALL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.cluster.test_service import Cluster
+from waterflow.cluster.service import BusyError
+
+cluster = Cluster(Path(sys.argv[1]))
+cluster.submit("a")
+cluster.backend.begin("a")
+cluster.turn()
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+added = 0
+try:
+    while added < 100:
+        cluster.submit(f"large-{added}", bytes(50_000))
+        added += 1
+except BusyError as error:
+    print(error)
+cluster.backend.end("a", steps=12)
+try:
+    cluster.turn()
+except BusyError:
+    print("waits", cluster.service.trouble)
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+cluster.turn()
+print(cluster.states()["a"], cluster.service.record("a").steps, len(cluster.states()) == 1 + added, cluster.service.trouble)
+cluster.store.check()
+"""
+
+
+def test_a_disk_that_is_really_too_small(tmp_path: Path) -> None:
+    """Files may grow to so many bytes only, in a process of its own; then again as they like."""
+    command = [sys.executable, "-c", SMALL_DISK, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
+    assert done.returncode == 0, done.stderr
+    refused, waits, after = done.stdout.splitlines()
+    assert "cannot write down its state" in refused and waits.startswith("waits OperationalError: ")
+    assert after == "completed 12 True None"
