@@ -47,8 +47,16 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal types, shapes and bits; NaN is equal to itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    pair = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    if (one.layout, one.is_quantized) != (other.layout, other.is_quantized):
+        return False
+    pair = [_plain(t.detach()).contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*pair)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_quantized:
+        return tensor.int_repr()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def assert_same(one: Trained, other: Trained) -> None:

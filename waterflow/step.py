@@ -243,9 +243,9 @@ class Step:
             self.engine.clock.advance(self._worker)
         if self.opaque_reason is not None:
             return self._submit_opaque(batch, update)
-        leaves, batch_spec, key = flatten(batch)
         refused: CaptureError | None = None
         try:
+            leaves, batch_spec, key = flatten(batch)
             variant = self._variants.find(leaves, batch_spec, key, update)
         except CaptureError as error:
             refused = error

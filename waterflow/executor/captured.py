@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import OrderedDict
@@ -228,7 +229,10 @@ def input_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: An
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse ones, and others without one storage
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.errors import CaptureError, InvalidJobError, WaterflowError
 from waterflow.executor.batch_copies import copies_of
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
@@ -30,10 +32,44 @@ from waterflow.priority import BelowNeed
 if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
 
+logger = logging.getLogger("waterflow")
+
 Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 16
 # A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
 MOST_CAPTURES = 8
+
+
+@contextlib.contextmanager
+def as_refusal() -> Iterator[None]:
+    """Within, an error of the capture's own, which no user has made, refuses the step: it then runs eagerly.
+
+    What users can mend, and memory that there is not, are raised as they are. The user's code raises nothing here.
+    """
+    try:
+        yield
+    except (WaterflowError, MemoryError, torch.OutOfMemoryError, _C.Cancelled):
+        raise
+    except Exception as error:
+        logger.debug("a step could not be captured", exc_info=True)
+        text = str(error).strip().splitlines()
+        raise CaptureError(f"capturing it failed with {type(error).__name__}: {text[0] if text else ''}") from error
+
+
+@contextlib.contextmanager
+def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, an error leaves the optimizer's state as it was: entries that are there in part would stop its own ``step()``."""
+    before = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    try:
+        yield
+    except BaseException:
+        for parameter, entries in [*optimizer.state.items()]:
+            if parameter in before:
+                entries.clear()
+                entries.update(before[parameter])
+            else:
+                del optimizer.state[parameter]
+        raise
 
 
 class Ranges:
@@ -144,7 +180,8 @@ class Variants:
         variant = self._variants.get(key)
         if variant is not None and variant.binding.current():
             return variant
-        return self._make(key, leaves, batch_spec)
+        with as_refusal():
+            return self._make(key, leaves, batch_spec)
 
     def lowered(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
@@ -189,7 +226,8 @@ class Variants:
             flag = f"{FIRST_STEP_FLAG}:{number}"
             self._first_step[flag] = self._first_step.get(flag, False) or missing_momentum(spec.optimizer, group)
         owner = Owner(spec, self._accumulators, self._first_step, looked)
-        binding, slots, positions = bind(captured, owner)
+        with _state_kept(spec.optimizer):
+            binding, slots, positions = bind(captured, owner)
         binding.set_generators([self._generator])
         if key not in self._variants and len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
@@ -265,8 +303,9 @@ class Variants:
         Raises CaptureError, and MemoryLimitError for a height that it cannot be brought to.
         """
         key = (batch_key, True, ambient_key(self._spec.device.type))
-        plain, structure, _ = self._capture(self._spec, key, leaves, batch_spec)
-        return self._form(plain, structure, key, self._height(key) if height is None else height)
+        with as_refusal():
+            plain, structure, _ = self._capture(self._spec, key, leaves, batch_spec)
+            return self._form(plain, structure, key, self._height(key) if height is None else height)
 
     def _height(self, key: Hashable) -> int | None:
         return self._recompute if isinstance(self._recompute, int) else self._heights.get(key)

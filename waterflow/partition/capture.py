@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError
-from waterflow.partition import fake_rules
+from waterflow.partition import default_generators, fake_rules
 from waterflow.partition.cleanup import clean_up
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
@@ -33,7 +34,7 @@ from waterflow.partition.in_place import sum_in_place
 from waterflow.partition.optimizers import check_optimizer, state_keys
 from waterflow.partition.recorder import Recorder
 from waterflow.partition.spec import GraphInput, StepSpec
-from waterflow.partition.structure import lie_apart, structure_key
+from waterflow.partition.structure import check_plain, lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
     in_forward,
@@ -88,6 +89,7 @@ def capture_step(
     that is not known, a model that changes itself from step to step. One capture runs at a time in a process.
     """
     check_optimizer(spec.optimizer)
+    check_plain(("a tensor of the batch", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     if looked is None:
         _, looked = structure_key(spec)
     with _one_at_a_time, _C.ThreadGenerators([]):  # the graph is drawn for whoever runs it
@@ -218,6 +220,8 @@ class _StepTracer:
             with shown:  # backward passes of users' functions, hooks, and what is computed again
                 gradients = gradients_of(scaled, leaves) if leaves else ()
             shown.check()
+        if self.mode.refused is not None:  # also where the user's code went on without it
+            raise self.mode.refused
         self._mark()
         by_name = {name: g for name, g in zip(names, gradients) if g is not None}
         results = [loss.detach(), *(value.detach() for value in metrics.values())]
@@ -296,7 +300,7 @@ class _StepTracer:
             try:
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
-                with model_rates as self.stand_ins, self.mode, no_reports():
+                with model_rates as self.stand_ins, default_generators.shown(), self.mode, no_reports():
                     self._lay_out()
                     return way()
             except CaptureError:
@@ -366,6 +370,8 @@ def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
             value = getattr(module, node.target)
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"the step uses a sub-graph ({node.target}), which is not one flat graph")
+            if isinstance(value, FakeTensor):
+                raise CaptureError("the step computes with a tensor that was made in a way that is not seen")
             found[node.target] = value
     return found
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from waterflow.partition.default_generators import drop_idle
 from waterflow.partition.operators import has_effect, is_view, schema_name
 from waterflow.partition.probe import keeps_more
 
@@ -16,9 +17,10 @@ _PROFILER_MARKS = ("profiler::",)
 
 
 def clean_up(graph: fx.Graph) -> None:
-    """Drop detaches and profiler marks, merge equal views, cancel double transposes, drop dead nodes; lean results."""
+    """Drop detaches, profiler marks, idle generator states and dead nodes; merge equal views; lean results."""
     _drop_detaches(graph)
     _merge_views(graph)
+    drop_idle(graph)
     _drop_dead(graph)
     _copy_results(graph)
     graph.lint()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +18,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from waterflow.errors import CaptureError
+from waterflow.partition.fake_rules import TracingMode
 
 aten = torch.ops.aten
 
@@ -61,8 +62,15 @@ class StandIns:
 
     shown: dict[str, float] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
-    thread: int = field(default_factory=threading.get_ident)  # others see the modules as they are
     read: bool = False
+
+
+def _is_traced_here() -> bool:
+    """Whether the step is traced on this thread; others see its modules as they are.
+
+    A backward pass on a GPU's tensors, in which ``checkpoint`` calls modules again, runs on a thread of autograd's.
+    """
+    return any(isinstance(mode, TracingMode) for mode in _get_current_dispatch_mode_stack())
 
 
 class _NoticedRate:
@@ -74,7 +82,7 @@ class _NoticedRate:
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return self
-        if id(module) in self._modules and threading.get_ident() == self._stand_ins.thread:
+        if id(module) in self._modules and _is_traced_here():
             self._stand_ins.read = True
             raise RatesMatter("the model computes with its dropout rates")
         try:
@@ -88,7 +96,7 @@ class _NoticedRate:
 
 def _forward(module: Any, name: str, stand_ins: StandIns, x: torch.Tensor) -> torch.Tensor:
     rate = module.__dict__["p"]
-    if threading.get_ident() == stand_ins.thread:
+    if _is_traced_here():
         stand_ins.called.add(name)
         rate = stand_ins.shown[name]
     return DROPOUTS[type(module)](x, rate, module.training, module.inplace)

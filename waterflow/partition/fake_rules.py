@@ -6,11 +6,14 @@ backward passes return other strides than their rules say (torch 2.13), and what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from waterflow.partition import default_generators
 
 aten = torch.ops.aten
 
@@ -30,7 +33,7 @@ def is_update(target: Any) -> bool:
 
 
 def _changes_in_place(mode: Any, *args: Any, **kwargs: Any) -> None:
-    """The fused updates return nothing and change their lists in place: there is no shape to work out."""
+    """These return nothing: there is no shape to work out."""
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
@@ -100,8 +103,20 @@ def _elementwise(mode: Any, gradient: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.mul(gradient, x)
 
 
+def _state(mode: Any, device: torch.device, **_: Any) -> Any:
+    """A generator's state is bytes in host memory, as many as the default one's of that device has."""
+    with mode:
+        return torch.empty(_state_bytes(device.type), dtype=torch.uint8)
+
+
+@functools.cache
+def _state_bytes(device_type: str) -> int:
+    return torch.Generator(device_type).get_state().numel()
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_UPDATES, _changes_in_place),
+    **dict.fromkeys((*_UPDATES, default_generators.WRITE, default_generators.SEED), _changes_in_place),
+    default_generators.READ: _state,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.relu.default: _like_first,
@@ -119,7 +134,16 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 class TracingMode(FakeTensorMode):
-    """A FakeTensorMode that knows these rules, for one trace."""
+    """A FakeTensorMode that knows these rules, for one trace. ``refused`` is why what it has seen cannot be captured."""
+
+    refused: Exception | None = None
+
+    def default_generator(self, real: torch.Generator) -> default_generators.Traced:
+        """What the step gets for a default generator."""
+        return default_generators.Traced(real.device, self._refuse)
+
+    def _refuse(self, error: Exception) -> None:
+        self.refused = error
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rule = _RULES.get(func)

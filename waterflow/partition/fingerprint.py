@@ -93,7 +93,7 @@ class Fingerprint:
     """Builds one key; remembers what it has met, so that cycles end and sharing shows.
 
     ``looks`` are the places it looked into; ``strangers`` the tensors it met that are not ``own`` (parameters and
-    buffers of the model), in an order that is the same for equal keys; ``generators`` Python's and NumPy's random
+    buffers of the model), in an order that is the same for equal keys; ``generators`` sources of random
     numbers; ``keep`` what counts by its address and must live as long as the key.
     """
 
@@ -138,6 +138,8 @@ class Fingerprint:
             return ("float", value.hex())  # tells 0.0 from -0.0, and nan is equal to itself
         if isinstance(value, _ATOMS):
             return (type(value).__name__, value if not isinstance(value, (range, slice)) else repr(value))
+        if isinstance(value, torch.Generator):
+            self._check_generator(value)
         if isinstance(value, _BY_IDENTITY) or type(value).__module__.startswith(_MACHINERY):
             return self._identity(value)
         seen = self._meet(value)
@@ -152,6 +154,15 @@ class Fingerprint:
         if isinstance(value, (list, tuple, set, frozenset, dict, deque, Mapping)):
             return self._container(value)
         return self._callable(value) or self._object(value)
+
+    def _check_generator(self, value: torch.Generator) -> None:
+        """What a step does with a default generator by its methods cannot be followed; what with others is noticed."""
+        if value is torch.default_generator:
+            raise CaptureError(
+                f"{'.'.join(self._path) or 'the step'} is torch's default generator, whose methods cannot be followed; "
+                "use torch.get_rng_state, torch.set_rng_state and torch.manual_seed"
+            )
+        self.generators.append((".".join(self._path), value))
 
     def _tensor(self, tensor: torch.Tensor) -> Hashable:
         if id(tensor) not in self._own:
@@ -242,6 +253,8 @@ class Fingerprint:
         found: list[Hashable] = []
         for name, *attributes in global_reads(function.__code__):
             space = function.__globals__
+            if "default_generator" in attributes and space.get(name) in (torch, torch.random):
+                self._check_generator(torch.default_generator)
             while name in space:
                 value, known = space[name], in_library(space[name])
                 if isinstance(value, types.ModuleType) and attributes and not known:
@@ -257,7 +270,13 @@ class Fingerprint:
         return tuple(found)
 
     def of_module(self, module: nn.Module) -> Hashable:
-        """The tree below ``module``: types, plain attributes, tensors by shape, tied ones by number."""
+        """The tree below ``module``: types, plain attributes, tensors by shape, tied ones by number.
+
+        Raises CaptureError for code of TorchScript's.
+        """
+        if isinstance(module, torch.jit.ScriptModule):
+            where = ".".join(self._path) or type(module).__name__
+            raise CaptureError(f"{where} is scripted or traced (torch.jit), into which a capture cannot look")
         state = module.__dict__
         tensors: list[Hashable] = []
         for kind in ("_parameters", "_buffers"):

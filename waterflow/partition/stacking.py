@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from waterflow.errors import CaptureError
 from waterflow.partition.capture import Capture
 from waterflow.partition.cleanup import clean_up
+from waterflow.partition.default_generators import touches_state
 from waterflow.partition.fake_rules import TracingMode
 from waterflow.partition.operators import is_random, is_view, running_statistics, storage_id, tensors_in, written_by
 from waterflow.partition.recorder import NotPlain, Recorder
@@ -196,6 +197,12 @@ class _Stacking:
         changed = written_by(node)
         if node.meta["phase"] == "update" or any(self.values[c].apart for c in changed):
             return self._each(node)
+        if touches_state(node.target):
+            if any(not touches_state(user.target) for user in node.users):
+                raise CaptureError(
+                    "the step computes with the state of a generator, which would be missing with its job"
+                )
+            return self._each(node)
         if _draws(node):
             if not changed:
                 raise CaptureError(f"{node.target} draws numbers for all jobs at once")
@@ -231,14 +238,14 @@ class _Stacking:
             before = next(reversed(self.recorder.graph.nodes))
             made.append(self._call(node, functools.partial(self._slice, job=job)))
             for new in _behind(before):
-                if node.meta["phase"] == "update" or written_by(node):
+                if node.meta["phase"] == "update" or written_by(node) or touches_state(node.target):
                     new.meta["job"] = job
                 if new.target is node.target:
                     self._name(node, new)
         for source in written_by(node):
             if self.values[source].stacked and isinstance(node.meta.get("val"), torch.Tensor):
                 return self.values[source]  # it has been written into, slice by slice
-        if computes and any(storage_id(t) in self.written for t in tensors_in(node.meta["val"])):
+        if computes and any(storage_id(t) in self.written for t in tensors_in(node.meta.get("val"))):
             # What is written into must be one memory for all, as views of it would look at copies.
             if is_view(node.target):
                 raise CaptureError(f"{node.target} is written through, and looks at one job at a time")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError, InvalidJobError
@@ -15,22 +18,56 @@ from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks
 from waterflow.partition.spec import StepSpec
 
 
+_STRIDED = torch.strided
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+
+
+def peculiarity(tensor: torch.Tensor) -> str | None:
+    """Why a graph that takes tensors for plain memory cannot take this one; None for a plain one."""
+    if type(tensor) not in _PLAIN:
+        return f"is a {type(tensor).__name__}, whose class may compute in ways of its own"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}"
+    for name in ("nested", "quantized", "meta"):
+        if getattr(tensor, f"is_{name}"):
+            return f"is {name}"
+    return None
+
+
+def check_plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise CaptureError for tensors, given with what they are, that are no plain memory."""
+    for what, tensor in tensors:
+        why = peculiarity(tensor)
+        if why is not None:
+            raise CaptureError(f"{what} {why}")
+
+
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
-    """Leaves, structure and shape key of a batch. Raises InvalidJobError for a batch without tensors."""
-    if type(batch) is tuple and all(isinstance(item, torch.Tensor) for item in batch) and batch:
-        return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype) for t in batch])
+    """Leaves, structure and shape key of a batch.
+
+    Raises InvalidJobError for a batch without tensors, and CaptureError for one with things that only its user knows.
+    """
+    if type(batch) is tuple and all(type(item) is torch.Tensor and item.layout is _STRIDED for item in batch) and batch:
+        with contextlib.suppress(RuntimeError):  # nested tensors have no strides
+            return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype, t.device) for t in batch])
     leaves, spec = pytree.tree_flatten(batch)
     key: list[Hashable] = [spec]
-    tensors = 0
+    tensors, others = 0, []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             tensors += 1
-            key.append((leaf.shape, leaf.stride(), leaf.dtype))
-        elif isinstance(leaf, Hashable):
+            check_plain([("a tensor of the batch", leaf)])
+            key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        elif isinstance(leaf, _VALUES):
             key.append((type(leaf), leaf))
-        else:
-            advice = "; make it a tensor with torch.from_numpy" if type(leaf).__module__ == "numpy" else ""
+        elif type(leaf).__module__ == "numpy":
+            advice = "; make it a tensor with torch.from_numpy"
             raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}{advice}")
+        else:
+            others.append(type(leaf).__name__)
+    if others:
+        raise CaptureError(f"the batch holds a {others[0]}, into which a capture cannot look")
     if not tensors:
         advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
         raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
@@ -39,6 +76,10 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
 
 def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     """The capture key of everything but the batch, and what it was made from."""
+    if any(p.is_complex() for group in spec.optimizer.param_groups for p in group["params"]):
+        raise CaptureError("the optimizer trains complex parameters, for which it has no fused form")
+    check_plain((f"parameter {name!r}", tensor) for name, tensor in spec.model.named_parameters())
+    check_plain((f"buffer {name!r}", tensor) for name, tensor in spec.model.named_buffers())
     fingerprint = Fingerprint(spec.model)
     model = fingerprint.of(spec.model)
     compute = fingerprint.of(spec.compute_loss)

@@ -68,6 +68,8 @@ _NUMPY_STATE = (lambda: np.random.get_state(legacy=False), np.random.set_state)
 def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     if isinstance(source, random.Random):
         return source.getstate, source.setstate
+    if isinstance(source, torch.Generator):
+        return source.get_state, source.set_state
     if isinstance(source, np.random.RandomState):
         return lambda: source.get_state(legacy=False), source.set_state
     return lambda: source.bit_generator.state, lambda state: setattr(source.bit_generator, "state", state)
@@ -76,6 +78,8 @@ def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 def _same_state(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(_same_state(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
     return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
 
 

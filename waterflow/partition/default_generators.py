@@ -1,0 +1,177 @@
+"""torch's default generators, as a step sees them that does not draw from the process's own.
+
+``torch.get_rng_state``, ``set_rng_state`` and ``manual_seed`` (also inside ``fork_rng`` and ``checkpoint``) speak to a default
+generator. While a step is traced each such call becomes an operation of the graph: so the graph reads, restores and draws in
+the order of the eager step, and a mask that ``checkpoint`` computes again has the bits of the first one. In an opaque step
+of a job with a generator of its own they speak to that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from waterflow import _C  # noqa: F401  # defines the operators
+from waterflow.errors import CaptureError
+from waterflow.partition.operators import is_random, tensors_in
+
+_Generator = tuple[
+    torch.device | None, int | None
+]  # the default one of a device, and the job whose own stands in for it
+_own = torch.ops.waterflow
+READ, WRITE, SEED = _own.random_state.default, _own.set_random_state.default, _own.seed_random.default
+
+
+@runtime_checkable
+class ShowsGenerators(Protocol):
+    """A dispatch mode that tells what stands for a default generator on the threads that it is active on."""
+
+    def default_generator(self, real: torch.Generator) -> Any:
+        """What calls to ``real`` go to."""
+
+
+class Traced:
+    """A default generator of a step that is traced: calls become operations. ``refuse`` is told why others stop the trace."""
+
+    def __init__(self, device: torch.device, refuse: Any) -> None:
+        self.device = device
+        self._refuse = refuse
+
+    def get_state(self) -> torch.Tensor:
+        """The state at this place of the step, as a fake tensor."""
+        return READ(self.device)
+
+    def set_state(self, state: torch.Tensor) -> Traced:
+        """Later operations draw from this state."""
+        WRITE(state, self.device)
+        return self
+
+    def manual_seed(self, seed: int) -> Traced:
+        """Later operations draw as from a generator with this seed."""
+        number = int(seed) % 2**64
+        SEED(number - 2**64 if number >= 2**63 else number, self.device)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        error = CaptureError(f"the step asks a default generator for its {name}")
+        self._refuse(error)
+        raise error
+
+
+class _StandIn:
+    """Passes on what is asked of a default generator: to what the calling thread's mode shows, or to the generator."""
+
+    def __init__(self, real: torch.Generator) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if isinstance(mode, ShowsGenerators):
+                return getattr(mode.default_generator(self._real), name)
+        return getattr(self._real, name)
+
+
+_lock = threading.Lock()
+_within = 0
+_real: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """Within, torch's functions speak to what the calling thread's mode shows. Other threads see no difference."""
+    global _within
+    with _lock:
+        if _within == 0:
+            _real.update(cpu=torch.random.default_generator, cuda=torch.cuda.default_generators)
+            torch.random.default_generator = _StandIn(_real["cpu"])  # type: ignore[assignment]
+            if _real["cuda"]:  # there are none before CUDA is initialized, which sets them
+                torch.cuda.default_generators = tuple(map(_StandIn, _real["cuda"]))  # type: ignore[assignment]
+        _within += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _within -= 1
+            if _within == 0:
+                torch.random.default_generator = _real["cpu"]
+                if _real["cuda"]:
+                    torch.cuda.default_generators = _real["cuda"]
+
+
+def touches_state(target: Any) -> bool:
+    """Whether an operation reads or sets the state of a default generator, and draws nothing."""
+    return target in (READ, WRITE, SEED)
+
+
+def drop_idle(graph: fx.Graph) -> None:
+    """Drop reads and writes of states that change nothing: most of ``checkpoint``'s, around layers without dropout.
+
+    Jobs whose steps are one graph have a generator each (``meta["job"]``).
+    """
+    touching = [node for node in graph.nodes if node.op == "call_function" and touches_state(node.target)]
+    for of in {(_device_of(node), node.meta.get("job")) for node in touching}:
+        _share_reads(graph, of)
+        _drop_overwritten(graph, of)
+        _share_reads(graph, of)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.target is READ and not node.users:
+            graph.erase_node(node)
+
+
+def _share_reads(graph: fx.Graph, of: _Generator) -> None:
+    """One read of each state, and no write of the state that the generator is in."""
+    now: object = object()
+    read: dict[object, fx.Node] = {}  # by state
+    states: dict[fx.Node, object] = {}  # that nodes hold
+    for node in list(graph.nodes):
+        if not _concerns(node, of):
+            continue
+        if node.target is READ:
+            first = read.setdefault(now, node)
+            states[first] = now
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+        elif node.target is WRITE:
+            given = node.args[0]
+            assert isinstance(given, fx.Node)
+            # Bytes that an operation has made, or may change, are a state of their own each time.
+            state = states.get(given, object())
+            if state is now:
+                graph.erase_node(node)
+            now = state
+        else:
+            now = object()
+
+
+def _drop_overwritten(graph: fx.Graph, of: _Generator) -> None:
+    """A state that is set and then set anew, and neither read nor drawn from in between, need not be set."""
+    pending: fx.Node | None = None
+    for node in list(graph.nodes):
+        if not _concerns(node, of):
+            continue
+        sets = node.target in (WRITE, SEED)
+        if sets and pending is not None:
+            graph.erase_node(pending)
+        pending = node if sets else None
+
+
+def _concerns(node: fx.Node, of: _Generator) -> bool:
+    if node.op != "call_function" or not is_random(node.target):
+        return False
+    device, job = of
+    return _device_of(node) in (device, None) and (job is None or node.meta.get("job", job) == job)
+
+
+def _device_of(node: fx.Node) -> torch.device | None:
+    """Whose default generator an operation concerns; None where that is not known."""
+    if touches_state(node.target):
+        return node.args[0 if node.target is READ else 1]  # type: ignore[return-value]
+    values = (node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes))
+    return next((tensor.device for value in values for tensor in tensors_in(value)), None)
