@@ -380,7 +380,7 @@ class Step:
             made, height = _C.metered(lambda: self._eager_step(batch, update, surrounding))
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
-            if refused is not None:
+            if refused is not None and not self._variants.may_try_again(refused):
                 self._go_opaque(refused)
 
         if self.engine is None or self.job is None:

@@ -18,6 +18,7 @@ from waterflow.cluster.payload import Jobs, pack
 from waterflow.cluster.together import memory_of
 from waterflow.errors import InvalidJobError
 from waterflow.job import Job
+from waterflow.partition.libraries import is_library
 from waterflow.task import Task
 
 _packing = threading.Lock()  # what is pickled by value is known to the whole process
@@ -78,7 +79,7 @@ def _own_modules_by_value() -> Iterator[None]:
         own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
         if (
             own
-            and not {"site-packages", "dist-packages"} & set(path.parts)
+            and not is_library(name.partition(".")[0])
             and path.suffix == ".py"
             and sys.modules.get(module.__name__) is module
         ):

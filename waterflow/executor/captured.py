@@ -31,6 +31,7 @@ from waterflow.partition.regions import Compiled
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.spill import Spilled
 from waterflow.partition.surroundings import no_collections
+from waterflow.partition.survivors import LeavesTensors
 
 # A step whose requests differ from time to time is planned by the highest of this many.
 MOST_PROFILES = 4
@@ -248,7 +249,7 @@ class CaptureCache:
         self.hits = 0
 
     def get(self, key: Hashable, make: Callable[[], CapturedStep]) -> CapturedStep:
-        """The entry of ``key``, built by ``make`` if there is none. A CaptureError is remembered, too."""
+        """The entry of ``key``, built by ``make`` if there is none. A CaptureError is remembered, too, but for LeavesTensors."""
         while True:
             with self._lock:
                 entry = self._entries.get(key)
@@ -272,6 +273,8 @@ class CaptureCache:
         try:
             try:
                 entry = make()
+            except LeavesTensors:
+                raise  # what it fills may be filled the next time
             except CaptureError as error:
                 entry = type(error)(error.reason, error.where)
             return entry

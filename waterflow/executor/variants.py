@@ -27,6 +27,7 @@ from waterflow.partition.optimizers import FIRST_STEP_FLAG
 from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import extent_bytes, ranges_of, state_of, structure_key
+from waterflow.partition.survivors import LeavesTensors
 from waterflow.priority import BelowNeed
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class Variants:
         self._accumulators: dict[str, torch.Tensor] = {}
         self._first_step: dict[str, bool] = {}
         self._captures: dict[Hashable, int] = {}
+        self._tried_again = False
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
         """The variant for such a batch, bound to the tensors as they are now. Raises CaptureError."""
@@ -342,6 +344,12 @@ class Variants:
         return found, structure, looked
 
     # -- what the variants share
+
+    def may_try_again(self, refused: CaptureError) -> bool:
+        """Whether a step that has run eagerly is captured at its next call: it may have filled a cache, once."""
+        again = isinstance(refused, LeavesTensors) and self._spec.accumulate == 1 and not self._tried_again
+        self._tried_again |= again
+        return again
 
     def begin_update(self) -> set[str]:
         """An update was handed in: returns the flags of first updates that it takes."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
@@ -31,8 +30,9 @@ from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import gradients_of, to_be_changed
 from waterflow.partition.in_place import sum_in_place
+from waterflow.partition.operators import tensors_in
 from waterflow.partition.optimizers import check_optimizer, state_keys
-from waterflow.partition.recorder import Recorder
+from waterflow.partition.recorder import Recorder, constants_of
 from waterflow.partition.spec import GraphInput, StepSpec
 from waterflow.partition.structure import check_plain, lie_apart, structure_key
 from waterflow.partition.surroundings import (
@@ -40,10 +40,12 @@ from waterflow.partition.surroundings import (
     in_forward,
     no_reports,
     noting_lines,
+    reason_of,
     substituted,
     undisturbed,
     user_line,
 )
+from waterflow.partition.survivors import taken_back
 
 _one_at_a_time = threading.RLock()  # tracing patches torch's globals
 
@@ -94,14 +96,12 @@ def capture_step(
         _, looked = structure_key(spec)
     with _one_at_a_time, _C.ThreadGenerators([]):  # the graph is drawn for whoever runs it
         start = time.perf_counter()
-        tracer = _StepTracer(spec, leaves, batch_spec, looked)
         try:
-            graph, constants = tracer.trace(tracer.record)
+            tracer, graph, constants = _trace(_StepTracer.record, spec, leaves, batch_spec, looked)
         except CaptureError:
             raise
         except Exception:
-            tracer = _StepTracer(spec, leaves, batch_spec, looked)
-            graph, constants = tracer.trace(tracer.make_fx)
+            tracer, graph, constants = _trace(_StepTracer.make_fx, spec, leaves, batch_spec, looked)
         tracer.tag_phases(graph)
         tracer.check_strangers(graph, constants)
         groups = _update_groups(graph, tracer)
@@ -121,6 +121,24 @@ def capture_step(
             apart=apart,
             seconds=time.perf_counter() - start,
         )
+
+
+def _trace(
+    way: Callable[[_StepTracer], Traced], spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None,
+    looked: Fingerprint,
+) -> tuple[_StepTracer, fx.Graph, dict[str, torch.Tensor]]:  # fmt: skip
+    """Run the step once; ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
+    tracer = _StepTracer(spec, leaves, batch_spec, looked)
+    with taken_back(tracer.mode) as kept:
+        try:
+            graph, constants = tracer.trace(way)
+        except BaseException:
+            vars(tracer).clear()  # of its tensors
+            raise
+        del tracer._graph
+        kept += (*tracer.fakes, *constants.values())
+        kept += (value for node in graph.nodes for value in tensors_in(node.meta.get("val")))
+    return tracer, graph, constants
 
 
 class _StepTracer:
@@ -294,21 +312,21 @@ class _StepTracer:
 
     # -- tracing
 
-    def trace(self, way: Callable[[], Traced]) -> Traced:
-        """Run the step once; ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
+    def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
+        """Run the step once, that ``way``."""
         with undisturbed(self.looked):
             try:
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
                 with model_rates as self.stand_ins, default_generators.shown(), self.mode, no_reports():
                     self._lay_out()
-                    return way()
+                    return way(self)
             except CaptureError:
                 raise
             except Exception as error:
-                if way == self.record:
+                if way is _StepTracer.record:
                     raise
-                raise CaptureError(_reason(error), user_line(error.__traceback__)) from error
+                raise CaptureError(reason_of(error), user_line(error.__traceback__)) from error
 
     def record(self) -> Traced:
         """The plain way, which most steps can go. Raises whatever stops it."""
@@ -326,7 +344,7 @@ class _StepTracer:
         self._graph = lambda: get_proxy_mode().tracer.graph  # type: ignore[union-attr]
         with _use_lazy_graph_module(True):  # the module's Python source is not written out and compiled
             module = make_fx(self._step, pre_dispatch=False)(*self.fakes)
-        return module.graph, _constants(module)
+        return module.graph, constants_of(module)
 
     def check_strangers(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         """Tensors from outside must have become inputs, and must not carry gradients of their own."""
@@ -363,19 +381,6 @@ def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict
     return result, metrics
 
 
-def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    found = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value = getattr(module, node.target)
-            if not isinstance(value, torch.Tensor):
-                raise CaptureError(f"the step uses a sub-graph ({node.target}), which is not one flat graph")
-            if isinstance(value, FakeTensor):
-                raise CaptureError("the step computes with a tensor that was made in a way that is not seen")
-            found[node.target] = value
-    return found
-
-
 def _update_groups(graph: fx.Graph, tracer: _StepTracer) -> dict[str, int]:
     """The optimizer group of each update node, by the parameters that it changes."""
     group_of = {name: g for g, names in enumerate(tracer.group_names) for name in names}
@@ -389,11 +394,3 @@ def _update_groups(graph: fx.Graph, tracer: _StepTracer) -> dict[str, int]:
                 parameter = parameter.args[0]
             groups[node.name] = group_of[names[parameter]]
     return groups
-
-
-def _reason(error: BaseException) -> str:
-    name = type(error).__name__
-    if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
-        return "the step looks at the values of its tensors (control flow, .item(), or a shape that depends on data)"
-    text = str(error).strip().splitlines()
-    return f"{name}: {text[0] if text else ''}"

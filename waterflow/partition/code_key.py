@@ -5,13 +5,13 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import os
-import sys
 import types
 from typing import Any
 
+from waterflow.partition.libraries import is_library
+
 # Class attributes that no forward pass computes with.
-_BOOKKEEPING = frozenset({
+BOOKKEEPING = frozenset({
     "__module__", "__dict__", "__weakref__", "__doc__", "__qualname__", "__annotations__", "__annotate__",
     "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__",
     "__orig_bases__", "__abstractmethods__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__",
@@ -29,20 +29,7 @@ def in_library(value: Any) -> bool:
         name = value.__module__
     else:
         return False
-    return isinstance(name, str) and _is_installed(name.partition(".")[0])
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed(package: str) -> bool:
-    """Whether a top-level package is Python's own, waterflow, or lies where packages are installed."""
-    if package in sys.stdlib_module_names or package in ("builtins", "waterflow"):
-        return package != "__main__"
-    module = sys.modules.get(package)
-    places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
-    return any(f"{os.sep}{part}{os.sep}" in f"{place}{os.sep}" for place in places for part in _INSTALLED)
-
-
-_INSTALLED = ("site-packages", "dist-packages")
+    return isinstance(name, str) and is_library(name.partition(".")[0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,7 +60,7 @@ def class_attributes(cls: type) -> list[tuple[str, Any]]:
         for base in inspect.getmro(cls)
         if not in_library(base)
         for name, value in vars(base).items()
-        if name not in _BOOKKEEPING
+        if name not in BOOKKEEPING
     ]
 
 

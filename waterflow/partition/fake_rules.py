@@ -7,12 +7,14 @@ backward passes return other strides than their rules say (torch 2.13), and what
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from waterflow.errors import StepError
 from waterflow.partition import default_generators
 
 aten = torch.ops.aten
@@ -134,9 +136,28 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 class TracingMode(FakeTensorMode):
-    """A FakeTensorMode that knows these rules, for one trace. ``refused`` is why what it has seen cannot be captured."""
+    """A FakeTensorMode that knows these rules, for one trace.
+
+    ``refused`` is why what it has seen cannot be captured; ``made`` are the tensors it made. Once it is ``closed`` nothing can
+    be done with those: that is what is then to be said.
+    """
 
     refused: Exception | None = None
+    closed: str | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.made: list[weakref.ref[FakeTensor]] = []
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on fake tensors."""
+        if self.closed is not None and func is not torch.ops.prim.device.default:
+            raise StepError(self.closed)
+        made = super().dispatch(func, types, args, kwargs)
+        for value in made if isinstance(made, (list, tuple)) else (made,):
+            if isinstance(value, FakeTensor):
+                self.made.append(weakref.ref(value))
+        return made
 
     def default_generator(self, real: torch.Generator) -> default_generators.Traced:
         """What the step gets for a default generator."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import io
 import itertools
 import logging
@@ -303,7 +304,9 @@ class Fingerprint:
         """A library's class by identity; a user's by its code, for it may be defined anew in every trial."""
         if in_library(cls):
             return self._identity(cls)
-        self._look(cls)
+        for base in inspect.getmro(cls):
+            if not in_library(base):
+                self._look(base)
         attributes = tuple((name, self._entry(name, value)) for name, value in class_attributes(cls))
         return ("class", cls.__qualname__, self._identity(library_base(cls)), attributes)
 

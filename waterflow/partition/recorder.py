@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import extract_val
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from waterflow.errors import CaptureError
+
 _ASKING = ("prim", "profiler")  # where a tensor is, and marks for profilers: nothing for the graph
 _CONSTANTS = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
@@ -112,3 +114,17 @@ def _is_plain(func: Any) -> bool:
         return False
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CPU") or has_kernel("CUDA") or not has_kernel("CompositeImplicitAutograd")
+
+
+def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that a module of ``make_fx`` has as constants, by name. Raises CaptureError for what is no tensor with values."""
+    found = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(f"the step uses a sub-graph ({node.target}), which is not one flat graph")
+            if isinstance(value, FakeTensor):
+                raise CaptureError("the step computes with a tensor that was made in a way that is not seen")
+            found[node.target] = value
+    return found

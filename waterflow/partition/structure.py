@@ -17,7 +17,6 @@ from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks
 from waterflow.partition.spec import StepSpec
 
-
 _STRIDED = torch.strided
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)

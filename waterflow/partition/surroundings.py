@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
+from waterflow.partition.code_key import BOOKKEEPING
 from waterflow.partition.fingerprint import Fingerprint, Look
 from waterflow.partition.spec import StepSpec
 
@@ -99,7 +100,7 @@ def _contents(look: Look) -> Any:
         except ValueError:
             return _MISSING
     if isinstance(container, type):
-        return None
+        return {name: value for name, value in vars(container).items() if name not in BOOKKEEPING}
     return {key: getattr(container, key, _MISSING) for key in look.keys}
 
 
@@ -142,6 +143,8 @@ def _put_entries_back(look: Look, before: Mapping[Any, Any], now: Mapping[Any, A
                 look.container[key] = old
         elif old is not _MISSING:
             setattr(look.container, key, old)
+        elif isinstance(look.container, type):
+            delattr(look.container, key)
         # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
         if isinstance(look.owner, nn.RNNBase) or (look.owner is not None and look.owner._forward_pre_hooks):
             continue
@@ -385,3 +388,12 @@ def user_line(trace: types.TracebackType | None) -> str:
         if _is_users_file(frame.filename) and frame.line:
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
     return ""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why an error stops a capture, in one line."""
+    name = type(error).__name__
+    if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
+        return "the step looks at the values of its tensors (control flow, .item(), or a shape that depends on data)"
+    text = str(error).strip().splitlines()
+    return f"{name}: {text[0] if text else ''}"
