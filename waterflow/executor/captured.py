@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.lowering import Lowered, lower
+from waterflow.executor.thread_generators import redirect
 from waterflow.partition.capture import Capture, capture_step
 from waterflow.partition.costs import operation_cost
 from waterflow.partition.dropout_rates import RatesMatter
@@ -175,6 +176,7 @@ def build(
     name: str = "step",
 ) -> CapturedStep:  # fmt: skip
     """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError."""
+    redirect()  # a trace puts stand-ins in the same places, and what was there back
     with no_collections():
         return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
 

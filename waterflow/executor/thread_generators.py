@@ -30,7 +30,7 @@ def own_numbers(*generators: torch.Generator) -> contextlib.AbstractContextManag
     ``torch.default_generator`` mean that one. Other threads are not concerned. No lock is held, on the CPU not even for a
     draw. Contexts nest; without generators the default ones are drawn from again.
     """
-    _redirect()
+    redirect()
     return _C.ThreadGenerators(list(generators))
 
 
@@ -65,8 +65,8 @@ for _name in _METHODS:
         setattr(_DefaultGenerator, _name, _of_thread(_name))
 
 
-def _redirect() -> None:
-    """Put a name for the default generator, which asks the thread, where torch's functions look for it."""
+def redirect() -> None:
+    """Put a name for the default generator, which asks the thread, where torch's functions look for it; once, for good."""
     if isinstance(torch.default_generator, _DefaultGenerator):
         return
     with _lock:

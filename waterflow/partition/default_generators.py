@@ -1,15 +1,13 @@
-"""torch's default generators, as a step sees them that does not draw from the process's own.
+"""torch's default generators, as a step sees them while it is traced.
 
 ``torch.get_rng_state``, ``set_rng_state`` and ``manual_seed`` (also inside ``fork_rng`` and ``checkpoint``) speak to a default
 generator. While a step is traced each such call becomes an operation of the graph: so the graph reads, restores and draws in
-the order of the eager step, and a mask that ``checkpoint`` computes again has the bits of the first one. In an opaque step
-of a job with a generator of its own they speak to that one.
+the order of the eager step, and a mask that ``checkpoint`` computes again has the bits of the first one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,31 +75,22 @@ class _StandIn:
         return getattr(self._real, name)
 
 
-_lock = threading.Lock()
-_within = 0
-_real: dict[str, Any] = {}
-
-
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
-    """Within, torch's functions speak to what the calling thread's mode shows. Other threads see no difference."""
-    global _within
-    with _lock:
-        if _within == 0:
-            _real.update(cpu=torch.random.default_generator, cuda=torch.cuda.default_generators)
-            torch.random.default_generator = _StandIn(_real["cpu"])  # type: ignore[assignment]
-            if _real["cuda"]:  # there are none before CUDA is initialized, which sets them
-                torch.cuda.default_generators = tuple(map(_StandIn, _real["cuda"]))  # type: ignore[assignment]
-        _within += 1
+    """Within, torch's functions speak to what the calling thread's mode shows. Other threads see no difference.
+
+    One at a time in a process.
+    """
+    of_cpu, of_cuda = torch.random.default_generator, torch.cuda.default_generators
+    torch.random.default_generator = _StandIn(of_cpu)  # type: ignore[assignment]
+    if of_cuda:  # there are none before CUDA is initialized, which sets them
+        torch.cuda.default_generators = tuple(map(_StandIn, of_cuda))  # type: ignore[assignment]
     try:
         yield
     finally:
-        with _lock:
-            _within -= 1
-            if _within == 0:
-                torch.random.default_generator = _real["cpu"]
-                if _real["cuda"]:
-                    torch.cuda.default_generators = _real["cuda"]
+        torch.random.default_generator = of_cpu
+        if of_cuda:
+            torch.cuda.default_generators = of_cuda
 
 
 def touches_state(target: Any) -> bool:

@@ -158,7 +158,7 @@ class Fingerprint:
 
     def _check_generator(self, value: torch.Generator) -> None:
         """What a step does with a default generator by its methods cannot be followed; what with others is noticed."""
-        if value is torch.default_generator:
+        if value is torch.default_generator or value is torch._C.default_generator:
             raise CaptureError(
                 f"{'.'.join(self._path) or 'the step'} is torch's default generator, whose methods cannot be followed; "
                 "use torch.get_rng_state, torch.set_rng_state and torch.manual_seed"
