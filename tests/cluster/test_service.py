@@ -485,6 +485,48 @@ def test_who_ends_at_its_limit_has_completed(cluster: Cluster) -> None:
     assert cluster.states() == {"a": "completed"} and cluster.service.record("a").reason == ""
 
 
+def test_time_goes_on_when_the_systems_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead and back, while a service runs and between two of them."""
+    backend = FakeBackend(1, tmp_path)
+    wall, passed = [1e9], [50.0]
+    monkeypatch.setattr("waterflow.cluster.service.time.time", lambda: wall[0])
+    monkeypatch.setattr("waterflow.cluster.service.boot_seconds", lambda: passed[0])
+
+    def opened() -> Service:
+        return Service(Store(tmp_path / "cluster.db"), backend, Fifo())
+
+    service = opened()
+    assert service.now() == 1e9
+    for jump in (0.0, 1e7, -1e7, -1e8):
+        wall[0] += jump
+        passed[0] += 5.0
+        service.turn(0.0)
+    assert service.now() == 1e9 + 20.0
+    service.submit({"id": "a"}, b"")
+    wall[0] += 1e7
+    passed[0] += 60.0
+    service.store.close()
+    service = opened()  # nobody was there for a minute
+    assert service.now() == 1e9 + 80.0 and service.record("a").submitted == 1e9 + 20.0
+    service.store.close()
+    monkeypatch.setattr("waterflow.cluster.service.boot_id", lambda: "another")
+    wall[0], passed[0] = 5.0, 1.0  # a machine without a clock of its own
+    service = opened()
+    before = service.now()
+    assert before >= 1e9 + 20.0
+    passed[0] += 7.0
+    assert service.now() == before + 7.0
+    service.store.close()
+
+
+def test_a_clock_that_goes_back_stops_nothing(cluster: Cluster) -> None:
+    cluster.turn()
+    cluster.time -= 500.0
+    before = cluster.service.now()
+    cluster.turn(3)
+    assert cluster.service.now() == before + 3.0
+
+
 def test_who_comes_first_waits_for_who_makes_way(tmp_path: Path) -> None:
     """Both are settled at once, and the one that leaves was handed in later."""
     cluster = Cluster(tmp_path, devices=1, tenants=(Tenant("us", 1), Tenant("them", 0)))

@@ -19,10 +19,11 @@ import threading
 import urllib.parse
 import zipfile
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from waterflow.cluster.connections import LimitedServer
 from waterflow.cluster.intake import check_text
 from waterflow.cluster.service import BusyError, ClosedError, Service
 from waterflow.cluster.shared_folder import result_files
@@ -94,8 +95,7 @@ class Endpoint:
             raise EndpointError(f"a token must have {LEAST_TOKEN} characters at least; got {len(token)}")
         self.service, self.token, self.metrics = service, token, metrics
         self.wanted_down = threading.Event()  # somebody asked for the end of the cluster
-        self._server = ThreadingHTTPServer((host, port), functools.partial(_Handler, self))
-        self._server.daemon_threads = True
+        self._server = LimitedServer((host, port), functools.partial(_Handler, self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="endpoint")
 
     @property
@@ -145,6 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(
                     401, "the token is missing or wrong; it is in the file token of the cluster's state folder"
                 )
+            self.server.known(self.connection)  # type: ignore[attr-defined]
             url = urllib.parse.urlsplit(self.path)
             self.query = dict(urllib.parse.parse_qsl(url.query))
             for pattern, name in routes:

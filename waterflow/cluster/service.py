@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import Backend, BackendError, BackendEvent
@@ -44,11 +45,12 @@ class Service:
 
     def __init__(
         self, store: Store, backend: Backend, policy: Policy, tenants: Sequence[Tenant] = (),
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         self.store = store
         self.backend = backend
-        self._clock = clock
+        self._clock = clock or boot_seconds
+        self._clock_lock = threading.Lock()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._over = threading.Event()
@@ -63,7 +65,8 @@ class Service:
         self.scheduler = JournaledScheduler(store, policy, tenants)
         self._same_tenants(tenants)
         self.jobs = Reconciler(store, backend, self.scheduler)
-        self._now = max(clock(), self.scheduler.book.now)
+        self._last = self._clock()
+        self._now = max(self._last if clock is not None else self._begin(), self.scheduler.book.now)
         with self._turn():
             self.jobs.take_up(self.now())
 
@@ -313,6 +316,27 @@ class Service:
         self._changed.notify_all()
 
     def now(self) -> float:
-        """Seconds since 1970; never less than before, whatever the system's clock does."""
-        self._now = max(self._now, self._clock())
-        return self._now
+        """Seconds since 1970, as they pass: whatever somebody sets the system's clock to, none are left out and none come twice."""
+        with self._clock_lock:
+            there = self._clock()
+            self._now += max(0.0, there - self._last)
+            self._last = there
+            return self._now
+
+    def _begin(self) -> float:
+        """The time now: where the machine was not started since, as it passed since a service was there for the first time."""
+        known, boot = self.store.meta("clock"), boot_id()
+        if known is None or known["boot"] != boot:
+            known = {"boot": boot, "offset": max(time.time(), self.scheduler.book.now) - self._last}
+            self.store.set_meta("clock", known)
+        return float(known["offset"] + self._last)
+
+
+def boot_seconds() -> float:
+    """Since the machine was started; nobody can set it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> str:
+    """Another one each time that the machine is started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

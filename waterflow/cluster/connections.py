@@ -1,0 +1,87 @@
+"""How many connections the door of a cluster has at once, and how long somebody may stand in it without showing the token."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import threading
+import time
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+MOST = 512  # connections, and half of the files that the process may have open: the other half is for devices and the store
+PART_UNKNOWN = 4  # a quarter of them for those who have not shown the token
+HEADER_SECONDS = 10.0  # for all of a request up to its token
+BACKLOG = 256  # connections that the system keeps until they are taken
+_BUSY = json.dumps(
+    {"error": "the cluster has as many connections as it can have; try again", "kind": "BusyError"}
+).encode()
+
+
+def most_connections() -> int:
+    """As many as leave enough files for the rest of the process."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST if files == resource.RLIM_INFINITY else max(2 * PART_UNKNOWN, min(MOST, files // 2))
+
+
+class LimitedServer(ThreadingHTTPServer):
+    """A thread for each connection, of which there is a limited number.
+
+    Who has not shown the token (``known``) makes way for newcomers, the oldest first, and has to go after ``HEADER_SECONDS``.
+    """
+
+    daemon_threads = True
+    request_queue_size = BACKLOG
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self.most = most_connections()
+        self._unknown: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._known: set[socket.socket] = set()
+        self._guard = threading.Lock()
+        super().__init__(address, handler)
+
+    def known(self, connection: socket.socket) -> None:
+        """It has shown the token."""
+        with self._guard:
+            if self._unknown.pop(connection, None) is not None:
+                self._known.add(connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See ``ThreadingHTTPServer``."""
+        with self._guard:
+            while self._unknown and (
+                len(self._unknown) >= self.most // PART_UNKNOWN or len(self._unknown) + len(self._known) >= self.most
+            ):
+                self._send_away(next(iter(self._unknown)))
+            full = len(self._known) >= self.most
+            if not full:
+                self._unknown[request] = time.monotonic()
+        if full:
+            with contextlib.suppress(OSError):
+                head = f"HTTP/1.1 503 Busy\r\nContent-Length: {len(_BUSY)}\r\nConnection: close\r\n\r\n"
+                request.sendall(head.encode() + _BUSY)
+            super().shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """See ``ThreadingHTTPServer``: the thread of a connection ends."""
+        with self._guard:
+            self._unknown.pop(request, None)
+            self._known.discard(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """See ``ThreadingHTTPServer``: several times a second."""
+        with self._guard:
+            now = time.monotonic()
+            for connection in [each for each, since in self._unknown.items() if now - since > HEADER_SECONDS]:
+                self._send_away(connection)
+
+    def _send_away(self, connection: socket.socket) -> None:
+        """Its thread finds that nothing more comes, and closes it."""
+        del self._unknown[connection]
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
