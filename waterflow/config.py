@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     import optuna
 
 _TRAIN_KEYS = ("jobs", "epochs", "memory", "max_concurrent", "exact", "mode", "output", "time_limit")
-_JOB_KEYS = ("name", "job", "args", "model", "data", "data_args", "loss", "optimizer", "evaluate", "epochs", "seed")
+_JOB_KEYS = ("name", "job", "args", "model", "data", "data_args", "loss", "optimizer", "evaluate", "epochs", "seed",
+             "timeout", "train_mode")  # fmt: skip
 _PIECES = ("model", "data", "data_args", "loss", "optimizer", "evaluate")
 _STUDY_KEYS = (
     "objective", "build", "direction", "sampler", "pruner", "storage", "study_name", "n_trials", "timeout",
-    "max_concurrent", "memory", "exact", "mode", "deterministic", "output",
+    "max_concurrent", "memory", "exact", "mode", "deterministic", "trial_timeout", "output",
 )  # fmt: skip
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 _PRUNERS = {
@@ -118,6 +119,7 @@ def load_study(path: Path) -> StudyConfig:
         "exact": top.flag("exact", True),
         "mode": top.mode(),
         "deterministic": top.flag("deterministic"),
+        "trial_timeout": top.seconds("trial_timeout"),
     }
     return StudyConfig(study_name or str(top.get(objective)), function, make_study, options, top.path("output"))
 
@@ -328,12 +330,14 @@ _Loader.add_implicit_resolver(
 def _job(entry: Section, number: int, epochs: int | None) -> Job:
     epochs = entry.whole("epochs") or epochs
     name, seed = entry.text("name"), entry.whole("seed", least=0)
+    timeout = entry.seconds("timeout")
+    train_mode: Any = entry.get("train_mode") and entry.choice("train_mode", ("auto", "as_is"), "auto")
     if entry.exactly_one("job", "model") == "job":
         for key in _PIECES:
             if entry.get(key) is not None:
                 raise ConfigError(f"{entry.where}{key} cannot stand beside job, whose function sets it; pass it args")
         job = _checked(call(entry.function("job", "args"), f"{entry.where}job"), f"{entry.where}job")
-        changes = {"name": name, "epochs": epochs, "seed": seed}
+        changes = {"name": name, "epochs": epochs, "seed": seed, "timeout": timeout, "train_mode": train_mode}
         return dataclasses.replace(job, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
     return Job(
         name=name or f"job-{number}",
@@ -344,6 +348,8 @@ def _job(entry: Section, number: int, epochs: int | None) -> Job:
         evaluate=entry.function("evaluate") if entry.get("evaluate") is not None else None,
         epochs=epochs or 1,
         seed=seed,
+        timeout=timeout,
+        train_mode=train_mode or "auto",
     )
 
 

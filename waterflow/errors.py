@@ -51,6 +51,10 @@ class JobCancelled(WaterflowError):
     """The job was stopped at a group boundary: pruned, interrupted, or removed."""
 
 
+class JobTimeoutError(WaterflowError, TimeoutError):
+    """A job, or a trial, that ran longer than its time limit; the message says which, and where it stood."""
+
+
 class StudyError(WaterflowError, ValueError):
     """A study, or its settings, that cannot be run as asked."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
@@ -64,6 +65,10 @@ class Job:
         train_mode: ``"auto"``: a model that comes in training mode keeps the flags of all its modules; for one that comes in
             evaluation mode as a whole, as ``from_pretrained`` returns it, ``train()`` is called, and a warning says so.
             ``"as_is"``: all flags stay as they come.
+        timeout: Seconds of wall time that a run of the job may take: with its waits for lanes and memory, without the time that it
+            is suspended, or waits for others' first evaluations, which come one at a time. One that takes longer,
+            or hangs (its data, evaluation, or a step), ends within two seconds as failed with a JobTimeoutError, and the others go
+            on as they would. It then runs on a thread of its own, which is left behind where it waits outside of the interpreter.
     """
 
     name: str
@@ -89,6 +94,7 @@ class Job:
     quota: int | float | str | None = None
     below_need: BelowNeed = "wait"
     train_mode: Literal["auto", "as_is"] = "auto"
+    timeout: float | None = None
 
     def check(self) -> None:
         """Raise InvalidJobError where a setting cannot be right."""
@@ -133,6 +139,8 @@ class Job:
             raise InvalidJobError(
                 f"job {self.name!r}: scheduler_interval must be 'epoch' or 'step'; got {self.scheduler_interval!r}"
             )
+        if (rule := why_no_limit(self.timeout)) is not None:
+            raise InvalidJobError(f"job {self.name!r}: timeout {rule}")
         if self.train_mode not in ("auto", "as_is"):
             raise InvalidJobError(f"job {self.name!r}: train_mode must be 'auto' or 'as_is'; got {self.train_mode!r}")
         check_priority(f"job {self.name!r}", self.priority)
@@ -259,6 +267,14 @@ class Results(list[JobResult]):
         except ImportError:
             raise ImportError("to_dataframe needs pandas: pip install pandas") from None
         return pandas.DataFrame([result.to_dict() for result in self])
+
+
+def why_no_limit(seconds: Any) -> str | None:
+    """The rule that a limit breaks; None for one that can be."""
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is None or (number and math.isfinite(seconds) and seconds > 0):
+        return None
+    return f"must be a positive number of seconds, or None for no limit; got {seconds!r}"
 
 
 def as_metrics(name: str, value: Any) -> Metrics:

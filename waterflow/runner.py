@@ -6,16 +6,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import nn
 
+from waterflow.asked import Asked
 from waterflow.boundary import Boundary
 from waterflow.building import model_of, optimizer_of
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import CaptureError, CheckpointError, JobCancelled
+from waterflow.errors import CaptureError, CheckpointError, JobCancelled, JobTimeoutError
 from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
@@ -27,6 +27,7 @@ from waterflow.results import check_finite, result_of
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
 from waterflow.stopping import let_go
+from waterflow.time_limit import run_job, time_does_not_count
 from waterflow.user_code import UserCode
 
 OnEpoch = Callable[[int, Metrics], None]
@@ -42,7 +43,7 @@ class StopJob(Exception):
     """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
 
 
-class JobRunner:
+class JobRunner(Asked):
     """Trains one job. ``run()`` is called once; ``stop()``, ``snapshot()``, ``suspend()`` and ``resume()`` from any thread.
 
     ``engine`` None trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each
@@ -77,6 +78,7 @@ class JobRunner:
         self._state: JobState | None = None
         self._boundary = Boundary(job.name)
         self.residence = Residence(job, engine, self._boundary)
+        self._over = False
         self._between = False  # the job's own thread stands between two steps
         self._steps = StepQueue()
         self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
@@ -103,44 +105,6 @@ class JobRunner:
         self._stop = self._stop or "interrupted"
         self._user_code.break_off()
 
-    def snapshot(self, timeout: float | None = None) -> Checkpoint:
-        """A copy of the job's whole state behind the step that it does now. Its other steps wait for that.
-
-        Raises CheckpointError where the job ends before, where it comes to no boundary within ``timeout`` seconds, and for
-        jobs that nobody could go on with (data that can be read only once). On the job's own thread: in ``on_epoch`` alone.
-        """
-        if threading.get_ident() != self._thread:
-            return self._boundary.await_answer(self.ask_for_snapshot(), timeout)
-        if not self._between:
-            raise CheckpointError(
-                f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation"
-            )
-        return self._checkpoint()
-
-    def ask_for_snapshot(self) -> Future[Checkpoint]:
-        """The same without waiting for it."""
-        return self._boundary.ask(False)
-
-    def suspend(self, timeout: float | None = None) -> Checkpoint:
-        """Stand still behind the step that it does now: the job's state leaves the device, what it claimed is given back.
-
-        Model and optimizer keep no memory until ``resume()``; ``stop()`` brings them back, too. Raises as ``snapshot`` does,
-        but suspends jobs whose data can be read only once: the checkpoint then has no place in it.
-        """
-        if threading.get_ident() == self._thread:
-            raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
-        if self.engine is not None and self.engine.clock is not None:
-            raise CheckpointError(
-                f"job {self.job.name!r} belongs to a deterministic study, whose other jobs would wait for it; ask for a "
-                "snapshot, or study with deterministic=False"
-            )
-        with self.residence.kept_away():
-            return self._boundary.await_answer(self._boundary.ask(True), timeout)
-
-    def resume(self) -> None:
-        """Let a suspended job go on. Raises CheckpointError for one that is not suspended."""
-        self._boundary.go()
-
     @property
     def steps(self) -> int:
         """Steps that it has done so far, or a few less."""
@@ -150,11 +114,6 @@ class JobRunner:
     def begun(self) -> int:
         """The same with those that are under way."""
         return self.steps + len(self._steps)
-
-    @property
-    def suspended(self) -> bool:
-        """Whether the job stands still until ``resume()``."""
-        return self._boundary.suspended
 
     def prepare(self) -> None:
         """Before ``run()``, and on any thread: make model and data, and capture the step, so that it begins at once.
@@ -169,10 +128,24 @@ class JobRunner:
             self.step.plan_for(self._batches.first())
 
     def run(self, resume: Checkpoint | None = None) -> JobResult:
-        """Train to the end; errors of the job end up in its result, whatever their kind.
+        """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind.
 
         With ``resume`` from there on; raises CheckpointError for the state of another job.
         """
+        return run_job(self, lambda: self._run(resume), self._user_code)
+
+    def abandon(self, error: JobTimeoutError) -> JobResult:
+        """End the job from another thread, as its own one does not come back from the user's code. Calling it twice is no error."""
+        self._stop = self._stop or str(error)
+        self._losses += self._steps.losses()
+        return self._ended("failed", error)
+
+    @property
+    def progress(self) -> str:
+        """Where it is, in words."""
+        return f"in epoch {min(self._epoch + 1, self.job.epochs)} of {self.job.epochs}, after {self.steps} steps"
+
+    def _run(self, resume: Checkpoint | None) -> JobResult:
         if resume is not None:
             seed = self._start_at(resume)
             if seed != self._seed and self.step is not None:  # what was made is of other numbers
@@ -204,19 +177,29 @@ class JobRunner:
             status, error = "failed", failure
         if error is not None and self._stop is not None:
             status = "cancelled"
+        return self._ended(status, error)
+
+    # -- the parts
+
+    def _ended(self, status: Status, error: BaseException | None) -> JobResult:
         try:
             told = tuple(self._metrics), tuple(self._losses), time.perf_counter() - self._started
             return result_of(self.job.name, status, error, self.step, *told)
         finally:
             self._end(error)
 
-    # -- the parts
-
     def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            over, self._over = self._over, True
+        if over:  # from another thread, and now its own one has come back
+            return
         self._boundary.end()
         self.residence.end()
+        left_behind = self._thread not in (None, threading.get_ident())
         self._thread = None
-        if self._batches is not None:
+        if self._batches is not None and left_behind:  # it may be in them
+            threading.Thread(target=self._batches.close, daemon=True).start()
+        elif self._batches is not None:
             self._batches.close()
         if self.step is not None:
             self.step.close()
@@ -309,7 +292,8 @@ class JobRunner:
             if isinstance(self._batches, Reader):
                 self._batches.go_to(self._batches.place)  # others do not wait for it
             tell()
-            self._boundary.await_go(lambda: self.residence.look(self._check_stop), checkpoint)
+            with time_does_not_count():
+                self._boundary.await_go(lambda: self.residence.look(self._check_stop), checkpoint)
         finally:
             self.residence.came_back()
             state.put(checkpoint.state["job"])

@@ -377,7 +377,7 @@ class Step:
         def work() -> None:
             if refused is not None:
                 self._variants.gather_in_parameters()
-            made, height = _C.metered(lambda: self._eager_step(batch, update, surrounding))
+            made, height = self._eager_step.metered(batch, update, surrounding)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
             if refused is not None and not self._variants.may_try_again(refused):

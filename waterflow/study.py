@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import optuna
 
-from waterflow.errors import StudyError
+from waterflow.errors import JobTimeoutError, StudyError
 from waterflow.executor.calls import explained
 from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
-from waterflow.job import Job
+from waterflow.job import Job, why_no_limit
 from waterflow.kept_weights import KeepWeights, check_keep_weights
 from waterflow.optuna_private import in_loop
 from waterflow.progress import ProgressLine
@@ -43,6 +43,7 @@ def optimize(
     timeline: Callable[[Timeline], None] | None = None,
     backend: Devices | None = None,
     keep_weights: KeepWeights = "best",
+    trial_timeout: float | None = None,
 ) -> StudySummary:
     """``study.optimize``, with several trials training side by side on one device.
 
@@ -78,6 +79,9 @@ def optimize(
         keep_weights: Whose weights (``state_dict``) stay in the summary's results, where trials return jobs: ``"best"``, those of the
             best trial of this call, or of all on its Pareto front in a study with several objectives; ``"all"``; ``"none"``. The
             others' memory is free as soon as their trials have ended.
+        trial_timeout: Seconds of wall time that a trial may take. One that takes longer, or hangs (its objective's own loop, data,
+            evaluation, a step), ends within two seconds and is told as FAIL with a JobTimeoutError, and so does a trial whose job
+            passes ``Job.timeout``. Neither ends the study, whatever ``catch`` names.
 
     Returns:
         Figures of the run. What the trials found is in ``study``.
@@ -90,6 +94,13 @@ def optimize(
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
     _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
     check_keep_weights(keep_weights)
+    if (rule := why_no_limit(trial_timeout)) is not None:
+        raise StudyError(f"trial_timeout {rule}")
+    if deterministic and trial_timeout is not None:
+        raise StudyError(
+            "deterministic=True and trial_timeout= contradict each other: which trials pass it follows the clock"
+        )
+    caught = (*caught, JobTimeoutError)
     if deterministic and not exact:
         raise StudyError(
             "deterministic=True and exact=False contradict each other: which trials run as one follows the clock"
@@ -101,12 +112,21 @@ def optimize(
         _check_backend(backend, [name for name, (given, default) in elsewhere.items() if given != default])
         return spread(
             study, objective, n_trials, timeout, backend, None if max_concurrent == "auto" else max_concurrent, caught,
-            list(callbacks or ()), gc_after_trial, show_progress_bar, keep_weights,
+            list(callbacks or ()), gc_after_trial, show_progress_bar, keep_weights, trial_timeout,
         )  # fmt: skip
     with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine, engine.pages_stay():
         if timeline is not None:
             engine.native.record_spans(True)
-        coordinator = Coordinator(study, objective, engine, max_concurrent, deterministic, gc_after_trial, keep_weights)
+        coordinator = Coordinator(
+            study,
+            objective,
+            engine,
+            max_concurrent,
+            deterministic,
+            gc_after_trial,
+            keep_weights,
+            trial_timeout,
+        )
         with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
             summary = coordinator.run(n_trials, timeout, caught, list(callbacks or ()), progress)
         if timeline is not None:

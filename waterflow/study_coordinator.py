@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +19,12 @@ import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
-from waterflow.errors import JobCancelled
+from waterflow.errors import JobCancelled, JobTimeoutError
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.fusing import expect
-from waterflow.executor.steps_of_thread import close_steps_of_thread
+from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, Results
@@ -43,6 +44,7 @@ from waterflow.progress import ProgressLine
 from waterflow.runner import JobRunner, StopJob, draw_seed
 from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.study_values import UnfitJobError, check_job, value_of
+from waterflow.time_limit import TimeLimit
 from waterflow.user_code import UserCode, remembered_interrupts
 
 Objective = Callable[[Trial], Any]
@@ -79,6 +81,13 @@ class _Worker:
     state: TrialState | None = None
     error: BaseException | None = None
     told: threading.Event = field(default_factory=threading.Event)
+    steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that its objective made
+
+    def stop(self, reason: str) -> None:
+        """End its job, or the steps of its loop, at the next boundary."""
+        if self.runner is not None:
+            self.runner.stop(reason)
+        cancel_steps(self.steps, reason)
 
     def break_off(self) -> None:
         """Break off whatever its thread does."""
@@ -90,7 +99,7 @@ class Coordinator:
 
     def __init__(
         self, study: optuna.Study, objective: Objective, engine: Engine, max_concurrent: int | Literal["auto"],
-        deterministic: bool, gc_after_trial: bool, keep_weights: KeepWeights = "best",
+        deterministic: bool, gc_after_trial: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
     ) -> None:  # fmt: skip
         self._study = study
         self._objective = objective
@@ -102,6 +111,7 @@ class Coordinator:
             AutoConcurrency(engine.lanes, lambda: [engine.native.progress_ns]) if max_concurrent == "auto" else None
         )
         self._gc_after_trial = gc_after_trial
+        self._trial_timeout = trial_timeout
         self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
         self._running: dict[int, _Worker] = {}
         self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -218,9 +228,8 @@ class Coordinator:
         with contextlib.suppress(JobCancelled), within(self._engine, trial.number):
             try:
                 _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
-                with self._own_numbers(worker), worker.code.here(), heartbeat(trial, self._study):
-                    value = self._objective(trial)
-                    worker.value = self._train(worker, value) if isinstance(value, Job) else value
+                with heartbeat(trial, self._study):
+                    worker.value = self._limited(worker)
             except optuna.TrialPruned as pruned:
                 worker.state, worker.error = TrialState.PRUNED, pruned
             except BaseException as error:
@@ -241,12 +250,49 @@ class Coordinator:
         with own, telling_of_shared_numbers(f"trial {worker.trial.number}", lambda: len(self._running) > 1):
             yield
 
+    def _limited(self, worker: _Worker) -> Any:
+        """The trial's value, within the time that it may take."""
+        if self._trial_timeout is None:
+            return self._value(worker)
+        number = worker.trial.number
+        limit = TimeLimit(self._trial_timeout, f"trial {number}", "trial_timeout", worker.code, worker.stop)
+
+        def abandon(error: JobTimeoutError) -> Any:
+            if worker.runner is not None:
+                worker.result = worker.runner.abandon(error)
+            close_steps(worker.steps)
+            raise error
+
+        def work() -> Any:
+            worker.steps = made_here.steps
+            set_in_loop(self._study, True)
+            try:
+                return self._value(worker)
+            finally:
+                close_steps_of_thread()
+
+        try:
+            return limit.run(work, abandon)
+        finally:
+            if worker.result is not None:
+                worker.result = limit.applied(worker.result)
+
+    def _value(self, worker: _Worker) -> Any:
+        with self._own_numbers(worker), worker.code.here():
+            value = self._objective(worker.trial)
+            return self._train(worker, value) if isinstance(value, Job) else value
+
     def _turn(self, worker: _Worker) -> contextlib.AbstractContextManager[None]:
         return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()
 
     def _train(self, worker: _Worker, job: Job) -> Any:
         trial = worker.trial
         check_job(self._study, job)
+        if self._clock is not None and job.timeout is not None:
+            raise UnfitJobError(
+                f"job {job.name!r} has timeout={job.timeout:g}, which follows the clock, and the study is deterministic=True; "
+                "leave one of them out"
+            )
         single = len(self._study.directions) == 1
 
         def on_epoch(epoch: int, metrics: Metrics) -> None:

@@ -6,19 +6,13 @@ import contextlib
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 
-from waterflow.checkpoint import Checkpoint
-from waterflow.errors import ClusterError, JobCancelled, StudyError, SubmissionError
-from waterflow.executor.engine import Engine
-from waterflow.executor.steps_of_thread import close_steps_of_thread
-from waterflow.executor.thread_generators import generators_for, own_numbers
-from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.errors import ClusterError, JobCancelled, SubmissionError
+from waterflow.job import Results
 from waterflow.kept_weights import KeepWeights, KeptResults
 from waterflow.optuna_private import (
     TrialPruned,
@@ -28,18 +22,15 @@ from waterflow.optuna_private import (
     running_trials,
     set_in_loop,
     shareable,
-    stopped,
     tell_once,
     trial_of,
     values_of,
 )
-from waterflow.priority import Priority
 from waterflow.progress import ProgressLine
-from waterflow.runner import JobRunner, StopJob, draw_seed
+from waterflow.runner import draw_seed
 from waterflow.study_coordinator import Objective, StudyCallback, StudySummary
-from waterflow.study_values import UnfitJobError, check_job, value_of
-from waterflow.task import Task
-from waterflow.user_code import UserCode
+from waterflow.study_values import UnfitJobError
+from waterflow.trial_runner import TrialResult, TrialTask
 
 _LOOK_SECONDS = 2.0  # between two looks at whether the study was interrupted
 _AT_ONCE = 2  # trials for each device, where nobody says how many
@@ -67,145 +58,10 @@ class Devices(Protocol):
         """End it."""
 
 
-@dataclass(frozen=True)
-class TrialResult(JobResult):
-    """What became of a trial: ``returned`` by its objective, or by its job's evaluation; whether it stopped the study."""
-
-    returned: Any = None
-    stopped: bool = False
-
-
-class TrialTask(Task):
-    """One trial of a study, in another process: asks for its values there, trains, reports and prunes."""
-
-    def __init__(self, study: Any, number: int, objective: Objective, seed: int, weights: bool = True) -> None:
-        self.name = f"trial-{number}"
-        self.study = study
-        self.number = number
-        self.objective = objective
-        self.seed = seed
-        self.weights = weights  # whether its weights come back where it is completed
-
-    def runner(self, engine: Engine, seed: int, resume: Checkpoint | None) -> TrialRunner:
-        """See ``Task``."""
-        return TrialRunner(self, engine, resume)
-
-
-class TrialRunner:
-    """Runs a trial. One that returns a Job can be saved and go on elsewhere; the user's own loop begins again there."""
-
-    def __init__(self, task: TrialTask, engine: Engine, resume: Checkpoint | None) -> None:
-        self._task = task
-        self.engine = engine
-        self.priority: Priority = "guaranteed"
-        self._resume = resume
-        self._code = UserCode()
-        self._inner: JobRunner | None = None
-        self._halted: str | None = None
-        self._lock = threading.Lock()
-
-    def run(self) -> JobResult:
-        """See ``JobRunner``; errors end up in the result."""
-        task, began = self._task, time.perf_counter()
-        study = task.study
-        study.sampler.reseed_rng()  # all trials have copies of one sampler
-        set_in_loop(study, True)  # study.stop() looks at it
-        made: JobResult | None = None
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            trial = trial_of(study, task.number)
-            with own_numbers(*generators_for(self.engine.device, task.seed)), self._code.here():
-                value = task.objective(trial)
-            if isinstance(value, Job):
-                made = self._train(trial, value)
-                error = made.error
-                value = value_of(study, made) if made.status == "completed" else None
-        except BaseException as failure:
-            error = failure
-        finally:
-            close_steps_of_thread()
-        status: Any = "completed" if error is None else "failed"
-        if isinstance(error, TrialPruned) or (made is not None and made.status == "pruned"):
-            status, error = "pruned", None
-        elif self._halted is not None and status != "completed":
-            status = "cancelled"
-        found: dict[str, Any] = {"seconds": time.perf_counter() - began}
-        if made is not None:
-            found = {field.name: getattr(made, field.name) for field in fields(JobResult)}
-        if not task.weights:
-            found["state_dict"] = None
-        found |= {
-            "name": task.name, "status": status, "error": error, "returned": value, "stopped": stopped(study),
-            "traceback": "".join(traceback.format_exception(error)) if error is not None else None,
-        }  # fmt: skip
-        return TrialResult(**found)
-
-    def _train(self, trial: Any, job: Job) -> JobResult:
-        check_job(self._task.study, job)
-        single = len(self._task.study.directions) == 1
-
-        def on_epoch(epoch: int, metrics: Metrics) -> None:
-            if single:
-                trial.report(next(iter(metrics.values())), epoch)
-                if trial.should_prune():
-                    raise StopJob
-
-        runner = JobRunner(job, self.engine, on_epoch, seed=self._task.seed, resume=self._resume)
-        with self._lock:
-            self._inner = runner
-            runner.residence.set(self.priority)
-            if self._halted is not None:
-                runner.stop(self._halted)
-        return runner.run()
-
-    @property
-    def residence(self) -> Any:
-        """Where the priority is set: of its job, once there is one."""
-        return self._inner.residence if self._inner is not None else self
-
-    def set(self, priority: Priority) -> None:
-        """For the job to come."""
-        self.priority = priority
-
-    @property
-    def steps(self) -> int:
-        """Steps of its job; 0 of a loop of the user's own."""
-        return self._inner.steps if self._inner is not None else 0
-
-    @property
-    def step(self) -> Any:
-        """The step of its job."""
-        return self._inner.step if self._inner is not None else None
-
-    def snapshot(self, timeout: float | None = None) -> Checkpoint:
-        """See ``JobRunner``. Raises StudyError where there is no job to save."""
-        return self._job().snapshot(timeout)
-
-    def suspend(self, timeout: float | None = None) -> Checkpoint:
-        """See ``JobRunner``. Raises StudyError where there is no job to save."""
-        return self._job().suspend(timeout)
-
-    def stop(self, reason: str = "stopped") -> None:
-        """End it: a job at its next group boundary, the user's own loop at once."""
-        with self._lock:
-            self._halted = reason
-            inner = self._inner
-        if inner is not None:
-            inner.stop(reason)
-        else:
-            self._code.break_off()
-
-    def _job(self) -> JobRunner:
-        if self._inner is None:
-            raise StudyError(f"{self._task.name} trains in a loop of its own, whose state is not known; return a Job")
-        return self._inner
-
-
 def spread(
     study: Any, objective: Objective, n_trials: int | None, timeout: float | None, devices: Devices,
     max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
-    gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best",
+    gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
 ) -> StudySummary:  # fmt: skip
     """``study.optimize`` itself, whose trials run on ``devices``: it asks and tells, and waits for them on threads.
 
@@ -214,7 +70,7 @@ def spread(
     shared = shareable(study)
     at_once = max_concurrent or _AT_ONCE * max(1, sum(node["devices"] for node in devices.status()["nodes"]))
     devices.check([TrialTask(shared, 0, objective, 0)])
-    caller = _Caller(study, shared, objective, devices, catch, keep_weights, at_once)
+    caller = _Caller(study, shared, objective, devices, catch, keep_weights, at_once, trial_timeout)
     began = time.perf_counter()
     with ProgressLine(n_trials, "trials", show_progress_bar) as progress, caller.interruptible(study):
         then = [caller.told, *callbacks, lambda *_: progress.advance()]
@@ -244,10 +100,10 @@ class _Caller:
 
     def __init__(
         self, study: Any, shared: Any, objective: Objective, devices: Devices, catch: tuple[type[Exception], ...],
-        keep_weights: KeepWeights, at_once: int,
+        keep_weights: KeepWeights, at_once: int, trial_timeout: float | None,
     ) -> None:  # fmt: skip
         self._study, self._objective, self._devices, self._catch = shared, objective, devices, catch
-        self._weights = keep_weights != "none"
+        self._weights, self._trial_timeout = keep_weights != "none", trial_timeout
         self._seed = draw_seed()
         self._name = lasting_name(study)
         self._places = threading.Semaphore(at_once)  # also those that are adopted have one
@@ -331,7 +187,7 @@ class _Caller:
 
     def _hand_in(self, trial: Any, id: str) -> None:
         seed = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(self._seed + trial.number)))
-        task = TrialTask(self._study, trial.number, self._objective, seed, self._weights)
+        task = TrialTask(self._study, trial.number, self._objective, seed, self._weights, self._trial_timeout)
         self._devices.submit([task], id=id)
 
     def _run(self, trial: Any, start: Callable[[Any, str], None]) -> Any:

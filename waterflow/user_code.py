@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from waterflow.errors import JobCancelled
+from waterflow.stacks import in_user_code, where
 
 
 class UserCode:
@@ -54,6 +55,20 @@ class UserCode:
                 if not _imports(frames.get(thread)):
                     self._ordered.add(thread)
                     _raise_in(thread)
+
+    def break_off_user_code(self) -> None:
+        """The same for those of them that are in code of the user's, and not in ours: others train on in it."""
+        with self._lock:
+            for thread in self._inside:
+                if in_user_code(thread):
+                    self._ordered.add(thread)
+                    _raise_in(thread)
+
+    def where(self) -> str:
+        """What its threads do; where one of them is in code of the user's, the line."""
+        with self._lock:
+            threads = sorted(self._inside, key=in_user_code)
+        return where(threads[-1]) if threads else "about to begin or to end"
 
 
 def _imports(frame: types.FrameType | None) -> bool:

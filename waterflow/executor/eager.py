@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from waterflow import _C
 from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.executor.thread_generators import own_numbers
+from waterflow.executor.user_thread import current_user_thread
 from waterflow.partition.capture import split_result
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.surroundings import in_forward, user_place
@@ -114,6 +116,18 @@ class EagerStep:
         self._spec = spec
         self._generator = generator
         self._name = name
+        self._beside = current_user_thread()
+
+    def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
+        """The same, and the bytes that it reaches; beside the calling thread where it has a time limit."""
+
+        def work() -> Any:
+            return self(batch, update, surrounding)
+
+        if self._beside is None:
+            made: tuple[Any, int] = _C.metered(work)
+            return made
+        return self._beside.metered(work, self._spec.device.type == "cuda")
 
     def __call__(self, batch: Any, update: bool, surrounding: torch.dtype | None = None) -> Any:
         """Train on ``batch``; returns the loss, or (loss, metrics).

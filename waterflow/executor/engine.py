@@ -267,10 +267,14 @@ class Engine(Claims):
                 "this one holds; call it before or after that step, or make it outside of the engine"
             )
 
-    def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None) -> tuple[Any, int]:
+    def run_eager(
+        self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> tuple[Any, int]:  # fmt: skip
         """Run ``work`` on a lane as one group; returns its result and its measured height in bytes.
 
-        Without a plan the height is not known yet: it then runs in the reserve, one at a time.
+        Without a plan the height is not known yet: it then runs in the reserve, one at a time, and waits for others' inside of
+        ``waiting()``.
         """
         self.refuse_inside(f"eager work of job {self.names[job]!r}")
         box: list[Any] = []
@@ -278,6 +282,9 @@ class Engine(Claims):
         def task() -> None:
             box.append(_C.metered(work, self.device.type == "cuda"))
 
+        if plan is None:
+            with waiting(), self._eager:
+                pass
         with contextlib.nullcontext() if plan is not None else self._eager:
             run = _C.opaque_run(plan or _C.GroupPlan(ends=[1], peak=[0], after=[0]), task)
             self.native.submit(job, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any, Protocol
@@ -42,6 +43,26 @@ def steps_of(engine: object) -> list[Any]:
     """The steps that are alive in an engine, whoever made them."""
     with _guard:
         return [step for step in _all if step.engine is engine]
+
+
+def close_steps(steps: weakref.WeakSet[Any]) -> None:
+    """Close the steps of a thread that does not come back, from another one."""
+    for step in _copied(steps):
+        step.close()
+
+
+def cancel_steps(steps: weakref.WeakSet[Any], reason: str) -> None:
+    """End the steps of another thread at their next group boundary; what is called of them from then on raises JobCancelled."""
+    for step in _copied(steps):
+        if step.engine is not None and step.job is not None:
+            with contextlib.suppress(ValueError):  # it has left already
+                step.engine.native.cancel(step.job, reason)
+
+
+def _copied(steps: weakref.WeakSet[Any]) -> list[Any]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # its thread has made another one meanwhile
+            return list(steps)
 
 
 def close_steps_of_thread() -> None:
