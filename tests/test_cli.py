@@ -183,7 +183,25 @@ def test_a_study_that_would_maximize_a_training_loss(folder: Path):
     assert ended.exit_code == 1 and "job 'trial 0' has no evaluate=" in told[-1] and "trial 1" not in ended.stderr
 
 
+def test_a_trial_over_its_time_limit(folder: Path):
+    (folder / "code.py").write_text(USER_CODE + "\nimport time\ndef slow(trial):\n    while True: time.sleep(0.01)\n")
+    ended = run("study", config(folder, "objective: code.py:slow\nn_trials: 1\ntrial_timeout: 0.5\n"))
+    (line,) = lines(ended.stderr)
+    assert ended.exit_code == 1 and "trial 0 ran longer than its limit trial_timeout=0.5 s" in line
+
+
 # -- train
+
+
+def test_settings_of_a_job(folder: Path):
+    from waterflow.config import load_train
+
+    text = f"jobs:\n- {{{PIECES}, timeout: 2.5, train_mode: as_is}}\n- {{job: code.py:deep, timeout: 3}}\n"
+    one, other = load_train(config(folder, text)).jobs
+    assert (one.timeout, one.train_mode, other.timeout, other.train_mode) == (2.5, "as_is", 3, "auto")
+    for wrong in ("timeout: -1", "train_mode: eval"):
+        ended = run("train", config(folder, f"jobs:\n- {{{PIECES}, {wrong}}}\n"))
+        assert ended.exit_code == 2 and wrong.split(":")[0] in ended.stderr and "must be" in ended.stderr
 
 
 def test_train_of_the_examples(tmp_path: Path):

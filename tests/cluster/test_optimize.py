@@ -134,6 +134,24 @@ def test_a_training_loss_is_not_maximized(cluster: wf.Cluster, catch: Any) -> No
     assert [trial.state.name for trial in study.trials] == ["FAIL"]
 
 
+def test_trials_over_their_time_limit(cluster: wf.Cluster, study: optuna.Study) -> None:
+    """A loop of its own, and a job: told as failed, and the study goes on."""
+
+    def objective(trial: optuna.Trial) -> Any:
+        if trial.number == 0:
+            while True:
+                time.sleep(0.01)
+        job = build(trial)
+        if trial.number == 1:
+            job.evaluate = lambda model: threading.Event().wait()
+        return job
+
+    done = wf.optimize(study, objective, 3, backend=cluster, trial_timeout=4.0, max_concurrent=1)
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL", "COMPLETE"]
+    errors = [str(result.error) for result in done.results if result.error is not None]
+    assert len(errors) == 1 and "trial 1 ran longer than its limit trial_timeout=4 s" in errors[0]
+
+
 def test_interrupted(cluster: wf.Cluster, study: optuna.Study) -> None:
     """Ctrl-C ends the trials, too."""
     import signal
