@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import waterflow as wf
 from waterflow.errors import JobCancelled
 from waterflow.stopping import break_off_all
 from waterflow.user_code import UserCode
@@ -50,6 +53,30 @@ def test_a_thread_that_imports_is_broken_off_behind_it(tmp_path: Path, monkeypat
     break_off_all([code], [thread], 10.0)
     assert not thread.is_alive() and ends == ["broken off"]
     assert importlib.import_module("slow_to_import").loaded
+
+
+def test_a_thread_that_captures_is_broken_off_behind_it() -> None:
+    """torch ends the process where an exception comes out of some of the functions that a trace calls."""
+    code, inside, through = UserCode(), threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            for _ in range(30):
+                time.sleep(0.01)
+            through.set()
+            return super().forward(x)
+
+    def work() -> None:
+        model = Slow(4, 4)
+        step = wf.Step(model, optimizer=torch.optim.SGD(model.parameters(), 0.1), step=lambda m, b: m(b).sum())
+        while True:
+            step(torch.ones(2, 4))
+
+    thread, ends = started(code, work)
+    assert inside.wait(60)
+    break_off_all([code], [thread], 20.0)
+    assert not thread.is_alive() and ends == ["broken off"] and through.is_set()
 
 
 def test_an_order_that_is_swallowed_is_given_again() -> None:

@@ -14,7 +14,7 @@ import torch
 _OURS = str(Path(__file__).parent) + os.sep
 _LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _INSTALLED = ("site-packages", "dist-packages")
-_IMPORT = "<frozen importlib"
+_TO_THE_END = ("<frozen importlib", _OURS + "partition" + os.sep)
 _WHAT = {
     "data.py": "reading its data", "shared_data.py": "reading its data", "evaluation.py": "evaluating",
     "eager.py": "in a step", "capture.py": "capturing its step", "building.py": "making its model or optimizer",
@@ -44,14 +44,23 @@ def _is_library(frame: FrameType) -> bool:
     return file.startswith(ours) or (file.startswith(library) and not any(name in file for name in _INSTALLED))
 
 
+def must_go_on(thread: int) -> bool:
+    """Whether breaking the thread off would harm others: it imports, or it captures a step.
+
+    Python would keep the lock of a module for ever whose import ends there, and an exception that comes out of some of the
+    Python functions that torch calls in a trace ends the process.
+    """
+    return any(frame.f_code.co_filename.startswith(_TO_THE_END) for frame in _frames(thread))
+
+
 def in_user_code(thread: int) -> bool:
     """Whether the thread is in code of the user's, or in a library that this called, or that its data is.
 
-    Not inside of an import, which other threads may wait for, and which nobody could do again.
+    Not where it must go on.
     """
-    frames = _frames(thread)
-    if any(frame.f_code.co_filename.startswith(_IMPORT) for frame in frames):
+    if must_go_on(thread):
         return False
+    frames = _frames(thread)
     for frame in frames:
         if not _is_library(frame):
             return not _is_ours(frame) or os.path.basename(frame.f_code.co_filename) == "data.py"

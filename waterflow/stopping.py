@@ -62,7 +62,7 @@ def break_off_all(works: Sequence[CanBreakOff], threads: Iterable[threading.Thre
     """Break off the user's code on ``threads``, and wait for them, at most ``seconds`` for all.
 
     The order is given again until they have ended: one that arrives inside of a finalizer, or of code that catches
-    everything, is lost, and none is given to a thread that imports a module.
+    everything, is lost, and none is given to a thread that imports or captures.
     """
     waited_for = list(threads)
     deadline = time.monotonic() + seconds

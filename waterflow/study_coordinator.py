@@ -45,7 +45,7 @@ from waterflow.runner import JobRunner, StopJob, draw_seed
 from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.study_values import UnfitJobError, check_job, value_of
 from waterflow.time_limit import TimeLimit
-from waterflow.user_code import UserCode, remembered_interrupts
+from waterflow.user_code import UserCode, import_ahead, remembered_interrupts
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
@@ -112,6 +112,7 @@ class Coordinator:
         )
         self._gc_after_trial = gc_after_trial
         self._trial_timeout = trial_timeout
+        import_ahead()
         self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
         self._running: dict[int, _Worker] = {}
         self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import signal
-import sys
 import threading
 import time
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from waterflow.errors import JobCancelled
-from waterflow.stacks import in_user_code, where
+from waterflow.stacks import in_user_code, must_go_on, where
+
+
+def import_ahead() -> None:
+    """Import what torch imports when a process makes its first optimizer: it takes seconds, in which no order arrives."""
+    importlib.import_module("torch._dynamo")
 
 
 class UserCode:
     """The threads that run one job's or one trial's code. Thread-safe."""
 
     def __init__(self) -> None:
+        import_ahead()
         self._inside: Counter[int] = Counter()
         self._ordered: set[int] = set()
         self._lock = threading.Lock()
@@ -46,13 +51,11 @@ class UserCode:
     def break_off(self) -> None:
         """Raise JobCancelled in all of them; a thread that waits in native code gets it when it comes back.
 
-        A thread in the middle of an import is passed over: broken off there, Python would keep the module's lock for ever.
-        Whoever waits for the thread gives the order again.
+        A thread that must go on is passed over. Whoever waits for it gives the order again.
         """
         with self._lock:
-            frames = sys._current_frames()
             for thread in self._inside:
-                if not _imports(frames.get(thread)):
+                if not must_go_on(thread):
                     self._ordered.add(thread)
                     _raise_in(thread)
 
@@ -69,14 +72,6 @@ class UserCode:
         with self._lock:
             threads = sorted(self._inside, key=in_user_code)
         return where(threads[-1]) if threads else "about to begin or to end"
-
-
-def _imports(frame: types.FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _raise_in(thread: int) -> None:
