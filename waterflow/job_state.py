@@ -128,9 +128,9 @@ def progress_of(step: Step) -> dict[str, Any]:
     """What a step has counted, and how far it is in gathering gradients for an update: calls, and sums by parameter."""
     sums: dict[str, torch.Tensor] = {}
     if step._micro and step.opaque_reason is None:
-        sums = step._variants._accumulators
+        sums = step._variants.sums
     elif step._micro:
-        sums = {name: p.grad for name, p in step._spec.model.named_parameters() if p.grad is not None}
+        sums = step._eager_step.named_sums()
     return {"calls": step._micro, "sums": copied(sums), "counts": {name: getattr(step, name) for name in _COUNTS}}
 
 
@@ -139,14 +139,14 @@ def put_progress(step: Step, taken: dict[str, Any]) -> None:
     step._micro = taken["calls"]
     for name, count in taken["counts"].items():
         setattr(step, name, count)
-    for name, parameter in step._spec.model.named_parameters():
+    parameters = dict(step._spec.model.named_parameters())
+    sums = {name: one.to(parameters[name].device, copy=True) for name, one in taken["sums"].items()}
+    for parameter in parameters.values():
         parameter.grad = None
-        if name in taken["sums"]:
-            sums = taken["sums"][name].to(parameter.device, copy=True)
-            if step.opaque_reason is None:
-                step._variants._accumulators[name] = sums
-            else:
-                parameter.grad = sums
+    if step.opaque_reason is None:
+        step._variants.put_sums(sums)
+    else:
+        step._eager_step.put_sums(sums)
 
 
 def check_same_job(job: Job, checkpoint: Checkpoint) -> None:

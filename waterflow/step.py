@@ -53,8 +53,8 @@ class Step:
 
     Calling it with a batch returns the loss, an ordinary scalar tensor that is the caller's to keep, or ``(loss, metrics)`` where the
     step function returns a dict of tensors beside the loss. On the CPU the call returns when the step is done, and leaves the
-    interpreter lock while it works. Parameters, buffers and optimizer state are changed in place; ``p.grad`` is None afterwards, so
-    neither ``loss.backward()``, ``optimizer.step()`` nor a GradScaler belongs beside a step: see ``clip_grad_norm``, ``autocast``.
+    interpreter lock while it works. Parameters, buffers and optimizer state are changed in place; ``p.grad`` does not count, and is
+    None afterwards: neither ``loss.backward()``, ``optimizer.step()`` nor a GradScaler belongs beside a step (see ``clip_grad_norm``).
 
     The step is captured at the first call with a batch of a new shape; steps of equal models share captures. SGD, Adam and AdamW run
     in their fused form unless made with ``fused=False`` or ``foreach=``. What cannot be captured runs eagerly: see ``opaque_reason``.
@@ -69,7 +69,7 @@ class Step:
         step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
         optimizer: A ``torch.optim`` optimizer over the model's parameters. Its groups' numbers, and its state, are read at each call.
         accumulate: Update at every n-th call, with the mean of the n gradients.
-        clip_grad_norm: Largest total norm of the gradients of an update.
+        clip_grad_norm: Largest total norm of the gradients of an update, over the optimizer's groups in their order.
         clip_grad_value: Largest absolute value of a gradient's entry in an update.
         autocast: A data type (``torch.bfloat16``) to run forward and loss in, as under ``torch.autocast``.
         early_updates: Change parameters as soon as their gradients are complete, where gradients would else stand at the step's peak.
@@ -279,7 +279,7 @@ class Step:
         run = variant.binding.run(native, variant.given(leaves, wait, self.shared_batches), variant.slots, profiled)
         run.by_caller = by_caller
         first = self._variants.begin_update() if update else set()
-        pending = Pending(self, run, variant, profiled, self._micro, first)
+        pending = Pending(self, run, variant, profiled, self._micro, first, gathered=self._variants.gather(variant))
         self._note(variant)
         return self._hand_in(pending, plan, update)
 
@@ -355,7 +355,7 @@ class Step:
         self._micro = pending.micro
         while True:
             last = self._under_way.pop()
-            self._variants.undo_update(last.first)
+            self._variants.undo_update(last.first, last.gathered)
             if last is pending:
                 return
 
@@ -376,7 +376,7 @@ class Step:
 
         def work() -> None:
             if refused is not None:
-                self._variants.gather_in_parameters()
+                self._eager_step.put_sums(self._variants.sums)
             made, height = self._eager_step.metered(batch, update, surrounding)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)

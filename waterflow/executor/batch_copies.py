@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from waterflow.partition.operators import storage_id
+from waterflow.partition.operators import storage_id, with_lazy_bits
 from waterflow.partition.structure import extent_bytes
 
 ALIGNMENT = 16  # bytes: of the largest elements
@@ -24,7 +24,7 @@ def copied(batch: Any) -> Any:
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides, which lie on the same bytes of a storage where the tensors do."""
+    """Copies with the same strides and lazy bits, which lie on the same bytes of a storage where the tensors do."""
     copies: list[Any] = [None if _is_plain(tensor) else tensor.detach().clone() for tensor in tensors]
     spans = [
         (storage_id(tensor), tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), i)
@@ -48,7 +48,7 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     dense = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() > 0
-    return dense and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return dense and not tensor.is_quantized
 
 
 def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,9 +59,9 @@ def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     end = max(tensor.data_ptr() + extent_bytes(tensor) for tensor in tensors) - start
     raw = torch.empty(0, dtype=torch.uint8, device=storage.device)
     block = raw.set_(storage, first, (end - first,)).clone().untyped_storage()
-    return [
-        tensor.detach().new_empty(0).set_(
-            block, (tensor.data_ptr() - start - first) // tensor.element_size(), tensor.shape, tensor.stride()
-        )
-        for tensor in tensors
-    ]  # fmt: skip
+    copies = []
+    for tensor in tensors:
+        place = (tensor.data_ptr() - start - first) // tensor.element_size()
+        copy = tensor.detach().new_empty(0).set_(block, place, tensor.shape, tensor.stride())
+        copies.append(with_lazy_bits(copy, tensor))
+    return copies

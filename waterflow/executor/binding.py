@@ -13,6 +13,7 @@ from torch import nn
 from waterflow import _C
 from waterflow.executor.captured import CapturedStep
 from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.gradients import no_gradient
 from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP
 from waterflow.partition.spec import GraphInput, StepSpec
 
@@ -46,7 +47,8 @@ class Owner:
             binding.set_input(slot, _state_entry(spec.optimizer, self.tensors[given.name], given.key))
         elif given.kind == "accumulator":
             if given.name not in self.accumulators:
-                self.accumulators[given.name] = torch.zeros_like(self.tensors[given.name].detach())
+                parameter = self.tensors[given.name].detach()
+                self.accumulators[given.name] = torch.full_like(parameter, no_gradient(parameter))
             binding.set_input(slot, self.accumulators[given.name])
         elif given.kind == "rate":
             single = spec.device.type == "cuda"
@@ -68,6 +70,12 @@ class Owner:
 
     def watch(self, binding: _C.Binding) -> None:
         """From now on the binding tells whether any of what it was made from is another object."""
+        for tensor in (*self.tensors.values(), *self.looked.strangers):
+            if tensor.layout == torch.strided:
+                binding.watch_form(tensor)
+        for group in self.spec.optimizer.param_groups:
+            for parameter in group["params"]:
+                binding.own_gradient(parameter)
         _watch_model(binding, self.spec.model)
         _watch_looks(binding, self.looked)
         _watch_optimizer(binding, self.spec.optimizer)
@@ -114,8 +122,6 @@ def bind_readings(captured: CapturedStep, owner: Owner, job: int) -> _C.Binding:
         if given.job == job and _is_read(given):
             owner.fill(binding, slot, given)
     owner.watch(binding)
-    for tensor in owner.tensors.values():
-        binding.watch_storage(tensor)
     return binding
 
 

@@ -123,6 +123,7 @@ class CapturedStep:
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
     spilled: Spilled | None = None  # what it holds in host memory from its forward to its backward pass
     compiled: Compiled | None = None  # what of it is native code, where that was asked for
+    layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture says
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -288,6 +289,13 @@ class CaptureCache:
                     while len(self._entries) > self._size:
                         self._entries.popitem(last=False)
                 self._building.pop(key).set()
+
+    def renew(self, key: Hashable, old: CapturedStep, make: Callable[[], CapturedStep]) -> CapturedStep:
+        """The entry of ``key`` built anew, unless it is another than ``old`` already."""
+        with self._lock:
+            if self._entries.get(key) is old:
+                del self._entries[key]
+        return self.get(key, make)
 
     def clear(self) -> None:
         """Forget everything; captures in use live on with their jobs."""

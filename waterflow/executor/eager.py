@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -110,13 +110,18 @@ def wants_model(function: Any) -> bool:
 
 
 class EagerStep:
-    """One training step through autograd and the optimizer's own ``step()``. Errors get a note of ``name`` and the place."""
+    """One training step through autograd and the optimizer's own ``step()``. Errors get a note of ``name`` and the place.
+
+    ``sums`` holds the gradients that earlier calls of an accumulating step have gathered for the next update. What else
+    lies in ``.grad`` of the optimizer's parameters, from a backward pass of somebody else's, counts for nothing.
+    """
 
     def __init__(self, spec: StepSpec, generator: torch.Generator | None, name: str) -> None:
         self._spec = spec
         self._generator = generator
         self._name = name
         self._beside = current_user_thread()
+        self.sums: dict[torch.Tensor, torch.Tensor] = {}
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
         """The same, and the bytes that it reaches; beside the calling thread where it has a time limit."""
@@ -128,6 +133,15 @@ class EagerStep:
             made: tuple[Any, int] = _C.metered(work)
             return made
         return self._beside.metered(work, self._spec.device.type == "cuda")
+
+    def named_sums(self) -> dict[str, torch.Tensor]:
+        """The gathered gradients by the parameter's name."""
+        return {name: self.sums[p] for name, p in self._spec.model.named_parameters() if p in self.sums}
+
+    def put_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Go on from gradients that were gathered elsewhere, which stay as they are."""
+        parameters = dict(self._spec.model.named_parameters())
+        self.sums = {parameters[name]: one.clone() for name, one in sums.items()}
 
     def __call__(self, batch: Any, update: bool, surrounding: torch.dtype | None = None) -> Any:
         """Train on ``batch``; returns the loss, or (loss, metrics).
@@ -144,6 +158,9 @@ class EagerStep:
 
     def _train(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         spec = self._spec
+        trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
+        for parameter in trained:
+            parameter.grad = self.sums.get(parameter)
         random = own_numbers(self._generator) if self._generator is not None else contextlib.nullcontext()
         with random, torch.enable_grad(), in_forward(spec, surrounding) as cast:
             with cast:
@@ -151,13 +168,15 @@ class EagerStep:
             loss, metrics = split_result(result, numbers=True)
             (loss / spec.accumulate if spec.accumulate > 1 else loss).backward()
         if update:
-            trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             if spec.clip_norm is not None:
                 nn.utils.clip_grad_norm_(trained, spec.clip_norm)
             if spec.clip_value is not None:
                 nn.utils.clip_grad_value_(trained, spec.clip_value)
             spec.optimizer.step()
             spec.optimizer.zero_grad(set_to_none=True)
+        self.sums = {p: p.grad for p in trained if p.grad is not None}
+        for parameter in self.sums:
+            parameter.grad = None
         if metrics:
             return loss.detach(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, metrics)
         return loss.detach()

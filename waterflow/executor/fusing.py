@@ -83,6 +83,7 @@ class Fusing:
             return None
         with self._changed:
             assert seat.readings is not None
+            seat.readings.clear_gradients()
             pending = FusedPending(
                 seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update(), step
             )

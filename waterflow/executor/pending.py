@@ -23,6 +23,7 @@ class Pending:
     micro: int  # its place among the steps of an update
     first: set[str]  # first updates that it makes
     returned: list[Any] = field(default_factory=list)  # by a step that ran eagerly
+    gathered: frozenset[str] | None = None  # the parameters with gradients from calls before it; None: it runs eagerly
 
     def wait(self) -> None:
         """Until the step has ended, well or not."""

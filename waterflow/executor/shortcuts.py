@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from waterflow.partition.operators import is_view, storage_id
+from waterflow.partition.exact import exact
+from waterflow.partition.operators import is_view, lazy_bits, storage_id
 
 aten = torch.ops.aten
 
@@ -68,7 +69,7 @@ def _own_kernel(target: Any, values: Sequence[Any]) -> str | None:
 
 def _is_plain(value: Any, dtypes: Collection[torch.dtype]) -> bool:
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or any(lazy_bits(tensor)):
         return False
     return tensor.device.type == "cpu" and tensor.dtype in dtypes
 
@@ -112,7 +113,7 @@ def masks(calls: Sequence[fx.Node], rates: Mapping[tuple[str, str], Any]) -> dic
             and not filled.kwargs
             and len(empty.args) == 1
             and filled.args[0] is empty
-            and divided.args == (filled, _share(filled))
+            and exact(divided.args) == exact((filled, _share(filled)))
             and type(_share(filled)) is float
             and list(empty.users) == [filled]
             and list(filled.users) == [divided]
@@ -167,6 +168,7 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
             and isinstance(given, torch.Tensor)
             and made.dtype == given.dtype
             and not made.is_complex()
+            and made.is_neg() == given.is_neg()
             and made.layout == given.layout == torch.strided
             and storage_id(made) == storage_id(given)
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.dropout_rates import RatesMatter, rates
 from waterflow.partition.fingerprint import Fingerprint, ambient_key
+from waterflow.partition.layouts import surprises
 from waterflow.partition.optimizers import FIRST_STEP_FLAG
 from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
@@ -36,9 +37,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("waterflow")
 
 Recompute = int | Literal["auto"] | None
+# The batch, whether the step updates, settings of the process, and the parameters that have gradients from earlier calls.
+Key = tuple[Hashable, bool, Hashable, frozenset[str]]
 MOST_SHAPES = 16
 # A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
 MOST_CAPTURES = 8
+MOST_SURPRISES = 8  # each capture by what kernels have told of their layouts may ask others
 
 
 @contextlib.contextmanager
@@ -97,7 +101,7 @@ class Variant:
     step where there is room for it, and ``low`` tells for what room this is a lower form.
     """
 
-    key: tuple[Hashable, bool, Hashable]
+    key: Key
     plain: CapturedStep
     captured: CapturedStep
     planned: PlannedStep
@@ -139,8 +143,8 @@ class Variant:
             )
         if inside and before_copies is not None:
             before_copies()
-        for i in inside:
-            given[i] = given[i].clone()
+        for i, copy in zip(inside, copies_of([given[i] for i in inside])):
+            given[i] = copy
         return given
 
 
@@ -172,13 +176,14 @@ class Variants:
         self._too_high: dict[Hashable, CapturedStep] = {}  # steps whose native code holds more than there is
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
+        self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
         self._first_step: dict[str, bool] = {}
         self._captures: dict[Hashable, int] = {}
         self._tried_again = False
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
         """The variant for such a batch, bound to the tensors as they are now. Raises CaptureError."""
-        key = (batch_key, update, ambient_key(self._spec.device.type))
+        key = (batch_key, update, ambient_key(self._spec.device.type), self._gathered if update else frozenset())
         variant = self._variants.get(key)
         if variant is not None and variant.binding.current():
             return variant
@@ -206,11 +211,9 @@ class Variants:
         self._heights[variant.key] = wanted
         return self._make(variant.key, leaves, batch_spec)
 
-    def _make(
-        self, key: tuple[Hashable, bool, Hashable], leaves: list[Any], batch_spec: pytree.TreeSpec | None
-    ) -> Variant:
-        spec = self._spec if key[1] else replace(self._spec, update=False)
-        plain, structure, looked = self._capture(spec, key, leaves, batch_spec)
+    def _make(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
+        spec = replace(self._spec, update=key[1], gathered=key[3])
+        plain, structure, looked = self._capture(spec, key, leaves, batch_spec, runs=True)
         form = captured = self._form(plain, structure, key, self._height(key))
         name = structure, key, self._height(key), plain.exact
         low = self._low.get(key)
@@ -304,9 +307,10 @@ class Variants:
 
         Raises CaptureError, and MemoryLimitError for a height that it cannot be brought to.
         """
-        key = (batch_key, True, ambient_key(self._spec.device.type))
+        gathered = frozenset(self._spec.trained()) if self._spec.accumulate > 1 else frozenset()
+        key = (batch_key, True, ambient_key(self._spec.device.type), gathered)
         with as_refusal():
-            plain, structure, _ = self._capture(self._spec, key, leaves, batch_spec)
+            plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
             return self._form(plain, structure, key, self._height(key) if height is None else height)
 
     def _height(self, key: Hashable) -> int | None:
@@ -319,18 +323,18 @@ class Variants:
         return captures.get((structure, key, height, plain.exact), lambda: recomputing(plain, height))
 
     def _capture(
-        self, spec: StepSpec, key: Hashable, leaves: list[Any], batch_spec: pytree.TreeSpec | None
+        self, spec: StepSpec, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, runs: bool = False
     ) -> tuple[CapturedStep, Hashable, Fingerprint]:
         structure, looked = structure_key(spec)
         old = self._variants.get(key)
         if old is not None and old.structure == structure:
             return old.plain, structure, looked
-        before = self._captures.get(key, 0)
+        before = self._captures.get(key[:3], 0)
         if before >= MOST_CAPTURES:
             raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
 
         def make() -> CapturedStep:
-            self._captures[key] = before + 1
+            self._captures[key[:3]] = before + 1
             return build(spec, leaves, batch_spec, looked, self._name)
 
         try:
@@ -339,6 +343,11 @@ class Variants:
             structure = (structure, rates(spec.model))
             spec = replace(spec, rates_matter=True)
             found = captures.get((structure, key), make)
+        for _ in range(MOST_SURPRISES if runs and not found.layouts_hold else 0):
+            if not surprises(found.capture.graph):
+                break
+            found = captures.renew((structure, key), found, make)
+        found.layouts_hold |= runs
         if not self._exact:
             found = captures.get((structure, key, "inexact", self._threads), found.inexact)
         return found, structure, looked
@@ -357,22 +366,35 @@ class Variants:
         self._first_step.update(dict.fromkeys(taken, False))
         return taken
 
-    def undo_update(self, taken: set[str]) -> None:
-        """It failed: the next one is the first again."""
+    def undo_update(self, taken: set[str], gathered: frozenset[str] | None = None) -> None:
+        """It failed: the next one is the first again; ``gathered`` have sums of gradients."""
         self._first_step.update(dict.fromkeys(taken, True))
+        self._gathered = self._gathered if gathered is None else gathered
 
     def claim_again(self) -> None:
         """Memory that was claimed for the variants is not enough any more."""
         for variant in self._variants.values():
             variant.claimed = None
 
-    def gather_in_parameters(self) -> None:
-        """The next step runs eagerly: gradients gathered so far become those of the parameters."""
-        parameters = dict(self._spec.model.named_parameters())
-        for name, gathered in self._accumulators.items():
-            parameters[name].grad = gathered.clone()
+    def gather(self, variant: Variant) -> frozenset[str]:
+        """A step was handed in, which adds to sums of gradients or updates by them: returns those that there were before it."""
+        before = self._gathered
+        if self._spec.accumulate > 1:
+            self._gathered = frozenset() if variant.key[1] else before.union(variant.plain.capture.gradients)
+            for name in before.difference(variant.owner.spec.updated()) if variant.key[1] else ():
+                self._accumulators.pop(name)  # the optimizer trains it no more
+        return before
+
+    @property
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The gradients gathered since the last update, by parameter."""
+        return {name: self._accumulators[name] for name in sorted(self._gathered)}
+
+    def put_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Go on from gradients that were gathered elsewhere; before the first step."""
+        self._accumulators, self._gathered = dict(sums), frozenset(sums)
 
     def clear(self) -> None:
         """Let go of everything."""
         self._variants.clear()
-        self._accumulators = {}
+        self.put_sums({})

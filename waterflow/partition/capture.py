@@ -28,10 +28,10 @@ from waterflow.partition.cleanup import clean_up
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
-from waterflow.partition.gradients import gradients_of, to_be_changed
+from waterflow.partition.gradients import gradients_of, no_gradient, to_be_changed
 from waterflow.partition.in_place import sum_in_place
-from waterflow.partition.operators import tensors_in
-from waterflow.partition.optimizers import check_optimizer, state_keys
+from waterflow.partition.operators import tensors_in, with_lazy_bits
+from waterflow.partition.optimizers import check_optimizer, state_keys, update_groups
 from waterflow.partition.recorder import Recorder, constants_of
 from waterflow.partition.spec import GraphInput, StepSpec
 from waterflow.partition.structure import check_plain, lie_apart, structure_key
@@ -68,6 +68,7 @@ class Capture:
     early_updates: int  # places before the step's end where parameters change
     apart: bool  # no two of the step's tensors lie on the same bytes
     seconds: float
+    gradients: tuple[str, ...] = ()  # the parameters that the backward pass reaches
 
     @property
     def nodes(self) -> int:
@@ -104,7 +105,7 @@ def capture_step(
             tracer, graph, constants = _trace(_StepTracer.make_fx, spec, leaves, batch_spec, looked)
         tracer.tag_phases(graph)
         tracer.check_strangers(graph, constants)
-        groups = _update_groups(graph, tracer)
+        groups = update_groups(graph, tracer.inputs, tracer.group_names)
         rates = find_rates(graph, tracer.stand_ins)
         clean_up(graph)
         sum_in_place(graph)
@@ -117,6 +118,7 @@ def capture_step(
             metrics=tuple(tracer.metric_names),
             update_groups=groups,
             dropout_rates=rates,
+            gradients=tracer.gradients,
             early_updates=early,
             apart=apart,
             seconds=time.perf_counter() - start,
@@ -157,6 +159,7 @@ class _StepTracer:
         self.stand_ins = StandIns()
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
+        self.gradients: tuple[str, ...] = ()
         self._marks: list[int] = []
         self._graph: Callable[[], fx.Graph]
         # Made outside of the mode, in which nothing real is to be touched: that would be a detour of 0.2 ms each time.
@@ -172,6 +175,8 @@ class _StepTracer:
             like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=given.name in self._trained
             and given.kind == "parameter",
         )  # fmt: skip
+        if given.kind in ("parameter", "buffer", "stranger", "batch"):
+            fake = with_lazy_bits(fake, like)
         self.inputs.append(given)
         self.fakes.append(fake)
         return fake
@@ -187,7 +192,8 @@ class _StepTracer:
         self.fakes_by_id |= {id(t): self.tensors[name] for name, t in spec.model.named_buffers()}
         for number, tensor in enumerate(self.looked.strangers):
             self.fakes_by_id[id(tensor)] = self._add(GraphInput("stranger", leaf=number), tensor)
-        names = {id(p): name for name, p in self._trained.items()}
+        updated = spec.updated()
+        names = {id(p): name for name, p in updated.items()}
         self.state: dict[str, dict[str, torch.Tensor]] = {}
         self.group_names: list[list[str]] = []
         for group in spec.optimizer.param_groups:
@@ -196,7 +202,7 @@ class _StepTracer:
             if not spec.update:
                 continue
             for name in members:
-                parameter = self._trained[name]
+                parameter = updated[name]
                 entries = {}
                 for key in state_keys(spec.optimizer, group):
                     like = self._single if key == "step" else parameter
@@ -204,7 +210,7 @@ class _StepTracer:
                 self.state[name] = entries
         self.accumulators: dict[str, torch.Tensor] = {}
         if spec.accumulate > 1:
-            for name, parameter in self._trained.items():
+            for name, parameter in updated.items():
                 self.accumulators[name] = self._add(GraphInput("accumulator", name), parameter)
         self.rates: list[torch.Tensor] = []
         if spec.update:
@@ -242,6 +248,7 @@ class _StepTracer:
             raise self.mode.refused
         self._mark()
         by_name = {name: g for name, g in zip(names, gradients) if g is not None}
+        self.gradients = tuple(by_name)
         results = [loss.detach(), *(value.detach() for value in metrics.values())]
         with torch.no_grad():
             self._update(by_name, results)
@@ -275,9 +282,11 @@ class _StepTracer:
         if spec.accumulate > 1:
             for name, gradient in gradients.items():
                 self.accumulators[name].add_(gradient)
-            gradients = {name: self.accumulators[name] for name in gradients}
+            gradients = {name: self.accumulators[name] for name in {*gradients, *spec.gathered} & {*self.accumulators}}
         if not spec.update:
             return
+        # As a loop over the optimizer's parameters has them: a norm of all is a sum in this order.
+        gradients = {name: gradients[name] for names in self.group_names for name in names if name in gradients}
         parameters = {name: self.tensors[name] for name in gradients}
         if spec.accumulate == 1 and (spec.clip_norm is not None or spec.clip_value is not None):
             gradients = to_be_changed(gradients, parameters, (*self.fakes, *results))
@@ -292,7 +301,7 @@ class _StepTracer:
         type(spec.optimizer).step(optimizer)
         if spec.accumulate > 1:
             for gradient in gradients.values():
-                gradient.zero_()
+                gradient.fill_(no_gradient(gradient))
         for parameter in parameters.values():
             parameter.grad = None
 
@@ -379,18 +388,3 @@ def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict
         if not numbers and not isinstance(value, torch.Tensor):
             raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
     return result, metrics
-
-
-def _update_groups(graph: fx.Graph, tracer: _StepTracer) -> dict[str, int]:
-    """The optimizer group of each update node, by the parameters that it changes."""
-    group_of = {name: g for g, names in enumerate(tracer.group_names) for name in names}
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    names = {node: given.name for node, given in zip(placeholders, tracer.inputs) if given.kind == "parameter"}
-    groups = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and fake_rules.is_update(node.target):
-            parameter = node.args[0][0]
-            while parameter not in names:  # the forward pass has changed it in place
-                parameter = parameter.args[0]
-            groups[node.name] = group_of[names[parameter]]
-    return groups

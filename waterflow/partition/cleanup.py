@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from waterflow.partition.default_generators import drop_idle
+from waterflow.partition.exact import exact
 from waterflow.partition.operators import has_effect, is_view, schema_name
 from waterflow.partition.probe import keeps_more
 
@@ -65,8 +66,7 @@ def _freeze(value: Any) -> Any:
         return tuple(map(_freeze, value))
     if isinstance(value, dict):
         return tuple((k, _freeze(v)) for k, v in value.items())
-    # 1, 1.0 and True are equal and hash alike, and are not the same argument.
-    return value if isinstance(value, fx.Node) else (type(value), value)
+    return value if isinstance(value, fx.Node) else exact(value)
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from waterflow.errors import CaptureError
+from waterflow.partition.exact import exact
 from waterflow.partition.fake_rules import TracingMode
 
 aten = torch.ops.aten
@@ -51,9 +52,9 @@ def has_free_rate(module: nn.Module) -> bool:
     return isinstance(rate, float) and 0.0 < rate < 1.0
 
 
-def rates(model: nn.Module) -> tuple[float, ...]:
-    """The free rates of a model, in the order of its modules."""
-    return tuple(module.__dict__["p"] for module in model.modules() if has_free_rate(module))
+def rates(model: nn.Module) -> tuple[Hashable, ...]:
+    """Keys of the free rates of a model, in the order of its modules."""
+    return tuple(exact(module.__dict__["p"]) for module in model.modules() if has_free_rate(module))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from waterflow.errors import StepError
 from waterflow.partition import default_generators
+from waterflow.partition.layouts import corrected, is_corrected
 
 aten = torch.ops.aten
 
@@ -166,10 +167,15 @@ class TracingMode(FakeTensorMode):
     def _refuse(self, error: Exception) -> None:
         self.refused = error
 
+    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # torch remembers shapes for all fake modes of the process, those that know none of this included.
+        if func in _RULES or is_corrected(func):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return super()._cached_dispatch_impl(func, types, args, kwargs)
+
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rule = _RULES.get(func)
-        if rule is not None:
-            made = rule(self, *args, **kwargs)
-            if made is not NotImplemented:
-                return made
-        return super()._dispatch_impl(func, types, args, kwargs)
+        made = NotImplemented if rule is None else rule(self, *args, **kwargs)
+        if made is NotImplemented:
+            made = super()._dispatch_impl(func, types, args, kwargs)
+        return corrected(self, func, args, kwargs, made) if is_corrected(func) else made

@@ -29,6 +29,8 @@ from torch import nn
 from waterflow.errors import CaptureError
 from waterflow.partition.code_key import class_attributes, global_reads, in_library, library_base, slots_of
 from waterflow.partition.dropout_rates import has_free_rate, stands_in
+from waterflow.partition.exact import exact
+from waterflow.partition.operators import lazy_bits
 
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis),
@@ -71,8 +73,9 @@ def _forget(address: int, reference: weakref.ref[Any]) -> None:
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """Shape, strides, dtype, device and requires_grad: what a graph depends on, not the values."""
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    """Shape, strides, dtype, lazy bits, device and requires_grad: what a graph depends on, not the values."""
+    shape = tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy_bits(tensor)
+    return (*shape, tensor.device, tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +138,8 @@ class Fingerprint:
 
     def of(self, value: Any) -> Hashable:
         """The key of any value. Raises CaptureError for an iterator, which a step could draw from."""
-        if isinstance(value, float):
-            return ("float", value.hex())  # tells 0.0 from -0.0, and nan is equal to itself
         if isinstance(value, _ATOMS):
-            return (type(value).__name__, value if not isinstance(value, (range, slice)) else repr(value))
+            return exact(value)
         if isinstance(value, torch.Generator):
             self._check_generator(value)
         if isinstance(value, _BY_IDENTITY) or type(value).__module__.startswith(_MACHINERY):

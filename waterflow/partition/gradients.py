@@ -48,6 +48,11 @@ def _behind_functions(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> lis
     return others if functions else []
 
 
+def no_gradient(parameter: torch.Tensor) -> float | complex:
+    """What a sum of gradients holds before the first one: -0.0, which leaves the bits of any number that is added."""
+    return complex(-0.0, -0.0) if parameter.is_complex() else -0.0
+
+
 def to_be_changed(
     gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]
 ) -> dict[str, torch.Tensor]:

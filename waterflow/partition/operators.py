@@ -41,6 +41,21 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether torch reads the tensor's memory as the conjugate, and as the negative, of what stands there."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def with_lazy_bits(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, whose memory torch from now on reads in the way in which it reads that of ``like``."""
+    conjugate, negative = lazy_bits(like)
+    if conjugate != tensor.is_conj():
+        torch._C._set_conj(tensor, conjugate)  # type: ignore[attr-defined]
+    if negative != tensor.is_neg():
+        torch._C._set_neg(tensor, negative)  # type: ignore[attr-defined]
+    return tensor
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a (fake) tensor."""
     return tensor.untyped_storage()._cdata

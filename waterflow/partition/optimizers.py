@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 
 from waterflow.errors import CaptureError
+from waterflow.partition.fake_rules import is_update
+from waterflow.partition.spec import GraphInput
 
 # Optimizers whose whole state can be laid out before their first step.
 FUSED_OPTIMIZERS: dict[type[Optimizer], tuple[str, ...]] = {
@@ -58,3 +62,20 @@ def check_optimizer(optimizer: Optimizer) -> None:
             raise CaptureError(f"parameter group {number} asks for the {form} form of {kind.__name__}")
         if group.get("differentiable"):
             raise CaptureError(f"parameter group {number} asks for a differentiable update")
+
+
+def update_groups(
+    graph: fx.Graph, inputs: Sequence[GraphInput], group_names: Sequence[Sequence[str]]
+) -> dict[str, int]:
+    """The optimizer group of each update node, by the parameters that it changes; ``group_names`` has those of each group."""
+    group_of = {name: g for g, names in enumerate(group_names) for name in names}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    names = {node: given.name for node, given in zip(placeholders, inputs) if given.kind == "parameter"}
+    groups = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and is_update(node.target):
+            parameter: Any = node.args[0][0]  # type: ignore[index]
+            while parameter not in names:  # the forward pass has changed it in place
+                parameter = parameter.args[0]
+            groups[node.name] = group_of[names[parameter]]
+    return groups

@@ -21,6 +21,7 @@ from waterflow.partition.capture import Capture
 from waterflow.partition.operators import (
     is_random,
     is_repeatable,
+    lazy_bits,
     running_statistics,
     storage_id,
     tensors_in,
@@ -130,6 +131,8 @@ class Regions:
         made = list(tensors_in(node.meta.get("val")))
         if not made or any(t.is_complex() or t.layout != torch.strided or t.device.type != "cpu" for t in made):
             return False
+        if any(any(lazy_bits(t)) for n in (node, *node.all_input_nodes) for t in tensors_in(n.meta.get("val"))):
+            return False  # Inductor reads memory as it stands there
         written = written_by(node)
         if written:
             return written == {node.args[0]} and len(made) == 1 and len(node.target._schema.returns) == 1  # type: ignore[union-attr]

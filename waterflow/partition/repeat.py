@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from waterflow.partition.capture import Capture
-from waterflow.partition.operators import has_effect, repeated_arguments, storage_id, tensors_in
+from waterflow.partition.operators import has_effect, repeated_arguments, storage_id, tensors_in, with_lazy_bits
 from waterflow.partition.recompute import Recomputation
 from waterflow.partition.storages import StorageTable
 
@@ -129,7 +129,8 @@ class Rewriting:
     def placed(self, value: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """A fake tensor in the form of ``value``, in other memory."""
         with self.mode:
-            return flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+            made = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+            return with_lazy_bits(made, value)
 
 
 class _Repeating(Rewriting):

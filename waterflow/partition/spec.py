@@ -49,8 +49,17 @@ class StepSpec:
     device: torch.device
     rates_matter: bool = False  # dropout rates are constants of the graph, not inputs
     early_updates: bool = True  # parameters may change before the step's end, where that saves memory
+    gathered: frozenset[str] = (
+        frozenset()
+    )  # parameters that have gradients from earlier calls, of which this is the last
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer trains and the model holds, by name."""
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad and id(p) in trained}
+
+    def updated(self) -> dict[str, nn.Parameter]:
+        """Those that an update may change: also what was frozen when it had a gradient already, as ``.grad`` would stay."""
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = self.model.named_parameters()
+        return {n: p for n, p in named if id(p) in trained and (p.requires_grad or n in self.gathered)}

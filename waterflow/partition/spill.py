@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from waterflow.partition.capture import Capture
-from waterflow.partition.operators import storage_id, written_by
+from waterflow.partition.operators import lazy_bits, storage_id, written_by
 from waterflow.partition.plan import format_bytes
 from waterflow.partition.repeat import Rewriting
 from waterflow.partition.storages import INPUT, StorageTable
@@ -146,7 +146,7 @@ def _changed(table: StorageTable, node: fx.Node, number: int) -> fx.Node | None:
 
 def _same_form(one: fx.Node, other: fx.Node) -> bool:
     first, second = one.meta["val"], other.meta["val"]
-    form = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (first, second)]
+    form = [(t.dtype, t.shape, t.stride(), t.storage_offset(), lazy_bits(t)) for t in (first, second)]
     return storage_id(first) == storage_id(second) and form[0] == form[1]
 
 

@@ -26,7 +26,15 @@ from waterflow.partition.capture import Capture
 from waterflow.partition.cleanup import clean_up
 from waterflow.partition.default_generators import touches_state
 from waterflow.partition.fake_rules import TracingMode
-from waterflow.partition.operators import is_random, is_view, running_statistics, storage_id, tensors_in, written_by
+from waterflow.partition.operators import (
+    is_random,
+    is_view,
+    lazy_bits,
+    running_statistics,
+    storage_id,
+    tensors_in,
+    written_by,
+)
 from waterflow.partition.recorder import NotPlain, Recorder
 from waterflow.partition.spec import GraphInput
 from waterflow.partition.stacking_rules import RULES, is_pointwise, pointwise
@@ -120,6 +128,8 @@ class _Stacking:
     def _lay_out(self) -> None:
         placeholders = [node for node in self.capture.graph.nodes if node.op == "placeholder"]
         for node, given in zip(placeholders, self.capture.inputs):
+            if any(lazy_bits(node.meta["val"])):
+                raise CaptureError(f"{given.kind} {given.name!r} is a conjugate or negative view")
             computed = any(user.meta["phase"] != "update" for user in node.users)
             if given.kind in STACKED_INPUTS and (computed or given.kind != "buffer"):
                 self.values[node] = _Value(self._input(node, given, stacked=True), stacked=True)

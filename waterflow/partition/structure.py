@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError, InvalidJobError
-from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.exact import exact
+from waterflow.partition.fingerprint import Fingerprint, tensor_key
 from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks
 from waterflow.partition.spec import StepSpec
 
@@ -49,17 +50,17 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     """
     if type(batch) is tuple and all(type(item) is torch.Tensor and item.layout is _STRIDED for item in batch) and batch:
         with contextlib.suppress(RuntimeError):  # nested tensors have no strides
-            return list(batch), None, (type(batch), *[(t.shape, t.stride(), t.dtype, t.device) for t in batch])
+            return list(batch), None, (type(batch), *map(_form, batch))
     leaves, spec = pytree.tree_flatten(batch)
-    key: list[Hashable] = [spec]
+    key: list[Hashable] = [spec, *_dict_keys(spec)]
     tensors, others = 0, []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             tensors += 1
             check_plain([("a tensor of the batch", leaf)])
-            key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+            key.append(_form(leaf))
         elif isinstance(leaf, _VALUES):
-            key.append((type(leaf), leaf))
+            key.append(exact(leaf))
         elif type(leaf).__module__ == "numpy":
             advice = "; make it a tensor with torch.from_numpy"
             raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}{advice}")
@@ -71,6 +72,20 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
         advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
         raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
     return leaves, spec, tuple(key)
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
+
+
+def _dict_keys(spec: pytree.TreeSpec) -> Iterator[Hashable]:
+    """The keys of a batch's dicts, which specs compare by ``==``: a step may compute with them where they are numbers."""
+    is_dict = isinstance(spec.type, type) and issubclass(spec.type, dict)
+    if is_dict and any(type(key) is not str for key in spec.context):
+        yield exact(spec.context)
+    for child in spec.children():
+        if child.num_children:
+            yield from _dict_keys(child)
 
 
 def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
@@ -100,11 +115,12 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
             if name in BY_ZERO or (name in spec.optimizer.defaults and name not in READ_EACH_STEP)
         )
         rate = group["lr"]
-        groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, isinstance(rate, torch.Tensor)))
+        kind = tensor_key(rate) if isinstance(rate, torch.Tensor) else None
+        groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, kind))
     optimizer = (type(spec.optimizer), tuple(groups))
     apart = lie_apart(spec, fingerprint)
     own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, spec.early_updates, apart)
-    return (model, compute, optimizer, own), fingerprint
+    return (model, compute, optimizer, exact(own)), fingerprint
 
 
 def lie_apart(spec: StepSpec, looked: Fingerprint) -> bool:

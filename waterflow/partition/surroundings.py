@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
 from waterflow.partition.code_key import BOOKKEEPING
+from waterflow.partition.exact import exact
 from waterflow.partition.fingerprint import Fingerprint, Look
 from waterflow.partition.spec import StepSpec
 
@@ -113,7 +114,7 @@ def _put_back(look: Look, contents: Any) -> str | None:
     if contents is now or (isinstance(contents, (list, deque)) and _same_items(contents, now)):
         return None
     if isinstance(container, set):
-        if contents == now:
+        if _equal(contents, now):
             return None
         container.clear()
         container.update(contents)
@@ -164,7 +165,7 @@ def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
         return False
     try:
-        return bool(old == new)
+        return bool(exact(old) == exact(new))
     except Exception:
         return False
 

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+
 namespace waterflow {
 namespace {
 
@@ -99,18 +101,41 @@ void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, K
   reads_.push_back({slot, held_(dict), held_(key), index, kind, dtype, {}, {}});
 }
 
-void Binding::watch_storage(const at::Tensor& tensor) {
-  elsewhere_.emplace_back(tensor, Storage{-1, tensor.const_data_ptr(), tensor.requires_grad()});
+Binding::Form::Form(const at::Tensor& tensor)
+    : storage(tensor.storage().unsafeGetStorageImpl()),
+      address(tensor.const_data_ptr()),
+      offset(tensor.storage_offset()),
+      sizes_and_strides(tensor.sizes().begin(), tensor.sizes().end()),
+      keys(tensor.key_set()),
+      dtype(tensor.dtype()),
+      requires_grad(tensor.requires_grad()) {
+  sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
+}
+
+bool Binding::Form::holds_for(const at::Tensor& tensor) const {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  return tensor.storage().unsafeGetStorageImpl() == storage && tensor.const_data_ptr() == address &&
+         tensor.storage_offset() == offset && tensor.dtype() == dtype && tensor.key_set() == keys &&
+         tensor.requires_grad() == requires_grad && sizes.size() + strides.size() == sizes_and_strides.size() &&
+         std::equal(sizes.begin(), sizes.end(), sizes_and_strides.begin()) &&
+         std::equal(strides.begin(), strides.end(), sizes_and_strides.begin() + sizes.size());
+}
+
+void Binding::watch_form(const at::Tensor& tensor) { forms_.emplace_back(tensor, Form(tensor)); }
+
+void Binding::clear_gradients() {
+  for (auto* parameter : trained_) {
+    const auto& tensor = THPVariable_Unpack(parameter);
+    if (tensor.grad().defined()) tensor.mutable_grad() = at::Tensor();
+  }
 }
 
 void Binding::finish_inputs() {
   frame_->program->make_views(*frame_);
-  storages_.clear();
   for (int32_t slot = 0; slot < frame_->program->inputs(); ++slot) {
     const auto& value = frame_->slots[slot];
-    if (!value.isTensor()) continue;
-    const auto& tensor = value.toTensor();
-    storages_.push_back({slot, tensor.const_data_ptr(), tensor.requires_grad()});
+    if (value.isTensor()) watch_form(value.toTensor());
   }
 }
 
@@ -154,13 +179,8 @@ bool Binding::current() const {
     const auto* variable = reinterpret_cast<THPVariable*>(parameter);
     if (!empty(variable->backward_hooks) || !empty(variable->post_accumulate_grad_hooks)) return false;
   }
-  for (const auto& [slot, address, requires_grad] : storages_) {
-    // `p.data = other` keeps the tensor and changes its storage, under the fixed views.
-    const auto& tensor = frame_->slots[slot].toTensor();
-    if (tensor.const_data_ptr() != address || tensor.requires_grad() != requires_grad) return false;
-  }
-  for (const auto& [tensor, seen] : elsewhere_) {
-    if (tensor.const_data_ptr() != seen.address || tensor.requires_grad() != seen.requires_grad) return false;
+  for (const auto& [tensor, form] : forms_) {
+    if (!form.holds_for(tensor)) return false;
   }
   return true;
 }
@@ -178,6 +198,7 @@ std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
   run->plan = std::move(plan);
   run->frame = frame_;
   run->profile = profile;
+  clear_gradients();
   run->inputs = look().values;
   for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, without_python(tensor));
   for (const auto* read : others) run->inputs.insert(run->inputs.end(), read->values.begin(), read->values.end());

@@ -33,11 +33,14 @@ class Binding {
   void watch_class(PyObject* cls);                  // and its bases: what their bodies say
   void watch_truth(PyObject* dict, PyObject* key);  // an entry that may change, but not to or from zero
   void watch_hooks(PyObject* parameter);            // there are none, and there must be none
-  void watch_storage(const at::Tensor& tensor);     // it must stay where it lies, and go on requiring gradients or not
+  void watch_form(const at::Tensor& tensor);        // memory, shape, type, and whether it requires gradients
   enum class Kind { number, flag, rate };
   // A slot read from dict[key], or from dict[key][index], before each step; a rate becomes a scalar tensor.
   void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype);
   void finish_inputs();
+  // The parameters that the step's optimizer trains: whatever lies in their gradients counts for nothing.
+  void own_gradient(PyObject* parameter) { trained_.push_back(held_(parameter)); }
+  void clear_gradients();
 
   // False when something was replaced: bind again.
   bool current() const;
@@ -100,17 +103,26 @@ class Binding {
   std::vector<PyObject*> parameters_;
   std::vector<std::pair<PyObject*, Py_ssize_t>> sizes_;
   std::vector<Read> reads_;
-  struct Storage {
-    int32_t slot;
+  // All of a tensor that `tensor.data = other` replaces, and whether it requires gradients. Fixed views, and what the
+  // capture says of shapes, hold for this one form.
+  struct Form {
+    explicit Form(const at::Tensor& tensor);
+    bool holds_for(const at::Tensor& tensor) const;
+
+    const void* storage;
     const void* address;
+    int64_t offset;
+    c10::SmallVector<int64_t, 10> sizes_and_strides;
+    c10::DispatchKeySet keys;  // with the bits of conjugate and negative views
+    caffe2::TypeMeta dtype;
     bool requires_grad;
   };
   struct Items {
     PyObject* list;
     std::vector<PyObject*> values;
   };
-  std::vector<Storage> storages_;
-  std::vector<std::pair<at::Tensor, Storage>> elsewhere_;  // of tensors that are no inputs themselves
+  std::vector<std::pair<at::Tensor, Form>> forms_;
+  std::vector<PyObject*> trained_;
   std::vector<Items> items_;
   std::vector<std::pair<PyObject*, PyObject*>> cells_;
 };

@@ -26,6 +26,8 @@ namespace {
 
 at::Tensor with_strides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
   auto copy = at::empty_strided(tensor.sizes(), strides, tensor.options());
+  copy._set_conj(tensor.is_conj());  // views behind it were captured with these bits
+  copy._set_neg(tensor.is_neg());
   copy.copy_(tensor);
   return copy;
 }

@@ -153,7 +153,13 @@ void bind_programs(py::module_& m) {
              TORCH_CHECK(THPVariable_Check(parameter.ptr()), "hooks are watched on tensors");
              self.watch_hooks(parameter.ptr());
            })
-      .def("watch_storage", &Binding::watch_storage)
+      .def("watch_form", &Binding::watch_form)
+      .def("own_gradient",
+           [](Binding& self, const py::object& parameter) {
+             TORCH_CHECK(THPVariable_Check(parameter.ptr()), "gradients are those of tensors");
+             self.own_gradient(parameter.ptr());
+           })
+      .def("clear_gradients", &Binding::clear_gradients)
       .def("watch_size", [](Binding& self, const py::object& container) { self.watch_size(container.ptr()); })
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
