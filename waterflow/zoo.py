@@ -7,6 +7,7 @@ data-dependent control flow, so each can be traced with ``make_fx`` under ``Fake
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -96,17 +97,21 @@ def _resnet(blocks: Sequence[int], num_classes: int = 1000) -> nn.Module:
     return resnet.ResNet(resnet.Bottleneck, list(blocks), num_classes=num_classes).train()
 
 
-def _inception_v3(num_classes: int = 1000, small_aux: bool = False) -> nn.Module:
-    """Inception v3 with auxiliary logits; ``small_aux`` adapts that head, which else needs 299 px."""
-    inception: Any = _require("torchvision.models.inception")
-
+@functools.cache  # two models of one class have one capture
+def _small_aux(inception: Any) -> type[nn.Module]:
     class SmallAux(inception.InceptionAux):
         def forward(self, x: Tensor) -> Tensor:
             x = self.conv1(self.conv0(F.adaptive_avg_pool2d(x, 5)))
             return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
+    return SmallAux
+
+
+def _inception_v3(num_classes: int = 1000, small_aux: bool = False) -> nn.Module:
+    """Inception v3 with auxiliary logits; ``small_aux`` adapts that head, which else needs 299 px."""
+    inception: Any = _require("torchvision.models.inception")
     blocks = [inception.BasicConv2d, *(getattr(inception, f"Inception{x}") for x in "ABCDE")]
-    blocks.append(SmallAux if small_aux else inception.InceptionAux)
+    blocks.append(_small_aux(inception) if small_aux else inception.InceptionAux)
     return inception.Inception3(num_classes, inception_blocks=blocks, init_weights=True).train()
 
 
@@ -135,14 +140,15 @@ _gpt2 = partial(_hugging_face, "GPT2LMHeadModel", "GPT2Config", bos_token_id=0, 
 _mamba = partial(_hugging_face, "MambaForCausalLM", "MambaConfig")
 
 
-def _tacotron2(**kwargs: Any) -> nn.Module:
+@functools.cache
+def _of_full_length() -> type[nn.Module]:
     """Tacotron2 from torchaudio's source file, executed on its own because torchaudio may not import.
 
     The encoder's packing and the attention mask depend on the values of the text lengths, so this copy has
     neither: it takes all texts at full length, and a padding mask in the place of the lengths.
     """
     path = Path(str(_find("torchaudio").origin)).parent / "models" / "tacotron2.py"
-    module: Any = ModuleType("benchmarks._tacotron2")
+    module: Any = ModuleType("waterflow._tacotron2")
     importlib.machinery.SourceFileLoader(module.__name__, str(path)).exec_module(module)
 
     class FullLengthEncoder(module._Encoder):
@@ -153,7 +159,11 @@ def _tacotron2(**kwargs: Any) -> nn.Module:
 
     module._Encoder = FullLengthEncoder
     module._get_mask_from_lengths = lambda padding_mask: padding_mask
-    return module.Tacotron2(**kwargs).train()
+    return module.Tacotron2
+
+
+def _tacotron2(**kwargs: Any) -> nn.Module:
+    return _of_full_length()(**kwargs).train()
 
 
 def _randn(*shape: int, generator: Generator | None) -> Tensor:

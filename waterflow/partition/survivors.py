@@ -63,6 +63,10 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 def _take_back(mode: TracingMode, kept: Collection[torch.Tensor]) -> str | None:
     """Take out what survived; tells where it lay, or None where nothing did."""
     own = set(map(id, kept))
+    if (
+        torch.is_autocast_cache_enabled()
+    ):  # casts of parameters, until the outermost autocast ends, which may be the caller's
+        torch.clear_autocast_cache()
     if not _alive(mode, own):
         mode.made.clear()
         return None
