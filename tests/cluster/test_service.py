@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import sqlite3
@@ -1052,3 +1053,46 @@ def test_a_disk_that_is_really_too_small(tmp_path: Path) -> None:
     refused, waits, after = done.stdout.splitlines()
     assert "cannot write down its state" in refused and waits.startswith("waits OperationalError: ")
     assert after == "completed 12 True None"
+
+
+def test_requests_do_not_wait_while_the_whole_state_is_written(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop writes it; what comes in meanwhile stays noted, and is there after a kill at any moment."""
+    monkeypatch.setattr("waterflow.cluster.journal.ENTRIES_PER_EVENT", 1)
+    whole, written = json.dumps, []
+
+    def dumps(value: Any, **more: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict) and "submission" in value[0]:
+            one_more = threading.Thread(target=cluster.submit, args=(f"meanwhile-{len(written)}",))
+            one_more.start()
+            one_more.join(20.0)
+            assert not one_more.is_alive(), "a submission waits for the state to be written"
+            written.append(len(value))
+        return whole(value, **more)
+
+    monkeypatch.setattr("waterflow.cluster.journal.json.dumps", dumps)
+    for number in range(8):
+        cluster.submit(f"job-{number}")
+    assert not written  # no request writes it
+    cluster.turn()
+    assert written == [8]
+    assert [name for name, *_ in cluster.store.events()] == ["submit", "tick"]  # those that came meanwhile
+    before = cluster.service.scheduler._inner.to_dict()
+    cluster.kill()
+    assert cluster.service.scheduler._inner.to_dict()["entries"] == before["entries"]
+    assert "meanwhile-0" in cluster.states()
+
+
+def test_a_state_that_cannot_be_written_costs_no_event(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waterflow.cluster.journal.ENTRIES_PER_EVENT", 1)
+    for number in range(8):
+        cluster.submit(f"job-{number}")
+    noted, state = cluster.store.events(), cluster.store.meta("scheduler")
+    with monkeypatch.context() as full:
+        full.setattr(Store, "forget_events", fails(FULL[0]))
+        with pytest.raises(sqlite3.OperationalError):
+            cluster.turn()
+    assert cluster.store.events()[: len(noted)] == noted and cluster.store.meta("scheduler") == state
+    cluster.kill()
+    assert len(cluster.service.scheduler.book.entries) == 8

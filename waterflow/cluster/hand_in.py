@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,7 @@ from waterflow.job import Job
 from waterflow.partition.libraries import is_library
 from waterflow.task import Task
 
+_NEVER_OWN = frozenset({"waterflow", "__main__", "__mp_main__"} | sys.stdlib_module_names)
 _packing = threading.Lock()  # what is pickled by value is known to the whole process
 
 
@@ -68,22 +70,7 @@ def _own_modules_by_value() -> Iterator[None]:
 
     A worker may have another current folder, or be on another machine. Packages that are installed stay references.
     """
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    roots = {Path.cwd().resolve()} | ({Path(script).resolve().parent} if script else set())
-    chosen = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or name.split(".")[0] in {"waterflow", "__main__", "__mp_main__"} | sys.stdlib_module_names:
-            continue
-        path = Path(file)
-        own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
-        if (
-            own
-            and not is_library(name.partition(".")[0])
-            and path.suffix == ".py"
-            and sys.modules.get(module.__name__) is module
-        ):
-            chosen.append(module)
+    chosen = _own_modules()
     before = cloudpickle.list_registry_pickle_by_value()
     chosen = [module for module in chosen if module.__name__ not in before]
     for module in chosen:
@@ -93,3 +80,29 @@ def _own_modules_by_value() -> Iterator[None]:
     finally:
         for module in chosen:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _own_modules() -> list[ModuleType]:
+    """The modules that belong to no package, and lie in the current folder, beside the script, or where a config names them.
+
+    There are thousands of modules, and this is asked at each submission: what is quick to say of their names goes first.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    roots = {Path.cwd().resolve()} | ({Path(script).resolve().parent} if script else set())
+    beginnings = tuple(map(str, roots))
+    chosen = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        package = name.partition(".")[0]
+        if not file or package in _NEVER_OWN:
+            continue
+        # Only these can be in a root: paths drop doubled slashes and single dots.
+        if isinstance(file, str) and not (file.startswith(beginnings) or name == file or "//" in file or "/./" in file):
+            continue
+        if is_library(package):
+            continue
+        path = Path(file)
+        own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path
+        if own and path.suffix == ".py" and sys.modules.get(module.__name__) is module:
+            chosen.append(module)
+    return chosen

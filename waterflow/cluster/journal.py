@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from waterflow.cluster.book import Book
@@ -85,12 +86,27 @@ class JournaledScheduler:
         """See ``Scheduler``."""
         return self._event("tick", now)
 
-    def save(self) -> None:
-        """Write all of the state down, if enough has happened since the last time."""
-        if self._since > self._inner.known // ENTRIES_PER_EVENT:
-            self._store.set_meta("scheduler", self._inner.to_dict())
-            self._store.forget_events()
-            self._since = 0
+    def save(self) -> Callable[[], None] | None:
+        """Begin to write the whole state down as it is now; None unless enough has happened since the last time.
+
+        The function that is returned finishes it. It may run while other events come: they, and until it has written the state
+        all before, stay noted. Call this outside of transactions, for what may still be rolled back must not be saved.
+        """
+        if self._since <= self._inner.known // ENTRIES_PER_EVENT:
+            return None
+        store, last = self._store, self._store.last_event()
+        state = self._inner.to_dict()
+        entries = state.pop("entries")  # made anew, and most of it: written as text only when it is saved
+        rest = json.dumps(state)
+        self._since = 0
+
+        def finish() -> None:
+            text = f'{rest[:-1]}, "entries": {json.dumps(entries)}}}'
+            with store.transaction():
+                store.set_meta_text("scheduler", text)
+                store.forget_events(last)
+
+        return finish
 
     def _event(self, name: str, now: float, *arguments: Any) -> list[Action]:
         actions = self._call(name, now, arguments, decide=name == "tick")

@@ -69,6 +69,7 @@ class Service:
         self._now = max(self._last if clock is not None else self._begin(), self.scheduler.book.now)
         with self._turn():
             self.jobs.take_up(self.now())
+        self._save()  # before anything is taken in: later events mean something with these tenants and this policy
 
     def _same_tenants(self, tenants: Sequence[Tenant]) -> None:
         known = self.scheduler.book.tenants
@@ -235,6 +236,7 @@ class Service:
             if self._heard or late or self._behind or self._put_off.due(self.now()) or self.jobs.due(self.now()):
                 with self._turn(heard=True):
                     pass
+        self._save()
 
     @contextlib.contextmanager
     def _turn(self, heard: bool = False) -> Iterator[None]:
@@ -253,7 +255,6 @@ class Service:
                     yield
                     self.jobs.touch(actions=self.scheduler.tick(self.now()))
                     asks = [] if self._closing else self.jobs.settle(self.now())
-                    self.scheduler.save()
             except (SubmissionError, InvalidJobError, BusyError):  # nothing was changed
                 raise
             except Exception as error:  # the scheduler may be ahead of what is written: what is written counts
@@ -274,6 +275,13 @@ class Service:
             except Exception as error:  # nobody knows that it was not asked for
                 self._went_wrong(error)
             self._changed.notify_all()
+
+    def _save(self) -> None:
+        """Write the scheduler's state down where it is time to. With thousands of jobs it takes long: nobody waits for it."""
+        with self._lock:
+            finish = None if self._behind else self.scheduler.save()
+        if finish is not None:
+            finish()
 
     def _hear(self) -> None:
         """Take what was heard. Where something went wrong before, take up first what is written, as after a restart."""

@@ -179,7 +179,11 @@ class Store:
 
     def set_meta(self, key: str, value: Any) -> None:
         """Set one; anything that JSON can write."""
-        self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+        self.set_meta_text(key, json.dumps(value))
+
+    def set_meta_text(self, key: str, text: str) -> None:
+        """Set one that is written as JSON already."""
+        self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
 
     def add_event(self, name: str, at: float, arguments: list[Any]) -> None:
         """Note an event of the scheduler, until its whole state is set."""
@@ -190,9 +194,13 @@ class Store:
         rows = self._all("SELECT name, at, arguments FROM events ORDER BY number")
         return [(name, at, json.loads(arguments)) for name, at, arguments in rows]
 
-    def forget_events(self) -> None:
-        """The whole state has been set."""
-        self._run("DELETE FROM events")
+    def last_event(self) -> int:
+        """The number of the event that was noted last; 0 where there is none."""
+        return int(self._all("SELECT COALESCE(MAX(number), 0) FROM events")[0][0])
+
+    def forget_events(self, last: int | None = None) -> None:
+        """The whole state has been set as it was after the event ``last``, or after all of them."""
+        self._run("DELETE FROM events WHERE number <= ?", (self.last_event() if last is None else last,))
 
     # -- jobs
 
