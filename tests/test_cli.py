@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import waterflow
@@ -453,6 +454,37 @@ def test_plan_tells_what_fits_and_what_waits(folder: Path):
     assert "plan of a:" in shown and "allocation" in shown
 
 
+# -- devices
+
+
+@pytest.mark.parametrize("command", ["train", "study"])
+def test_a_config_says_on_which_device(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str):
+    """What is said is what is trained on; where the machine does not have it, that is said before anything is made."""
+    trained: list[str] = []
+
+    def stands_in(*_: Any, device: str = "cpu", **__: Any) -> Any:
+        trained.append(device)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("waterflow.train", stands_in)
+    monkeypatch.setattr("waterflow.study.optimize", stands_in)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = {"train": JOB, "study": STUDY}[command]
+    for line in ("", "device: cpu"):
+        assert run(command, config(folder, f"{text}\n{line}\n")).exit_code == 0
+    ended = run(command, config(folder, f"{text}\ndevice: cuda\n"))
+    assert ended.exit_code == 2 and "torch finds none on this machine; take device 'cpu'" in " ".join(
+        ended.stderr.split()
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("cuda", "cuda:1"):
+        assert run(command, config(folder, f"{text}\ndevice: {name}\n")).exit_code == 0
+    ended = run(command, config(folder, f"{text}\ndevice: cuda:2\n"))
+    assert ended.exit_code == 2 and "'cuda:2' of 2 GPU(s) on this machine" in " ".join(ended.stderr.split())
+    assert trained == ["cpu", "cpu", "cuda", "cuda:1"]
+
+
 # -- wrong configs
 
 JOB = f"jobs: [{{{PIECES}}}]"
@@ -489,6 +521,9 @@ WRONG = [
     ("study", STUDY + "mode: fastest", "mode must be one of auto, lanes, turns, fused; got 'fastest'"),
     ("train", JOB + "\nexact: 0.5", "exact must be true or false; got 0.5"),
     ("train", JOB + "\nmode: fused", "add exact: false"),
+    ("train", JOB + "\ndevice: gpu", "device must be cpu, cuda, or a GPU by its number, as cuda:1; got 'gpu'"),
+    ("train", JOB + "\ndevice: cuda:-1", "device must be cpu, cuda, or a GPU by its number, as cuda:1; got 'cuda:-1'"),
+    ("study", STUDY + "device: 3", "device must be text; got 3"),
     ("study", STUDY + "deterministic: maybe", "deterministic must be true or false"),
     ("study", "objective: code.py:objective\ntimeout: -1", "timeout must be a positive number of seconds; got -1"),
     ("plan", "objective: code.py:objective", "waterflow study"),

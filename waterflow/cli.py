@@ -14,6 +14,7 @@ from rich.table import Table
 import waterflow
 from waterflow.cli_cluster import cluster
 from waterflow.cli_simulate import simulate
+from waterflow.device_names import missing
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.presets import gpu as gpu_of
 from waterflow.progress import ProgressLine, results_table
@@ -176,7 +177,7 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         from waterflow.study import optimize
 
         settings = load_study(config)
-
+        _check_device(config, settings.options["device"])
         opened = settings.make_study()
         before = len(opened.trials)
         pictures = Pictures(settings.output) if settings.output is not None else None
@@ -197,6 +198,12 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         )
         terminal.files(pictures)
         terminal.result(report)
+
+
+def _check_device(config: Path, device: str | None) -> None:
+    why = missing(device) if device is not None else None
+    if why is not None:
+        raise ConfigError(f"{config}: device: {why}")
 
 
 def _study_report(study: optuna.Study, failures: dict[int, str]) -> dict[str, Any]:
@@ -284,10 +291,11 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         settings = load_train(config)
         if settings.time_limit is not None:
             raise ConfigError(f"{config}: time_limit: a cluster keeps to it: waterflow cluster submit {config}")
+        _check_device(config, settings.device)
         pictures = Pictures(settings.output) if settings.output is not None else None
         results = waterflow.train(
-            settings.jobs, memory=settings.memory, max_concurrent=settings.max_concurrent, exact=settings.exact,
-            mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,
+            settings.jobs, device=settings.device or "cpu", memory=settings.memory, max_concurrent=settings.max_concurrent,
+            exact=settings.exact, mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,
         )  # fmt: skip
         terminal.say(results_table(results))
         for decision in results.decisions:

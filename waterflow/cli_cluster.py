@@ -60,6 +60,7 @@ def up(
     tenant: Annotated[
         list[str] | None, typer.Option(metavar="NAME=QUOTA", help="Who shares it, and their devices. Repeatable.")
     ] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="What they train on. [default: cpu]")] = None,
     memory: Annotated[str | None, typer.Option(help="Of each device, such as 2GiB.")] = None,
     lanes: Annotated[int | None, typer.Option(min=1, help="Steps at the same time on each device.")] = None,
     checkpoint_seconds: Annotated[float | None, typer.Option(min=0.1, help="Between checkpoints of a job.")] = None,
@@ -88,7 +89,7 @@ def up(
         if devices is not None:
             names = tuple(f"device-{number}" for number in range(devices))
         wanted: dict[str, Any] = {
-            "nodes": names, "policy": policy, "tenants": _tenants(tenant), "memory": memory, "lanes": lanes, "host": host,
+            "nodes": names, "policy": policy, "tenants": _tenants(tenant), "device": device, "memory": memory, "lanes": lanes, "host": host,
             "port": port, "checkpoint_seconds": checkpoint_seconds, "ray": ray,
             "beyond_loopback": beyond_loopback if listen is not None else beyond_loopback or None,
             "ray_token": None if ray_token is None else str(ray_token.resolve()),
@@ -159,6 +160,11 @@ def submit(
             from waterflow.config import load_train
 
             config = load_train(Path(what))
+            if config.device is not None:
+                raise ConfigError(
+                    f"{what}: device: a cluster has the devices that it was started with (waterflow cluster up --device "
+                    f"{config.device.partition(':')[0]}); remove it from what is handed in"
+                )
             jobs, limit = list(config.jobs), time_limit or config.time_limit
         else:
             sys.path.insert(0, "")
@@ -320,8 +326,8 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
             f"{node['utilization']:.0%}", format_bytes(node["held"]), format_bytes(node["memory"]),
         )  # fmt: skip
     made: list[Table | Text] = [nodes]
-    if told["trouble"]:
-        made.append(Text(f"goes wrong, and is tried again: {told['trouble']}", style="red"))
+    if trouble := told.get("trouble"):  # a cluster that was started by an older version does not tell
+        made.append(Text(f"goes wrong, and is tried again: {trouble}", style="red"))
     if told["tenants"]:
         tenants = Table(title="tenants", title_justify="left", box=None)
         for column in ("tenant", "quota", "used"):

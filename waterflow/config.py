@@ -19,6 +19,7 @@ import torch
 import yaml
 from torch import nn
 
+from waterflow.device_names import DEVICE
 from waterflow.durations import parse_seconds
 from waterflow.errors import InvalidJobError
 from waterflow.executor.engine import Mode
@@ -29,13 +30,13 @@ from waterflow.references import ConfigError, call, check_arguments, find_functi
 if TYPE_CHECKING:
     import optuna
 
-_TRAIN_KEYS = ("jobs", "epochs", "memory", "max_concurrent", "exact", "mode", "output", "time_limit")
+_TRAIN_KEYS = ("jobs", "epochs", "device", "memory", "max_concurrent", "exact", "mode", "output", "time_limit")
 _JOB_KEYS = ("name", "job", "args", "model", "data", "data_args", "loss", "optimizer", "evaluate", "epochs", "seed",
              "timeout", "train_mode")  # fmt: skip
 _PIECES = ("model", "data", "data_args", "loss", "optimizer", "evaluate")
 _STUDY_KEYS = (
     "objective", "build", "direction", "sampler", "pruner", "storage", "study_name", "n_trials", "timeout",
-    "max_concurrent", "memory", "exact", "mode", "deterministic", "trial_timeout", "output",
+    "max_concurrent", "device", "memory", "exact", "mode", "deterministic", "trial_timeout", "output",
 )  # fmt: skip
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 _PRUNERS = {
@@ -55,6 +56,7 @@ class TrainConfig:
     mode: Mode
     output: Path | None
     time_limit: float | None = None  # seconds: of ``waterflow cluster submit``
+    device: str | None = None  # of ``waterflow train``; None: the CPU
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def load_train(path: Path) -> TrainConfig:
         jobs.append(job)
     return TrainConfig(
         tuple(jobs), top.memory(), top.whole("max_concurrent"), top.flag("exact", True), top.mode(), top.path("output"),
-        top.duration("time_limit"),
+        top.duration("time_limit"), top.device(),
     )  # fmt: skip
 
 
@@ -115,6 +117,7 @@ def load_study(path: Path) -> StudyConfig:
         "n_trials": top.whole("n_trials"),
         "timeout": top.seconds("timeout"),
         "max_concurrent": "auto" if top.get("max_concurrent") in (None, "auto") else top.whole("max_concurrent"),
+        "device": top.device() or "cpu",
         "memory": top.memory(),
         "exact": top.flag("exact", True),
         "mode": top.mode(),
@@ -219,6 +222,15 @@ class Section:
         except InvalidJobError as error:
             raise ConfigError(f"{self.where}{key}: {error}") from None
         return value  # type: ignore[no-any-return]
+
+    def device(self, key: str = "device") -> str | None:
+        """The name of a device: ``cpu``, ``cuda``, or one of several GPUs, as ``cuda:1``. It need not be there."""
+        value = self.text(key)
+        if value is None:
+            return None
+        if not DEVICE.fullmatch(value):
+            raise self.wrong(key, "must be cpu, cuda, or a GPU by its number, as cuda:1", value)
+        return value
 
     def path(self, key: str) -> Path | None:
         """A path, from the current folder."""

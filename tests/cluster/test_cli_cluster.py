@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,10 @@ from typer.testing import CliRunner, Result
 from tests.cluster.conftest import LiveCluster
 from waterflow.cli import app
 from waterflow.cluster import launch
+from waterflow.cluster.ray_share import RayShare
 from waterflow.cluster.state import address_file
+from waterflow.cluster.worker import WorkerSettings
+from waterflow.errors import ClusterError
 
 USER_CODE = """
 import os, threading, time
@@ -320,3 +323,74 @@ def test_a_unit_that_keeps_it_up(tmp_path: Path) -> None:
     assert again.stdout == done.stdout  # the options are those that up takes
     wrong = CliRunner().invoke(app, ["cluster", "up", "--print-unit", "--state", str(folder), "--policy", "none"])
     assert wrong.exit_code != 0 and "ExecStart" not in wrong.stdout
+
+
+def test_up_says_what_the_devices_train_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said reaches the devices, and stays until something else is said."""
+    made: list[launch.ClusterConfig] = []
+
+    def start(folder: Path, config: launch.ClusterConfig) -> dict[str, object]:
+        config.check()
+        made.append(config)
+        folder.mkdir(exist_ok=True)
+        launch.config_file(folder).write_text(json.dumps(asdict(config)))
+        return {"nodes": [], "policy": "fifo", "pid": 1, "address": ""}
+
+    monkeypatch.setattr(launch, "start", start)
+    for options in ([], ["--device", "cuda"], []):
+        assert run("up", *options, "--state", tmp_path / "devices").exit_code == 0
+    assert [config.device for config in made] == ["cpu", "cuda", "cuda"]
+    assert " --device cuda" in run("up", "--print-unit", "--state", tmp_path / "devices").stdout
+    wrong = run("up", "--device", "tpu", "--state", tmp_path / "devices")
+    assert wrong.exit_code != 0 and "device must be one of cpu, cuda; got 'tpu'" in " ".join(wrong.stderr.split())
+    (folder / "there.yaml").write_text(f"device: cuda\njobs: [{{name: a, {PIECES}}}]\n")
+    wrong = run("submit", "there.yaml")
+    assert wrong.exit_code == 2 and "device: a cluster has the devices that it was started with" in " ".join(
+        wrong.stderr.split()
+    )
+
+
+def test_devices_that_the_machine_does_not_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from waterflow.cluster import daemon
+
+    made: list[WorkerSettings] = []
+    monkeypatch.setattr(daemon, "LocalBackend", lambda *_, settings, **__: made.append(settings))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for count, there, said in ((1, 0, "torch finds none on this machine"), (3, 2, "3 devices of 2 GPU")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
+        config = launch.ClusterConfig(tuple(f"device-{n}" for n in range(count)), device="cuda")
+        with pytest.raises(ClusterError, match=said):
+            daemon.make_backend(config, tmp_path)
+        daemon.make_backend(replace(config, device="cpu"), tmp_path)
+    daemon.make_backend(replace(config, nodes=("a", "b")), tmp_path)
+    assert [settings.device for settings in made] == ["cpu", "cpu", "cuda"]
+
+
+def node(alive: bool = True, **resources: float) -> dict[str, object]:
+    return {"Alive": alive, "Resources": resources}
+
+
+def test_a_ray_cluster_reserves_what_is_trained_on() -> None:
+    nodes = [node(), node(CPU=8.0, GPU=2.0), node(CPU=4.0), node(CPU=2.0, GPU=1.0, alive=False)]
+    gpu = RayShare(WorkerSettings("cuda", lanes=2))
+    assert gpu.room(nodes) == 2 and gpu.reserved() == {"num_gpus": 1, "num_cpus": 0}
+    assert gpu.settings(2) == WorkerSettings("cuda", lanes=2)
+    assert RayShare(WorkerSettings("cuda")).room(nodes[2:]) == 0
+
+    lanes = RayShare(WorkerSettings(lanes=3, intra_op=1, memory="1GiB"))
+    assert lanes.room(nodes) == 3 and lanes.reserved() == {"num_gpus": 0, "num_cpus": 3}
+    assert lanes.settings(3) == WorkerSettings(lanes=3, memory="1GiB")
+
+    whole = RayShare(WorkerSettings())  # the smallest node has four
+    assert whole.room(nodes) == 3 and whole.reserved() == {"num_gpus": 0, "num_cpus": 4}
+    assert whole.settings(3).lanes == 4 and whole.settings(4).memory == whole.settings(2).memory / 2  # type: ignore[operator]
+    assert whole.room([*nodes, node(CPU=2.0)]) == 3  # as it was when the first device began
+
+    pinned = RayShare(WorkerSettings(), [(0, 1), (2, 3)])
+    assert pinned.room(nodes) == 6 and pinned.reserved()["num_cpus"] == 2 and pinned.settings(6).lanes is None
+    for share, said in (
+        (RayShare(WorkerSettings("cuda")), "has no GPU"),
+        (RayShare(WorkerSettings(lanes=9)), "has 9 CPU"),
+    ):
+        assert share.room(nodes[2:3]) == 0 and said in share.nothing()

@@ -1,9 +1,8 @@
-"""Which modules go with a job, and how quick that is found out."""
+"""Which modules go with a job, and that finding them costs little."""
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -98,6 +97,5 @@ def test_thousands_of_modules_cost_a_submission_little(tmp_path: Path, monkeypat
 
     sent()
     monkeypatch.setattr(hand_in, "Path", Counted)
-    began = time.process_time()
     assert sent() == oracle()
-    assert len(made) < 100 and time.process_time() - began < 20.0
+    assert len(made) < 100

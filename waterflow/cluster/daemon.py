@@ -38,6 +38,7 @@ from waterflow.cluster.state import (
 from waterflow.cluster.store import Store
 from waterflow.cluster.submission import Tenant
 from waterflow.cluster.worker import WorkerSettings
+from waterflow.device_names import missing
 from waterflow.errors import ClusterError
 from waterflow.metrics import available, cluster_text
 
@@ -47,7 +48,7 @@ OUTLIVE_SECONDS = 3600.0  # that workers wait for another scheduler after theirs
 
 
 def make_backend(config: ClusterConfig, folder: Path) -> Backend:
-    """The devices of a cluster."""
+    """The devices of a cluster. Raises ClusterError where this machine does not have them."""
     settings = WorkerSettings(
         device=config.device, memory=config.memory, lanes=config.lanes, checkpoint_seconds=config.checkpoint_seconds
     )
@@ -57,6 +58,8 @@ def make_backend(config: ClusterConfig, folder: Path) -> Backend:
         return RayBackend(
             config.ray, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS, token=config.ray_token
         )
+    if (why := missing(config.device, len(config.nodes))) is not None:
+        raise ClusterError(f"a cluster of {len(config.nodes)} device(s): {why}")
     return LocalBackend(config.nodes, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS)
 
 

@@ -17,6 +17,7 @@ from waterflow.cluster.state import log_file, make_folder, private
 from waterflow.errors import ClusterError
 from waterflow.executor.memory_limit import parse_memory
 
+DEVICES = ("cpu", "cuda")  # what a cluster trains on; which GPU a process sees follows from its node
 READY_SECONDS = 180.0  # for the process to answer
 
 
@@ -26,7 +27,8 @@ class ClusterConfig:
 
     ``nodes`` are the names of its devices, each a process of its own, or, with ``ray`` (the address of a Ray cluster that
     runs), all of its GPUs; ``ray_token`` is the file with that cluster's token, where the environment does not name it.
-    ``memory`` is the limit of each, in bytes or as text; ``tenants`` have quotas in devices (none: anybody may submit).
+    ``device``: what all of them train on, one of ``DEVICES``. ``memory`` is the limit of each, in bytes or as text; ``tenants``
+    have quotas in devices (none: anybody may submit).
     """
 
     nodes: tuple[str, ...] = ("device-0",)
@@ -55,6 +57,8 @@ class ClusterConfig:
             raise ClusterError(
                 f"tenants need names that differ and quotas of 0 or more devices; got {list(self.tenants)}"
             )
+        if self.device not in DEVICES:
+            raise ClusterError(f"device must be one of {', '.join(DEVICES)}; got {self.device!r}")
         parse_memory(self.memory)
         check_address(self.host, self.beyond_loopback)
 

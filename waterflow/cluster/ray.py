@@ -27,10 +27,10 @@ from waterflow.cluster.backend import BackendError
 from waterflow.cluster.device_actor import DeviceActor
 from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.ray_environment import HEALTH, RayEnvironment
+from waterflow.cluster.ray_share import RayShare
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
-from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
 logger = logging.getLogger("waterflow")
 
@@ -53,15 +53,16 @@ class _Actor:
 
 
 class RayBackend(Ledger):
-    """A ``Backend`` over the GPUs of a Ray cluster: each is a node, ``device-0``, ``device-1``, ...
+    """A ``Backend`` over the devices of a Ray cluster: each is a node, ``device-0``, ``device-1``, ...
 
-    ``address``: of a cluster that runs, ``host:port``; None makes one on this machine with ``devices`` made-up GPUs, which ends
-    with the backend. ``folder``: one that all of its nodes share. ``token``: the file of the cluster's token; a cluster beyond
+    What Ray reserves for a device is what it trains on; see ``RayShare``.
+    ``address``: of a cluster that runs, ``host:port``; None makes one on this machine with ``devices`` made-up devices, which
+    ends with the backend. ``folder``: one that all of its nodes share. ``token``: the file of the cluster's token; a cluster beyond
     this machine needs one (or ``RAY_AUTH_TOKEN`` or ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds``
     are those of ``LocalBackend``. With ``outlive`` above 0 the actors are detached: they stay for so many seconds when this
     process is gone, 10 at least, and a backend with the same folder and address takes them over.
 
-    Raises BackendError where there is no GPU, no token, or no answer.
+    Raises BackendError where there is no such device, no token, or no answer.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RayBackend(Ledger):
         super().__init__(SharedFolder(path.absolute()))
         self.folder.make()
         self._lock_file = self.folder.lock()
-        self._settings, self._cores = settings, [tuple(c) for c in cores] if cores is not None else None
+        self._cores = [tuple(c) for c in cores] if cores is not None else None
         self._silent, self._outlive, self._devices = silent_seconds, outlive, devices
         self._namespace = "waterflow-" + hashlib.sha256(str(self.folder.path).encode()).hexdigest()[:12]
         self._actors: dict[str, _Actor] = {}
@@ -83,9 +84,11 @@ class RayBackend(Ledger):
         self._own_cluster: LoopbackCluster | None = None
         self._environment: RayEnvironment | None = None
         self._ray: Any = None
+        self._share = RayShare(settings, self._cores)
         try:
             if address is None:
-                self._own_cluster = LoopbackCluster([devices or 1])
+                self._share.cpus = self._share.cpus or os.cpu_count() or 1
+                self._own_cluster = LoopbackCluster([devices or 1], cpus=self._share.cpus)
                 address, token = self._own_cluster.address, self._own_cluster.token
             given, loopback = Path(token) if token is not None else None, address.startswith(LOOPBACK)
             self._environment = RayEnvironment(given, loopback)
@@ -201,20 +204,18 @@ class RayBackend(Ledger):
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + NODES_SECONDS
-        there = int(self._ray.cluster_resources().get("GPU", 0))
-        for number in range(len(self._actors), self._devices if self._devices is not None else there):
+        room = self._share.room(self._ray.nodes())
+        for number in range(len(self._actors), self._devices if self._devices is not None else room):
             node = f"device-{number}"
-            self._actors[node] = _Actor(node, self._started(node, number))
+            self._actors[node] = _Actor(node, self._started(node, number, room))
 
-    def _started(self, node: str, number: int) -> Any:
-        settings = self._settings
-        if settings.memory is None and settings.device == "cpu":  # they may all be of one machine
-            settings = replace(settings, memory=DEFAULT_MEMORY / max(1, int(self._ray.cluster_resources()["GPU"])))
+    def _started(self, node: str, number: int, room: int) -> Any:
+        settings = self._share.settings(room)
         if self._cores is not None:
             settings = replace(settings, cores=self._cores[number % len(self._cores)])
         detached = {"name": node, "namespace": self._namespace, "lifetime": "detached", "get_if_exists": True}
         remote = self._ray.remote(
-            num_gpus=1, num_cpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups={"events": 1, "request": 1},
+            **self._share.reserved(), max_restarts=-1, max_task_retries=0, concurrency_groups={"events": 1, "request": 1},
             **(detached if self._outlive > 0 else {}),
         )  # fmt: skip
         # A thread for each: requests come in their order, also while events are awaited.
@@ -226,7 +227,7 @@ class RayBackend(Ledger):
         deadline = time.monotonic() + READY_SECONDS
         self._look_for_devices()
         if not self._actors:
-            raise BackendError("the Ray cluster has no GPU; start its nodes with --num-gpus")
+            raise BackendError(self._share.nothing())
         while any(actor.hello is None for actor in self._actors.values()):
             if time.monotonic() > deadline:
                 raise BackendError(
@@ -261,11 +262,14 @@ class RayBackend(Ledger):
 class LoopbackCluster:
     """Several nodes of Ray on this machine, with made-up GPUs: ``gpus`` has their number for each node. For tests and trials.
 
+    For each GPU there are ``cpus`` made-up CPUs.
+
     All of it listens on 127.0.0.1 alone, asks for a token (``token`` is its file), has no dashboard unless ``dashboard``, and
     reports no usage. One at a time in a process; the settings of this process's environment are put back at the end.
     """
 
-    def __init__(self, gpus: Sequence[int] = (1,), dashboard: bool = False) -> None:
+    def __init__(self, gpus: Sequence[int] = (1,), dashboard: bool = False, cpus: int = 1) -> None:
+        self._cpus = cpus
         self._folder = Path(tempfile.mkdtemp(prefix="wf-ray-"))
         self.token = self._folder / "token"
         self.token.touch(0o600)
@@ -285,7 +289,10 @@ class LoopbackCluster:
         }
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            self.nodes = [self._cluster.add_node(wait=False, num_gpus=count, **settings) for count in gpus]
+            self.nodes = [
+                self._cluster.add_node(wait=False, **settings | {"num_gpus": count, "num_cpus": count * cpus})
+                for count in gpus
+            ]
             self._cluster.wait_for_nodes()
         except BaseException:
             self.close()
@@ -315,7 +322,9 @@ class LoopbackCluster:
     def add(self, gpus: int = 1) -> None:
         """One more node."""
         self.nodes.append(
-            self._cluster.add_node(num_gpus=gpus, node_ip_address="127.0.0.1", num_cpus=0, include_dashboard=False)
+            self._cluster.add_node(
+                num_gpus=gpus, num_cpus=gpus * self._cpus, node_ip_address="127.0.0.1", include_dashboard=False
+            )
         )
 
     def close(self) -> None:

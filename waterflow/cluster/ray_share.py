@@ -1,0 +1,60 @@
+"""What Ray reserves for a device of a cluster: what the device trains on. Needs no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from waterflow.cluster.worker import WorkerSettings
+from waterflow.executor.memory_limit import DEFAULT_MEMORY
+
+
+class RayShare:
+    """The part of a Ray cluster that one device gets.
+
+    On CUDA: a GPU. On the CPU: a CPU for each thread of its lanes and no GPU; without ``lanes``, those of the smallest node.
+    ``cores`` are as in ``LocalBackend``: without ``lanes``, a device has a lane for each of its cores.
+    """
+
+    def __init__(self, settings: WorkerSettings, cores: Sequence[Sequence[int]] | None = None) -> None:
+        self._settings = settings
+        self._lanes_follow = settings.lanes is None and cores is None
+        self.cpus = (settings.lanes or 0) * settings.intra_op
+        if cores and settings.lanes is None:
+            self.cpus = max(map(len, cores))
+
+    def room(self, nodes: Iterable[Mapping[str, Any]]) -> int:
+        """How many devices the nodes have room for, as ``ray.nodes()`` tells of them."""
+        there = [node["Resources"] for node in nodes if node["Alive"]]
+        if self._settings.device == "cuda":
+            return sum(int(resources.get("GPU", 0)) for resources in there)
+        cpus = [int(resources.get("CPU", 0)) for resources in there]
+        self.cpus = self.cpus or min(filter(None, cpus), default=0)
+        return sum(count // self.cpus for count in cpus) if self.cpus else 0
+
+    def reserved(self) -> dict[str, int]:
+        """For the actor of a device, after ``room``."""
+        return (
+            {"num_gpus": 1, "num_cpus": 0}
+            if self._settings.device == "cuda"
+            else {"num_gpus": 0, "num_cpus": self.cpus}
+        )
+
+    def settings(self, devices: int) -> WorkerSettings:
+        """Those of a device, one of so many, after ``room``: with lanes on what is reserved, and an equal part of the memory."""
+        made = self._settings
+        if made.device == "cpu" and self._lanes_follow:
+            made = replace(made, lanes=max(1, self.cpus // made.intra_op))
+        if made.device == "cpu" and made.memory is None:  # they may all be of one machine
+            made = replace(made, memory=DEFAULT_MEMORY / max(1, devices))
+        return made
+
+    def nothing(self) -> str:
+        """Why there is room for no device, with the remedy."""
+        if self._settings.device == "cuda":
+            return "the Ray cluster has no GPU; start its nodes with --num-gpus, or take device 'cpu'"
+        return (
+            f"no node of the Ray cluster has {max(1, self.cpus)} CPU(s), which a device reserves for its lanes; start nodes with "
+            "--num-cpus, lower lanes, or take device 'cuda' for GPUs"
+        )
