@@ -191,6 +191,13 @@ class TrialRunner:
         else:
             self._code.break_off()
 
+    def break_off(self) -> None:
+        """End it now: code of the user's, too, which ``stop()`` of a job would let come to its end."""
+        with self._lock:
+            self._halted = self._halted or "interrupted"
+            inner = self._inner
+        (inner or self._code).break_off()
+
     def _job(self) -> JobRunner:
         if self._inner is None:
             raise StudyError(f"{self._task.name} trains in a loop of its own, whose state is not known; return a Job")
