@@ -19,6 +19,7 @@ TESTS = sorted(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py"))
 # The way of the data: each part imports only those before it. All other files stand between step and study.
 ORDER = [
     "errors",
+    "calls",
     "priority",
     "job",
     "partition",

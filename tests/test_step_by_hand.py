@@ -211,6 +211,18 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "train: lane": (lambda: trained(lane=3), r"no setting lane; did you mean lanes=\? Settings"),
     "train: one batch": (lambda: trained(data=images(1)[0]), r"needs brackets: \[batch\]"),
     "train: a loss's value": (lambda: trained(loss=torch.ones(())), "got Tensor; pass the function itself"),
+    "Job: epoch": (
+        lambda: wf.Job("a", Net, images(1), AdamW, epoch=3),
+        r"Job\(\) has no epoch: .* is epochs=3\. Write Job",
+    ),  # type: ignore[call-arg]
+    "Job: spelt": (
+        lambda: wf.Job("a", Net, images(1), optimiser=AdamW),
+        r"has no optimiser; did you mean optimizer=\? W",
+    ),  # type: ignore[call-arg]
+    "Job: nothing": (lambda: wf.Job("a"), r"Job\(\) missing a required argument: 'model'\. Write Job\(name, model="),  # type: ignore[call-arg]
+    "Engine": (lambda: wf.Engine(memroy="2GiB"), r"Engine\(\) has no memroy; did you mean memory=\? Write Engine"),  # type: ignore[call-arg]
+    "SharedData": (lambda: wf.SharedData(images(1), sed=0), r"SharedData\(\) has no sed; did you mean seed=\? Write"),  # type: ignore[call-arg]
+    "max_batch_size": (lambda: wf.max_batch_size([], gpus="v100-32g"), r"has no gpus; did you mean gpu=\? Write max"),  # type: ignore[call-arg]
     "train: no parameters": (lambda: trained(optimizer=lambda: 1), r"must take the model's parameters.* takes \(\)"),
 }
 
@@ -221,6 +233,13 @@ def test_calls_are_explained(kind: str) -> None:
     with pytest.raises(wf.InvalidJobError, match=text) as caught:
         call()
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(("memory", "told"), [(4, True), ("24", True), ("70KiB", False)])
+def test_a_limit_without_a_unit_is_explained(memory: int | str, told: bool) -> None:
+    with pytest.raises(wf.MemoryLimitError, match="does not fit") as caught:
+        trained(memory=memory, data=images(1, size=20_000))
+    assert ("A number without a unit counts bytes: write memory='4GiB'." in str(caught.value)) == told
 
 
 def test_a_type_error_inside_of_a_call_stays_what_it_is() -> None:

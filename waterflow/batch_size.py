@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from waterflow.calls import explained
 from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory, reserve_of
 from waterflow.executor.presets import GPU, gpu
@@ -153,6 +154,7 @@ class MaxBatchSize:
         return made
 
 
+@explained("max_batch_size", 'max_batch_size([job_a, job_b], gpu="a100-40g")', InvalidJobError)
 def max_batch_size(
     jobs: Job | Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None,
     memory: int | float | str | None = None,

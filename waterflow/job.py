@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from waterflow.calls import explained_class
 from waterflow.errors import InvalidJobError, told
 from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
 
@@ -27,6 +28,9 @@ Status = Literal["completed", "failed", "pruned", "cancelled"]
 Metrics = dict[str, float]
 
 
+@explained_class(
+    "Job", "Job(name, model=make_model, data=loader, loss=F.cross_entropy, optimizer=make_optimizer)", InvalidJobError
+)
 @dataclass
 class Job:
     """One model to train.

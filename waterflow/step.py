@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
+from waterflow.calls import explained
 from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
 from waterflow.executor import by_hand, eager
 from waterflow.executor import step_checks as checks
 from waterflow.executor.batch_copies import copied
-from waterflow.executor.calls import explained
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.compiling import Compile, check_compile

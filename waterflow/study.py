@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import optuna
 
+from waterflow.calls import explained
 from waterflow.errors import JobTimeoutError, StudyError
-from waterflow.executor.calls import explained
 from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
@@ -69,7 +69,8 @@ def optimize(
         gc_after_trial: Collect garbage after each trial.
         show_progress_bar: One line of progress, where there is a terminal.
         deterministic: Ask, report, prune and tell in an order that follows training steps, not the clock: the same
-            seeds then give the same study twice. Needs a whole number as ``max_concurrent``, and no ``timeout``.
+            seeds then give the same study twice. Needs a whole number as ``max_concurrent``, no ``timeout`` and no
+            ``trial_timeout``.
             What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
         exact, mode: As in ``train``: with ``exact=False`` trials of equal structure may run as one.
         timeline: Called at the end with the record of the run, to save its pictures.

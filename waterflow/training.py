@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from waterflow import _C
+from waterflow.calls import explained, unknown
 from waterflow.checkpoint import Checkpoint
 from waterflow.checkpoint_folder import Checkpoints
 from waterflow.checkpointing import Checkpointing
 from waterflow.errors import InvalidJobError, told
-from waterflow.executor.calls import explained, unknown
 from waterflow.executor.engine import Engine, Mode, within
 from waterflow.executor.fusing import expect
 from waterflow.executor.thread_generators import telling_of_shared_numbers

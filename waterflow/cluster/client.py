@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from waterflow.calls import explained
 from waterflow.cluster.state import address_file, state_folder, token_file
 from waterflow.cluster.submission import Priority
 from waterflow.durations import parse_seconds
@@ -45,6 +46,7 @@ class Cluster:
     Each method raises ClusterError where no cluster can be reached.
     """
 
+    @explained("Cluster", 'Cluster(tenant="vision")', ClusterError)
     def __init__(
         self, where: str | Path | None = None, token: str | None = None, patience: float = 0.0, *,
         tenant: str = "default", priority: Priority = "guaranteed",
@@ -65,6 +67,7 @@ class Cluster:
         else:
             self._folder = state_folder(where)
 
+    @explained("submit", "cluster.submit([job_a, job_b])", InvalidJobError)
     def submit(
         self, jobs: Jobs | Callable[[], Jobs], *, id: str | None = None, tenant: str | None = None,
         priority: Priority | None = None, devices: int = 1, auto: bool = True, memory: int | str = 0,
@@ -103,7 +106,7 @@ class Cluster:
             "id": id if id is not None else hand_in.new_id(jobs), "tenant": tenant or self.tenant,
             "priority": priority or self.priority, "devices": devices,
             "auto": auto, "memory": memory if memory == 0 else parse_memory(memory), "model": model,
-            "duration": duration, "time_limit": None if time_limit is None else parse_seconds(time_limit),
+            "duration": duration, "time_limit": None if time_limit is None else parse_seconds(time_limit, "time_limit"),
             "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
         }  # fmt: skip
         return str(self._json("POST", "/jobs", payload, {"X-Submission": json.dumps(asked)})["id"])

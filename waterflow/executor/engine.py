@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from waterflow import _C
+from waterflow.calls import explained
 from waterflow.errors import InvalidJobError, JobCancelled
 from waterflow.executor import cuda_lanes
 from waterflow.executor.belonging import current_device as current_device
@@ -70,6 +71,7 @@ class Engine(Claims):
     run later. ``WATERFLOW_ASYNCHRONOUS`` in the environment sets it.
     """
 
+    @explained("Engine", 'Engine("cpu", memory="4GiB")', InvalidJobError)
     def __init__(
         self,
         device: str | torch.device = "cpu",

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from waterflow.calls import explained
 from waterflow.errors import InvalidJobError, JobCancelled
 from waterflow.executor.batch_copies import copied
 from waterflow.executor.data import Batches, is_function
@@ -43,6 +44,7 @@ class SharedData:
     batches are kept; with two of them, the jobs of a party hold no more batches than they claim of ``memory=``.
 
     A step that changes its batch in place is given a copy. Workers of a DataLoader are started for each epoch anew.
+    Thread-safe. A copy, or what was pickled, has readers of its own.
 
     Args:
         data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one. It draws from
@@ -53,10 +55,9 @@ class SharedData:
 
     Raises:
         InvalidJobError: Data that can be read only once, and settings that cannot be.
-
-    Thread-safe. A copy, or what was pickled, has readers of its own.
     """
 
+    @explained("SharedData", "SharedData(loader, seed=0)", InvalidJobError)
     def __init__(
         self, data: Iterable[Any] | Callable[[], Iterable[Any]], *, seed: int = 0, ahead: int = 2, patience: float = 10.0
     ) -> None:  # fmt: skip

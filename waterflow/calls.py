@@ -48,6 +48,16 @@ def explained(
     return decorate
 
 
+def explained_class(name: str, example: str, error: Callable[[str], WaterflowError]) -> Callable[[type[_T]], type[_T]]:
+    """As ``explained``, for what a class is called with; also for a dataclass, whose ``__init__`` nobody wrote."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        setattr(cls, "__init__", explained(name, example, error)(cls.__init__))  # noqa: B010  # mypy: no method to assign to
+        return cls
+
+    return decorate
+
+
 def _what_is_wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why ``function`` cannot be called with these; None where it can."""
     signature = inspect.signature(function)
