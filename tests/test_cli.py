@@ -200,6 +200,7 @@ def test_settings_of_a_job(folder: Path):
     text = f"jobs:\n- {{{PIECES}, timeout: 2.5, train_mode: as_is}}\n- {{job: code.py:deep, timeout: 3}}\n"
     one, other = load_train(config(folder, text)).jobs
     assert (one.timeout, one.train_mode, other.timeout, other.train_mode) == (2.5, "as_is", 3, "auto")
+    assert load_train(config(folder, text.replace("2.5", "1.5min"))).jobs[0].timeout == 90.0
     for wrong in ("timeout: -1", "train_mode: eval"):
         ended = run("train", config(folder, f"jobs:\n- {{{PIECES}, {wrong}}}\n"))
         assert ended.exit_code == 2 and wrong.split(":")[0] in ended.stderr and "must be" in ended.stderr
@@ -526,6 +527,8 @@ WRONG = [
     ("study", STUDY + "device: 3", "device must be text; got 3"),
     ("study", STUDY + "deterministic: maybe", "deterministic must be true or false"),
     ("study", "objective: code.py:objective\ntimeout: -1", "timeout must be a positive number of seconds; got -1"),
+    ("study", STUDY + "trial_timeout: 2 hurs", "trial_timeout must be a positive number of seconds, or text like '90s'"),
+    ("train", JOB.replace("[{", "[{timeout: 1 parsec, "), "jobs[0].timeout must be a positive number of seconds, or text like"),
     ("plan", "objective: code.py:objective", "waterflow study"),
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,7 +88,7 @@ def load_train(path: Path) -> TrainConfig:
         jobs.append(job)
     return TrainConfig(
         tuple(jobs), top.memory(), top.whole("max_concurrent"), top.flag("exact", True), top.mode(), top.path("output"),
-        top.duration("time_limit"), top.device(),
+        top.seconds("time_limit"), top.device(),
     )  # fmt: skip
 
 
@@ -177,19 +178,18 @@ class Section:
         return value
 
     def seconds(self, key: str) -> float | None:
-        """A positive number of seconds."""
+        """A positive number of seconds, or text like ``2h``."""
         value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        if isinstance(value, str):
+            try:
+                return parse_seconds(value, f"{self.where}{key}")
+            except InvalidJobError as error:
+                raise ConfigError(str(error)) from None
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
+        ):
             raise self.wrong(key, "must be a positive number of seconds", value)
         return value
-
-    def duration(self, key: str) -> float | None:
-        """Seconds, also as text like ``2h``."""
-        value = self.get(key)
-        try:
-            return None if value is None else parse_seconds(value, f"{self.where}{key}")
-        except InvalidJobError as error:
-            raise ConfigError(str(error)) from None
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
