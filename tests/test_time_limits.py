@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import waterflow as wf
 from tests.support import Net, images, same_bits
@@ -140,6 +140,45 @@ def test_what_hangs_ends_and_others_go_on(place: str, way: str, lanes: int) -> N
     assert len(result.losses) >= (3 if place == "evaluate" else 1) and result.seconds < LIMIT + 6
     for alone, mine in zip(expected, results[1:]):
         assert_unharmed(mine, alone)
+
+
+class Rows(Dataset[Any]):
+    """A data set of the user's own; the first job that asks for row 5 hangs."""
+
+    def __init__(self, hang: Callable[[], None]) -> None:
+        self.hang: Callable[[], None] | None = hang
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and self.hang is not None:
+            hang, self.hang = self.hang, None
+            hang()
+        return BATCHES[0][0][index], BATCHES[0][1][index]
+
+
+@pytest.mark.parametrize("what", ["data", "model"])
+def test_what_a_thread_holds_that_was_left_behind_is_free(what: str) -> None:
+    """A data set that others read too, and the turn to make a model."""
+    taken = threading.Lock()
+
+    def make() -> nn.Module:
+        if taken.acquire(blocking=False):
+            waiting()
+        return Net(dropout=0.3)
+
+    rows = Rows(lambda: None)
+    shared = {"data": DataLoader(rows, batch_size=2)} if what == "data" else {}
+    expected = JobRunner(job(**shared)).run()
+    if what == "data":
+        rows.hang = waiting
+    else:
+        shared = {"model": make}
+    results = wf.train([job("hung", **shared, timeout=LIMIT)], lanes=2, memory="1GiB", on_error="continue")
+    assert "left behind" in str(results[0].error)
+    for result in wf.train([job(f"later{n}", **shared, timeout=20) for n in range(2)], on_error="continue"):
+        assert_unharmed(result, expected)
 
 
 def test_a_generator_that_hangs() -> None:

@@ -15,6 +15,7 @@ _OURS = str(Path(__file__).parent) + os.sep
 _LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _INSTALLED = ("site-packages", "dist-packages")
 _TO_THE_END = ("<frozen importlib", _OURS + "partition" + os.sep)
+_BETWEEN = ("data.py", "breakable_lock.py")  # ours, where it reads a library's data, or waits for another's code
 _WHAT = {
     "data.py": "reading its data", "shared_data.py": "reading its data", "evaluation.py": "evaluating",
     "eager.py": "in a step", "capture.py": "capturing its step", "building.py": "making its model or optimizer",
@@ -63,7 +64,7 @@ def in_user_code(thread: int) -> bool:
     frames = _frames(thread)
     for frame in frames:
         if not _is_library(frame):
-            return not _is_ours(frame) or os.path.basename(frame.f_code.co_filename) == "data.py"
+            return not _is_ours(frame) or os.path.basename(frame.f_code.co_filename) in _BETWEEN
     return False
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from waterflow import _C
+from waterflow.executor.breakable_lock import leave_behind
 
 if TYPE_CHECKING:
     from waterflow.runner import JobRunner
@@ -62,17 +63,23 @@ def break_off_all(works: Sequence[CanBreakOff], threads: Iterable[threading.Thre
     """Break off the user's code on ``threads``, and wait for them, at most ``seconds`` for all.
 
     The order is given again until they have ended: one that arrives inside of a finalizer, or of code that catches
-    everything, is lost, and none is given to a thread that imports or captures.
+    everything, is lost, and none is given to a thread that imports or captures. Those that stay are left behind, and nobody
+    waits for what they hold.
     """
-    waited_for = list(threads)
+    waited_for = [thread for thread in threads if thread is not None]
     deadline = time.monotonic() + seconds
     while True:
         for work in works:
             work.break_off()
         left = max(0.0, deadline - time.monotonic())
         join_all(waited_for, min(ORDER_AGAIN, left))
-        if left <= ORDER_AGAIN or not any(thread is not None and thread.is_alive() for thread in waited_for):
+        if not any(thread.is_alive() for thread in waited_for):
             return
+        if left <= ORDER_AGAIN:
+            break
+    for thread in waited_for:
+        if thread.is_alive():
+            leave_behind(thread)
 
 
 def let_go(error: BaseException) -> None:

@@ -17,6 +17,7 @@ import torch
 from waterflow import _C
 from waterflow.errors import JobTimeoutError
 from waterflow.executor.belonging import current_engine, current_worker, within
+from waterflow.executor.breakable_lock import leave_behind
 from waterflow.executor.user_thread import UserThread
 from waterflow.job import Job, JobResult
 from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, let_go
@@ -111,10 +112,12 @@ class TimeLimit:
             self._ask_to_stop("interrupted")
             self._done.wait(STOP_SECONDS)
             self._code.break_off()
-            self._done.wait(BREAK_OFF_SECONDS)
+            if not self._done.wait(BREAK_OFF_SECONDS):
+                leave_behind(thread)
             raise
         if not self._done.is_set():
             assert self.error is not None
+            leave_behind(thread)
             return give_up(self.error)
         thread.join(BREAK_OFF_SECONDS)
         if not failed:
