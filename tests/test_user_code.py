@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from torch import nn
 
 import waterflow as wf
 from waterflow.errors import JobCancelled
+from waterflow.executor.breakable_lock import BreakableLock, leave_behind
 from waterflow.stopping import break_off_all
 from waterflow.user_code import UserCode
 
@@ -109,3 +112,85 @@ def test_nobody_waits_longer_than_asked_for_a_thread_that_stays() -> None:
     leave.set()
     thread.join(10)
     assert ends == ["broken off"]
+
+
+def test_a_lock_is_given_back_by_a_thread_that_is_broken_off_when_it_gets_it() -> None:
+    lock, waiting = BreakableLock(), threading.Event()
+    ends: list[str] = []
+
+    def wait() -> None:
+        try:
+            waiting.set()
+            with lock:
+                ends.append("got it")
+        except JobCancelled:
+            ends.append("broken off")
+            over.wait(30)
+
+    over = threading.Event()
+    thread = threading.Thread(target=wait, daemon=True)
+    with lock:
+        thread.start()
+        waiting.wait(10)
+        time.sleep(0.02)
+        # It waits for the lock, outside of the interpreter, and finds both when it comes back.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(JobCancelled))
+    while not ends:
+        time.sleep(0.01)
+    again = threading.Thread(target=lambda: lock.__enter__(), daemon=True)
+    again.start()
+    again.join(10)
+    assert not again.is_alive() and thread.is_alive() and ends == ["broken off"]
+    over.set()
+    with lock:  # from one that ended with it
+        pass
+
+
+def test_a_lock_of_a_thread_that_is_left_behind_goes_to_the_next() -> None:
+    lock, holds, over = BreakableLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            holds.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    holds.wait(10)
+    leave_behind(thread)
+    with lock:
+        over.set()  # it comes back, and gives nothing back that is another's
+        thread.join(10)
+        other = threading.Thread(target=lambda: lock.__enter__(), daemon=True)
+        other.start()
+        other.join(0.5)
+        assert other.is_alive()
+    other.join(10)
+    assert not other.is_alive()
+
+
+IMPORTING = """
+import os, signal, sys, threading, time, torch, waterflow as wf
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from torch.nn import functional as F
+from tests.support import Net, images
+def press():
+    while sys.argv[1] not in sys.modules: time.sleep(0.001)
+    time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press).start()
+settings = dict(model=Net, data=images(2), optimizer=torch.optim.SGD, loss=F.cross_entropy)
+try:
+    wf.train([wf.Job("job", **settings)])
+except KeyboardInterrupt:
+    print("interrupted")
+print(wf.train([wf.Job("job", **settings)])[0].status)
+"""
+
+
+@pytest.mark.parametrize("module", ["torch._dynamo", "waterflow.job", "waterflow.training"])
+def test_ctrl_c_in_the_first_import_leaves_modules_whole(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "interrupted\ncompleted\n", done.stderr

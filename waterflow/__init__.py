@@ -112,16 +112,24 @@ def __getattr__(name: str) -> Any:
     if name == "_C":
         return _native()
     if name in __all__:
-        module = importlib.import_module(f"waterflow.{_MODULES.get(name, 'errors')}")
+        module = _imported(_MODULES.get(name, "errors"))
         found = globals()[name] = getattr(module, _OTHERWISE_CALLED.get(name, name))
         return found
     if not name.startswith("_"):
         try:
-            return importlib.import_module(f"waterflow.{name}")
+            return _imported(name)
         except ModuleNotFoundError as error:
             if error.name != f"waterflow.{name}":
                 raise
     raise AttributeError(f"module 'waterflow' has no attribute {name!r}")
+
+
+def _imported(name: str) -> Any:
+    """The module, whole: one whose import Ctrl-C ends in the middle, or a native part, cannot be imported again."""
+    from waterflow.interrupts import uninterrupted
+
+    with uninterrupted():
+        return importlib.import_module(f"waterflow.{name}")
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import queue
-import signal
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from waterflow.executor.fusing import expect
 from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.virtual_clock import VirtualClock
+from waterflow.interrupts import uninterrupted
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.kept_weights import KeepWeights, KeptResults
 from waterflow.optuna_private import (
@@ -157,7 +157,7 @@ class Coordinator:
                         self._at_once = self._auto.update(len(self._running), self._one_more_fits())
                         self._fill(wanted, 0)
             except BaseException:
-                with _uninterrupted():
+                with uninterrupted():
                     self._interrupt()
                 raise
         if self._failure is not None:
@@ -179,7 +179,7 @@ class Coordinator:
     def _fill(self, wanted: Callable[[], bool], time_: int) -> None:
         fresh = []
         while len(self._running) < self._at_once and wanted() and (self._auto is None or self._one_more_fits()):
-            with _uninterrupted():
+            with uninterrupted():
                 trial = self._ask()
                 worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds))
             self._asked += 1
@@ -319,7 +319,7 @@ class Coordinator:
         progress: ProgressLine,
     ) -> None:  # fmt: skip
         trial, error = worker.trial, worker.error
-        with _uninterrupted():
+        with uninterrupted():
             try:
                 told = tell_quietly(self._study, trial, worker.value, worker.state, error, catch)
             except Exception as failure:  # a sampler's own
@@ -367,22 +367,6 @@ class Coordinator:
             with contextlib.suppress(Exception):
                 self._study.tell(worker.trial, state=TrialState.FAIL)
         self._running.clear()
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the block is through: a trial is asked for and known here, or told and forgotten."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
 
 
 def _best(study: optuna.Study) -> str:

@@ -15,10 +15,32 @@ from typing import Any
 from waterflow.errors import JobCancelled
 from waterflow.stacks import in_user_code, must_go_on, where
 
+_imported = threading.Event()
+
 
 def import_ahead() -> None:
-    """Import what torch imports when a process makes its first optimizer: it takes seconds, in which no order arrives."""
-    importlib.import_module("torch._dynamo")
+    """Import what torch imports when a process makes its first optimizer: it takes seconds, in which no order arrives.
+
+    Nor does Ctrl-C arrive in it, as modules whose imports end in the middle are broken for the process: another thread imports.
+    """
+    if _imported.is_set():
+        return
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            importlib.import_module("torch._dynamo")
+            _imported.set()
+        except BaseException as error:
+            failed.append(error)
+        over.set()
+
+    over = threading.Event()
+    # Not a daemon: one that is inside of a library when Python ends would abort the process.
+    threading.Thread(target=work, daemon=False).start()
+    over.wait()
+    if failed:
+        raise failed[0]
 
 
 class UserCode:
