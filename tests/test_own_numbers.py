@@ -126,6 +126,21 @@ def test_an_evaluation_that_draws_is_the_jobs_own() -> None:
         assert one.metrics == other.metrics and one.losses == other.losses
 
 
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_an_optimizer_and_a_scheduler_that_draw_are_the_jobs_own(interval: str) -> None:
+    def job(seed: int) -> wf.Job:
+        return wf.Job(
+            name=f"job-{seed}", model=lambda: perceptron(8), data=DataLoader(ROWS, 8, shuffle=True), loss=F.cross_entropy,
+            optimizer=lambda p: torch.optim.SGD(p, lr=float(torch.rand(()))), epochs=3, seed=seed,
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: float(torch.rand(()))),
+            scheduler_interval=interval,
+        )  # fmt: skip
+
+    alone = [wf.train([job(seed)], memory="1GiB")[0] for seed in range(3)]
+    together = wf.train([job(seed) for seed in range(3)], memory="1GiB", lanes=2, max_concurrent=3)
+    assert [one.losses for one in alone] == [other.losses for other in together]
+
+
 def test_pythons_own_numbers_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("WARNING", logger="waterflow")
     monkeypatch.setattr(thread_generators, "_told", threading.Event())

@@ -20,6 +20,7 @@ from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.shared_data import Reader, SharedData
+from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
 from waterflow.residence import Residence
@@ -82,6 +83,7 @@ class JobRunner(Asked):
         self._between = False  # the job's own thread stands between two steps
         self._steps = StepQueue()
         self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
+        self._setting_numbers = torch.Generator()  # for the optimizer and its scheduler, which works while steps draw
         if resume is not None:
             seed = self._start_at(resume)
         elif job.seed is not None or seed is None:
@@ -211,8 +213,9 @@ class JobRunner(Asked):
         job = self.job
         self._check_stop()
         model = model_of(job, self._numbers)
-        optimizer = optimizer_of(job, model)
-        self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
+        with own_numbers(self._setting_numbers):
+            optimizer = optimizer_of(job, model)
+            self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
         self._state = JobState(job, model, optimizer, self._scheduler)
         self._make_step(model, optimizer)
         if not isinstance(job.data, SharedData):
@@ -240,6 +243,7 @@ class JobRunner(Asked):
             "shared": isinstance(batches, Reader),
             "data": place,
             "numbers": self._numbers.get_state(),
+            "setting_numbers": self._setting_numbers.get_state(),
             "step": progress_of(step),
             "losses": torch.tensor(self._losses, dtype=torch.float64),
             "metrics": [dict(metrics) for metrics in self._metrics],
@@ -262,6 +266,7 @@ class JobRunner(Asked):
         self._seed = seed
         self._numbers.manual_seed(seed)
         self._data_numbers.manual_seed(seed)
+        self._setting_numbers.manual_seed(seed)
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         state, step = checkpoint.state, self.step
@@ -270,6 +275,8 @@ class JobRunner(Asked):
         if isinstance(self._batches, Batches):
             self._batches.go_on_from(state["data"])
         self._numbers.set_state(state["numbers"])
+        if "setting_numbers" in state:  # an older version's has none
+            self._setting_numbers.set_state(state["setting_numbers"])
         put_progress(step, state["step"])
 
     def _grant(self) -> None:
@@ -311,7 +318,8 @@ class JobRunner(Asked):
             metrics = self._evaluate() or {"loss": sum(losses) / len(losses)}
             self._metrics.append(metrics)
             if self._scheduler is not None and self.job.scheduler_interval == "epoch":
-                step_scheduler(self._scheduler, metrics)
+                with own_numbers(self._setting_numbers):
+                    step_scheduler(self._scheduler, metrics)
             self._epoch, self._epoch_began = epoch + 1, len(self._losses)
             if self._on_epoch is not None:
                 self._between = True
@@ -352,7 +360,8 @@ class JobRunner(Asked):
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
                     # Schedulers look for it; the update that it stands for is on its way.
                     self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
-                    self._scheduler.step()
+                    with own_numbers(self._setting_numbers):
+                        self._scheduler.step()
                 if len(steps) >= ahead:
                     if ahead == STEPS_AHEAD:
                         ahead = steps_ahead(self.step, self.engine)
