@@ -159,6 +159,7 @@ def test_a_lock_of_a_thread_that_is_left_behind_goes_to_the_next() -> None:
     holds.wait(10)
     leave_behind(thread)
     with lock:
+        assert thread.is_alive()
         over.set()  # it comes back, and gives nothing back that is another's
         thread.join(10)
         other = threading.Thread(target=lambda: lock.__enter__(), daemon=True)
