@@ -18,6 +18,7 @@ from tests.leftovers import nothing_left  # noqa: F401
 from tests.support import images, same_bits
 from waterflow.executor.engine import Engine, within
 from waterflow.runner import JobRunner
+from waterflow.training_mode import begin_training
 
 BATCHES = images(4)
 
@@ -72,6 +73,31 @@ def flags(model: nn.Module) -> dict[str, bool]:
 def number(model: nn.Module) -> float:
     assert not any(module.training for module in model.modules())
     return 0.0
+
+
+class KeepsItsBackbone(nn.Module):
+    """As people freeze what they have not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.head = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        self.head[1].eval()
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_train_of_the_models_own_decides_over_its_parts(inside: bool) -> None:
+    """And what was in evaluation mode before stays there."""
+    own = KeepsItsBackbone()
+    model = nn.Sequential(own) if inside else own
+    begin_training(wf.Job("one", model, [], lambda p: torch.optim.SGD(p, lr=0.1)), model)
+    assert model.training and own.training and own.head.training and own.head[0].training
+    assert not any(part.training for part in [*own.backbone.modules(), own.head[1]])
 
 
 def test_parts_in_evaluation_mode_stay_in_it() -> None:

@@ -16,9 +16,16 @@ logger = logging.getLogger("waterflow")
 def begin_training(job: Job, model: nn.Module) -> None:
     """Leave the flags of a model that is in training mode; put one that is in evaluation mode as a whole into training mode.
 
+    Modules that have a ``train()`` of their own, as those that keep a backbone in evaluation mode, may put parts of theirs there.
     With ``job.train_mode="as_is"`` no flag changes.
     """
-    if model.training or job.train_mode == "as_is":
+    if job.train_mode == "as_is":
+        return
+    if model.training:
+        flags = [(module, module.training) for module in model.modules()]
+        _call_own_train(model)
+        for module, training in flags:
+            module.training = module.training and training
         return
     model.train()
     logger.warning(
@@ -27,6 +34,15 @@ def begin_training(job: Job, model: nn.Module) -> None:
         "keep all flags",
         job.name, type(model).__name__,
     )  # fmt: skip
+
+
+def _call_own_train(module: nn.Module) -> None:
+    """Call the outermost ones that are not torch's."""
+    if getattr(module.train, "__func__", None) is not nn.Module.train:
+        module.train()
+        return
+    for child in module.children():
+        _call_own_train(child)
 
 
 @contextlib.contextmanager

@@ -330,7 +330,7 @@ def test_a_node_is_killed(clusters: Callable[..., LiveCluster], tmp_path: Path) 
     cluster = clusters()
     client = cluster.client
     gate = tmp_path / "gate"
-    client.submit(job("moved", steps=60, gate=gate), id="moved")
+    client.submit(job("moved", steps=60, seconds=2.0, gate=gate), id="moved")  # a checkpoint comes before the gate
     client.submit(job("other"), id="other")
     wait_until(
         lambda: client.status("moved")["steps"] > 10 and any("checkpoint" in line for line in client.logs("moved"))

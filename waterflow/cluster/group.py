@@ -135,12 +135,16 @@ class RunningGroup:
                     self._write(number, state, count)
                     took += time.monotonic() - began
                     saved = True
+                    with self._lock:
+                        self._reached[number] = max(self._reached.get(number, 0), state.steps)
                 except Fenced:
                     return self._fenced()
                 except Exception as error:  # it ended meanwhile, or its state cannot be taken: it trains on
                     logger.info("no checkpoint of job %r: %s", self._jobs[number].name, error)
             if saved:
-                self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), self.steps()))
+                with self._lock:
+                    steps = sum(self._reached.values())  # not those that jobs have trained since
+                self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), steps))
             self._next_save = max(self._next_save or 0.0, time.monotonic() + took / SAVING_SHARE)
 
     def save_if_due(self, every: float) -> None:
