@@ -47,7 +47,6 @@ class UserCode:
     """The threads that run one job's or one trial's code. Thread-safe."""
 
     def __init__(self) -> None:
-        import_ahead()
         self._inside: Counter[int] = Counter()
         self._ordered: set[int] = set()
         self._lock = threading.Lock()
@@ -55,6 +54,7 @@ class UserCode:
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
         """The calling thread can be broken off inside, and no later. May be nested."""
+        import_ahead()  # here, and not where this object is made: that may be a thread which others hear from
         thread = threading.get_ident()
         with self._lock:
             self._inside[thread] += 1
