@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx import traceback as fx_traceback
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils import checkpoint as checkpointing
@@ -145,6 +146,13 @@ def check(make: Any, engine: Engine | None, opaque: str | None = None, count: in
 @pytest.mark.parametrize("how", HOW)
 def test_ways_to_draw_again(how: str, engine: Engine | None) -> None:
     check(making(lambda: Noisy(HOW[how])), engine)
+
+
+def test_selective_checkpointing_leaves_no_notes_for_the_next_trace(engine: Engine | None) -> None:
+    """torch.compile fails on such notes."""
+    before = dict(fx_traceback.current_meta)
+    check(making(lambda: Noisy(HOW["selective"])), engine)
+    assert fx_traceback.current_meta == before
 
 
 @pytest.mark.parametrize("how", ["plain", "nested", "by hand"])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
@@ -131,7 +132,9 @@ def _trace(
 ) -> tuple[_StepTracer, fx.Graph, dict[str, torch.Tensor]]:  # fmt: skip
     """Run the step once; ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
     tracer = _StepTracer(spec, leaves, batch_spec, looked)
-    with taken_back(tracer.mode) as kept:
+    # torch notes what its nodes are for in one table of the process; selective checkpointing leaves its notes there.
+    notes = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
+    with taken_back(tracer.mode) as kept, notes:
         try:
             graph, constants = tracer.trace(way)
         except BaseException:
