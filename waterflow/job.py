@@ -194,7 +194,7 @@ class JobResult:
     name: str
     status: Status
     metrics: tuple[Metrics, ...] = ()
-    losses: tuple[float, ...] = ()
+    losses: tuple[float, ...] = field(default=(), repr=False)
     steps: int = 0
     seconds: float = 0.0
     predicted_peak: int | None = None

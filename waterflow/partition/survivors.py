@@ -49,7 +49,7 @@ def taken_back(mode: TracingMode) -> Iterator[list[torch.Tensor]]:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Their variables hold tensors of the trace."""
+    """Their variables hold tensors of the trace, and so do the closures of their functions, which clearing a frame leaves."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -57,6 +57,8 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         if one is not None and id(one) not in seen:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
+            if one is not error:  # who wants to know where that one came from has been told the line
+                one.__traceback__ = None
             waiting += [one.__cause__, one.__context__]
 
 
