@@ -12,7 +12,7 @@ import optuna
 import pytest
 import torch
 from optuna.samplers import RandomSampler
-from optuna.trial import Trial
+from optuna.trial import FixedTrial, Trial
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +22,7 @@ from tests.support import images
 from waterflow.executor import thread_generators
 
 ROWS = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(1)), torch.arange(48) % 4)
-TRIALS = 6
+WIDTHS = 12, 8, 12, 4, 12, 16  # of the trials: a sampler would draw them in the order in which trials ask
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
@@ -30,7 +30,7 @@ def perceptron(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4))
 
 
-def seeding(trial: Trial, opaque: bool = False) -> float:
+def seeding(trial: Trial | FixedTrial, opaque: bool = False) -> float:
     """As nearly everybody writes it: one seed at the top, and then torch's functions."""
     torch.manual_seed(trial.number)
     width = trial.suggest_int("width", 4, 16, step=4)
@@ -61,10 +61,12 @@ def unseeded(trial: Trial) -> float:
 
 def studied(objective: Callable[[Trial], Any], **settings: Any) -> list[float]:
     study = optuna.create_study(sampler=RandomSampler(seed=0))
+    for width in WIDTHS:
+        study.enqueue_trial({"width": width})
     if settings:
-        wf.optimize(study, objective, n_trials=TRIALS, memory="1GiB", **settings)
+        wf.optimize(study, objective, n_trials=len(WIDTHS), memory="1GiB", **settings)
     else:
-        study.optimize(objective, n_trials=TRIALS)
+        study.optimize(objective, n_trials=len(WIDTHS))
     return [trial.value for trial in study.trials]
 
 
@@ -83,9 +85,31 @@ def test_an_objective_that_seeds_has_one_result(opaque: bool) -> None:
         return seeding(trial, opaque)
 
     alone = studied(objective)
-    assert len(set(alone)) == TRIALS
+    assert len(set(alone)) == len(WIDTHS)
     for concurrency in (1, 2, 4):
         assert studied(objective, max_concurrent=concurrency, lanes=2) == alone, f"{concurrency} at a time"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_result_follows_from_a_trials_own_values_whoever_asked_first() -> None:
+    """The sampler draws for the trial that asks; what the trial makes of that is its own."""
+    turns = [threading.Event() for _ in range(7)]
+
+    def objective(trial: Trial) -> float:
+        assert turns[trial.number + 1].wait(30)
+        trial.suggest_int("width", 4, 16, step=4)
+        turns[trial.number].set()
+        return seeding(trial)
+
+    turns[-1].set()  # the last asks first
+    plain, mine = (optuna.create_study(sampler=RandomSampler(seed=0)) for _ in range(2))
+    plain.optimize(seeding, n_trials=6)
+    wf.optimize(mine, objective, n_trials=6, max_concurrent=6, memory="1GiB", lanes=2)
+    drawn = [trial.params for trial in plain.trials]
+    assert [trial.params for trial in mine.trials] == drawn[::-1] != drawn
+    assert [trial.value for trial in mine.trials] == [
+        seeding(FixedTrial(trial.params, trial.number)) for trial in mine.trials
+    ]
 
 
 def test_an_objective_that_does_not_seed_follows_the_process_seed() -> None:
@@ -143,7 +167,7 @@ def test_an_optimizer_and_a_scheduler_that_draw_are_the_jobs_own(interval: str) 
 
 def test_pythons_own_numbers_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("WARNING", logger="waterflow")
-    monkeypatch.setattr(thread_generators, "_told", threading.Event())
+    monkeypatch.setattr(thread_generators, "_told", threading.Lock())
 
     def objective(trial: Trial) -> float:
         return random.random() + unseeded(trial)
@@ -157,7 +181,7 @@ def test_pythons_own_numbers_are_told_of(caplog: pytest.LogCaptureFixture, monke
 def test_a_job_whose_data_draws_from_numpy_is_told_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_generators, "_told", threading.Event())
+    monkeypatch.setattr(thread_generators, "_told", threading.Lock())
     caplog.set_level("WARNING", logger="waterflow")
 
     def noisy() -> Iterator[Any]:

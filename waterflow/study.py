@@ -53,7 +53,8 @@ def optimize(
     only a study that minimizes one objective takes. Each trial runs on a thread of its own,
     with torch random numbers of its own: ``torch.manual_seed`` and whatever draws there, its Steps too, mean those, so that
     a trial does not depend on what runs beside it. Before it seeds them they follow from torch's generator as it stands when
-    the study begins, and from the trial's number. Python's and NumPy's global generators belong to all trials.
+    the study begins, and from the trial's number. Python's and NumPy's global generators belong to all trials, and so does the
+    sampler, which draws in the order in which trials ask for values.
 
     Args:
         study: Any Optuna study: in memory, RDB or journal storage, one objective or several.

@@ -244,7 +244,7 @@ def test_functions_of_cuda_mean_the_threads_own(monkeypatch: pytest.MonkeyPatch)
 def test_numbers_that_threads_share_are_told_of_once(
     draw: Callable[[], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_generators, "_told", threading.Event())
+    monkeypatch.setattr(thread_generators, "_told", threading.Lock())
     caplog.set_level("WARNING", logger="waterflow")
     with telling_of_shared_numbers("trial 1", lambda: True):
         random.Random(3).random(), np.random.default_rng(3).random(), torch.rand(3)
@@ -256,6 +256,30 @@ def test_numbers_that_threads_share_are_told_of_once(
             draw()
     (told,) = caplog.messages
     assert "trial 3" in told and "generators of your own" in told
+
+
+def test_threads_that_end_together_tell_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have found that nobody was told, and both have drawn, before either says so."""
+    monkeypatch.setattr(thread_generators, "_told", threading.Lock())
+    caplog.set_level("WARNING", logger="waterflow")
+    together, numbers = threading.Barrier(2, timeout=30), thread_generators._process_numbers
+
+    def both_see() -> dict[str, Any]:
+        seen = numbers()
+        together.wait()
+        return seen
+
+    def trial(number: int) -> None:
+        with telling_of_shared_numbers(f"trial {number}", lambda: True):
+            random.random()
+
+    monkeypatch.setattr(thread_generators, "_process_numbers", both_see)
+    threads = [threading.Thread(target=trial, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.slow

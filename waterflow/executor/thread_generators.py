@@ -106,13 +106,14 @@ def _redirect_cuda() -> None:
     redirect("set_rng_state", lambda own, state: own.set_state(state), 0)
 
 
-_told = threading.Event()  # that something draws from the numbers that nobody has for themselves
+# Whoever says that something draws from numbers that nobody has for themselves takes it, for good.
+_told = threading.Lock()
 
 
 @contextlib.contextmanager
 def telling_of_shared_numbers(what: str, among_others: Callable[[], bool]) -> Iterator[None]:
     """Say once, where ``what`` draws from Python's or NumPy's global generators beside others, that these share them."""
-    if _told.is_set():
+    if _told.locked():
         yield
         return
     before = _process_numbers()
@@ -120,10 +121,9 @@ def telling_of_shared_numbers(what: str, among_others: Callable[[], bool]) -> It
     try:
         yield
     finally:
-        if (beside or among_others()) and not _told.is_set():
+        if (beside or among_others()) and not _told.locked():
             drawn = [name for name, state in _process_numbers().items() if state != before[name]]
-            if drawn:
-                _told.set()
+            if drawn and _told.acquire(blocking=False):
                 logger.warning(
                     "%s, or another beside it, drew from %s, which all threads of the process share: what it gets depends on "
                     "what runs beside it. Draw from generators of your own instead: random.Random(seed), "
