@@ -98,6 +98,11 @@ def test_results_as_plain_values() -> None:
     assert rows[2]["measured_peak_bytes"] == 120 and rows[2]["value"] is None
 
 
+def test_a_result_is_written_out_without_its_losses() -> None:
+    """There is one for each step."""
+    assert "losses" not in repr(wf.JobResult("a", "completed", losses=(1.5,) * 1000))
+
+
 def test_results_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = RESULTS.to_dataframe()
     assert list(table["name"]) == ["a", "b", "c"] and list(table["status"]) == ["completed", "failed", "cancelled"]

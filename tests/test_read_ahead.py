@@ -221,7 +221,7 @@ def test_shared_data_that_refills_its_memory() -> None:
 
 
 def test_who_waits_for_data_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_queue, "_told", threading.Event())
+    monkeypatch.setattr(step_queue, "_told", threading.Lock())
     monkeypatch.setattr(step_queue, "TOLD_SECONDS", 0.05)
     caplog.set_level("WARNING", logger="waterflow")
 
@@ -234,7 +234,7 @@ def test_who_waits_for_data_is_told_once(caplog: pytest.LogCaptureFixture, monke
     (told,) = [message for message in caplog.messages if "read_ahead" in message]
     assert "between its steps" in told
     caplog.clear()
-    monkeypatch.setattr(step_queue, "_told", threading.Event())
+    monkeypatch.setattr(step_queue, "_told", threading.Lock())
     wf.train([job_of("slow", slow, read_ahead=True)], memory="1GiB")
     assert not [message for message in caplog.messages if "read_ahead" in message]
 

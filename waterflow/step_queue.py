@@ -21,7 +21,7 @@ from waterflow.job import Job
 from waterflow.step import Step
 
 logger = logging.getLogger("waterflow")
-_told, _telling = threading.Event(), threading.Lock()  # that data is read between steps
+_told = threading.Lock()  # whoever says that data is read between steps takes it, for good
 
 # Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
 STEPS_AHEAD = 2
@@ -107,14 +107,6 @@ class StepQueue:
             raise
 
 
-def _is_first() -> bool:
-    """Whether nobody was told before."""
-    with _telling:
-        first = not _told.is_set()
-        _told.set()
-        return first
-
-
 def between_steps(batches: Iterator[Any], steps: StepQueue, name: str) -> Iterator[Any]:
     """``batches``, each read when all ``steps`` before it are done: it may depend on the model, or lie in the last one's memory.
 
@@ -130,7 +122,7 @@ def between_steps(batches: Iterator[Any], steps: StepQueue, name: str) -> Iterat
             return
         now = time.perf_counter()
         reading += now - asked
-        if now - began > TOLD_SECONDS and reading > TOLD_SHARE * (now - began) and _is_first():
+        if now - began > TOLD_SECONDS and reading > TOLD_SHARE * (now - began) and _told.acquire(blocking=False):
             logger.warning(
                 "job %r has spent %.0f %% of its time reading batches between its steps, for its data runs code that may look at "
                 "the model, or write batches to the memory of those before. Where it does neither, Job(read_ahead=True) reads "

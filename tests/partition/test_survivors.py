@@ -268,3 +268,21 @@ def test_nothing_is_searched_where_nothing_is_left(monkeypatch: pytest.MonkeyPat
     job = wf.Step(model, loss=F.cross_entropy, optimizer=SGD(model.parameters(), lr=0.1))
     job(images(1, shape=(3, 8, 8))[0])
     assert collected == [0] and gc.isenabled()
+
+
+def test_nothing_is_searched_where_a_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what it raised nor what that came from holds its tensors."""
+    collected: list[int] = []
+    collect = gc.collect
+    monkeypatch.setattr(
+        survivors.gc, "collect", lambda generation=2: collected.append(generation) or collect(generation)
+    )
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return loss * 2 if loss.item() > 1.5 else loss
+
+    model, optimizer = making()
+    job = wf.Step(model, step=step, optimizer=optimizer)
+    job(images(1)[0])
+    assert job.opaque_reason is not None and 2 not in collected
