@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import types
 from dataclasses import dataclass
@@ -193,3 +194,25 @@ def test_what_is_around() -> None:
         assert ambient_key("cpu") != plain
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_it_tells_what_it_looked_into() -> None:
+    """What it did not look into may change, and nobody would see."""
+    lock, box, names = threading.Lock(), types.SimpleNamespace(value=[1.0]), types.ModuleType("settings")
+    fingerprint = Fingerprint()
+    fingerprint.of([lock, box, names, F.relu, nn.Linear, len, box.value.append])
+    assert [fingerprint.cover(value) for value in (box, box.value, vars(box)["value"], 1.0)] == ["whole"] * 4
+    assert [fingerprint.cover(value) for value in (lock, names)] == ["identity"] * 2
+    assert [fingerprint.cover(value) for value in (F.gelu, F.relu, nn.Linear)] == [None, "library", "library"]
+    assert set(fingerprint.unlooked) >= {id(lock), id(names)} and fingerprint.cover(object()) is None
+
+
+def test_it_tells_which_entries_of_a_module_it_looked_into() -> None:
+    settings = types.ModuleType("settings")
+    settings.scale, settings.shift = 1.0, 2.0  # type: ignore[attr-defined]
+    space: dict[str, Any] = {"settings": settings}
+    exec("def scaled(x): return settings.scale * x", space)
+    fingerprint = Fingerprint()
+    fingerprint.of(space["scaled"])
+    assert fingerprint.cover(settings, "scale") == "whole" == fingerprint.cover(space, "settings")
+    assert fingerprint.cover(settings, "shift") is None

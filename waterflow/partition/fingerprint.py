@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, range, slice,
 )  # fmt: skip
+_FIXED = frozenset({type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range,
+                    torch.dtype, torch.device, torch.layout, torch.memory_format, types.CodeType})  # fmt: skip
 _BY_IDENTITY = (types.BuiltinFunctionType, types.ModuleType, torch.Generator, logging.Logger, io.IOBase)
 # Objects of these modules are no part of what a step computes, and hold half of the process.
 _MACHINERY = ("optuna.", "threading", "queue", "logging", "torch.optim", "torch.utils.data", "torch._ops", "torch._library",
@@ -93,12 +95,18 @@ class Look:
     owner: nn.Module | None = None
 
 
+# How much of an object a key covers. ``whole``: all that a program can read of it is part of the key and guarded, or is an
+# object that answers for itself. ``identity``: the object may change, and nobody would see. ``library``: a library's code.
+Cover = Literal["whole", "identity", "library"]
+
+
 class Fingerprint:
     """Builds one key; remembers what it has met, so that cycles end and sharing shows.
 
     ``looks`` are the places it looked into; ``strangers`` the tensors it met that are not ``own`` (parameters and
     buffers of the model), in an order that is the same for equal keys; ``generators`` sources of random
-    numbers; ``keep`` what counts by its address and must live as long as the key.
+    numbers; ``keep`` what counts by its address and must live as long as the key; ``unlooked`` labels, by ``id``, the
+    objects that it met and did not look into.
     """
 
     def __init__(self, own: nn.Module | None = None) -> None:
@@ -106,10 +114,12 @@ class Fingerprint:
         self.strangers: list[torch.Tensor] = []
         self.generators: list[tuple[str, Any]] = []
         self.keep: list[Any] = []
+        self.unlooked: dict[int, str] = {}
         self._own = set() if own is None else {id(t) for t in (*own.modules(), *own.parameters(), *own.buffers())}
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # an address must not be given to another object while this is being built
         self._path: list[str] = []
+        self._entries: set[tuple[int, str]] = set()  # what of a dict was read that counts in part
 
     def _meet(self, value: Any) -> int | None:
         """The number of an object met before; None the first time."""
@@ -118,6 +128,33 @@ class Fingerprint:
             self._seen[id(value)] = len(self._seen)
             self._alive.append(value)
         return number
+
+    def cover(self, value: Any, entry: str | None = None) -> Cover | None:
+        """How much of an object the key covers; None for one that it never met.
+
+        ``entry`` asks for one entry of a dict, or one attribute of a module (of Python's), of which functions read some.
+        """
+        if type(value) in _FIXED:
+            return "whole"
+        entries = vars(value) if isinstance(value, types.ModuleType) else value
+        if entry is not None and (id(entries), entry) in self._entries:
+            return "whole"
+        if isinstance(value, types.MethodType):
+            both = {self.cover(value.__func__), self.cover(value.__self__)}
+            return next((one for one in (None, "identity") if one in both), "whole")  # type: ignore[return-value]
+        if id(value) in self.unlooked:
+            return "identity"
+        if id(value) not in self._seen:
+            return None
+        return "library" if in_library(value) or isinstance(value, types.BuiltinFunctionType) else "whole"
+
+    def _unlooked(self, value: Any) -> Hashable:
+        """The key of an object that cannot be looked into, or is not."""
+        self._meet(value)
+        library = in_library(value) or isinstance(value, types.BuiltinFunctionType)
+        if not library:
+            self.unlooked[id(value)] = ".".join(self._path) or f"a {type(value).__name__}"
+        return self._identity(value)
 
     def _identity(self, value: Any) -> Hashable:
         token = _token(value)
@@ -128,6 +165,8 @@ class Fingerprint:
 
     def _look(self, container: Any, keys: Iterable[Any] = (), whole: bool = True, owner: Any = None) -> None:
         self.looks.append(Look(container, tuple(keys), whole, ".".join(self._path), owner))
+        if not whole:
+            self._entries.update((id(container), key) for key in keys)
 
     def _entry(self, name: Any, value: Any) -> Hashable:
         self._path.append(str(name))
@@ -143,7 +182,7 @@ class Fingerprint:
         if isinstance(value, torch.Generator):
             self._check_generator(value)
         if isinstance(value, _BY_IDENTITY) or type(value).__module__.startswith(_MACHINERY):
-            return self._identity(value)
+            return self._unlooked(value)
         seen = self._meet(value)
         if seen is not None:
             return ("seen", seen)
@@ -169,7 +208,7 @@ class Fingerprint:
     def _tensor(self, tensor: torch.Tensor) -> Hashable:
         if id(tensor) not in self._own:
             if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
-                return self._identity(tensor)
+                return self._unlooked(tensor)
             self.strangers.append(tensor)
         return ("tensor", *tensor_key(tensor))
 
@@ -208,7 +247,7 @@ class Fingerprint:
             return ("descriptor", value.__name__)
         if isinstance(value, _GENERATORS):
             self.generators.append((".".join(self._path), value))
-            return self._identity(value)
+            return self._unlooked(value)
         if isinstance(value, Iterator):
             where = ".".join(self._path)
             raise CaptureError(f"{where or 'the step'} holds a {type(value).__name__}, from which each step could draw")
@@ -216,7 +255,7 @@ class Fingerprint:
         kind: Any = type(value)
         slots = () if in_library(kind) else slots_of(kind)
         if state is None and not slots:
-            return self._identity(value)
+            return self._identity(value) if kind is object else self._unlooked(value)
         if state:
             self._look(state, state)
         if slots:
@@ -267,7 +306,7 @@ class Fingerprint:
                 self._look(space, (name,), whole=False)
                 self._path.pop()
                 # What a library says does not change; which of its functions a name stands for does.
-                found.append((name, self._identity(value) if known else self._entry(name, value)))
+                found.append((name, self._unlooked(value) if known else self._entry(name, value)))
                 break
         return tuple(found)
 
@@ -304,7 +343,7 @@ class Fingerprint:
     def of_class(self, cls: type) -> Hashable:
         """A library's class by identity; a user's by its code, for it may be defined anew in every trial."""
         if in_library(cls):
-            return self._identity(cls)
+            return self._unlooked(cls)
         for base in inspect.getmro(cls):
             if not in_library(base):
                 self._look(base)
