@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "../../allocator/csrc/meter.h"
+#include "../../partition/csrc/observer.h"
 #include "admission.h"
 #include "barrier.h"
 #include "binding.h"
@@ -156,6 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace waterflow;
   m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
   bind_offsets(m);
+  if (!observer::add_to_module(m.ptr())) throw py::error_already_set();
   bind_allocator(m);
   bind_programs(m);
   bind_admission(m);
