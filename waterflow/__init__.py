@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from waterflow.checkpoint_folder import Checkpoints
     from waterflow.cluster.client import Cluster
     from waterflow.errors import (
+        AuditError,
         CaptureError,
         CheckpointError,
         ClusterError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditError",
     "Callback",
     "CaptureError",
     "Checkpoint",

@@ -19,6 +19,7 @@ from waterflow.calls import explained
 from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
 from waterflow.executor import by_hand, eager
 from waterflow.executor import step_checks as checks
+from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import copied
 from waterflow.executor.captured import CapturedStep, input_bytes_of
 from waterflow.executor.claiming import claim
@@ -28,13 +29,13 @@ from waterflow.executor.fused_group import FusedPending, Member, result_of, weak
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
+from waterflow.executor.step_figures import StepFigures
 from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
-from waterflow.partition.regions import Compiled
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
 from waterflow.partition.surroundings import surrounding_autocast
@@ -48,7 +49,7 @@ LossFunction = Callable[..., torch.Tensor]
 StepFunction = Callable[[nn.Module, Batch], Any]
 
 
-class Step:
+class Step(StepFigures):
     """A training step of ``model``: forward, loss, backward and update in one call.
 
     Calling it with a batch returns the loss, an ordinary scalar tensor that is the caller's to keep, or ``(loss, metrics)`` where the
@@ -82,6 +83,9 @@ class Step:
             what it measures to be faster, once for all steps alike: results differ by rounding, from process to process, too.
             ``"inductor-always"`` uses all and repeats. A step's first call on batches of another shape waits for the compiler,
             from seconds to minutes, while other jobs go on. ``compiled`` tells what became of it. CPU only.
+        audit: Every so many steps are done eagerly, too, before they are done, and compared bit by bit. Default: as ``WATERFLOW_AUDIT``
+            in the environment says, ``off``, ``first`` (of each new capture its first step and a later one) or ``all`` (of each
+            step's captures). Where a difference shows, a fault of waterflow, this code runs eagerly from then on. CPU only.
         name: Shown in messages and plans.
         engine: Whose lanes to run on. Default: the engine that the calling thread belongs to, if any.
 
@@ -105,9 +109,11 @@ class Step:
         generator: torch.Generator | None = None,
         recompute: int | float | str | None = None,
         compile: Compile = None,
+        audit: int | None = None,
         name: str | None = None,
         engine: Engine | None = None,
     ) -> None:
+        super().__init__()
         self.engine = engine if engine is not None else current_engine()
         self.name = name or checks.default_name(model)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
@@ -115,7 +121,6 @@ class Step:
         by_hand.watch(optimizer)
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
-        self.steps = self.fused_steps = self.predicted_height = 0  # fused: done together with those of other jobs
         holder, compute_loss = eager.compose(model, loss, step)
         self._hold: Hold | None = None
         if self.engine is not None:
@@ -137,14 +142,10 @@ class Step:
         forms = self.recompute, self.engine is None or self.engine.exact, native
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
-        self._micro = self.most_spilled = 0  # the latter: bytes that a step held in host memory
+        self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
-        self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
-        self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
-        self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
-        self.compiled: Compiled | None = None  # what of the last step was native code, where that was asked for
+        self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = self.shared_batches = False  # shared with other jobs: who changes a batch has a copy then
-        self._last_plan: Plan | None = None
         self.job: int | None = None
         self.batches_ahead = 1
         self._worker = current_worker()
@@ -174,13 +175,6 @@ class Step:
             if self.engine is not None and self.job is not None:
                 self.engine.native.leave(self.job)
             raise
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the batch shape that was trained last. Raises RuntimeError before the first call."""
-        if self._last_plan is None:
-            raise RuntimeError(f"step {self.name!r} has no plan before its first call")
-        return self._last_plan.renamed(self.name)
 
     def plan_for(self, batch: Batch, recompute: int | None = None) -> Plan:
         """The plan of a step on batches like this one, without training on it; ``recompute`` bytes high at most.
@@ -247,8 +241,11 @@ class Step:
         try:
             leaves, batch_spec, key = flatten(batch)
             variant = self._variants.find(leaves, batch_spec, key, update)
+            if self.audit.due(variant):
+                before = [*self._under_way, *(self._member.in_group if self._member is not None else ())]
+                self.audit.look(variant, leaves, batch, self._variants.sums, before, self.engine, self.job)
         except CaptureError as error:
-            refused = error
+            refused = self.audit.refused(error)
         if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, refused)
@@ -282,18 +279,6 @@ class Step:
         pending = Pending(self, run, variant, profiled, self._micro, first, gathered=self._variants.gather(variant))
         self._note(variant)
         return self._hand_in(pending, plan, update)
-
-    def _note(self, variant: Variant) -> None:
-        if self._last_plan is variant.planned.plan:
-            return
-        for what, does in (("recomputed", "recomputes"), ("compiled", "compiles")):
-            if (now := getattr(variant.captured, what)) != getattr(self, what):
-                setattr(self, what, now)
-                logger.info("step %r %s: %s", self.name, does, now or "nothing")
-        self._last_plan = variant.planned.plan
-        self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
-        self.measured_height = max(self.measured_height, variant.planned.measured_height)
-        self.most_spilled = max(self.most_spilled, variant.planned.plan.spilled)
 
     def _hand_in(self, pending: Pending, plan: Plan | None, update: bool) -> Pending:
         before = self._under_way[-1].run if self._under_way else None

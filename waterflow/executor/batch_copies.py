@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from waterflow.partition.operators import storage_id, with_lazy_bits
-from waterflow.partition.structure import extent_bytes
+from waterflow.partition.structure import extent_bytes, ranges_of
 
 ALIGNMENT = 16  # bytes: of the largest elements
 
@@ -65,3 +66,19 @@ def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         copy = tensor.detach().new_empty(0).set_(block, place, tensor.shape, tensor.stride())
         copies.append(with_lazy_bits(copy, tensor))
     return copies
+
+
+class Ranges:
+    """The memory of tensors that lie apart."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        ranges = ranges_of(tensors)
+        self._starts, self._ends = [begin for begin, _ in ranges], [end for _, end in ranges]
+
+    def have(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a byte there."""
+        if not self._starts or not tensor.numel():
+            return False
+        begin = tensor.data_ptr()
+        at = bisect_left(self._starts, begin + extent_bytes(tensor))  # the first one behind it
+        return at > 0 and self._ends[at - 1] > begin

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError
+from waterflow.executor.audited import Audited
 from waterflow.executor.lowering import Lowered, lower
 from waterflow.executor.thread_generators import redirect
 from waterflow.partition.capture import Capture, capture_step
@@ -29,7 +30,7 @@ from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.regions import Compiled
-from waterflow.partition.spec import StepSpec
+from waterflow.partition.spec import GraphInput, StepSpec
 from waterflow.partition.spill import Spilled
 from waterflow.partition.surroundings import no_collections
 from waterflow.partition.survivors import LeavesTensors
@@ -124,6 +125,10 @@ class CapturedStep:
     spilled: Spilled | None = None  # what it holds in host memory from its forward to its backward pass
     compiled: Compiled | None = None  # what of it is native code, where that was asked for
     layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture says
+    exactly: CapturedStep | None = (
+        None  # the same with the bits of the captured operations, where this one rounds otherwise
+    )
+    audited: Audited = field(default_factory=Audited)
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -134,16 +139,20 @@ class CapturedStep:
         return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
 
     @functools.cached_property
-    def changed_leaves(self) -> frozenset[int]:
-        """The leaves of the batch that a step changes in place, through views of them, too."""
+    def changed_inputs(self) -> tuple[GraphInput, ...]:
+        """What a step changes in place, through views, too."""
         changed = {
             storage_id(source.meta["val"])
             for node in self.capture.graph.nodes
             for source in (*written_by(node), *running_statistics(node))
         }
         given = zip(self.capture.graph.nodes, self.capture.inputs)  # placeholders come first
-        batch = [(node, one.leaf) for node, one in given if one.kind == "batch"]
-        return frozenset(leaf for node, leaf in batch if storage_id(node.meta["val"]) in changed)
+        return tuple(one for node, one in given if storage_id(node.meta["val"]) in changed)
+
+    @functools.cached_property
+    def changed_leaves(self) -> frozenset[int]:
+        """The leaves of the batch that a step changes in place."""
+        return frozenset(one.leaf for one in self.changed_inputs if one.kind == "batch")
 
     def footprint(self, with_batch: bool = False) -> Footprint:
         """What the step asks of memory, as far as the graph knows it.
@@ -157,12 +166,14 @@ class CapturedStep:
         held, copied = (0, self.predicted.batch) if with_batch else (self.predicted.batch, 0)
         return Footprint(
             tuple(followed.lives()), tuple(map(operation_cost, instructions)), self.predicted.persistent, held, copied,
-            self.predicted.forward, tuple(map(_line_of, instructions)), followed.asked, followed.hidden,
+            self.predicted.forward, tuple(map(line_of, instructions)), followed.asked, followed.hidden,
         )  # fmt: skip
 
     def inexact(self) -> CapturedStep:
         """The same by operations that are measured to be faster, and may round otherwise."""
-        return assemble(self.capture, self.predicted.name, [*self.keep, self], exact=False)
+        made = assemble(self.capture, self.predicted.name, self.keep, exact=False)
+        made.exactly = self
+        return made
 
     def planned(self, threads: int) -> PlannedStep:
         """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""
@@ -195,7 +206,7 @@ def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -
     return CapturedStep(capture, lowered, memory, predicted, keep, exact)
 
 
-def _line_of(node: fx.Node) -> str:
+def line_of(node: fx.Node) -> str:
     """The user's line; the module, or else the operator, of a node that has none."""
     file, number, _ = node.meta.get("line", ("", 0, ""))
     return f"{file}:{number}" if file else node.meta.get("module") or f"{_short_name(node)}, {node.meta['phase']}"

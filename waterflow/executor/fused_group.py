@@ -104,6 +104,11 @@ class Member:
         """Hand a batch to the member's group; None where it is to run alone. ``step`` is kept until it has its result."""
         return self.fusing.submit(self, variant, leaves, form, step)
 
+    @property
+    def in_group(self) -> list[FusedPending]:
+        """What was handed to the member's group and not asked for since."""
+        return list(self.fusing.queue_of(self))
+
     def numbers(self) -> list[dict[str, Any]]:
         """Learning rates and all else that may change from step to step."""
         groups = self.optimizer.param_groups

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,6 +151,11 @@ class Fusing:
     def _worth_a_trial(self, member: Member, variant: Variant) -> bool:
         short = member.busy_ns < SHORT_SECONDS * 1e9 * variant.planned.plan.operations
         return (short or self.forced) and _can_be_stacked(variant)
+
+    def queue_of(self, member: Member) -> Iterable[FusedPending]:
+        """What it has handed to its group, and not got back."""
+        seat = self._seats.get(member)
+        return seat.queue if seat is not None else ()
 
     def settle(self, member: Member) -> None:
         """It does all steps alone: nobody waits for it."""

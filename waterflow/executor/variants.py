@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError, WaterflowError
-from waterflow.executor.batch_copies import copies_of
+from waterflow.executor.audited import Code, codes
+from waterflow.executor.batch_copies import Ranges, copies_of
 from waterflow.executor.binding import Owner, bind, missing_momentum
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.compiling import Compile, as_captured, compiling
@@ -27,7 +27,7 @@ from waterflow.partition.layouts import surprises
 from waterflow.partition.optimizers import FIRST_STEP_FLAG
 from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
-from waterflow.partition.structure import extent_bytes, ranges_of, state_of, structure_key
+from waterflow.partition.structure import state_of, structure_key
 from waterflow.partition.survivors import LeavesTensors
 from waterflow.priority import BelowNeed
 
@@ -77,22 +77,6 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise
 
 
-class Ranges:
-    """The memory of tensors that lie apart."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        ranges = ranges_of(tensors)
-        self._starts, self._ends = [begin for begin, _ in ranges], [end for _, end in ranges]
-
-    def have(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a byte there."""
-        if not self._starts or not tensor.numel():
-            return False
-        begin = tensor.data_ptr()
-        at = bisect_left(self._starts, begin + extent_bytes(tensor))  # the first one behind it
-        return at > 0 and self._ends[at - 1] > begin
-
-
 @dataclass
 class Variant:
     """The step for batches of one shape: what was captured for it, bound to this job.
@@ -109,6 +93,7 @@ class Variant:
     slots: list[int]
     leaves: list[int]
     structure: Hashable
+    code: Code
     owner: Owner
     whole: Whole
     low: Low | None = None
@@ -186,6 +171,7 @@ class Variants:
         key = (batch_key, update, ambient_key(self._spec.device.type), self._gathered if update else frozenset())
         variant = self._variants.get(key)
         if variant is not None and variant.binding.current():
+            variant.code.check()
             return variant
         with as_refusal():
             return self._make(key, leaves, batch_spec)
@@ -214,6 +200,7 @@ class Variants:
     def _make(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
         spec = replace(self._spec, update=key[1], gathered=key[3])
         plain, structure, looked = self._capture(spec, key, leaves, batch_spec, runs=True)
+        (code := codes.of(structure)).check()
         form = captured = self._form(plain, structure, key, self._height(key))
         name = structure, key, self._height(key), plain.exact
         low = self._low.get(key)
@@ -238,7 +225,7 @@ class Variants:
             self._variants.pop(next(iter(self._variants)))
         planned = self._planned(key, captured)
         whole = Whole(name, plain, form, planned if form is captured else self._planned(key, form))
-        made = Variant(key, plain, captured, planned, binding, slots, positions, structure, owner, whole)
+        made = Variant(key, plain, captured, planned, binding, slots, positions, structure, code, owner, whole)
         made.low = low if low is not None and captured is low.form else None
         self._last = whole
         if captured.capture.early_updates or captured.recomputed is not None:
@@ -311,6 +298,7 @@ class Variants:
         key = (batch_key, True, ambient_key(self._spec.device.type), gathered)
         with as_refusal():
             plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
+            codes.of(structure).check()
             return self._form(plain, structure, key, self._height(key) if height is None else height)
 
     def _height(self, key: Hashable) -> int | None:

@@ -1,0 +1,326 @@
+"""One step done both ways, captured and eagerly, from the same state, and compared bit by bit; nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.errors import WaterflowError
+from waterflow.executor.batch_copies import copied
+from waterflow.executor.binding import Owner
+from waterflow.executor.captured import CapturedStep, line_of
+from waterflow.executor.eager import EagerStep
+from waterflow.executor.state_memory import Copy, Memory
+from waterflow.partition.gradients import no_gradient
+from waterflow.partition.operators import storage_id
+from waterflow.partition.optimizers import FIRST_STEP_FLAG
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that a captured and an eager step do not have in common, and the user's line that it belongs to."""
+
+    what: str
+    how: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.how}" + (f" ({self.line})" if self.line else "")
+
+
+class ProvesNothing(Exception):
+    """A step cannot be compared with itself; the message says why."""
+
+
+@dataclass
+class _Outcome:
+    """What a step leaves beside the state's memory. ``odd``: something that no step with a captured form does."""
+
+    tensors: dict[str, torch.Tensor]  # what it returns, and batches that it changes
+    numbers: torch.Tensor  # the generator's state
+    odd: str = ""
+
+
+@dataclass
+class BothWays:
+    """A captured step that is bound to a job's tensors, and the same step of ``owner``, eagerly, in the optimizer's fused form.
+
+    ``sums`` are the gradients of earlier calls of the update, by parameter; ``surrounding`` is the data type of the autocast
+    around the caller. Made on the job's own thread, where nothing of the job is under way; ``difference`` may be asked for on
+    a lane. Meanwhile the job's tensors change, and behind it they are as they were.
+    """
+
+    name: str
+    captured: CapturedStep
+    binding: _C.Binding
+    slots: list[int]
+    given: list[torch.Tensor]  # the batch's tensors, in this order
+    owner: Owner
+    sums: Mapping[str, torch.Tensor]
+    generator: torch.Generator | None
+    batch: Any
+    surrounding: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        spec = self.owner.spec
+        self._named = dict(self._tensors())
+        leaves = enumerate(pytree.tree_leaves(self.batch))
+        own = {_leaf(number): leaf for number, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self._leaves = [*own.values()]
+        storages = set(map(storage_id, self._named.values()))
+        # A batch that lies in the state's memory stays there for both ways; any other is a copy for each.
+        self._shares = any(storage_id(leaf) in storages for leaf in self._leaves)
+        self._named |= own if self._shares else {}
+        self._memory = Memory(self._named.values())
+        kind: Any = type(spec.optimizer)
+        self._twin = kind.__new__(kind)
+        self._eager = EagerStep(replace(spec, optimizer=self._twin), self.generator, self.name)
+        batches = sum(leaf.nbytes for leaf in self._leaves)
+        gradients = sum(p.nbytes for p in spec.updated().values())
+        # The state twice, the batch for each way, and the higher of both steps; eagerly all gradients are there at once.
+        self.bytes = 2 * self._memory.bytes + 2 * batches + self.captured.predicted.height * 9 // 8 + gradients
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        owner = self.owner
+        names = {id(tensor): name for name, tensor in owner.tensors.items()}
+        for name, tensor in owner.tensors.items():
+            yield f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}", tensor
+        for parameter, entries in owner.spec.optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer state {key!r} of {names.get(id(parameter), '?')!r}", value
+        for name, tensor in owner.accumulators.items():
+            yield f"sum of gradients of {name!r}", tensor
+        for given in self.captured.changed_inputs:
+            if given.kind == "stranger":
+                yield f"tensor {given.leaf} from outside", owner.looked.strangers[given.leaf]
+
+    # -- the two ways
+
+    def difference(self) -> Difference | None:
+        """What differs; None where each bit is the same. Raises ProvesNothing, and JobCancelled where the job is broken off."""
+        generator = self.generator if self.generator is not None else torch.default_generator
+        before, numbers = self._memory.copy(), generator.get_state()
+
+        def back() -> None:
+            self._memory.put(before)
+            generator.set_state(numbers)
+
+        try:
+            captured = self._run_captured(generator)
+            after = self._memory.copy()
+            back()
+            eager = self._run_eagerly(generator)
+            found = self._compare(captured, after, eager)
+            if found is None:
+                return None
+            after = self._memory.copy()
+            back()
+            again = self._run_eagerly(generator)
+            if self._compare(eager, after, again) is not None:
+                raise ProvesNothing("done twice from the same state, the eager step differs from itself")
+            return found
+        finally:
+            back()
+
+    def _run_captured(self, generator: torch.Generator) -> _Outcome:
+        given = copied(self.given) if self.captured.changed_leaves and not self._shares else self.given
+        all_of_it = _C.GroupPlan(ends=[len(self.captured.lowered.instructions)], peak=[0], after=[0])
+        run = self.binding.run(all_of_it, given, self.slots, False)
+        run.run_alone()
+        try:
+            outputs = run.outputs()
+        except Exception as error:  # the step fails, and will say so
+            raise ProvesNothing(f"the captured step fails: {error}") from None
+        tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics)), outputs))
+        tensors |= {_leaf(leaf): tensor for leaf, tensor in self._changed_leaves(given)}
+        return _Outcome(tensors, generator.get_state())
+
+    def _changed_leaves(self, given: list[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        if not self._shares:
+            leaves = [one.leaf for one in self.captured.lowered.inputs if one.kind == "batch"]
+            yield from ((leaf, t) for leaf, t in zip(leaves, given) if leaf in self.captured.changed_leaves)
+
+    def _run_eagerly(self, generator: torch.Generator) -> _Outcome:
+        spec = self.owner.spec
+        batch = self.batch if self._shares else copied(self.batch)
+        leaves = pytree.tree_leaves(batch)
+        versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+        self._become_twin()
+        self._eager.put_sums(self.sums)
+        odd = ""
+        result: Any = torch.empty(0)
+        with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers, *self._leaves]):
+            with _modules_kept(spec.model) as replaced:
+                try:
+                    result, _ = self._eager.metered(batch, spec.update, self.surrounding)
+                except (WaterflowError, MemoryError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    if "allocate memory" in str(error):
+                        raise ProvesNothing("there was no memory for the eager step") from None
+                    odd = f"the eager step raises {type(error).__name__}: {error}"
+                moved = list(replaced())
+            odd = odd or self._gather(moved)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        tensors = {"the loss": loss} | {_metric(name): value for name, value in metrics.items()}
+        tensors |= {_leaf(leaf): leaves[leaf] for leaf, _ in self._changed_leaves(self.given)}
+        changed = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf._version != versions[i]
+        ]
+        for leaf in set(changed) - self.captured.changed_leaves if not self._shares else ():
+            odd = odd or f"only the eager step changes {_leaf(leaf)}"
+        return _Outcome(tensors, generator.get_state(), odd)
+
+    def _become_twin(self) -> None:
+        """The optimizer as captured steps have it: in its fused form, and without state that only they lay out beforehand."""
+        real, twin = self.owner.spec.optimizer, self._twin
+        twin.__dict__.update(real.__dict__)
+        twin.__dict__.pop("step", None)  # schedulers wrap the instance's
+        twin.param_groups = [dict(group, fused=True, foreach=None) for group in real.param_groups]
+        twin.state = defaultdict(dict, {p: dict(entries) for p, entries in real.state.items()})
+        for number, group in enumerate(twin.param_groups):
+            if self.owner.first_step.get(f"{FIRST_STEP_FLAG}:{number}"):
+                for parameter in group["params"]:
+                    twin.state.get(parameter, {}).pop("momentum_buffer", None)
+        twin._need_device_dtype_check_for_fused = False
+
+    def _gather(self, moved: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
+        """Bring what the eager step has put into other tensors to where the captured one has it. Tells what has no place there."""
+        optimizer, owner = self.owner.spec.optimizer, self.owner
+        for parameter, entries in self._twin.state.items():
+            real = optimizer.state.get(parameter, {})
+            for key, value in entries.items():
+                if value is None or value is (old := real.get(key)):
+                    continue
+                if not isinstance(old, torch.Tensor) or not isinstance(value, torch.Tensor):
+                    return f"only the eager step keeps the optimizer state {key!r} of a parameter"
+                moved.append((old, value))
+        sums = self._eager.named_sums() if owner.spec.accumulate > 1 else {}
+        for name, tensor in owner.accumulators.items():
+            if name in sums:
+                moved.append((tensor, sums[name]))
+            elif owner.spec.update:
+                moved.append((tensor, torch.full_like(tensor, no_gradient(tensor))))
+        if missing := sums.keys() - owner.accumulators.keys():
+            return f"only the eager step has a gradient of {min(missing)!r}"
+        for old, new in (values := [(old, new.detach().clone()) for old, new in moved]):
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                return f"the eager step changes a tensor's shape or type to {tuple(new.shape)} of {new.dtype}"
+        for old, new in values:
+            _raw(old).copy_(_raw(new))
+        return ""
+
+    # -- comparing
+
+    def _compare(self, one: _Outcome, copy: Copy, other: _Outcome) -> Difference | None:
+        """An outcome, and the memory as it was then, with an outcome and the memory as it is."""
+        if one.odd != other.odd:
+            return Difference("what the step does", other.odd or one.odd)
+        if one.odd:
+            return None
+        if one.tensors.keys() != other.tensors.keys():
+            return Difference("what the step returns", f"{sorted(one.tensors)} and {sorted(other.tensors)}")
+        for name in one.tensors:
+            if how := _differing(one.tensors[name], other.tensors[name]):
+                return Difference(name, how, self._line(name))
+        if not self._memory.is_as(copy):
+            for name, tensor in self._named.items():
+                if tensor.numel() and (how := _differing(self._memory.then(copy, tensor), _raw(tensor))):
+                    return Difference(name, how, self._line(name))
+        if how := _differing(one.numbers, other.numbers):
+            return Difference("the state of the random generator", how)
+        return None
+
+    def _line(self, name: str) -> str:
+        """The user's line that computes a result, or that first uses a tensor."""
+        capture = self.captured.capture
+        nodes = list(capture.graph.nodes)
+        results = ("the loss", *map(_metric, capture.metrics))
+        if name in results:
+            node = nodes[-1].args[0][results.index(name)]
+            return line_of(node) if isinstance(node, fx.Node) and "phase" in node.meta else ""
+        for node, given in zip(nodes, capture.inputs):
+            user = next(iter(node.users), None)
+            if given.name and repr(given.name) in name and user is not None and "phase" in user.meta:
+                return line_of(user)
+        return ""
+
+
+def _metric(name: str) -> str:
+    return f"metric {name!r}"
+
+
+def _leaf(number: int) -> str:
+    return f"tensor {number} of the batch"
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as they lie in memory, whatever its lazy bits say."""
+    return (
+        tensor.detach()
+        .new_empty(0)
+        .set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    )
+
+
+def _differing(one: torch.Tensor, other: torch.Tensor) -> str:
+    """How two tensors differ: types, shapes, or the bits of their first element that does; empty where they do not."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return f"captured {one!r}, eager {other!r}" if one is not other else ""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"captured {one.dtype} {tuple(one.shape)}, eager {other.dtype} {tuple(other.shape)}"
+    flat = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
+    raw = [t.view(torch.uint8) for t in flat]
+    if torch.equal(*raw):
+        return ""
+    at = int((raw[0] != raw[1]).nonzero()[0]) // one.element_size()
+    place = f" at {at} of {one.numel()}" if one.numel() > 1 else ""
+    values = (f"{t[at].item()!r} (0x{bytes(t[at : at + 1].view(torch.uint8).tolist()[::-1]).hex()})" for t in flat)
+    return "captured {}, eager {}{}".format(*values, place)
+
+
+@contextlib.contextmanager
+def _gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within, tensors have no gradients; behind it those that they had."""
+    held = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    for tensor, _ in held:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in held:
+            tensor.grad = gradient
+
+
+@contextlib.contextmanager
+def _modules_kept(model: nn.Module) -> Iterator[Any]:
+    """Behind it, modules hold the very objects that they did before. Yields what tells of tensors that others stand for."""
+    spaces = [m.__dict__ for m in model.modules()]
+    tensors = [(space[kind], dict(space[kind])) for space in spaces for kind in ("_parameters", "_buffers")]
+    attributes = [(space, dict(space)) for space in spaces] + [(s["_modules"], dict(s["_modules"])) for s in spaces]
+
+    def replaced() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for entries, before in tensors:
+            for name, old in before.items():
+                new = entries.get(name)
+                if old is not None and new is not None and new is not old:
+                    yield old, new
+
+    try:
+        yield replaced
+    finally:
+        for entries, before in [*tensors, *attributes]:
+            for name in [name for name in entries if name not in before]:
+                del entries[name]
+            for name, old in before.items():
+                if name not in entries or entries[name] is not old:
+                    entries[name] = old

@@ -1,0 +1,47 @@
+"""What a step tells of itself: its plan, heights, and counts."""
+
+from __future__ import annotations
+
+import logging
+
+from waterflow.executor.variants import Variant
+from waterflow.partition.plan import Plan
+from waterflow.partition.recompute import Recomputed
+from waterflow.partition.regions import Compiled
+
+logger = logging.getLogger("waterflow")
+
+
+class StepFigures:
+    """The figures of one job's step, as far as it has gone."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self.steps = self.fused_steps = 0  # fused: done together with those of other jobs
+        self.predicted_height = 0
+        self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
+        self.most_spilled = 0  # bytes that a step held in host memory
+        self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
+        self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
+        self.compiled: Compiled | None = None  # what of the last step was native code, where that was asked for
+        self._last_plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the batch shape that was trained last. Raises RuntimeError before the first call."""
+        if self._last_plan is None:
+            raise RuntimeError(f"step {self.name!r} has no plan before its first call")
+        return self._last_plan.renamed(self.name)
+
+    def _note(self, variant: Variant) -> None:
+        if self._last_plan is variant.planned.plan:
+            return
+        for what, does in (("recomputed", "recomputes"), ("compiled", "compiles")):
+            if (now := getattr(variant.captured, what)) != getattr(self, what):
+                setattr(self, what, now)
+                logger.info("step %r %s: %s", self.name, does, now or "nothing")
+        self._last_plan = variant.planned.plan
+        self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
+        self.measured_height = max(self.measured_height, variant.planned.measured_height)
+        self.most_spilled = max(self.most_spilled, variant.planned.plan.spilled)
