@@ -91,6 +91,11 @@ def shrunk(program: Program) -> Program:
     return program
 
 
+def forget() -> None:
+    """Let go of all captures of this process."""
+    captures.clear()
+
+
 @dataclass
 class Tally:
     """What became of programs with one kind of state."""
@@ -137,6 +142,6 @@ class Campaign:
             if comparison.errors and not any(p.state.raises for p in program.pieces):
                 self.failing.append((program, comparison.errors[0]))
             if number % 200 == 199:
-                captures.clear()
-        captures.clear()
+                forget()
+        forget()
         gc.unfreeze()
