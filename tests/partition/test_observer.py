@@ -1,7 +1,7 @@
 """What user code does is seen, with its objects; and nothing of the observer stays. Needs neither torch nor pytest."""
 
 # What is written is what is observed, useless or not.
-# ruff: noqa: B018, C416, C420, PIE800, PIE804, RUF012, SIM105
+# ruff: noqa: B018, B023, C416, C420, PIE800, PIE804, RUF012, SIM105
 
 from __future__ import annotations
 
@@ -249,6 +249,18 @@ def test_comprehensions_and_generators() -> None:
     assert entered(events).count("numbers") == 6  # it is made, and goes on five times
     sent = [event for event in events if event.kind is Kind.SEND]
     assert [event.result for event in sent] == [5, 6, None]
+
+
+def test_cells_of_comprehensions() -> None:
+    """From 3.12 on, comprehensions make their cells in the frame around them."""
+
+    def step() -> list[Any]:
+        return [lambda: value for value in [THING]]
+
+    events = seen_of(step)
+    kind = Kind.CELL if sys.version_info >= (3, 12) else Kind.CELLS
+    made = [event.result if kind is Kind.CELL else event.operands[0] for event in events if event.kind is kind]
+    assert len(made) == 1 and made[0].cell_contents is THING
 
 
 def test_exceptions_have_no_results() -> None:

@@ -20,7 +20,10 @@ _NEWER = sys.version_info >= (3, 13)
 
 
 class Kind(enum.IntEnum):
-    """What an event is, and its operands. A result is there where the instruction made one and did not raise."""
+    """What an event is, and its operands. A result is there where the instruction made one and did not raise.
+
+    What works on nothing but numbers, strings, bytes and None (arithmetic, comparisons, formats, tests) is not recorded.
+    """
 
     ENTER = 0  # a frame begins or goes on: (function); the code is the event's own
     CELLS = 1  # the cells that the frame itself made, before its first instruction: cells
@@ -54,7 +57,7 @@ class Kind(enum.IntEnum):
     COMPARE = 29  # (left, operator, right) -> value
     BINARY = 30  # (left, operator, right) -> value; in place where the operator ends on "="
     UNARY = 31  # (operand, operator) -> value
-    TEST = 32  # the truth of something that is neither a bool nor None: (object)
+    TEST = 32  # the truth of something: (object)
     CALL = 33  # (callable, arguments, names of the last of them) -> value; bound methods are taken apart
     CALL_UNPACKED = 34  # f(*a, **k): (callable, a, k or None) -> value; bound methods are taken apart: (f, a, k, self)
     EXTEND = 35  # what a list, set or dict that is being made takes over: (iterable or mapping, opcode's name)
@@ -78,15 +81,14 @@ class Take(enum.IntEnum):
 
     SLOTS = 0
     UNLESS_PLAIN = 1  # not recorded where all are numbers, strings, bytes or None
-    TRUTH = 2  # not recorded for a bool or None
-    GLOBALS = 3  # the globals come first
-    FIND_GLOBAL = 4  # the dict that has the name comes first: globals or builtins
-    NAMESPACE = 5  # the frame's namespace comes first
-    FIND_NAME = 6  # the dict that has the name comes first: the namespace, globals or builtins
-    CELL_AND_NAMESPACE = 7  # the frame's namespace comes last
-    CALL = 8
-    CALL_NAMES = 9  # as a call; the last slot has the names of keyword arguments
-    CALL_UNPACKED = 10
+    GLOBALS = 2  # the globals come first
+    FIND_GLOBAL = 3  # the dict that has the name comes first: globals or builtins
+    NAMESPACE = 4  # the frame's namespace comes first
+    FIND_NAME = 5  # the dict that has the name comes first: the namespace, globals or builtins
+    CELL_AND_NAMESPACE = 6  # the frame's namespace comes last
+    CALL = 7
+    CALL_NAMES = 8  # as a call; the last slot has the names of keyword arguments
+    CALL_UNPACKED = 9
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ RULES = {
 RULES |= {name: Rule(Kind.EXTEND, (1,), constant=_own(name)) for name in (
     "LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE",
 )}  # fmt: skip
-RULES |= {name: Rule(Kind.TEST, (1,), Take.TRUTH) for name in (
+RULES |= {name: Rule(Kind.TEST, (1,), _PLAIN) for name in (
     "UNARY_NOT", "TO_BOOL", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP",
     "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE",
 )}  # fmt: skip

@@ -102,7 +102,6 @@ void take_call(Observation& seen, PyObject** locals, const int32_t* slots, int c
 
 // Whether there is something to record.
 bool matters(const Instruction& at, PyObject** locals, const int32_t* slots) {
-  if (at.take == Take::truth) return !PyBool_Check(locals[slots[0]]) && locals[slots[0]] != Py_None;
   if (at.take != Take::unless_plain) return true;
   for (int i = 0; i < at.slots; ++i) {
     if (locals[slots[i]] != nullptr && !is_plain(locals[slots[i]])) return true;
@@ -146,6 +145,12 @@ void take(Observation& seen, const Instruction& at, _PyInterpreterFrame* frame, 
 
 // -- instructions
 
+void check_evaluator(Observation& seen, PyThreadState* thread) {
+  if (_PyInterpreterState_GetEvalFrameFunc(thread->interp) != evaluate) {
+    seen.incomplete("something else evaluates Python's frames meanwhile");
+  }
+}
+
 // The result of the last event's instruction lies on the stack now, unless it raised.
 void settle(Observation& seen, Running& running, int unit) {
   const Instruction& at = *running.pending_instruction;
@@ -170,9 +175,7 @@ void begin(Observation& seen, Running& running) {
 // The frame is about to run what stands at `unit`.
 void instruction(Observation& seen, PyThreadState* thread, Running& running, int unit) {
   const Code& code = *running.code;
-  if (_PyInterpreterState_GetEvalFrameFunc(thread->interp) != evaluate) {
-    seen.incomplete("something else evaluates Python's frames meanwhile");
-  }
+  check_evaluator(seen, thread);
   if (running.pending >= 0) settle(seen, running, unit);
   if (running.fresh) begin(seen, running);
 #if PY_VERSION_HEX < 0x030C0000
@@ -297,6 +300,7 @@ PyObject* evaluate_users(PyThreadState* thread, _PyInterpreterFrame* frame, int 
 PyObject* evaluate(PyThreadState* thread, _PyInterpreterFrame* frame, int thrown) {
   Observation* seen = here.observation;
   if (seen == nullptr || thread->tracing > 0) return previous(thread, frame, thrown);
+  check_evaluator(*seen, thread);
   const Code& code = seen->known(thread, code_of(frame), frame->f_globals);
   if (code.users) return evaluate_users(thread, frame, thrown, *seen, code);
 #if PY_VERSION_HEX < 0x030C0000

@@ -20,7 +20,6 @@ namespace waterflow::observer {
 enum class Take {
   slots,
   unless_plain,
-  truth,
   globals,
   find_global,
   name_space,
