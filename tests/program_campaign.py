@@ -35,6 +35,7 @@ KNOWN_OPEN: frozenset[str] = frozenset({
     "numpy",
     "bytes and arrays",
     "files",
+    "caches",
     "clocks",
     "prints",
     "optimizer: numbers",

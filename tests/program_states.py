@@ -217,6 +217,7 @@ PYTHON: dict[str, list[State]] = {
         State("held$n = [$a]\n@functools.lru_cache\ndef f$n(key): return held$n[0]", "f$n(0)", "held$n[0] = $v; f$n.cache_clear()",
               keep="(f$n(0), f$n.cache_info().currsize)"),
         State("held$n = [$a]\n@functools.cache\ndef f$n(key): return held$n[0]", "f$n(0)", "held$n[0] = $v", keep="f$n(0)"),
+        State("@functools.cache\ndef f$n(key): return 0.5 * key", "f$n(1.5)", keep="f$n.cache_info().currsize"),
         State("@functools.lru_cache\ndef f$n(key): return torch.full((3,), key)\nheld$n = [$a]", "f$n(held$n[0]).mean()",
               "held$n[0] = $v", keep="f$n(held$n[0])"),
         State("x$n = {}\nheld$n = [$a]", "x$n.setdefault(held$n[0], torch.full((3,), held$n[0])).mean()", "held$n[0] = $v", keep="x$n"),

@@ -47,7 +47,7 @@ WAYS: dict[str, tuple[str, str]] = {
     "star arguments": ("(lambda *given, **named: given[0] * named['one'])(*[$r], **{'one': 1.0})", ""),
     "walrus": ("(found$n if (found$n := $r) is not None else 1.0)", ""),
     "conditional": ("(1.0 if $r > 0.6 else 0.5)", ""),
-    "format": ('float(f"{float($r):.3f}")', ""),
+    "format": ('float("{:.3f}".format(float($r)))', ""),
     "function": ("get$n()", "def get$n():\n    return $r"),
     "recursion": ("get$n(2)", "def get$n(depth):\n    return $r if depth == 0 else get$n(depth - 1)"),
     "raised and caught": (
@@ -136,8 +136,8 @@ class Program:
 
     @property
     def trials(self) -> int:
-        """How many are run one after the other."""
-        return 2 if any(piece.mode == "trials" for piece in self.pieces) else 1
+        """How many are run one after the other: with other values, or with equal ones, for then they share a capture."""
+        return 2 if any(piece.mode in ("trials", "never") for piece in self.pieces) else 1
 
     def source(self) -> str:
         """The text of ``program(make, trial)``."""
