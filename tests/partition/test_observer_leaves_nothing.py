@@ -249,6 +249,27 @@ def test_finalizers_that_run_late_are_told() -> None:
     assert len(told) == 1 and "in __del__" in told[0] and OWN in told[0]
 
 
+def test_generators_that_are_left_behind_close_late_and_say_nothing() -> None:
+    def careful() -> Iterator[Any]:
+        try:
+            yield 1
+        finally:
+            THING.table
+
+    def step(generator: Any = None) -> None:
+        next(value for value in [THING])
+        any(value for value in [THING])
+        if generator is not None:
+            next(generator())
+
+    with observing(is_users) as seen:
+        step()
+    assert seen.drop() == []
+    with observing(is_users) as seen:
+        step(careful)
+    assert [line.split(", ")[1] for line in seen.drop()] == ["in careful: THING.table"]
+
+
 def test_errors_leave_nothing() -> None:
     def step() -> None:
         raise KeyError
@@ -275,6 +296,46 @@ def test_an_interrupt_in_an_observed_frame() -> None:
     with nothing_stays(), contextlib.suppress(KeyboardInterrupt), observing(is_users) as seen:
         step()
     assert 1 <= len([event for event in seen.events if event.operands[-1:] == ("table",)]) <= 3
+
+
+def test_interrupts_at_any_time() -> None:
+    """Also in the middle of what begins and ends an observation."""
+
+    def step() -> None:
+        for _ in range(20):
+            sorted([THING.size], key=lambda n: n)
+
+    def interrupt() -> None:
+        while not over.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+            over.wait(0.0005)
+
+    over = threading.Event()
+    main = threading.get_ident()
+    struck = 0
+    with nothing_stays():
+        thread = threading.Thread(target=interrupt)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        thread.start()
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for _ in range(300):
+                try:
+                    with observing(is_users):
+                        step()
+                except KeyboardInterrupt:
+                    struck += 1
+        except KeyboardInterrupt:
+            struck += 1
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            over.set()
+            thread.join()
+            signal.signal(signal.SIGINT, before)
+    assert struck
+    with observing(is_users) as seen:
+        step()
+    assert seen.complete and entered(seen).count("step") == 1
 
 
 def test_collections_meanwhile() -> None:

@@ -6,8 +6,8 @@ code of the user's runs that would not run otherwise. Frames of libraries run as
 
 from __future__ import annotations
 
+import functools
 import linecache
-import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -31,15 +31,12 @@ else:
     Event = _C.ObservedEvent
 
 MISSING = _C.MISSING
+CannotObserve = _C.CannotObserve  # a NotImplementedError: by this Python, or by what else watches it
 
 IsUsers = Callable[[types.CodeType, dict[str, Any]], bool]
 
 
-class CannotObserve(NotImplementedError):
-    """No way to see what a step does: by this Python, or by what else watches it."""
-
-
-class observing:
+class observing(_C.Observation):  # type: ignore[misc,name-defined]
     """Within, what the calling thread's user code does is seen: ``with observing(is_users) as seen``.
 
     ``is_users(code, globals)`` is asked once for each code object, and says whether it is the user's. Frames that run already when
@@ -49,58 +46,62 @@ class observing:
     After the block ``events`` has what was seen, in order. They hold the objects: let go of them with ``drop``.
     """
 
+    why_not: str  # why not everything was seen; empty where it was
+
+    def __new__(cls, is_users: IsUsers) -> observing:  # noqa: D102
+        return super().__new__(cls, Kind.ENTER, Kind.CELLS)
+
     def __init__(self, is_users: IsUsers) -> None:
         self.events: list[Event] = []
         self._is_users = is_users
-        self._observation = _C.Observation(self._plan, Kind.ENTER, Kind.CELLS)
-
-    @property
-    def why_not(self) -> str:
-        """Why not everything was seen; empty where it was."""
-        return self._observation.why_not
 
     @property
     def complete(self) -> bool:
         """Whether everything was seen."""
         return not self.why_not
 
-    def __enter__(self) -> observing:
-        if not _C.observes_this_python:
-            raise CannotObserve(f"Python {sys.version.split()[0]} is not one whose frames can be observed")
-        _monitoring.begin()
-        try:
-            self._observation.start()
-        except BaseException:
-            _monitoring.end()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._observation.stop()
-        _monitoring.end()
-        self.events = self._observation.take_events()
-
     def drop(self) -> list[str]:
-        """Let go of what was seen. Returns what user code that ran: finalizers, which a step would have run itself."""
+        """Let go of what was seen. Returns the lines of user code that ran then, which would have run within the step.
+
+        Finalizers, that is, and what generators do as they are closed.
+        """
         with observing(self._is_users) as last:
             self.events = []
-        return [last.line(event) for event in last.events if event.kind is Kind.ENTER]
+        lines = [last.line(event) for event in last.events if not _says_nothing(event)]
+        return [*dict.fromkeys(lines if last.complete else [*lines, last.why_not])]
 
     def line(self, event: Event) -> str:
         """``file:line, in function: code``."""
         return line_of(event)
 
+    def _end(self) -> None:
+        """Called as the block ends."""
+        self.events = self.take_events()
+
     def _plan(self, code: types.CodeType, space: dict[str, Any], variables: int) -> Plan | None:
+        """Called for each code object that is met."""
         if space is globals() or not self._is_users(code, space):
             return None
-        _monitoring.watch(code)
-        plan = _plans.get(code)
-        if plan is None:
-            plan = _plans[code] = plan_of(code, variables)
+        known = _plans.get(id(code))
+        if known is not None and known[0]() is code:
+            return known[1]
+        plan = plan_of(code, variables)
+        _plans[id(code)] = weakref.ref(code, functools.partial(_forget, id(code))), plan
         return plan
 
 
-_plans: weakref.WeakKeyDictionary[types.CodeType, Plan] = weakref.WeakKeyDictionary()
+# By identity: code objects that are equal may hold constants whose comparison is somebody's code.
+_plans: dict[int, tuple[weakref.ref[types.CodeType], Plan]] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    _plans.pop(key, None)
+
+
+def _says_nothing(event: Event) -> bool:
+    """Whether an event is nothing but that a frame went on: as a generator's that is closed."""
+    closed = event.kind is Kind.INTRINSIC and event.operands[1] == "INTRINSIC_STOPITERATION_ERROR"
+    return closed or event.kind in (Kind.ENTER, Kind.CELLS)
 
 
 def line_of(event: Event) -> str:
@@ -112,57 +113,3 @@ def line_of(event: Event) -> str:
             number = line
     text = linecache.getline(code.co_filename, number).strip()
     return f"{code.co_filename}:{number}, in {code.co_name}: {text}"
-
-
-class _Tracing:
-    """Python 3.11: frames tell of their instructions by themselves."""
-
-    def begin(self) -> None:
-        """Nothing to be done."""
-
-    end = begin
-
-    def watch(self, code: types.CodeType) -> None:
-        """Nothing to be done."""
-
-
-class _Monitoring:
-    """Later versions: sys.monitoring tells of instructions, for the code objects that it is asked to."""
-
-    def __init__(self) -> None:
-        self._observations = 0
-        self._tool = 0
-        self._watched: list[types.CodeType] = []
-
-    def begin(self) -> None:
-        """Take a tool's place, unless an observation has it."""
-        tools: Any = sys.monitoring  # type: ignore[attr-defined]
-        if not self._observations:
-            free = [number for number in (4, 3, 5, 1, 2, 0) if tools.get_tool(number) is None]
-            if not free:
-                raise CannotObserve("all places for tools that monitor Python's code are taken (sys.monitoring)")
-            self._tool = free[0]
-            tools.use_tool_id(self._tool, "waterflow")
-            tools.register_callback(self._tool, tools.events.INSTRUCTION, _C.observed_instruction)
-        self._observations += 1
-
-    def end(self) -> None:
-        """Leave it, with the last observation."""
-        self._observations -= 1
-        if self._observations:
-            return
-        tools: Any = sys.monitoring  # type: ignore[attr-defined]
-        for code in self._watched:
-            tools.set_local_events(self._tool, code, 0)
-        self._watched = []
-        tools.register_callback(self._tool, tools.events.INSTRUCTION, None)
-        tools.free_tool_id(self._tool)
-
-    def watch(self, code: types.CodeType) -> None:
-        """Have the instructions of a code object told."""
-        tools: Any = sys.monitoring  # type: ignore[attr-defined]
-        tools.set_local_events(self._tool, code, tools.events.INSTRUCTION)
-        self._watched.append(code)
-
-
-_monitoring = _Monitoring() if sys.version_info >= (3, 12) else _Tracing()

@@ -25,9 +25,9 @@ const Code& Observation::known(PyThreadState* thread, PyCodeObject* code, PyObje
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyThreadState_EnterTracing(thread);
-  PyObject* plan = PyObject_CallFunction(planner, "OOi", code, globals, code->co_nlocalsplus);
+  PyObject* plan = PyObject_CallMethod(owner, "_plan", "OOi", code, globals, code->co_nlocalsplus);
   PyThreadState_LeaveTracing(thread);
-  if (plan == nullptr || (plan != Py_None && !read_plan(plan, *made))) {
+  if (plan == nullptr || (plan != Py_None && !(read_plan(plan, *made) && monitor(code)))) {
     incomplete("whether some code is the user's could not be told");
     if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
     PyErr_Clear();

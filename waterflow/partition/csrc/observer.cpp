@@ -1,16 +1,11 @@
 #define Py_BUILD_CORE 1
 #include "observer.h"
 
+#if PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
 #include <frameobject.h>
 #include <internal/pycore_frame.h>
 
 namespace waterflow::observer {
-
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
-const bool known_version = true;
-#else
-const bool known_version = false;
-#endif
 
 namespace {
 
@@ -325,12 +320,12 @@ bool start(Observation* observation) {
   }
   PyInterpreterState* interpreter = PyInterpreterState_Get();
   const _PyFrameEvalFunction now = _PyInterpreterState_GetEvalFrameFunc(interpreter);
+  if (now != evaluate && (observing > 0 || now == displaced)) {
+    PyErr_SetString(cannot_observe, "something else evaluates Python's frames, and may hand them to the observer");
+    return false;
+  }
+  if (!begin_monitoring()) return false;
   if (now != evaluate) {
-    if (observing > 0 || now == displaced) {
-      PyErr_SetString(PyExc_RuntimeError,
-                      "something else evaluates Python's frames, and may hand them to the observer");
-      return false;
-    }
     previous = now;
     _PyInterpreterState_SetEvalFrameFunc(interpreter, evaluate);
   }
@@ -345,6 +340,7 @@ bool stop(Observation* observation) {
     return false;
   }
   here.observation = nullptr;
+  end_monitoring();
   PyInterpreterState* interpreter = PyInterpreterState_Get();
   const _PyFrameEvalFunction now = _PyInterpreterState_GetEvalFrameFunc(interpreter);
   if (now != evaluate) {
@@ -366,3 +362,20 @@ void instruction_event([[maybe_unused]] PyObject* code, [[maybe_unused]] int32_t
 }
 
 }  // namespace waterflow::observer
+
+#else  // a Python whose frames we do not know
+
+namespace waterflow::observer {
+
+bool start(Observation*) {
+  PyErr_Format(cannot_observe, "frames of Python %s cannot be observed", PY_VERSION);
+  return false;
+}
+
+bool stop(Observation*) { return start(nullptr); }
+
+void instruction_event(PyObject*, int32_t) {}
+
+}  // namespace waterflow::observer
+
+#endif

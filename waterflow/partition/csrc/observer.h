@@ -67,7 +67,7 @@ struct Event {
 
 // What one thread saw. Holds what it saw until `clear`. (observation.cpp)
 struct Observation {
-  PyObject* planner = nullptr;  // (code, globals, variables) -> plan, or None where the code is not the user's
+  PyObject* owner = nullptr;    // what Python has of it; its `_plan` says what a code object does
   PyObject* entered = nullptr;  // the kinds that need no plan
   PyObject* cells = nullptr;
   std::unordered_map<PyCodeObject*, std::unique_ptr<Code>> codes;
@@ -90,14 +90,23 @@ bool read_plan(PyObject* plan, Code& made);
 
 // -- observer.cpp
 
-// Whether this version of Python is one that observations know.
-extern const bool known_version;
-
 // Begin and end an observation of the calling thread. False with an exception set.
 bool start(Observation* observation);
 bool stop(Observation* observation);
 
 // sys.monitoring tells of an instruction, on versions that have it.
 void instruction_event(PyObject* code, int32_t offset);
+
+// -- observer_monitoring.cpp
+
+extern PyObject* cannot_observe;  // an exception, made by add_to_module
+
+// Have and no longer have instructions told, of code objects that are named. Counted. False with an exception set.
+bool begin_monitoring();
+void end_monitoring();
+bool monitor(PyCodeObject* code);
+
+// What sys.monitoring calls; made by add_to_module.
+extern PyObject* instruction_callback;
 
 }  // namespace waterflow::observer

@@ -110,21 +110,19 @@ PyObject* event_of(const Observation& seen, const Event& event) {
 // -- the type
 
 PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *planner, *entered, *cells;
-  if (!PyArg_ParseTuple(arguments, "OOO", &planner, &entered, &cells)) return nullptr;
+  PyObject *entered, *cells;
+  if (!PyArg_ParseTuple(arguments, "OO", &entered, &cells)) return nullptr;
   Object* self = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->seen = new Observation;
-  self->seen->planner = Py_NewRef(planner);
+  self->seen->owner = reinterpret_cast<PyObject*>(self);
   self->seen->entered = Py_NewRef(entered);
   self->seen->cells = Py_NewRef(cells);
   return reinterpret_cast<PyObject*>(self);
 }
 
 int clear(PyObject* self) {
-  Observation& seen = seen_of(self);
-  seen.clear();
-  Py_CLEAR(seen.planner);
+  seen_of(self).clear();
   return 0;
 }
 
@@ -132,7 +130,6 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   if (reinterpret_cast<Object*>(self)->seen == nullptr) return 0;
   const Observation& seen = seen_of(self);
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(seen.planner);
   for (const Event& event : seen.events) Py_VISIT(event.result);
   for (PyObject* operand : seen.operands) Py_VISIT(operand);
   return 0;
@@ -150,15 +147,19 @@ void free_object(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* start_method(PyObject* self, PyObject*) {
+// In C++, for Ctrl-C to find no place between the beginning and the end of a with statement.
+PyObject* enter(PyObject* self, PyObject*) {
   if (!start(&seen_of(self))) return nullptr;
-  Py_INCREF(self);  // until it is stopped
-  Py_RETURN_NONE;
+  Py_INCREF(self);  // until it ends
+  return Py_NewRef(self);
 }
 
-PyObject* stop_method(PyObject* self, PyObject*) {
+PyObject* leave(PyObject* self, PyObject*) {
   if (!stop(&seen_of(self))) return nullptr;
+  PyObject* ended = PyObject_CallMethod(self, "_end", nullptr);
   Py_DECREF(self);
+  if (ended == nullptr) return nullptr;
+  Py_DECREF(ended);
   Py_RETURN_NONE;
 }
 
@@ -180,18 +181,10 @@ PyObject* take_events(PyObject* self, PyObject*) {
 
 PyObject* why_not_of(PyObject* self, void*) { return PyUnicode_FromString(seen_of(self).why_not.c_str()); }
 
-PyObject* incomplete_method(PyObject* self, PyObject* why) {
-  const char* text = PyUnicode_AsUTF8(why);
-  if (text == nullptr) return nullptr;
-  seen_of(self).incomplete(text);
-  Py_RETURN_NONE;
-}
-
 PyMethodDef methods[] = {
-    {"start", start_method, METH_NOARGS, "Observe the calling thread."},
-    {"stop", stop_method, METH_NOARGS, "End that."},
+    {"__enter__", enter, METH_NOARGS, "Observe the calling thread."},
+    {"__exit__", leave, METH_VARARGS, "End that."},
     {"take_events", take_events, METH_NOARGS, "A list of what was seen, in order, which is then the caller's."},
-    {"incomplete", incomplete_method, METH_O, "Say why not everything was seen."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyGetSetDef properties[] = {
@@ -207,18 +200,17 @@ PyType_Slot slots[] = {
     {Py_tp_getset, properties},
     {0, nullptr},
 };
-PyType_Spec type_spec = {"waterflow._C.Observation", sizeof(Object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+PyType_Spec type_spec = {"waterflow._C.Observation", sizeof(Object), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
 
 PyObject* told_of_instruction(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count == 2) instruction_event(arguments[0], static_cast<int32_t>(PyLong_AsLong(arguments[1])));
   Py_RETURN_NONE;
 }
 
-PyMethodDef functions[] = {
-    {"observed_instruction", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(told_of_instruction)),
-     METH_FASTCALL, "The callback of sys.monitoring for instructions."},
-    {nullptr, nullptr, 0, nullptr},
-};
+PyMethodDef callback = {"observed_instruction",
+                        reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(told_of_instruction)), METH_FASTCALL,
+                        "The callback of sys.monitoring for instructions."};
 
 }  // namespace
 
@@ -241,18 +233,26 @@ bool read_plan(PyObject* plan, Code& made) {
   return true;
 }
 
+PyObject* instruction_callback = nullptr;
+
 bool add_to_module(PyObject* module) {
   if (event_type == nullptr) {
     event_type = PyStructSequence_NewType(&event_description);
     missing = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+    instruction_callback = PyCFunction_New(&callback, nullptr);
+    cannot_observe = PyErr_NewExceptionWithDoc(
+        "waterflow._C.CannotObserve", "No way to see what a step does: by this Python, or by what else watches it.",
+        PyExc_NotImplementedError, nullptr);
   }
   PyObject* type = PyType_FromSpec(&type_spec);
-  if (event_type == nullptr || missing == nullptr || type == nullptr) return false;
+  if (event_type == nullptr || missing == nullptr || type == nullptr || instruction_callback == nullptr ||
+      cannot_observe == nullptr) {
+    return false;
+  }
   return PyModule_AddObjectRef(module, "Observation", type) == 0 &&
          PyModule_AddObjectRef(module, "ObservedEvent", reinterpret_cast<PyObject*>(event_type)) == 0 &&
          PyModule_AddObjectRef(module, "MISSING", missing) == 0 &&
-         PyModule_AddObjectRef(module, "observes_this_python", known_version ? Py_True : Py_False) == 0 &&
-         PyModule_AddFunctions(module, functions) == 0;
+         PyModule_AddObjectRef(module, "CannotObserve", cannot_observe) == 0;
 }
 
 }  // namespace waterflow::observer
