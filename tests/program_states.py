@@ -335,4 +335,26 @@ PYTHON: dict[str, list[State]] = {
               "    return x$n", "f$n()", "x$n = $v", rebinds="x$n", keep="x$n"),
         State("x$n = [$a]", "(x$n[0] if x$n else {}[0])", "x$n.clear() if $v > 1.9 else x$n.append($v)", keep="x$n", raises=True),
     ],
+    "threads": [
+        State("x$n = threading.Event()\nif $a > 0.6: x$n.set()", "(1.0 if x$n.is_set() else 0.5)",
+              "x$n.set() if $v > 0.6 else x$n.clear()"),
+        State("x$n = queue.Queue()\nx$n.put($a)", "x$n.queue[0]", "x$n.get(); x$n.put($v)"),
+        State("x$n = [$a]\ny$n = concurrent.futures.ThreadPoolExecutor(1)", "y$n.submit(lambda: x$n[0]).result()", "x$n[0] = $v",
+              restore="y$n.shutdown()", keep="x$n"),
+    ],
+    "loggers": [
+        State("x$n = logging.getLogger('wf_$n')\nx$n.setLevel(int(40 * $a))", "(x$n.level / 40)", "x$n.setLevel(int(40 * $v))",
+              keep="x$n.level"),
+        State("x$n = logging.getLogger('wf_$n')\nx$n.setLevel(int(40 * $a))", "(1.0 if x$n.isEnabledFor(logging.INFO) else 0.5)",
+              "x$n.setLevel(int(40 * $v))", keep="x$n.level"),
+    ],
+    "classes of objects": [
+        State("class A$n: w = 1.0\nclass B$n: w = 0.5\nx$n = A$n() if $a > 0.6 else B$n()", "x$n.w",
+              "x$n.__class__ = A$n if $v > 0.6 else B$n"),
+    ],
+    "settings of Python": [
+        State("decimal.getcontext().prec = int(16 * $a)", "(decimal.getcontext().prec / 16)", "decimal.getcontext().prec = int(16 * $v)",
+              restore="decimal.getcontext().prec = 28"),
+        State("builtins.wf_$n = $a", "wf_$n", "builtins.wf_$n = $v", restore="del builtins.wf_$n", scope="closure"),
+    ],
 }  # fmt: skip

@@ -29,6 +29,8 @@ TRAINING: dict[str, list[State]] = {
         State(read="(10 * optimizer.param_groups[0]['lr'])", write="optimizer.param_groups[0]['lr'] = 0.1 * $v"),
         State(read="(1.0 + optimizer.param_groups[0]['weight_decay'])", write="optimizer.param_groups[0]['weight_decay'] = 0.1 * $v"),
         State(read="(1.0 + len(optimizer.state))", write="", inside=False),
+        State(read="(1.0 + sum(entry['exp_avg'].mean() for entry in optimizer.state.values()))", keep="None",
+              optimizer="torch.optim.AdamW($p, lr=0.01, fused=True)"),
     ],
     "optimizer: groups": [
         State(optimizer=_GROUPS, write="a, b = (group['params'] for group in optimizer.param_groups[:2]); a[0], b[0] = b[0], a[0]"),
@@ -92,6 +94,7 @@ TRAINING: dict[str, list[State]] = {
     ],
     "train and eval flags": [
         State(write="model.body.drop.train($v > 0.6)", keep="model.body.drop.training"),
+        State(write="model.body.drop.train(not model.body.drop.training)", keep="model.body.drop.training"),
         State(write="model.body.norm.train($v > 0.6)", keep="model.body.norm.training"),
         State(write="model.body.train($v > 0.6)", keep="model.body.training"),
         State(read="(1.0 if $m.body.training else 0.5)", write="model.body.training = $v > 0.6"),
@@ -237,5 +240,30 @@ TRAINING: dict[str, list[State]] = {
         State(last="x$n = copy.deepcopy(model)", read="x$n(x).detach().mean()", keep="x$n",
               write="x$n.load_state_dict(model.state_dict())",
               inside=False),
+    ],
+    "autograd functions": [
+        State("class G$n(torch.autograd.Function):\n    w = $a\n    @staticmethod\n    def forward(ctx, x): return x.clone()\n"
+              "    @staticmethod\n    def backward(ctx, g): return g * G$n.w", "(1.0 + G$n.apply(model.body.linear.weight).mean())",
+              "G$n.w = $v", keep="G$n.w"),
+        State("x$n = [$a]\nclass G$n(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x): return x.clone()\n"
+              "    @staticmethod\n    def backward(ctx, g): return g * x$n[0]", "(1.0 + G$n.apply(model.body.linear.weight).mean())",
+              "x$n[0] = $v", keep="x$n"),
+    ],
+    "data sets": [
+        State("x$n = torch.utils.data.DataLoader([1, 2])\nx$n.w = $a", "x$n.w", "x$n.w = $v"),
+        State("class D$n(torch.utils.data.Dataset): w = $a\nx$n = D$n()", "x$n.w", "x$n.w = $v"),
+        State("x$n = torch.utils.data.DistributedSampler([1, 2], 2, 0)", "(0.5 + x$n.epoch)", "x$n.set_epoch(int(4 * $v))"),
+    ],
+    "modes of torch": [
+        State("x$n = [$a]\nclass M$n(torch.overrides.TorchFunctionMode):\n"
+              "    def __torch_function__(self, f, types, args=(), kwargs=None):\n"
+              "        made = f(*args, **(kwargs or {}))\n        return made * x$n[0] if f is F.linear else made", write="x$n[0] = $v",
+              around="M$n()", keep="x$n"),
+    ],
+    "parametrizations": [
+        State("class P$n(nn.Module):\n    def forward(self, w): return w * self.k",
+              write="model.body.linear.parametrizations.weight[0].k = $v",
+              late="p$n = P$n(); p$n.k = $a; nn.utils.parametrize.register_parametrization(model.body.linear, 'weight', p$n)",
+              keep="p$n.k"),
     ],
 }  # fmt: skip

@@ -165,8 +165,9 @@ class Program:
 
 
 HEAD = textwrap.dedent("""\
-    import argparse, array, collections, contextlib, contextvars, copy, ctypes, dataclasses, enum, functools, importlib, io
-    import itertools, math, operator, os, pathlib, random, sys, tempfile, threading, time, types, weakref
+    import argparse, array, builtins, collections, concurrent.futures, contextlib, contextvars, copy, ctypes, dataclasses
+    import decimal, enum, functools, importlib, io, itertools, logging, math, operator, os, pathlib, queue, random, sys
+    import tempfile, threading, time, types, weakref
     import numpy as np
     import torch
     import torch.nn as nn

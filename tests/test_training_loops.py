@@ -14,6 +14,7 @@ KNOWN_OPEN = {
     "class_weights_that_follow",
     "losses_weighted_by_their_history",
     "pruned_by_masks",
+    "weights_looked_at_beside_weight_norm",
 }
 # Those that draw Python's or NumPy's random numbers, or change what is no tensor, have to run eagerly.
 CAPTURED = {

@@ -717,3 +717,15 @@ def pruned_by_masks(make: Any, trial: int) -> dict[str, Any]:
             prune.l1_unstructured(model[0], "weight", amount=0.3)
         losses.append(train(batch))
     return {"losses": losses, "parts": [model, optimizer]}
+
+
+@loop
+def weights_looked_at_beside_weight_norm(make: Any, trial: int) -> dict[str, Any]:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.utils.spectral_norm(nn.Linear(8, 3)))
+    optimizer = adamw(model)
+    train = make(model, optimizer=optimizer, step=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+    losses, norms = [], []
+    for batch in batches():
+        losses.append(train(batch))
+        norms += [model[0].weight.norm().detach(), model[2].weight.norm().detach()]
+    return {"losses": losses, "parts": [model, optimizer], "norms": norms}
