@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.zoo import SMALL
 from tests.support import Net
-from waterflow.partition.fingerprint import Fingerprint, ambient_key, tensor_key
+from waterflow.partition.ambient import ambient_key
+from waterflow.partition.fingerprint import Fingerprint, tensor_key
 
 
 def key(value: Any) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from waterflow import _C
 from waterflow.executor.captured import CapturedStep
@@ -76,9 +74,11 @@ class Owner:
         for group in self.spec.optimizer.param_groups:
             for parameter in group["params"]:
                 binding.own_gradient(parameter)
-        _watch_model(binding, self.spec.model)
-        _watch_looks(binding, self.looked)
-        _watch_optimizer(binding, self.spec.optimizer)
+        for look in self.looked.looks:
+            look.guard(binding.guards)
+        for parameter in self.spec.model.parameters():
+            binding.guards.hooks(parameter)
+        _guard_optimizer(binding.guards, self.spec.optimizer)
 
 
 def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], list[int]]:
@@ -169,56 +169,21 @@ def missing_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     return all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
 
 
-def _watch_looks(binding: _C.Binding, looked: Fingerprint) -> None:
-    """Everything that the capture's key was made of must stay the very object that it was."""
-    for look in looked.looks:
-        container = look.container
-        if isinstance(container, dict):
-            if look.whole:
-                binding.watch_size(container)
-            for key in look.keys:
-                binding.watch(container, key)
-        elif isinstance(container, list):
-            binding.watch_items(container)
-        elif isinstance(container, type):
-            binding.watch_class(container)
-        elif isinstance(container, types.CellType):
-            binding.watch_cell(container)
-        elif look.keys:
-            for key in look.keys:
-                binding.watch_attribute(container, key)
-        else:
-            binding.watch_size(container)
-
-
-def _watch_model(binding: _C.Binding, model: nn.Module) -> None:
-    for module in model.modules():
-        state = module.__dict__
-        for kind in ("_parameters", "_buffers", "_modules"):
-            for name in state[kind]:
-                binding.watch(state[kind], name)
-            binding.watch_size(state[kind])
-    for parameter in model.parameters():
-        binding.watch_hooks(parameter)
-
-
-def _watch_optimizer(binding: _C.Binding, optimizer: torch.optim.Optimizer) -> None:
-    binding.watch(optimizer.__dict__, "state")
-    binding.watch(optimizer.__dict__, "param_groups")
-    binding.watch_size(optimizer.state)
-    binding.watch_size(optimizer._optimizer_step_pre_hooks)
-    binding.watch_size(optimizer._optimizer_step_post_hooks)
-    binding.watch_size(optimizer.param_groups)
+def _guard_optimizer(guards: _C.Guards, optimizer: torch.optim.Optimizer) -> None:
+    """Its groups, which parameters they have in which order, their settings, and all entries of its state."""
+    for name in ("state", "param_groups"):
+        guards.entry(optimizer.__dict__, name)
+    guards.dict(optimizer._optimizer_step_pre_hooks)
+    guards.dict(optimizer._optimizer_step_post_hooks)
+    guards.items(optimizer.param_groups, list)
     for group in optimizer.param_groups:
-        binding.watch(group, "params")
-        binding.watch_size(group["params"])
+        guards.entry(group, "params")
+        guards.items(group["params"], list)
         for name in optimizer.defaults:
-            if name in BY_ZERO and name in group:
-                binding.watch_truth(group, name)
-            elif name in group and name not in READ_EACH_STEP:
-                binding.watch(group, name)
+            if name in BY_ZERO:
+                guards.truth(group, name)
+            elif name not in READ_EACH_STEP:
+                guards.entry(group, name)
+    guards.dict(optimizer.state)
     for entries in optimizer.state.values():
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor):
-                binding.watch(entries, name)
-        binding.watch_size(entries)
+        guards.dict(entries)

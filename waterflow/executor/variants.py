@@ -21,8 +21,9 @@ from waterflow.executor.compiling import Compile, as_captured, compiling
 from waterflow.executor.lower_forms import Low, LowerForms, Whole
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
+from waterflow.partition.ambient import ambient_key
 from waterflow.partition.dropout_rates import RatesMatter, rates
-from waterflow.partition.fingerprint import Fingerprint, ambient_key
+from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.layouts import surprises
 from waterflow.partition.optimizers import FIRST_STEP_FLAG
 from waterflow.partition.plan import Plan

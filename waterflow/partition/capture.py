@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition import default_generators, fake_rules
+from waterflow.partition.carried import Carried
 from waterflow.partition.cleanup import clean_up
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
@@ -160,6 +161,7 @@ class _StepTracer:
         self.fakes: list[torch.Tensor] = []
         self.metric_names: list[str] = []
         self.stand_ins = StandIns()
+        self._carried = Carried()
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self.gradients: tuple[str, ...] = ()
@@ -180,6 +182,7 @@ class _StepTracer:
         )  # fmt: skip
         if given.kind in ("parameter", "buffer", "stranger", "batch"):
             fake = with_lazy_bits(fake, like)
+            self._carried.give(fake, like)
         self.inputs.append(given)
         self.fakes.append(fake)
         return fake
@@ -247,6 +250,7 @@ class _StepTracer:
             with shown:  # backward passes of users' functions, hooks, and what is computed again
                 gradients = gradients_of(scaled, leaves) if leaves else ()
             shown.check()
+            self._carried.check()
         if self.mode.refused is not None:  # also where the user's code went on without it
             raise self.mode.refused
         self._mark()

@@ -95,6 +95,9 @@ class _NoticedRate:
         module.__dict__["p"] = value
 
 
+PASSING = _NoticedRate  # the type of what stands in torch's own classes only while a step is traced
+
+
 def _forward(module: Any, name: str, stand_ins: StandIns, x: torch.Tensor) -> torch.Tensor:
     rate = module.__dict__["p"]
     if _is_traced_here():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.partition.exact import exact
 from waterflow.partition.fingerprint import Fingerprint, tensor_key
@@ -50,6 +51,7 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     """
     if type(batch) is tuple and all(type(item) is torch.Tensor and item.layout is _STRIDED for item in batch) and batch:
         with contextlib.suppress(RuntimeError):  # nested tensors have no strides
+            _check_bare(batch)
             return list(batch), None, (type(batch), *map(_form, batch))
     leaves, spec = pytree.tree_flatten(batch)
     key: list[Hashable] = [spec, *_dict_keys(spec)]
@@ -66,12 +68,19 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
             raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}{advice}")
         else:
             others.append(type(leaf).__name__)
+    _check_bare(leaves)
     if others:
         raise CaptureError(f"the batch holds a {others[0]}, into which a capture cannot look")
     if not tensors:
         advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
         raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
     return leaves, spec, tuple(key)
+
+
+def _check_bare(leaves: Sequence[Any]) -> None:
+    """Raise CaptureError for a batch whose tensors are more than memory: what a captured step is given are other tensors."""
+    if _C.carries_more(leaves):
+        raise CaptureError("a tensor of the batch requires gradients, or has a gradient or attributes of its own")
 
 
 def _form(tensor: torch.Tensor) -> Hashable:
@@ -117,10 +126,10 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
         rate = group["lr"]
         kind = tensor_key(rate) if isinstance(rate, torch.Tensor) else None
         groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, kind))
-    optimizer = (type(spec.optimizer), tuple(groups))
+    optimizer = (fingerprint.of(type(spec.optimizer)), tuple(groups))
     apart = lie_apart(spec, fingerprint)
     own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, spec.early_updates, apart)
-    return (model, compute, optimizer, exact(own)), fingerprint
+    return (model, compute, optimizer, fingerprint.of_process(), exact(own)), fingerprint
 
 
 def lie_apart(spec: StepSpec, looked: Fingerprint) -> bool:

@@ -12,7 +12,6 @@ import random
 import sys
 import traceback
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
-from waterflow.partition.code_key import BOOKKEEPING
-from waterflow.partition.exact import exact
-from waterflow.partition.fingerprint import Fingerprint, Look
+from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.spec import StepSpec
 
 _INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep)
@@ -39,7 +36,7 @@ def undisturbed(looked: Fingerprint) -> Iterator[None]:
 
     Raises CaptureError where a step would change more than tensors.
     """
-    before = [(look, _contents(look)) for look in looked.looks]
+    before = [(look, look.contents()) for look in looked.looks if look.kept]
     drawn: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
         ("Python's random numbers", random.getstate, random.setstate),
         ("NumPy's random numbers", *_NUMPY_STATE),
@@ -51,7 +48,7 @@ def undisturbed(looked: Fingerprint) -> Iterator[None]:
         yield
     finally:
         for look, contents in before:
-            key = _put_back(look, contents)
+            key = look.put_back(contents)
             if key is not None:
                 changed = ".".join(part for part in (look.label, key) if part)
         for (label, read, write), state in zip(drawn, states):
@@ -83,91 +80,6 @@ def _same_state(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
-
-
-# -- what a look saw
-
-
-def _contents(look: Look) -> Any:
-    """What there is to be put back; a mapping for everything that has names."""
-    container = look.container
-    if isinstance(container, dict):
-        return dict(container) if look.whole else {key: container.get(key, _MISSING) for key in look.keys}
-    if isinstance(container, (list, set, deque)):
-        return type(container)(container) if type(container) in (list, set, deque) else [*container]
-    if isinstance(container, types.CellType):
-        try:
-            return container.cell_contents
-        except ValueError:
-            return _MISSING
-    if isinstance(container, type):
-        return {name: value for name, value in vars(container).items() if name not in BOOKKEEPING}
-    return {key: getattr(container, key, _MISSING) for key in look.keys}
-
-
-def _put_back(look: Look, contents: Any) -> str | None:
-    """Undo what tracing changed. Returns the name of something that a step changes; None where there is nothing."""
-    container = look.container
-    now = _contents(look)
-    if isinstance(contents, Mapping):
-        return _put_entries_back(look, contents, now)
-    if contents is now or (isinstance(contents, (list, deque)) and _same_items(contents, now)):
-        return None
-    if isinstance(container, set):
-        if _equal(contents, now):
-            return None
-        container.clear()
-        container.update(contents)
-        return ""
-    if isinstance(container, types.CellType):
-        if contents is not _MISSING:
-            container.cell_contents = contents
-        return None if _equal(contents, now) else ""
-    container.clear()
-    container.extend(contents)
-    return "" if len(now) != len(contents) or not all(map(_equal, contents, now)) else None
-
-
-def _put_entries_back(look: Look, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> str | None:
-    changed = None
-    for key in {**before, **now}:
-        old, new = before.get(key, _MISSING), now.get(key, _MISSING)
-        if old is new:
-            continue
-        # Whoever else holds a frozen part may have set its mode meanwhile.
-        if key == "training" and look.owner is not None and not any(p.requires_grad for p in look.owner.parameters()):
-            continue
-        if isinstance(look.container, dict):
-            if old is _MISSING:
-                look.container.pop(key, None)
-            else:
-                look.container[key] = old
-        elif old is not _MISSING:
-            setattr(look.container, key, old)
-        elif isinstance(look.container, type):
-            delattr(look.container, key)
-        # Recurrent layers keep lists of their own weights, and weight_norm's hook sets the weight anew.
-        if isinstance(look.owner, nn.RNNBase) or (look.owner is not None and look.owner._forward_pre_hooks):
-            continue
-        if not _equal(old, new):
-            changed = str(key)
-    return changed
-
-
-def _same_items(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other))
-
-
-_MISSING = object()
-
-
-def _equal(old: Any, new: Any) -> bool:
-    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
-        return False
-    try:
-        return bool(exact(old) == exact(new))
-    except Exception:
-        return False
 
 
 # -- while a step is traced

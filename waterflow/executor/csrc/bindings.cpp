@@ -27,6 +27,7 @@ void bind_programs(py::module_& m);     // program_bindings.cpp
 void bind_simulation(py::module_& m);   // simulation_bindings.cpp
 void bind_pool_replay(py::module_& m);  // pool_replay_bindings.cpp
 void bind_generators(py::module_& m);   // generator_bindings.cpp
+void bind_guards(py::module_& m);       // guard_bindings.cpp
 
 namespace {
 
@@ -165,6 +166,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_simulation(m);
   bind_pool_replay(m);
   bind_generators(m);
+  bind_guards(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
   py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
 

@@ -139,20 +139,7 @@ void bind_programs(py::module_& m) {
              for (const auto& generator : given) generators.push_back(generator.value_or(at::Generator()));
              self.set_generators(std::move(generators));
            })
-      .def("watch",
-           [](Binding& self, const py::dict& dict, const py::object& key) { self.watch(dict.ptr(), key.ptr()); })
-      .def("watch_items", [](Binding& self, const py::list& list) { self.watch_items(list.ptr()); })
-      .def("watch_cell", [](Binding& self, const py::object& cell) { self.watch_cell(cell.ptr()); })
-      .def("watch_attribute", [](Binding& self, const py::object& object,
-                                 const py::str& name) { self.watch_attribute(object.ptr(), name.ptr()); })
-      .def("watch_class", [](Binding& self, const py::type& cls) { self.watch_class(cls.ptr()); })
-      .def("watch_truth",
-           [](Binding& self, const py::dict& dict, const py::object& key) { self.watch_truth(dict.ptr(), key.ptr()); })
-      .def("watch_hooks",
-           [](Binding& self, const py::object& parameter) {
-             TORCH_CHECK(THPVariable_Check(parameter.ptr()), "hooks are watched on tensors");
-             self.watch_hooks(parameter.ptr());
-           })
+      .def_property_readonly("guards", &Binding::guards)
       .def("watch_form", &Binding::watch_form)
       .def("own_gradient",
            [](Binding& self, const py::object& parameter) {
@@ -160,7 +147,6 @@ void bind_programs(py::module_& m) {
              self.own_gradient(parameter.ptr());
            })
       .def("clear_gradients", &Binding::clear_gradients)
-      .def("watch_size", [](Binding& self, const py::object& container) { self.watch_size(container.ptr()); })
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
               Binding::Kind kind,

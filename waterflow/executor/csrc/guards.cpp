@@ -1,0 +1,298 @@
+#include "guards.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+
+namespace waterflow {
+namespace {
+
+namespace py = pybind11;
+
+// A number that is another one after each change of the dict; 0 where Python does not tell.
+uint64_t version_of(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030C0000
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#else
+  return 0;
+#endif
+}
+
+// The same of a class and its bases. A class has none before something was looked up in it.
+unsigned int version_of(PyTypeObject* type) {
+#if PY_VERSION_HEX < 0x030C0000
+  if (type->tp_version_tag == 0) {
+    static auto* name = PyUnicode_InternFromString("__init__");
+    _PyType_Lookup(type, name);
+  }
+  return type->tp_version_tag;
+#else
+  return 0;
+#endif
+}
+
+bool is_true(PyObject* dict, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dict, key);
+  const int truth = value == nullptr ? 0 : PyObject_IsTrue(value);
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return truth == 1;
+}
+
+bool empty(PyObject* hooks) { return hooks == nullptr || hooks == Py_None || PyObject_Size(hooks) == 0; }
+
+// Whether a dict has these entries, in this order; values of the type `passing` do not count.
+bool same_pairs(PyObject* dict, const std::vector<std::pair<PyObject*, PyObject*>>& pairs, PyTypeObject* passing) {
+  Py_ssize_t position = 0;
+  PyObject *key, *value;
+  auto pair = pairs.begin();
+  while (PyDict_Next(dict, &position, &key, &value)) {
+    if (passing != nullptr && Py_TYPE(value) == passing) continue;
+    if (pair == pairs.end() || pair->first != key || pair->second != value) return false;
+    ++pair;
+  }
+  return pair == pairs.end();
+}
+
+// Calls `look` with each item, until it says false; returns whether it never did, and the walk met no error.
+template <typename Look>
+bool each_item(PyObject* container, PyTypeObject* base, Look look) {
+  auto walk = py::reinterpret_steal<py::object>(base->tp_iter(container));
+  while (walk) {
+    auto item = py::reinterpret_steal<py::object>(Py_TYPE(walk.ptr())->tp_iternext(walk.ptr()));
+    if (!item) break;
+    if (!look(item.ptr())) return false;
+  }
+  const bool failed = PyErr_Occurred() != nullptr && !PyErr_ExceptionMatches(PyExc_StopIteration);
+  PyErr_Clear();
+  return walk && !failed;
+}
+
+// A slot's value, a new reference; null for an empty one.
+PyObject* value_of(PyObject* object, PyObject* descriptor) {
+  PyObject* value = Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
+  if (value == nullptr) PyErr_Clear();
+  return value;
+}
+
+// An object's memory, and the shape and type that it is said to have. False where it cannot be had.
+bool read_memory(PyObject* object, PyTypeObject* base, std::string& form, std::string& contents) {
+  Py_buffer view;
+  if (base->tp_as_buffer->bf_getbuffer(object, &view, PyBUF_FULL_RO) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  form = (view.format != nullptr ? std::string(view.format) : "B") + (view.readonly ? " r" : " w");
+  const auto append = [&](const Py_ssize_t* numbers) {
+    if (numbers != nullptr) form.append(reinterpret_cast<const char*>(numbers), view.ndim * sizeof(Py_ssize_t));
+  };
+  append(view.shape);
+  append(view.strides);
+  contents.resize(view.len);
+  const bool copied = view.len == 0 || PyBuffer_ToContiguous(contents.data(), &view, view.len, 'C') == 0;
+  PyErr_Clear();
+  PyBuffer_Release(&view);
+  return copied;
+}
+
+void parts_of(PyObject* function, PyObject** parts) {
+  const auto* given = reinterpret_cast<PyFunctionObject*>(function);
+  parts[0] = given->func_code;
+  parts[1] = given->func_defaults;
+  parts[2] = given->func_kwdefaults;
+}
+
+}  // namespace
+
+Held::~Held() {
+  for (auto* object : objects_) Py_DECREF(object);
+}
+
+PyObject* Held::operator()(PyObject* object) {
+  Py_XINCREF(object);
+  return take(object);
+}
+
+PyObject* Held::take(PyObject* object) {
+  if (object != nullptr) objects_.push_back(object);
+  return object;
+}
+
+PyObject* attributes_of(PyObject* object) {
+  PyObject** place = _PyObject_GetDictPtr(object);
+  PyErr_Clear();
+  return place == nullptr ? nullptr : *place;
+}
+
+Guards::Dict& Guards::watched(PyObject* dict) {
+  const auto [place, fresh] = dict_numbers_.emplace(dict, dicts_.size());
+  if (fresh) dicts_.push_back({held_(dict)});
+  return dicts_[place->second];
+}
+
+Guards::Pairs Guards::pairs_of(PyObject* dict) {
+  Pairs pairs;
+  Py_ssize_t position = 0;
+  PyObject *key, *value;
+  while (PyDict_Next(dict, &position, &key, &value)) pairs.emplace_back(held_(key), held_(value));
+  return pairs;
+}
+
+void Guards::entry(PyObject* dict, PyObject* name) {
+  PyObject* value = PyDict_GetItemWithError(dict, name);
+  if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  watched(dict).named.emplace_back(held_(name), held_(value));
+}
+
+void Guards::dict(PyObject* dict) {
+  auto& watch = watched(dict);
+  if (watch.whole) return;
+  watch.whole = true;
+  watch.all = pairs_of(dict);
+}
+
+void Guards::items(PyObject* container, PyTypeObject* base) {
+  if (base->tp_iter == nullptr || !PyObject_TypeCheck(container, base)) throw py::type_error("no such container");
+  Items items{held_(container), base, {}};
+  each_item(container, base, [&](PyObject* item) {
+    items.values.push_back(held_(item));
+    return true;
+  });
+  items_.push_back(std::move(items));
+}
+
+void Guards::cell(PyObject* cell) {
+  cells_.emplace_back(held_(cell), held_.take(PyCell_Get(cell)));  // null for an empty cell
+}
+
+void Guards::member(PyObject* object, PyObject* descriptor) {
+  if (Py_TYPE(descriptor) != &PyMemberDescr_Type) throw py::type_error("a slot has a member descriptor");
+  members_.push_back({held_(object), held_(descriptor), held_.take(value_of(object, descriptor))});
+}
+
+void Guards::object(PyObject* object) {
+  PyObject* attributes = attributes_of(object);
+  if (attributes != nullptr && PyDict_GET_SIZE(attributes) == 0) attributes = nullptr;
+  held_(reinterpret_cast<PyObject*>(Py_TYPE(object)));
+  objects_.push_back({held_(object), Py_TYPE(object), held_(attributes)});
+  if (attributes != nullptr) dict(attributes);
+}
+
+void Guards::function(PyObject* function) {
+  Function watch{held_(function), {}};
+  parts_of(function, watch.parts);
+  for (auto* part : watch.parts) held_(part);
+  functions_.push_back(watch);
+}
+
+void Guards::cls(PyObject* cls, PyTypeObject* passing) {
+  auto* type = reinterpret_cast<PyTypeObject*>(held_(cls));
+  Class watch{type, passing, held_(type->tp_mro), {}, version_of(type)};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(type->tp_mro); ++i) {
+    auto* base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, i));
+    if (PyType_HasFeature(base, Py_TPFLAGS_IMMUTABLETYPE) || base->tp_dict == nullptr) continue;
+    Pairs pairs = pairs_of(base->tp_dict);
+    std::erase_if(pairs, [&](const auto& pair) { return passing != nullptr && Py_TYPE(pair.second) == passing; });
+    watch.bodies.emplace_back(base->tp_dict, std::move(pairs));
+  }
+  classes_.push_back(std::move(watch));
+}
+
+void Guards::bytes(PyObject* object, PyTypeObject* base) {
+  if (base->tp_as_buffer == nullptr || !PyObject_TypeCheck(object, base)) throw py::type_error("has no memory");
+  Bytes watch{held_(object), base, {}, {}};
+  if (!read_memory(object, base, watch.form, watch.contents)) throw py::value_error("its memory cannot be read");
+  bytes_.push_back(std::move(watch));
+}
+
+void Guards::truth(PyObject* dict, PyObject* key) {
+  truths_.emplace_back(held_(dict), held_(key));
+  truth_values_.push_back(is_true(dict, key));
+}
+
+void Guards::hooks(PyObject* parameter) { parameters_.push_back(held_(parameter)); }
+
+bool Guards::holds(const Dict& watch) {
+  const uint64_t version = version_of(watch.dict);
+  if (version != 0 && version == watch.version) return true;
+  if (watch.whole && !same_pairs(watch.dict, watch.all, nullptr)) return false;
+  for (const auto& [name, value] : watch.named) {
+    if (PyDict_GetItemWithError(watch.dict, name) != value) {
+      if (PyErr_Occurred()) throw py::error_already_set();
+      return false;
+    }
+  }
+  watch.version = version;
+  return true;
+}
+
+bool Guards::holds(const Items& items) {
+  if (items.base == &PyList_Type) {
+    if (PyList_GET_SIZE(items.container) != static_cast<Py_ssize_t>(items.values.size())) return false;
+    for (size_t i = 0; i < items.values.size(); ++i) {
+      if (PyList_GET_ITEM(items.container, i) != items.values[i]) return false;
+    }
+    return true;
+  }
+  size_t number = 0;
+  const bool same = each_item(items.container, items.base, [&](PyObject* item) {
+    return number < items.values.size() && items.values[number++] == item;
+  });
+  return same && number == items.values.size();
+}
+
+bool Guards::holds(const Member& member) {
+  PyObject* now = value_of(member.object, member.descriptor);
+  const bool same = now == member.value;
+  Py_XDECREF(now);
+  return same;
+}
+
+bool Guards::holds(const Object& watch) {
+  if (Py_TYPE(watch.object) != watch.type) return false;
+  PyObject* now = attributes_of(watch.object);
+  return now == watch.attributes || (watch.attributes == nullptr && PyDict_GET_SIZE(now) == 0);
+}
+
+bool Guards::holds(const Function& watch) {
+  PyObject* now[3];
+  parts_of(watch.function, now);
+  return std::equal(now, now + 3, watch.parts);
+}
+
+bool Guards::holds(const Class& watch) {
+  const unsigned int version = version_of(watch.type);
+  if (version != 0 && version == watch.version) return true;
+  if (watch.type->tp_mro != watch.bases) return false;
+  for (const auto& [body, pairs] : watch.bodies) {
+    if (!same_pairs(body, pairs, watch.passing)) return false;
+  }
+  watch.version = version;
+  return true;
+}
+
+bool Guards::holds(const Bytes& watch) {
+  std::string form, contents;
+  return read_memory(watch.object, watch.base, form, contents) && form == watch.form && contents == watch.contents;
+}
+
+bool Guards::current() const {
+  const auto all = [](const auto& watches) {
+    return std::all_of(watches.begin(), watches.end(), [](const auto& watch) { return holds(watch); });
+  };
+  if (!all(dicts_) || !all(items_) || !all(objects_) || !all(functions_) || !all(classes_)) return false;
+  if (!all(members_) || !all(bytes_)) return false;
+  for (const auto& [cell, value] : cells_) {
+    if (PyCell_GET(cell) != value) return false;
+  }
+  for (size_t i = 0; i < truths_.size(); ++i) {
+    if (is_true(truths_[i].first, truths_[i].second) != truth_values_[i]) return false;
+  }
+  for (auto* parameter : parameters_) {
+    const auto* variable = reinterpret_cast<THPVariable*>(parameter);
+    if (!empty(variable->backward_hooks) || !empty(variable->post_accumulate_grad_hooks)) return false;
+  }
+  return true;
+}
+
+}  // namespace waterflow

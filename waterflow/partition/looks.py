@@ -1,0 +1,222 @@
+"""The places that a step's key was made from: guarding them, and putting back what a trace changed there."""
+
+from __future__ import annotations
+
+import types
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from waterflow import _C
+from waterflow.partition.code_key import BOOKKEEPING
+from waterflow.partition.dropout_rates import PASSING
+from waterflow.partition.exact import exact
+
+Kind = Literal["dict", "entries", "items", "cell", "object", "slots", "function", "class", "memory"]
+MISSING = object()
+_OF_RECURRENT = "_flat_weights", "_flat_weight_refs", "_flat_weights_names"
+_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A place that a key was made from.
+
+    ``keys`` are the names of entries that were read of a dict, or the descriptors of an object's slots. ``base`` is the type
+    of Python's that keeps the items or the memory. ``label`` says where it was found; ``owner`` is the module whose attributes
+    these are. A trace may change what is not ``kept``, which somebody else puts back.
+    """
+
+    container: Any
+    kind: Kind
+    keys: tuple[Any, ...] = ()
+    base: Any = None
+    label: str = ""
+    owner: nn.Module | None = None
+    kept: bool = True
+
+    def guard(self, guards: _C.Guards) -> None:
+        """From now on ``guards`` tell whether anything here was replaced."""
+        container, kind = self.container, self.kind
+        if kind == "dict":
+            guards.dict(container)
+        elif kind in ("items", "memory"):
+            (guards.items if kind == "items" else guards.bytes)(container, self.base)
+        elif kind == "cell":
+            guards.cell(container)
+        elif kind == "object":
+            guards.object(container)
+        elif kind == "function":
+            guards.function(container)
+        elif kind == "class":
+            guards.cls(container, PASSING)
+        for key in self.keys:
+            (guards.entry if kind == "entries" else guards.member)(container, key)
+
+    def contents(self) -> Any:
+        """What there is to be put back: pairs of everything that has names, a list of items, or bytes."""
+        container, kind = self.container, self.kind
+        if kind == "dict":
+            return pairs_of(container)
+        if kind == "entries":
+            return [(key, container.get(key, MISSING)) for key in self.keys]
+        if kind == "items":
+            return [*self.base.__iter__(container)]
+        if kind == "cell":
+            return [("", cell_contents(container))]
+        if kind == "object":
+            return [*(_C.attributes_of(container) or {}).items()]
+        if kind == "slots":
+            return [(key, slot_value(key, container)) for key in self.keys]
+        if kind == "function":
+            return [(key, getattr(container, key)) for key in _PARTS]
+        if kind == "class":
+            return [(name, value) for name, value in vars(container).items() if name not in BOOKKEEPING]
+        return np.ndarray.ravel(container).tolist() if _has_objects(container) else memory_of(container)
+
+    def put_back(self, before: Any) -> str | None:
+        """Undo what a trace changed. Returns the name of something that a step changes; None where there is nothing."""
+        now = self.contents()
+        if self.kind == "memory":
+            if now == before if isinstance(now, bytes) else len(now) == len(before) and all(map(_is, now, before)):
+                return None
+            _write_memory(self.container, before)
+            return ""
+        if self.kind == "items":
+            return self._put_items_back(before, now)
+        if len(before) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(before, now)):
+            return None
+        return self._put_pairs_back(before, now)
+
+    def _put_items_back(self, before: list[Any], now: list[Any]) -> str | None:
+        if len(before) == len(now) and all(map(_is, before, now)):
+            return None
+        if self.base is OrderedDict:
+            for key in before:
+                OrderedDict.move_to_end(self.container, key)
+            return ""
+        if self.base is set and {*map(id, before)} == {*map(id, now)}:
+            return None
+        self.base.clear(self.container)
+        (self.base.update if self.base is set else self.base.extend)(self.container, before)
+        return "" if len(now) != len(before) or not all(map(equal, before, now)) else None
+
+    def _put_pairs_back(self, before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> str | None:
+        changed = None
+        old_values, new_values = dict(before), dict(now)
+        for key in {**old_values, **new_values}:
+            old, new = old_values.get(key, MISSING), new_values.get(key, MISSING)
+            if old is new:
+                continue
+            # Whoever else holds a frozen part may have set its mode meanwhile.
+            if (
+                key == "training"
+                and self.owner is not None
+                and not any(p.requires_grad for p in self.owner.parameters())
+            ):
+                continue
+            self._put(key, old)
+            if not (equal(old, new) or (self.owner is not None and key in _set_by_torch(self.owner))):
+                changed = key.__name__ if self.kind == "slots" else str(key)
+        ordered = self.kind == "dict" and not isinstance(self.container, OrderedDict)  # those have a look of their own
+        if ordered and [id(key) for key, _ in self.contents()] != [id(key) for key, _ in before]:
+            dict.clear(self.container)
+            dict.update(self.container, before)
+            changed = changed or ""
+        return changed
+
+    def _put(self, key: Any, old: Any) -> None:
+        container, kind = self.container, self.kind
+        if kind == "object":
+            container, kind = _C.attributes_of(container), "dict"
+        if kind in ("dict", "entries"):
+            base = OrderedDict if isinstance(container, OrderedDict) else dict
+            if old is MISSING:
+                base.pop(container, key, None)
+            else:
+                base.__setitem__(container, key, old)
+        elif kind == "cell":
+            if old is not MISSING:
+                container.cell_contents = old
+        elif kind == "slots":
+            key.__delete__(container) if old is MISSING else key.__set__(container, old)
+        elif old is MISSING:
+            delattr(container, key)
+        else:
+            setattr(container, key, old)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def pairs_of(container: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """The entries of a dict in their order, as no code of its class can show them."""
+    return [*dict.items(container)]
+
+
+def cell_contents(cell: types.CellType) -> Any:
+    """What a closure's cell holds; MISSING where it is not filled yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def slot_value(descriptor: Any, value: Any) -> Any:
+    """What a slot holds; MISSING for an empty one."""
+    try:
+        return descriptor.__get__(value, type(value))
+    except AttributeError:
+        return MISSING
+
+
+def memory_of(value: Any) -> bytes:
+    """The bytes of an array or a buffer, row by row."""
+    return np.ndarray.tobytes(value) if isinstance(value, np.ndarray) else memoryview(value).tobytes()
+
+
+def _has_objects(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and bool(value.dtype.hasobject)
+
+
+def _write_memory(value: Any, contents: Any) -> None:
+    if _has_objects(value):
+        value.flat[:] = contents
+    elif isinstance(value, np.ndarray):
+        value[...] = np.frombuffer(contents, value.dtype).reshape(value.shape)
+    elif isinstance(value, bytearray):
+        value[:] = contents
+    elif isinstance(value, array):
+        del value[:]
+        value.frombytes(contents)
+    else:
+        memoryview(value).cast("B")[:] = contents
+
+
+def _set_by_torch(module: nn.Module) -> frozenset[str]:
+    """The attributes that torch's own hooks and recurrent layers make anew in each step."""
+    names: Iterable[str] = _OF_RECURRENT if isinstance(module, nn.RNNBase) else ()
+    hooks = module._forward_pre_hooks.values()
+    norms = [hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))]
+    pruned = [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
+    return frozenset([*names, *norms, *pruned])
+
+
+def equal(old: Any, new: Any) -> bool:
+    """Whether a step may put one value into the place of the other: they are told apart by nothing but their identity."""
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return False
+    try:
+        return bool(exact(old) == exact(new))
+    except Exception:
+        return False
