@@ -243,7 +243,8 @@ class Step(StepFigures):
             variant = self._variants.find(leaves, batch_spec, key, update)
             if self.audit.due(variant):
                 before = [*self._under_way, *(self._member.in_group if self._member is not None else ())]
-                self.audit.look(variant, leaves, batch, self._variants.sums, before, self.engine, self.job)
+                own = before, self.engine, self.job, self.batches_ahead
+                self.audit.look(variant, leaves, batch, self._variants.sums, *own)
         except CaptureError as error:
             refused = self.audit.refused(error)
         if refused is not None:

@@ -167,7 +167,7 @@ class Coordinator:
         return StudySummary(
             trials=self._asked,
             seconds=seconds,
-            steps=self._engine.native.steps_done,
+            steps=self._engine.steps,
             captures=captures.captures - captured,
             most_at_once=self._most,
             lane_busy=busy,

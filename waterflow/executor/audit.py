@@ -24,7 +24,7 @@ from waterflow.executor.both_ways import BothWays, Difference, ProvesNothing
 from waterflow.executor.engine import Engine
 from waterflow.executor.memory_limit import free_memory
 from waterflow.executor.variants import Variant
-from waterflow.partition.plan import format_bytes
+from waterflow.partition.plan import Plan, format_bytes
 from waterflow.partition.surroundings import surrounding_autocast
 
 logger = logging.getLogger("waterflow")
@@ -105,9 +105,9 @@ class Audit:
 
     def look(
         self, variant: Variant, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor],
-        under_way: Iterable[Waitable], engine: Engine | None, job: int | None,
+        under_way: Iterable[Waitable], engine: Engine | None, job: int | None, batches: int,
     ) -> None:  # fmt: skip
-        """Do the job's next step both ways, and leave its state as it was.
+        """Do the job's next step both ways, and leave its state as it was; it holds so many ``batches`` at a time.
 
         Waits for those ``under_way``. Raises Faulty where the ways differ, which ends the captures of this code.
         """
@@ -115,7 +115,7 @@ class Audit:
             pending.wait()
         ways = self._both_ways(variant, leaves, batch, sums)
         try:
-            found = _admitted(ways, engine, job)
+            found = _admitted(ways, engine, job, variant.planned.plan, batches)
         except ProvesNothing as error:
             if (why := str(error)) not in variant.code.told:
                 variant.code.told.add(why)
@@ -144,22 +144,33 @@ class Audit:
         )  # fmt: skip
 
 
-def _admitted(ways: BothWays, engine: Engine | None, job: int | None) -> Difference | None:
+def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan, batches: int) -> Difference | None:
     """What differs, found on a lane where there are any, once there is room. Raises ProvesNothing where there can be none."""
+    if not _gradients_here():
+        raise ProvesNothing("it is called inside of an operator, below autograd")
     if engine is None or job is None:
         if ways.bytes > SHARE_OF_FREE * free_memory():
             raise ProvesNothing(f"the machine has no {format_bytes(ways.bytes)} free for it")
         return ways.difference()
-    with engine.looking(job) as room:
+    with engine.looking(job):  # nobody claims anything meanwhile
+        room = engine.height_for(job, plan.persistent + batches * plan.batch, ways.bytes)
         if ways.bytes > room:
-            raise ProvesNothing(f"it takes {format_bytes(ways.bytes)} of memory, and jobs leave {format_bytes(room)}")
+            raise ProvesNothing(
+                f"it takes {format_bytes(ways.bytes)} of memory, of which there are {format_bytes(max(0, room))}"
+            )
         try:
-            found, _ = engine.run_eager(job, ways.difference, _C.GroupPlan(ends=[1], peak=[ways.bytes], after=[0]))
+            found: Difference | None = engine.run_audit(job, ways.difference, ways.bytes)
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
         except ValueError as error:
             raise ProvesNothing(str(error)) from None
     return found
+
+
+@torch.enable_grad()  # type: ignore[untyped-decorator]
+def _gradients_here() -> bool:
+    """Whether autograd records what the calling thread does."""
+    return bool((torch.ones((), requires_grad=True) * 1.0).requires_grad)
 
 
 def _report(name: str, variant: Variant, found: Difference) -> str:

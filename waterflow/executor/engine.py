@@ -121,6 +121,7 @@ class Engine(Claims):
         self.fusing = fusing_of(self, exact, mode)
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
+        self._audits = 0
         self.decisions: list[Decision] = []
         self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
@@ -200,12 +201,22 @@ class Engine(Claims):
         except ValueError as error:
             raise self.too_large(plan, plan.persistent + plan.batch) from error
 
+    def run_audit(self, job: int, work: Callable[[], Any], height: int) -> Any:
+        """As ``run_eager`` with a plan of that height; it counts for no step. Raises ValueError where that is more than there is."""
+        self._audits += 1
+        return self.run_eager(job, work, _C.GroupPlan(ends=[1], peak=[height], after=[0]))[0]
+
+    @property
+    def steps(self) -> int:
+        """Steps and evaluations that its lanes have done."""
+        return max(0, self.native.steps_done - self._audits)
+
     def figures(self) -> EngineFigures:
         """What the lanes have done so far."""
         busy = [ns * 1e-9 for ns in self.native.lane_busy_ns]
         self._tell_refusals()
         return EngineFigures(
-            steps=self.native.steps_done,
+            steps=self.steps,
             groups=self.native.groups_done,
             busy_seconds=sum(busy),
             busy_by_lane=tuple(busy),
