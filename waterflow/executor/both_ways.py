@@ -161,7 +161,7 @@ class BothWays:
         with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers, *self._leaves]):
             with _modules_kept(spec.model) as replaced:
                 try:
-                    result, _ = self._eager.metered(batch, spec.update, self.surrounding)
+                    result = self._eager.unmetered(batch, spec.update, self.surrounding)
                 except (WaterflowError, MemoryError, torch.OutOfMemoryError):
                     raise
                 except Exception as error:

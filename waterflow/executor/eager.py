@@ -134,6 +134,12 @@ class EagerStep:
             return made
         return self._beside.metered(work, self._spec.device.type == "cuda")
 
+    def unmetered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
+        """What it returns alone, and without a count of bytes where that needs no other thread."""
+        if self._beside is None:
+            return self(batch, update, surrounding)
+        return self.metered(batch, update, surrounding)[0]
+
     def named_sums(self) -> dict[str, torch.Tensor]:
         """The gathered gradients by the parameter's name."""
         return {name: self.sums[p] for name, p in self._spec.model.named_parameters() if p in self.sums}
