@@ -234,7 +234,7 @@ def run(main: Main, make: Make, trial: int) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         result = attempt(main, make, trial)
-    drawn = [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state())]
+    drawn = [torch.get_rng_state(), repr(random.getstate()), list(np.random.get_state())]
     return {"result": result, "printed": printed.getvalue(), "random numbers": drawn}
 
 
