@@ -22,6 +22,7 @@ import pathlib
 import random
 import re
 import sys
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
@@ -183,6 +184,10 @@ class Fingerprint:
             return self.of_class(value)
         if issubclass(kind, enum.Enum) and in_library(kind):
             return ("enum", self.identity(kind), value._name_, exact(value._value_))
+        if issubclass(kind, threading.local):
+            raise CaptureError(
+                f"{self._where() or 'the step'} is a threading.local, which says something else on each thread"
+            )
         if issubclass(kind, Iterator):
             raise CaptureError(
                 f"{self._where() or 'the step'} holds a {kind.__name__}, from which each step could draw"
