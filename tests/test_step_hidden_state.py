@@ -324,9 +324,6 @@ PLACES = {
         lambda place, value: place.__self__.__setitem__(0, value),
     ),
     "SimpleNamespace": attribute(lambda value: types.SimpleNamespace(value=value)),
-    "weakly kept object": Place(
-        kept_weakly, lambda place: place[1]().value, lambda place, value: setattr(place[0], "value", value)
-    ),
     "imported module": Place(as_module, imported, lambda place, value: setattr(place, "value", value)),
     "imported name": Place(as_module, imported_from, lambda place, value: setattr(place, "value", value)),
     "attribute of a tensor": attribute(lambda value: holding(torch.ones, 2)(value)),

@@ -9,7 +9,6 @@ from tests.training_loops import LOOPS
 
 # Loops that still differ. The test tells when one of them no longer does.
 KNOWN_OPEN = {
-    "learning_rate_in_the_loss",
     "pruned_by_masks",
     "weights_looked_at_beside_weight_norm",
 }

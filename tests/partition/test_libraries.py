@@ -27,11 +27,8 @@ class Link:
 chain = None
 for _ in range(5000):
     chain = Link(chain)
-calls = 0
 
 def scaled(x):
-    global calls
-    calls += 1
     return x * (2.0 if chain is not None else 1.0)
 
 class Scale(torch.nn.Module):

@@ -10,6 +10,7 @@ import torch
 
 from waterflow import _C
 from waterflow.executor.captured import CapturedStep
+from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import no_gradient
 from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP
@@ -88,6 +89,7 @@ def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], l
     """
     binding, slots, leaves = _open(captured, lambda binding, slot, given: owner.fill(binding, slot, given))
     owner.watch(binding)
+    _guard_entries(binding.guards, captured)
     binding.finish_inputs()
     return binding, slots, leaves
 
@@ -122,6 +124,7 @@ def bind_readings(captured: CapturedStep, owner: Owner, job: int) -> _C.Binding:
         if given.job == job and _is_read(given):
             owner.fill(binding, slot, given)
     owner.watch(binding)
+    _guard_entries(binding.guards, captured)
     return binding
 
 
@@ -167,6 +170,15 @@ def missing_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     if not isinstance(optimizer, torch.optim.SGD) or group["momentum"] == 0:
         return False
     return all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
+
+
+def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
+    """What the step's code read of modules and of libraries' classes."""
+    for entry in captured.capture.entries:
+        if isinstance(entry.container, type):
+            guards.cls(entry.container, PASSING)
+        else:
+            guards.entry(entry.container, entry.name)
 
 
 def _guard_optimizer(guards: _C.Guards, optimizer: torch.optim.Optimizer) -> None:

@@ -93,7 +93,7 @@ class Variant:
     binding: _C.Binding
     slots: list[int]
     leaves: list[int]
-    structure: Hashable
+    structure: tuple[Hashable, int]  # what the step is made of, and which capture of it this is
     code: Code
     owner: Owner
     whole: Whole
@@ -313,11 +313,11 @@ class Variants:
 
     def _capture(
         self, spec: StepSpec, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, runs: bool = False
-    ) -> tuple[CapturedStep, Hashable, Fingerprint]:
+    ) -> tuple[CapturedStep, tuple[Hashable, int], Fingerprint]:
         structure, looked = structure_key(spec)
         old = self._variants.get(key)
-        if old is not None and old.structure == structure:
-            return old.plain, structure, looked
+        if old is not None and old.structure[0] == structure and old.plain.capture.holds():
+            return old.plain, old.structure, looked
         before = self._captures.get(key[:3], 0)
         if before >= MOST_CAPTURES:
             raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
@@ -336,10 +336,12 @@ class Variants:
             if not surprises(found.capture.graph):
                 break
             found = captures.renew((structure, key), found, make)
+        if not found.capture.holds():
+            found = captures.renew((structure, key), found, make)
         found.layouts_hold |= runs
         if not self._exact:
             found = captures.get((structure, key, "inexact", self._threads), found.inexact)
-        return found, structure, looked
+        return found, (structure, found.capture.number), looked
 
     # -- what the variants share
 

@@ -7,11 +7,12 @@ optimizer class. Everything that lives longer than the step is a positional inpu
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from waterflow.errors import CaptureError
 from waterflow.partition import default_generators, fake_rules
 from waterflow.partition.carried import Carried
 from waterflow.partition.cleanup import clean_up
+from waterflow.partition.closed_world import ClosedWorld
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
@@ -34,8 +36,9 @@ from waterflow.partition.gradients import gradients_of, no_gradient, to_be_chang
 from waterflow.partition.in_place import sum_in_place
 from waterflow.partition.operators import tensors_in, with_lazy_bits
 from waterflow.partition.optimizers import check_optimizer, state_keys, update_groups
+from waterflow.partition.reads import Entry
 from waterflow.partition.recorder import Recorder, constants_of
-from waterflow.partition.spec import GraphInput, StepSpec
+from waterflow.partition.spec import GraphInput, StepSpec, split_result
 from waterflow.partition.structure import check_plain, lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
@@ -71,6 +74,12 @@ class Capture:
     apart: bool  # no two of the step's tensors lie on the same bytes
     seconds: float
     gradients: tuple[str, ...] = ()  # the parameters that the backward pass reaches
+    entries: tuple[Entry, ...] = ()  # of modules and libraries, which its code read
+    number: int = field(default_factory=itertools.count().__next__)  # no other capture of the process has it
+
+    def holds(self) -> bool:
+        """Whether the entries that it was made from are as they were."""
+        return all(entry.holds() for entry in self.entries)
 
     @property
     def nodes(self) -> int:
@@ -121,6 +130,7 @@ def capture_step(
             update_groups=groups,
             dropout_rates=rates,
             gradients=tracer.gradients,
+            entries=tracer.world.entries,
             early_updates=early,
             apart=apart,
             seconds=time.perf_counter() - start,
@@ -165,6 +175,7 @@ class _StepTracer:
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self.gradients: tuple[str, ...] = ()
+        self.world = ClosedWorld(looked)
         self._marks: list[int] = []
         self._graph: Callable[[], fx.Graph]
         # Made outside of the mode, in which nothing real is to be touched: that would be a detour of 0.2 ms each time.
@@ -239,7 +250,7 @@ class _StepTracer:
         trained = {id(p) for p in self._trained.values()}
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             shown = Substitution(self.fakes_by_id)
-            with cast, shown, noting_lines(self._graph(), spec.model):
+            with cast, shown, noting_lines(self._graph(), spec.model), self.world.watching():
                 result = spec.compute_loss(spec.model, self.batch)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
@@ -247,7 +258,7 @@ class _StepTracer:
             names = list(self._trained)
             leaves = [self.tensors[name] for name in names]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
-            with shown:  # backward passes of users' functions, hooks, and what is computed again
+            with shown, self.world.watching():  # backward passes of users' functions, hooks, and what is computed again
                 gradients = gradients_of(scaled, leaves) if leaves else ()
             shown.check()
             self._carried.check()
@@ -377,21 +388,3 @@ class _StepTracer:
         forward, backward = self._marks
         for position, node in enumerate(graph.nodes):
             node.meta["phase"] = "forward" if position < forward else "backward" if position < backward else "update"
-
-
-def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What a step function returned, as (scalar loss, metrics).
-
-    Raises CaptureError for anything else; metrics that are no tensors are allowed with ``numbers``.
-    """
-    metrics: dict[str, Any] = {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        result, metrics = result
-    if not isinstance(result, torch.Tensor):
-        raise CaptureError(f"the loss must be a tensor; the step returned {type(result).__name__}")
-    if result.numel() != 1:
-        raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}")
-    for name, value in metrics.items():
-        if not numbers and not isinstance(value, torch.Tensor):
-            raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
-    return result, metrics

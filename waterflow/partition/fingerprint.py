@@ -121,6 +121,14 @@ class Fingerprint:
             return None
         return "library" if is_librarys(value) else "whole"
 
+    def functions(self) -> Iterator[types.FunctionType]:
+        """Those that it has met."""
+        return (value for value in self._alive if isinstance(value, types.FunctionType))
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Those that it has met."""
+        return (value for value in self._alive if isinstance(value, nn.Module))
+
     def identity(self, value: Any) -> Hashable:
         """The key of an object that counts by identity."""
         token = token_of(value)

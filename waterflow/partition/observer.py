@@ -10,7 +10,7 @@ import functools
 import linecache
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from waterflow import _C
@@ -34,6 +34,7 @@ MISSING = _C.MISSING
 CannotObserve = _C.CannotObserve  # a NotImplementedError: by this Python, or by what else watches it
 
 IsUsers = Callable[[types.CodeType, dict[str, Any]], bool]
+Check = Callable[["Event"], None]
 
 
 class observing(_C.Observation):  # type: ignore[misc,name-defined]
@@ -43,15 +44,20 @@ class observing(_C.Observation):  # type: ignore[misc,name-defined]
     the observation begins are not seen, nor are other threads. Raises CannotObserve where there is no way to see, and RuntimeError
     where the thread is observed already.
 
+    ``check`` is called with each event of the kinds ``checked`` before it happens, without its result. What it raises is raised
+    in the user's frame, in the place of what would have happened.
+
     After the block ``events`` has what was seen, in order. They hold the objects: let go of them with ``drop``.
     """
 
     why_not: str  # why not everything was seen; empty where it was
 
-    def __new__(cls, is_users: IsUsers) -> observing:  # noqa: D102
-        return super().__new__(cls, Kind.ENTER, Kind.CELLS)
+    def __new__(  # noqa: D102
+        cls, is_users: IsUsers, check: Check | None = None, checked: Collection[Kind] = ()
+    ) -> observing:
+        return super().__new__(cls, Kind.ENTER, Kind.CELLS, check, tuple(checked))
 
-    def __init__(self, is_users: IsUsers) -> None:
+    def __init__(self, is_users: IsUsers, check: Check | None = None, checked: Collection[Kind] = ()) -> None:
         self.events: list[Event] = []
         self._is_users = is_users
 

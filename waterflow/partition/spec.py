@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from waterflow.errors import CaptureError
+
 InputKind = Literal[
     "parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "wrapped", "flag", "stranger", "rates"
 ]
@@ -63,3 +65,21 @@ class StepSpec:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = self.model.named_parameters()
         return {n: p for n, p in named if id(p) in trained and (p.requires_grad or n in self.gathered)}
+
+
+def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What a step function returned, as (scalar loss, metrics).
+
+    Raises CaptureError for anything else; metrics that are no tensors are allowed with ``numbers``.
+    """
+    metrics: dict[str, Any] = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        result, metrics = result
+    if not isinstance(result, torch.Tensor):
+        raise CaptureError(f"the loss must be a tensor; the step returned {type(result).__name__}")
+    if result.numel() != 1:
+        raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}")
+    for name, value in metrics.items():
+        if not numbers and not isinstance(value, torch.Tensor):
+            raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
+    return result, metrics

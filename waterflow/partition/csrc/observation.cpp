@@ -1,6 +1,8 @@
 // What an observation keeps: events, the objects that they hold, and what is known of code objects.
 #include "observer.h"
 
+#include <algorithm>
+
 namespace waterflow::observer {
 
 void Observation::incomplete(const char* why) {
@@ -14,6 +16,15 @@ void Observation::add(const Code& code, PyObject* kind, Take take, int32_t offse
 void Observation::hold(PyObject* operand) {
   operands.push_back(Py_NewRef(operand != nullptr ? operand : Py_None));
   ++events.back().count;
+}
+
+bool Observation::allowed() {
+  if (check == nullptr || std::find(checked.begin(), checked.end(), events.back().kind) == checked.end()) return true;
+  PyObject* event = event_of(*this, events.back());
+  PyObject* said = event != nullptr ? PyObject_CallOneArg(check, event) : nullptr;
+  Py_XDECREF(event);
+  Py_XDECREF(said);
+  return said != nullptr;
 }
 
 // The planner runs with tracing off, and what is raised stays raised.

@@ -167,8 +167,8 @@ void begin(Observation& seen, Running& running) {
   for (int32_t slot : running.code->cells) seen.hold(running.frame->localsplus[slot]);
 }
 
-// The frame is about to run what stands at `unit`.
-void instruction(Observation& seen, PyThreadState* thread, Running& running, int unit) {
+// The frame is about to run what stands at `unit`. False with an exception where that is not allowed.
+bool instruction(Observation& seen, PyThreadState* thread, Running& running, int unit) {
   const Code& code = *running.code;
   check_evaluator(seen, thread);
   if (running.pending >= 0) settle(seen, running, unit);
@@ -176,21 +176,26 @@ void instruction(Observation& seen, PyThreadState* thread, Running& running, int
 #if PY_VERSION_HEX < 0x030C0000
   const int variables = code.code->co_nlocalsplus;
   if (code.depth[unit] < 0 || running.frame->stacktop != variables + code.depth[unit]) {
-    return seen.incomplete("the depth of a frame's stack is not what its code says");
+    seen.incomplete("the depth of a frame's stack is not what its code says");
+    return true;
   }
 #endif
   const int32_t number = code.instruction[unit];
-  if (number < 0) return;
+  if (number < 0) return true;
   const Instruction& at = code.instructions[number];
   const int32_t* slots = code.slots.data() + at.first_slot;
-  if (!matters(at, running.frame->localsplus, slots)) return;
-  if (seen.events.size() >= kMostEvents) return seen.incomplete("the step's Python code runs for too long");
+  if (!matters(at, running.frame->localsplus, slots)) return true;
+  if (seen.events.size() >= kMostEvents) {
+    seen.incomplete("the step's Python code runs for too long");
+    return true;
+  }
   seen.add(code, at.kind, at.take, 2 * unit);
   take(seen, at, running.frame, slots);
   if (at.after >= 0) {
     running.pending = static_cast<int64_t>(seen.events.size()) - 1;
     running.pending_instruction = &at;
   }
+  return seen.allowed();
 }
 
 // -- whose turn it is to trace (3.11)
@@ -260,7 +265,7 @@ int trace(PyObject*, PyFrameObject* object, int what, PyObject* argument) {
   if (here.observation == nullptr || running == nullptr || object->f_frame != running->frame) return 0;
   Observation& seen = *here.observation;
   if (what == PyTrace_OPCODE) {
-    instruction(seen, thread, *running, _PyInterpreterFrame_LASTI(running->frame));
+    if (!instruction(seen, thread, *running, _PyInterpreterFrame_LASTI(running->frame))) return -1;
     return running->opcodes ? forward(thread, object, what, argument) : 0;
   }
   if (what == PyTrace_EXCEPTION) running->pending = -1;
@@ -351,13 +356,15 @@ bool stop(Observation* observation) {
   return true;
 }
 
-void instruction_event([[maybe_unused]] PyObject* code, [[maybe_unused]] int32_t offset) {
+bool instruction_event([[maybe_unused]] PyObject* code, [[maybe_unused]] int32_t offset) {
 #if PY_VERSION_HEX >= 0x030C0000
   Running* running = here.running;
-  if (here.observation == nullptr || running == nullptr) return;
+  if (here.observation == nullptr || running == nullptr) return true;
   PyThreadState* thread = PyThreadState_Get();
-  if (current_frame(thread) != running->frame || reinterpret_cast<PyObject*>(running->code->code) != code) return;
-  instruction(*here.observation, thread, *running, offset / 2);
+  if (current_frame(thread) != running->frame || reinterpret_cast<PyObject*>(running->code->code) != code) return true;
+  return instruction(*here.observation, thread, *running, offset / 2);
+#else
+  return true;
 #endif
 }
 

@@ -70,6 +70,8 @@ struct Observation {
   PyObject* owner = nullptr;    // what Python has of it; its `_plan` says what a code object does
   PyObject* entered = nullptr;  // the kinds that need no plan
   PyObject* cells = nullptr;
+  PyObject* check = nullptr;  // called with the events of `checked` kinds before they happen; nullptr for none
+  std::vector<PyObject*> checked;
   std::unordered_map<PyCodeObject*, std::unique_ptr<Code>> codes;
   std::vector<Event> events;
   std::vector<PyObject*> operands;
@@ -79,8 +81,12 @@ struct Observation {
   const Code& known(PyThreadState* thread, PyCodeObject* code, PyObject* globals);
   void add(const Code& code, PyObject* kind, Take take, int32_t offset);
   void hold(PyObject* operand);  // of the last event
+  bool allowed();                // what `check` says of the last event; false with the exception that it raised
   void clear();
 };
+
+// What Python sees of an event; nullptr with an exception set.
+PyObject* event_of(const Observation& seen, const Event& event);
 
 // Functions of the module and the type of observations; false with an exception set. (observer_module.cpp)
 bool add_to_module(PyObject* module);
@@ -94,8 +100,8 @@ bool read_plan(PyObject* plan, Code& made);
 bool start(Observation* observation);
 bool stop(Observation* observation);
 
-// sys.monitoring tells of an instruction, on versions that have it.
-void instruction_event(PyObject* code, int32_t offset);
+// sys.monitoring tells of an instruction, on versions that have it. False with an exception set.
+bool instruction_event(PyObject* code, int32_t offset);
 
 // -- observer_monitoring.cpp
 

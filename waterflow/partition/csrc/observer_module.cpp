@@ -91,7 +91,7 @@ PyObject* operands_of(const Observation& seen, const Event& event) {
 
 PyObject* missing = nullptr;
 
-PyObject* event_of(const Observation& seen, const Event& event) {
+PyObject* seen_event(const Observation& seen, const Event& event) {
   PyObject* operands = operands_of(seen, event);
   PyObject* made = operands != nullptr ? PyStructSequence_New(event_type) : nullptr;
   if (made == nullptr) {
@@ -110,19 +110,24 @@ PyObject* event_of(const Observation& seen, const Event& event) {
 // -- the type
 
 PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *entered, *cells;
-  if (!PyArg_ParseTuple(arguments, "OO", &entered, &cells)) return nullptr;
+  PyObject *entered, *cells, *check, *checked;
+  if (!PyArg_ParseTuple(arguments, "OOOO!", &entered, &cells, &check, &PyTuple_Type, &checked)) return nullptr;
   Object* self = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->seen = new Observation;
   self->seen->owner = reinterpret_cast<PyObject*>(self);
   self->seen->entered = Py_NewRef(entered);
   self->seen->cells = Py_NewRef(cells);
+  self->seen->check = check != Py_None ? Py_NewRef(check) : nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(checked); ++i) {
+    self->seen->checked.push_back(Py_NewRef(PyTuple_GET_ITEM(checked, i)));
+  }
   return reinterpret_cast<PyObject*>(self);
 }
 
 int clear(PyObject* self) {
   seen_of(self).clear();
+  Py_CLEAR(seen_of(self).check);
   return 0;
 }
 
@@ -130,6 +135,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   if (reinterpret_cast<Object*>(self)->seen == nullptr) return 0;
   const Observation& seen = seen_of(self);
   Py_VISIT(Py_TYPE(self));
+  Py_VISIT(seen.check);
   for (const Event& event : seen.events) Py_VISIT(event.result);
   for (PyObject* operand : seen.operands) Py_VISIT(operand);
   return 0;
@@ -141,6 +147,7 @@ void free_object(PyObject* self) {
   Observation* seen = reinterpret_cast<Object*>(self)->seen;
   Py_DECREF(seen->entered);
   Py_DECREF(seen->cells);
+  for (PyObject* kind : seen->checked) Py_DECREF(kind);
   delete seen;
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
@@ -168,7 +175,7 @@ PyObject* take_events(PyObject* self, PyObject*) {
   PyObject* made = PyList_New(static_cast<Py_ssize_t>(seen.events.size()));
   if (made == nullptr) return nullptr;
   for (size_t i = 0; i < seen.events.size(); ++i) {
-    PyObject* event = event_of(seen, seen.events[i]);
+    PyObject* event = seen_event(seen, seen.events[i]);
     if (event == nullptr) {
       Py_DECREF(made);
       return nullptr;
@@ -204,8 +211,8 @@ PyType_Spec type_spec = {"waterflow._C.Observation", sizeof(Object), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
 
 PyObject* told_of_instruction(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count == 2) instruction_event(arguments[0], static_cast<int32_t>(PyLong_AsLong(arguments[1])));
-  Py_RETURN_NONE;
+  const bool allowed = count != 2 || instruction_event(arguments[0], static_cast<int32_t>(PyLong_AsLong(arguments[1])));
+  return allowed ? Py_NewRef(Py_None) : nullptr;
 }
 
 PyMethodDef callback = {"observed_instruction",
@@ -213,6 +220,8 @@ PyMethodDef callback = {"observed_instruction",
                         "The callback of sys.monitoring for instructions."};
 
 }  // namespace
+
+PyObject* event_of(const Observation& seen, const Event& event) { return seen_event(seen, event); }
 
 bool read_plan(PyObject* plan, Code& made) {
   PyObject *steps, *starts, *depths, *handlers, *cells;

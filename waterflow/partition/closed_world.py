@@ -1,0 +1,349 @@
+"""The judge of a trace: whether all that the user's code read in it is guarded, or cannot change.
+
+A fingerprint (``fingerprint.py``) walks over what a step is made of, and is compared before each call. The observer
+(``observer.py``) tells what the user's frames really did while the step was traced. A capture is good only where the second
+lies within the first. That is decided operation by operation, and by induction over them: an object is
+
+- *looked into*: the fingerprint has met it, and whatever can be read of it is guarded, or answers for itself;
+- *unlooked*: the fingerprint has met it and could not look into it, or it was read from a place that nobody guards. Any use
+  of it refuses the step;
+- *new*: neither. The step made it, from things of the first kind: for what is called is observed itself, or is known to
+  return what follows from its arguments (``pure_code.py``); everything else refuses the step.
+
+Entries of modules and of libraries' classes are read by name, and become guards of the capture (``Entry``).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import enum
+import functools
+import operator
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from waterflow.errors import CaptureError
+from waterflow.partition import pure_code
+from waterflow.partition.code_key import in_library
+from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.libraries import is_library
+from waterflow.partition.observer import CannotObserve, Event, line_of, observing
+from waterflow.partition.opcodes import Kind
+from waterflow.partition.reads import ATOMS, FIXED_MODULES, Entry, Reads, Refused, is_atom, is_fixed, name_of
+from waterflow.partition.surroundings import no_collections
+
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_CONTAINERS: tuple[type, ...] = (
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    deque,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
+_Cached = type(functools.lru_cache(lambda: None))
+# What reads no more of its arguments than their classes.
+_OF_CLASSES = frozenset(map(id, (isinstance, issubclass, callable, type)))
+_SHARED = {
+    id(random._inst): "Python's random numbers",  # type: ignore[attr-defined]
+    id(np.random.mtrand._rand): "NumPy's random numbers",  # type: ignore[attr-defined]
+}
+_BY_NAME = {id(getattr): "read", id(hasattr): "read", id(setattr): "write", id(delattr): "write"}
+
+
+class ClosedWorld:
+    """Judges the operations of one trace, each before it happens."""
+
+    def __init__(self, looked: Fingerprint) -> None:
+        self._reads = Reads(looked)
+        self._libraries = {pure_code.package_of(type(one).__module__) for one in looked.modules()}  # to be observed
+        self._known: set[types.CodeType] | None = None
+        self._refusal: CaptureError | None = None
+        works, harmless = self._operates, self._harmless
+        self._rules: dict[Kind, Callable[[tuple[Any, ...]], None]] = {
+            Kind.CELLS: harmless, Kind.CELL: harmless, Kind.DEREF: harmless, Kind.SET_DEREF: harmless,
+            Kind.DELETE_DEREF: harmless, Kind.SET_NAME: harmless, Kind.DELETE_NAME: harmless, Kind.FUNCTION: harmless,
+            Kind.BUILD_CLASS: harmless, Kind.ATTRIBUTE: self._reads.attribute, Kind.IMPORT_FROM: self._reads.attribute,
+            Kind.SET_ATTRIBUTE: self._reads.set_attribute, Kind.DELETE_ATTRIBUTE: self._reads.set_attribute, Kind.SUPER: works,
+            Kind.ITEM: works, Kind.SET_ITEM: self._stores, Kind.DELETE_ITEM: works, Kind.SLICE: works, Kind.SET_SLICE: self._stores,
+            Kind.GLOBAL: self._reads.named_global, Kind.NAME: self._name, Kind.SET_GLOBAL: self._set_global,
+            Kind.DELETE_GLOBAL: self._set_global, Kind.ITERATE: self._iterates, Kind.NEXT: works, Kind.SEND: works,
+            Kind.AWAIT: works, Kind.LENGTH: works, Kind.UNPACK: self._iterates, Kind.CONTAINS: works, Kind.COMPARE: works,
+            Kind.BINARY: works, Kind.UNARY: works, Kind.TEST: works, Kind.CALL: self._call,
+            Kind.CALL_UNPACKED: self._call_unpacked, Kind.EXTEND: self._iterates, Kind.HASH: works, Kind.FORMAT: works,
+            Kind.WITH: self._with, Kind.LEAVE: works, Kind.IMPORT: harmless, Kind.RAISE: works, Kind.EXCEPT: works,
+            Kind.MATCH: works, Kind.INTRINSIC: works, Kind.UNKNOWN: self._unknown, Kind.DISPLAY: self._unknown,
+        }  # fmt: skip
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The guards that the capture needs beside those of the fingerprint."""
+        return tuple(self._reads.entries.values())
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, user code runs that is to be part of the capture. Raises CaptureError in the place of what leaves the world."""
+        try:
+            with no_collections(), observing(self._is_observed, self._check, self._rules) as seen:
+                yield
+        except CannotObserve as error:
+            raise CaptureError(str(error)) from None
+        except Refused:
+            self._raise_refusal()
+            raise
+        finally:
+            with contextlib.suppress(UnboundLocalError):
+                self._look_back(seen)
+        self._raise_refusal()
+
+    def _is_observed(self, code: types.CodeType, space: Mapping[str, Any]) -> bool:
+        """Whether the operations of a function's frames are judged one by one.
+
+        Those of Python's own library, and of torch, are not: code that is not observed may call them, too. Calls to them are
+        judged. Other libraries are observed where they have a part in the step.
+        """
+        package = pure_code.package_of(space.get("__name__"))
+        if package in sys.stdlib_module_names or package in pure_code.PACKAGES or package.startswith("namedtuple_"):
+            return False
+        return package in self._libraries or not is_library(package)
+
+    def _raise_refusal(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal from None
+
+    def _check(self, event: Event) -> None:
+        """Called before an operation. What is refused here does not happen; nor does anything else of the step from then on."""
+        if self._refusal is None:
+            try:
+                self._rules[event.kind](event.operands)
+                return
+            except Refused as why:
+                self._refusal = CaptureError(f"the step {why}", line_of(event))
+        raise Refused
+
+    def _look_back(self, seen: observing) -> None:
+        """What could not be said before: which frames were entered, and which modules were imported."""
+        for event in seen.events:
+            try:
+                if event.kind is Kind.ENTER:
+                    self._frame(event.code, event.operands[0])
+                elif event.kind is Kind.IMPORT:
+                    self._reads.imported(event.result)
+            except Refused as why:
+                self._refusal = self._refusal or CaptureError(f"the step {why}", line_of(event))
+        if not seen.complete:
+            self._refusal = self._refusal or CaptureError(f"not all that the step does could be seen: {seen.why_not}")
+        for line in seen.drop():
+            self._refusal = self._refusal or CaptureError("the step runs code when it lets go of an object", line)
+
+    # -- what objects are
+
+    def _whole(self, value: Any, seen: set[int] | None = None) -> None:
+        """Code that nobody observes is given ``value``: it may read and call all of it."""
+        if type(value) in ATOMS:
+            return
+        self._reads.read(value)
+        if isinstance(value, (torch.Tensor, enum.Enum)) or type(value).__module__ in FIXED_MODULES:
+            return
+        if isinstance(value, types.ModuleType):
+            if not pure_code.is_pure_module(value.__name__):
+                raise Refused(f"hands the module {value.__name__} to code that is not observed")
+            return
+        seen = set() if seen is None else seen
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if type(value) in _CONTAINERS:
+            for part in (*value, *value.values()) if isinstance(value, dict) else value:
+                self._whole(part, seen)
+        elif isinstance(value, type):
+            if in_library(value):
+                self._construct(value)
+        elif callable(value) and not isinstance(value, nn.Module):
+            self._callee(value, (), {})
+        if self._reads.looked.cover(value) is None and not isinstance(value, type):  # made in the step
+            for part in getattr(value, "__dict__", {}).values():
+                self._whole(part, seen)
+
+    # -- entries by name
+
+    def _name(self, operands: tuple[Any, ...]) -> None:
+        if "__builtins__" in operands[0] or operands[0] is vars(builtins):  # else the body of a class
+            self._reads.named_global(operands)
+
+    def _set_global(self, operands: tuple[Any, ...]) -> None:
+        raise Refused(f"changes the global {operands[1]}")
+
+    # -- operations
+
+    def _operates(self, operands: tuple[Any, ...]) -> None:
+        for value in operands:
+            self._reads.read(value)
+            kind = type(value)
+            if kind not in ATOMS and not is_fixed(value) and in_library(kind) and not pure_code.is_pure_class(kind):
+                raise Refused(
+                    f"works on a {kind.__module__}.{kind.__qualname__}, which is not known to be without state"
+                )
+
+    def _stores(self, operands: tuple[Any, ...]) -> None:
+        self._operates(operands[:2])  # what is stored is not read
+
+    def _iterates(self, operands: tuple[Any, ...]) -> None:
+        self._operates(operands)
+        for value in operands:
+            if isinstance(value, (set, frozenset)) and len(value) > 1 and not all(map(is_atom, value)):
+                raise Refused("walks over a set of objects, whose order is another one in each process")
+
+    def _with(self, operands: tuple[Any, ...]) -> None:
+        kind = type(operands[0])
+        self._reads.read(operands[0])
+        if in_library(kind) and not pure_code.is_pure_class(kind):
+            raise Refused(f"enters a {kind.__module__}.{kind.__qualname__}, which is not known to be without state")
+
+    def _unknown(self, operands: tuple[Any, ...]) -> None:
+        raise Refused("does what a capture does not know")
+
+    def _harmless(self, operands: tuple[Any, ...]) -> None:
+        """The variables of functions, whose cells the fingerprint has looked into, or which the step made."""
+
+    def _frame(self, code: types.CodeType, function: Any) -> None:
+        """The user's code may only be code that the fingerprint has met, or that such code holds."""
+        if self._known is None:
+            self._known = {code for one in self._reads.looked.functions() for code in _codes(one.__code__)}
+        if code.co_name == "<module>":  # a module that is imported for the first time, or text that a library executes
+            self._known.update(_codes(code))
+        elif code not in self._known and not in_library(function):
+            raise Refused(f"runs {code.co_qualname}, which it reaches in a way that a capture does not see")
+
+    # -- calls
+
+    def _call(self, operands: tuple[Any, ...]) -> None:
+        called, given, names = operands
+        self._judge_call(called, given[: len(given) - len(names)], dict(zip(names, given[len(given) - len(names) :])))
+
+    def _call_unpacked(self, operands: tuple[Any, ...]) -> None:
+        called, given, named = operands[0], operands[1], operands[2] or {}
+        self._iterates((given,))
+        self._reads.read(named)
+        given = (*operands[3:], *given) if type(given) in (tuple, list) else (*operands[3:], given)
+        self._judge_call(called, given, named if type(named) is dict else {"": named})
+
+    def _judge_call(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        by_name = _BY_NAME.get(id(called))
+        if by_name is not None and len(given) >= 2 and type(given[1]) is str:
+            rule = self._reads.attribute if by_name == "read" else self._reads.set_attribute
+            rule((given[0], given[1]))
+            return
+        self._callee(called, given, named)
+
+    def _callee(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Judge a call; with what it is given where that is known."""
+        if isinstance(called, types.FunctionType):
+            self._function(called, given, named)
+        elif isinstance(called, types.MethodType):
+            self._callee(called.__func__, (called.__self__, *given), named)
+        elif isinstance(called, functools.partial):
+            self._reads.read(called)
+            self._callee(called.func, (*called.args, *given), {**called.keywords, **named})
+        elif isinstance(called, types.BuiltinFunctionType):
+            self._builtin(called, given, named)
+        elif isinstance(called, _DESCRIPTORS):
+            if not pure_code.is_pure_class(called.__objclass__) or called.__name__ in pure_code.OF_TENSORS:
+                raise Refused(f"calls {called.__qualname__}, which is not known to depend on its arguments alone")
+            self._all_whole(given, named)
+        elif isinstance(called, types.MethodWrapperType):
+            self._all_whole((called.__self__, *given), named)
+        elif isinstance(called, type):
+            self._construct(called)
+            self._all_whole(given, named) if in_library(called) else None
+        else:
+            self._object(called, given, named)
+
+    def _all_whole(self, given: Iterable[Any], named: Mapping[str, Any]) -> None:
+        for value in (*given, *named.values()):
+            self._whole(value)
+
+    def _function(self, called: types.FunctionType, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self._reads.read(called)
+        package = pure_code.package_of(called.__globals__.get("__name__"))
+        if package not in sys.stdlib_module_names:
+            self._libraries.add(package)
+        if self._is_observed(called.__code__, called.__globals__):
+            return
+        if given:
+            _check_generator(given[0], called.__name__)
+        if not pure_code.is_pure_module(called.__globals__.get("__name__")):
+            raise Refused(f"calls {called.__module__}.{called.__qualname__}, which is not known to be without state")
+        if called.__name__ in pure_code.OF_TORCH and pure_code.package_of(called.__module__) == "torch":
+            raise Refused(f"calls torch's {called.__name__}, which reads or changes the process")
+        self._all_whole(given, named)
+
+    def _builtin(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if id(called) in _OF_CLASSES:
+            return
+        owner = called.__self__
+        if owner is None or isinstance(owner, (types.ModuleType, type)):
+            if not (pure_code.is_pure_function(called) or (isinstance(owner, type) and pure_code.is_pure_class(owner))):
+                raise Refused(f"calls {name_of(called)}, which is not known to depend on its arguments alone")
+        else:
+            self._reads.read(owner)
+            _check_generator(owner, called.__name__)
+            if not pure_code.is_pure_method(owner, called.__name__):
+                what = f"{type(owner).__module__}.{type(owner).__qualname__}"
+                raise Refused(f"calls {called.__name__} of a {what}, which is not known to be without state")
+            given = (*given, owner) if _walks(called) else given
+        if called is iter or called is next or called is sorted:
+            self._iterates(given[:1])
+        self._all_whole(given, named)
+
+    def _construct(self, cls: type) -> None:
+        if cls is type:
+            return
+        self._reads.read(cls)
+        base = next(base for base in cls.__mro__ if in_library(base))
+        if base is not object and not pure_code.is_pure_class(base):
+            raise Refused(f"makes a {cls.__module__}.{cls.__qualname__}, which is not known to be without state")
+
+    def _object(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """An object that can be called."""
+        kind = type(called)
+        if not isinstance(called, _Cached):
+            self._reads.read(called)
+        if isinstance(called, _Cached) and not pure_code.is_pure_module(called.__module__):
+            raise Refused(f"calls {name_of(called)}, which keeps its results (a cache)")
+        if isinstance(called, operator.methodcaller):
+            raise Refused("calls an operator.methodcaller, whose method cannot be seen")
+        if isinstance(called, nn.Module):
+            self._all_whole(given, named)
+            return
+        if in_library(kind):
+            if not isinstance(called, _Cached) and not pure_code.is_pure_class(kind):
+                raise Refused(f"calls a {kind.__module__}.{kind.__qualname__}, which is not known to be without state")
+            self._all_whole(given, named)
+
+
+def _check_generator(owner: Any, method: str) -> None:
+    if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
+        raise Refused(f"draws from {_SHARED.get(id(owner), 'random numbers of its own')} ({method})")
+
+
+def _walks(called: Any) -> bool:
+    return isinstance(called.__self__, (list, tuple, dict, deque)) and called.__name__ in ("sort", "extend", "update")
+
+
+@functools.lru_cache(maxsize=4096)
+def _codes(code: types.CodeType) -> tuple[types.CodeType, ...]:
+    inner: Iterator[types.CodeType] = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return (code, *(one for part in inner for one in _codes(part)))

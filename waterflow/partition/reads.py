@@ -1,0 +1,184 @@
+"""What the code of a step reads by name, and whether that is guarded: attributes, and entries of modules and classes.
+
+Part of the judgement of a trace (``closed_world.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from waterflow.partition import pure_code
+from waterflow.partition.code_key import in_library
+from waterflow.partition.exact import exact
+from waterflow.partition.fingerprint import Fingerprint
+
+ATOMS = frozenset({
+    type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice, types.CodeType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
+})  # fmt: skip
+FIXED_MODULES = ("torch._ops", "typing", "re")  # objects of their classes do not change
+_FIXED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+          types.MethodWrapperType, types.ModuleType, enum.Enum, np.ufunc, np.dtype, np.generic)  # fmt: skip
+# From these a program comes to things that no path leads to.
+_WAYS_OUT = frozenset({
+    "__globals__", "__builtins__", "gi_frame", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_globals", "f_locals", "f_back",
+    "f_builtins", "__subclasses__", "__traceback__",
+})  # fmt: skip
+_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks"})
+_HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a module, or of a library's class, that a capture has read: another value there is another capture."""
+
+    container: Any
+    name: str
+    value: Any
+
+    def holds(self) -> bool:
+        """Whether the same is there now."""
+        now = vars(self.container).get(self.name, _NOTHING) if isinstance(self.container, type) else self._now()
+        return now is self.value or (is_atom(now) and bool(exact(now) == exact(self.value)))
+
+    def _now(self) -> Any:
+        return self.container.get(self.name, _NOTHING)
+
+
+class Refused(BaseException):  # no error of the user's, whose code is not to catch it
+    """An operation that leaves the closed world; the message continues "the step ..."."""
+
+
+class Reads:
+    """Judges what is read. ``entries`` are the guards that come to those of the fingerprint."""
+
+    def __init__(self, looked: Fingerprint) -> None:
+        self.looked = looked
+        self.entries: dict[tuple[int, str], Entry] = {}
+        self._unlooked: dict[int, str] = {}
+        self._alive: list[Any] = []
+
+    def read(self, value: Any) -> None:
+        """An operation looks into ``value``."""
+        if type(value) in ATOMS:
+            return
+        label = self._unlooked.get(id(value))
+        if label is None and not is_fixed(value) and self.looked.cover(value) == "identity":
+            label = " ".join(filter(None, (self.looked.unlooked.get(id(value)), f"({name_of(value)})")))
+        if label is not None:
+            raise Refused(f"reads {label}, into which a capture cannot look")
+
+    def _stranger(self, value: Any, label: str) -> None:
+        """``value`` lay where nobody guards it: it must not be used."""
+        self._unlooked[id(value)] = label
+        self._alive.append(value)
+
+    def _entry(self, container: Any, name: str, value: Any, label: str) -> None:
+        """An entry was read of a module, or of a library's class. It is guarded; and its value must not change by itself."""
+        if isinstance(container, dict) and self.looked.cover(container, name) is not None:
+            return
+        if (id(container), name) not in self.entries:
+            self.entries[id(container), name] = Entry(container, name, value)
+        if not self._is_constant(value):
+            self._stranger(value, label)
+
+    def _is_constant(self, value: Any) -> bool:
+        if is_fixed(value) or is_atom(value) or self.looked.cover(value) == "whole":
+            return True
+        return isinstance(value, (type, types.FunctionType)) and in_library(value)
+
+    def named_global(self, operands: tuple[Any, ...]) -> None:
+        """A global, or what a builtin name stands for: (the dict that has it, name)."""
+        space, name = operands
+        if name in space:
+            self._entry(space, name, space[name], f"the global {name}")
+
+    def imported(self, module: Any) -> None:
+        """A module that the step imports: the next time it must be the same one."""
+        if isinstance(module, types.ModuleType) and sys.modules.get(module.__name__) is module:
+            entry = Entry(sys.modules, module.__name__, module)
+            self.entries.setdefault((id(sys.modules), module.__name__), entry)
+
+    def attribute(self, operands: tuple[Any, ...]) -> None:
+        """(owner, name) is read; what a user's own code computes there is judged by itself."""
+        owner, name = operands
+        if isinstance(owner, types.ModuleType):
+            self._of_module(owner, name)
+            return
+        self.read(owner)
+        if name in _WAYS_OUT:
+            raise Refused(f"reads {name}, from which everything else can be reached")
+        if isinstance(owner, type):
+            self._of_class(owner, name, read=True)
+        elif isinstance(owner, types.FunctionType):
+            value = vars(owner).get(name)
+            if self.looked.cover(owner) == "library" and not self._is_constant(value):
+                self._stranger(value, f"{name_of(owner)}.{name}")
+        elif isinstance(owner, torch.Tensor) and name in _TENSOR_SECRETS:
+            raise Refused(f"reads a tensor's {name}, which a trace does not have")
+        elif not isinstance(owner, torch.Tensor) and type(owner) not in pure_code.TYPES:
+            self._of_class(type(owner), name, read=False)
+
+    def _of_module(self, module: types.ModuleType, name: str) -> None:
+        label = f"{module.__name__}.{name}"
+        space = vars(module)
+        if name in space:
+            self._entry(space, name, space[name], label)
+        elif name != "*" and not _is_lazy(module):
+            raise Refused(f"reads {label}, which that module computes")
+
+    def _of_class(self, cls: type, name: str, read: bool) -> None:
+        """What a library's class says is guarded by name; a user's class the fingerprint has looked into."""
+        for base in cls.__mro__:
+            if name in vars(base):
+                value = vars(base)[name]
+                if in_library(base) and isinstance(value, property) and not pure_code.is_pure_class(base):
+                    raise Refused(f"reads {name} of a {base.__module__}.{base.__qualname__}, which computes it")
+                if in_library(base) and base.__flags__ & _HEAP_TYPE:
+                    self.entries.setdefault((id(base), name), Entry(base, name, value))
+                    if read and not self._is_constant(value) and not hasattr(type(value), "__get__"):
+                        self._stranger(value, f"{base.__qualname__}.{name}")
+                return
+
+    def set_attribute(self, operands: tuple[Any, ...]) -> None:
+        """(owner, name) is written or deleted: what the fingerprint has looked into is put back, and compared."""
+        owner, name = operands[0], operands[1]
+        if isinstance(owner, types.ModuleType) or (isinstance(owner, type) and in_library(owner)):
+            raise Refused(f"changes {name_of(owner)}.{name}")
+        self.read(owner)
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value can never change."""
+    return type(value) in ATOMS
+
+
+def _is_lazy(module: types.ModuleType) -> bool:
+    """Whether a module finds some of its names when they are asked for first, and then always says the same (PEP 562)."""
+    if type(module) is types.ModuleType:
+        return "__getattr__" in vars(module) and pure_code.is_pure_module(module.__name__)
+    return type(module).__module__ in ("torch._ops", "torch._classes", "transformers.utils.import_utils")
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether an object has nothing that changes."""
+    return isinstance(value, _FIXED) or type(value).__module__ in FIXED_MODULES
+
+
+def name_of(value: Any) -> str:
+    """What a message calls something."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):
+        module = getattr(value, "__module__", None)
+        return f"{module}.{name}" if isinstance(module, str) and module != "builtins" else name
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
