@@ -15,8 +15,7 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.executor.user_thread import current_user_thread
-from waterflow.partition.spec import split_result
-from waterflow.partition.spec import StepSpec
+from waterflow.partition.spec import StepSpec, split_result
 from waterflow.partition.surroundings import in_forward, user_place
 
 

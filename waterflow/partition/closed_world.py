@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._library import custom_ops
 
 from waterflow.errors import CaptureError
 from waterflow.partition import pure_code
@@ -224,7 +225,7 @@ class ClosedWorld:
             self._known = {code for one in self._reads.looked.functions() for code in _codes(one.__code__)}
         if code.co_name == "<module>":  # a module that is imported for the first time, or text that a library executes
             self._known.update(_codes(code))
-        elif code not in self._known and not in_library(function):
+        elif code not in self._known and not in_library(function) and code not in _codes_of_operators():
             raise Refused(f"runs {code.co_qualname}, which it reaches in a way that a capture does not see")
 
     # -- calls
@@ -332,6 +333,21 @@ class ClosedWorld:
             if not isinstance(called, _Cached) and not pure_code.is_pure_class(kind):
                 raise Refused(f"calls a {kind.__module__}.{kind.__qualname__}, which is not known to be without state")
             self._all_whole(given, named)
+
+
+def _codes_of_operators() -> set[types.CodeType]:
+    """The code of the operators that users have registered, whose calls are part of the graph: their shape rules and gradients."""
+    found: set[types.CodeType] = set()
+    for operator_ in custom_ops.OPDEFS.values():
+        for function in (
+            operator_._init_fn,
+            operator_._abstract_fn,
+            operator_._backward_fn,
+            operator_._setup_context_fn,
+        ):
+            if isinstance(function, types.FunctionType):
+                found.update(_codes(function.__code__))
+    return found
 
 
 def _check_generator(owner: Any, method: str) -> None:

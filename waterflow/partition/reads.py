@@ -23,7 +23,7 @@ ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice, types.CodeType,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
 })  # fmt: skip
-FIXED_MODULES = ("torch._ops", "typing", "re")  # objects of their classes do not change
+FIXED_MODULES = ("torch._ops", "torch._library.custom_ops", "typing", "re")  # objects of their classes do not change
 _FIXED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
           types.MethodWrapperType, types.ModuleType, enum.Enum, np.ufunc, np.dtype, np.generic)  # fmt: skip
 # From these a program comes to things that no path leads to.
