@@ -246,7 +246,8 @@ class Step(StepFigures):
                 own = before, self.engine, self.job, self.batches_ahead
                 self.audit.look(variant, leaves, batch, self._variants.sums, *own)
         except CaptureError as error:
-            refused = self.audit.refused(error)
+            refused = self.audit.refused(error).with_traceback(None)  # whose frames hold what the step's code holds
+            refused.__context__ = refused.__cause__ = None
         if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, refused)

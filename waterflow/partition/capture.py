@@ -187,11 +187,10 @@ class _StepTracer:
     # -- inputs
 
     def _add(self, given: GraphInput, like: torch.Tensor) -> torch.Tensor:
-        fake = torch.empty_strided(
-            like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=given.name in self._trained
-            and given.kind == "parameter",
-        )  # fmt: skip
-        if given.kind in ("parameter", "buffer", "stranger", "batch"):
+        looked_at = given.kind in ("parameter", "buffer", "stranger", "batch")  # by the user's code
+        wants = given.name in self._trained if given.kind == "parameter" else looked_at and like.requires_grad
+        fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=wants)
+        if looked_at:
             fake = with_lazy_bits(fake, like)
             self._carried.give(fake, like)
         self.inputs.append(given)
@@ -259,7 +258,7 @@ class _StepTracer:
             leaves = [self.tensors[name] for name in names]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
             with shown, self.world.watching():  # backward passes of users' functions, hooks, and what is computed again
-                gradients = gradients_of(scaled, leaves) if leaves else ()
+                gradients = gradients_of(scaled, leaves, set(map(id, self.fakes))) if leaves else ()
             shown.check()
             self._carried.check()
         if self.mode.refused is not None:  # also where the user's code went on without it

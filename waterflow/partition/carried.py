@@ -15,7 +15,7 @@ class Carried:
     """Gives stand-ins what the real tensors carry, and notices what a step changes there."""
 
     def __init__(self) -> None:
-        self._given: list[tuple[torch.Tensor, dict[str, Any], frozenset[str]]] = []
+        self._given: list[tuple[torch.Tensor, dict[str, Any], frozenset[str], bool]] = []
 
     def give(self, stand_in: torch.Tensor, real: torch.Tensor) -> None:
         """The stand-in is a parameter where the real one is, and has its attributes. Raises CaptureError for a name that is taken."""
@@ -30,11 +30,13 @@ class Carried:
                 f"a tensor has an attribute {min(taken)}, which stands for something else while a step is traced"
             )
         here.update(attributes)
-        self._given.append((stand_in, attributes, own))
+        self._given.append((stand_in, attributes, own, stand_in.requires_grad))
 
     def check(self) -> None:
-        """Raise CaptureError where the step has given a tensor another attribute."""
-        for stand_in, before, own in self._given:
+        """Raise CaptureError where the step has given a tensor another attribute, or has frozen or unfrozen it."""
+        for stand_in, before, own, wanted in self._given:
+            if stand_in.requires_grad != wanted:
+                raise CaptureError("a step changes requires_grad of a tensor that it was given")
             now = {name: value for name, value in vars(stand_in).items() if name not in own}
             for name in {**before, **now}:
                 if name not in now or name not in before or now[name] is not before[name]:

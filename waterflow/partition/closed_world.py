@@ -64,6 +64,9 @@ _SHARED = {
 _BY_NAME = {id(getattr): "read", id(hasattr): "read", id(setattr): "write", id(delattr): "write"}
 
 
+_Rules = dict[Kind, Callable[[tuple[Any, ...]], None]]
+
+
 class ClosedWorld:
     """Judges the operations of one trace, each before it happens."""
 
@@ -72,8 +75,16 @@ class ClosedWorld:
         self._libraries = {pure_code.package_of(type(one).__module__) for one in looked.modules()}  # to be observed
         self._known: set[types.CodeType] | None = None
         self._refusal: CaptureError | None = None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The guards that the capture needs beside those of the fingerprint."""
+        return tuple(self._reads.entries.values())
+
+    def _make_rules(self) -> _Rules:
+        """The rule of each kind of operation."""
         works, harmless = self._operates, self._harmless
-        self._rules: dict[Kind, Callable[[tuple[Any, ...]], None]] = {
+        return {
             Kind.CELLS: harmless, Kind.CELL: harmless, Kind.DEREF: harmless, Kind.SET_DEREF: harmless,
             Kind.DELETE_DEREF: harmless, Kind.SET_NAME: harmless, Kind.DELETE_NAME: harmless, Kind.FUNCTION: harmless,
             Kind.BUILD_CLASS: harmless, Kind.ATTRIBUTE: self._reads.attribute, Kind.IMPORT_FROM: self._reads.attribute,
@@ -88,16 +99,12 @@ class ClosedWorld:
             Kind.MATCH: works, Kind.INTRINSIC: works, Kind.UNKNOWN: self._unknown, Kind.DISPLAY: self._unknown,
         }  # fmt: skip
 
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """The guards that the capture needs beside those of the fingerprint."""
-        return tuple(self._reads.entries.values())
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within, user code runs that is to be part of the capture. Raises CaptureError in the place of what leaves the world."""
         try:
-            with no_collections(), observing(self._is_observed, self._check, self._rules) as seen:
+            rules = self._make_rules()
+            with no_collections(), observing(self._is_observed, functools.partial(self._check, rules), rules) as seen:
                 yield
         except CannotObserve as error:
             raise CaptureError(str(error)) from None
@@ -121,14 +128,15 @@ class ClosedWorld:
         return package in self._libraries or not is_library(package)
 
     def _raise_refusal(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal from None
+        refusal, self._refusal = self._refusal, None  # whose traceback leads to here
+        if refusal is not None:
+            raise refusal from None
 
-    def _check(self, event: Event) -> None:
+    def _check(self, rules: _Rules, event: Event) -> None:
         """Called before an operation. What is refused here does not happen; nor does anything else of the step from then on."""
         if self._refusal is None:
             try:
-                self._rules[event.kind](event.operands)
+                rules[event.kind](event.operands)
                 return
             except Refused as why:
                 self._refusal = CaptureError(f"the step {why}", line_of(event))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -12,23 +12,31 @@ from waterflow.errors import CaptureError
 from waterflow.partition.operators import storage_id
 
 
-def gradients_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+def gradients_of(
+    loss: torch.Tensor, leaves: Sequence[torch.Tensor], given: Container[int] = ()
+) -> Sequence[torch.Tensor | None]:
     """As ``torch.autograd.grad`` with ``allow_unused``, which would take function modes off for the backward pass.
 
-    Raises CaptureError where the step puts gradients into its parameters by itself, as those would be lost.
+    ``given`` are, by ``id``, the tensors that the step did not make. Raises CaptureError where gradients reach others of
+    them, and where the step puts gradients into its parameters by itself, as those would be lost.
     """
     one = torch.ones_like(loss, memory_format=torch.preserve_format)
-    wanted = (*leaves, *_behind_functions(loss, leaves))
+    others, functions = _other_leaves(loss, leaves)
+    if any(id(leaf) in given for leaf in others):
+        raise CaptureError(
+            "gradients of the step reach a tensor that is no parameter of the model, and would stay in its .grad"
+        )
+    wanted = (*leaves, *(others if functions else ()))
     found = _engine_run_backward((loss,), (one,), False, False, wanted, True, accumulate_grad=False)
     if any(leaf.grad is not None for leaf in leaves):
         raise CaptureError("the step calls backward() inside, whose gradients add to its own; use torch.autograd.grad")
     return found[: len(leaves)]
 
 
-def _behind_functions(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Further leaves, where users' functions are in the graph: their backward passes run in eager training, too.
+def _other_leaves(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """Further leaves, and whether users' functions are in the graph: their backward passes run in eager training, too.
 
-    That of ``checkpoint(use_reentrant=True)`` reaches parameters although no edge of the graph leads to them. It refuses
+    The one of ``checkpoint(use_reentrant=True)`` reaches parameters although no edge of the graph leads to them. It refuses
     to run where single gradients are asked for, which makes the step one that cannot be captured.
     """
     waiting, seen, others = [loss.grad_fn], {loss.grad_fn}, []
@@ -45,7 +53,7 @@ def _behind_functions(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> lis
         fresh = {after for after, _ in node.next_functions} - seen
         seen |= fresh
         waiting += fresh
-    return others if functions else []
+    return others, functions
 
 
 def no_gradient(parameter: torch.Tensor) -> float | complex:

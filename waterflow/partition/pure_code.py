@@ -22,7 +22,7 @@ PACKAGES = frozenset({
     "torch", "torchvision", "torchaudio", "timm", "transformers", "diffusers", "peft", "einops", "opt_einsum", "numpy",
     "math", "cmath", "operator", "_operator", "itertools", "functools", "_functools", "collections", "_collections",
     "_collections_abc", "copy", "copyreg", "dataclasses", "enum", "typing", "typing_extensions", "abc", "_abc", "contextlib",
-    "numbers", "types", "string", "_string", "re", "fractions", "decimal", "_decimal", "statistics", "_statistics", "heapq",
+    "numbers", "types", "string", "_string", "re", "fractions", "statistics", "_statistics", "heapq",
     "_heapq", "bisect", "_bisect", "warnings", "_warnings", "waterflow", "optree", "packaging", "sympy", "networkx", "mpmath", "filelock",
 })  # fmt: skip
 # Parts of them that keep, read or draw something.

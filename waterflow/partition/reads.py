@@ -31,7 +31,8 @@ _WAYS_OUT = frozenset({
     "__globals__", "__builtins__", "gi_frame", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_globals", "f_locals", "f_back",
     "f_builtins", "__subclasses__", "__traceback__",
 })  # fmt: skip
-_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks"})
+_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "grad", "_grad",
+                             "grad_fn", "is_leaf", "retains_grad"})  # fmt: skip
 _HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
 _NOTHING = object()
 
