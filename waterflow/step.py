@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.calls import explained
 from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
-from waterflow.executor import by_hand, eager
+from waterflow.executor import by_hand, eager, updated_elsewhere
 from waterflow.executor import step_checks as checks
 from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import copied
@@ -119,6 +119,7 @@ class Step(StepFigures):
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         by_hand.watch(optimizer)
+        updated_elsewhere.add(optimizer)
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
         holder, compute_loss = eager.compose(model, loss, step)
@@ -198,6 +199,7 @@ class Step(StepFigures):
         Inside of a step that the engine runs, this one included, it does not wait for what runs to end.
         """
         self._closed = True
+        updated_elsewhere.discard(self.optimizer)
         if self.engine is not None:
             self.stand_alone()
             self._finalizer()

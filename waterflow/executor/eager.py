@@ -111,8 +111,9 @@ def wants_model(function: Any) -> bool:
 class EagerStep:
     """One training step through autograd and the optimizer's own ``step()``. Errors get a note of ``name`` and the place.
 
-    ``sums`` holds the gradients that earlier calls of an accumulating step have gathered for the next update. What else
-    lies in ``.grad`` of the optimizer's parameters, from a backward pass of somebody else's, counts for nothing.
+    ``sums`` holds the gradients that earlier calls of an accumulating step have gathered for the next update. What a
+    parameter of the model's gathered in earlier steps, before the optimizer had it, counts in its first update. What else lies
+    in ``.grad`` of the optimizer's parameters, from a backward pass of somebody else's, counts for nothing.
     """
 
     def __init__(self, spec: StepSpec, generator: torch.Generator | None, name: str) -> None:
@@ -121,6 +122,7 @@ class EagerStep:
         self._name = name
         self._beside = current_user_thread()
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._left: dict[torch.Tensor, torch.Tensor] = {}  # gradients of parameters that the optimizer does not have
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
         """The same, and the bytes that it reaches; beside the calling thread where it has a time limit."""
@@ -165,7 +167,8 @@ class EagerStep:
         spec = self._spec
         trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
         for parameter in trained:
-            parameter.grad = self.sums.get(parameter)
+            if parameter.grad is None or parameter.grad is not self._left.get(parameter):
+                parameter.grad = self.sums.get(parameter)
         random = own_numbers(self._generator) if self._generator is not None else contextlib.nullcontext()
         with random, torch.enable_grad(), in_forward(spec, surrounding) as cast:
             with cast:
@@ -180,6 +183,8 @@ class EagerStep:
             spec.optimizer.step()
             spec.optimizer.zero_grad(set_to_none=True)
         self.sums = {p: p.grad for p in trained if p.grad is not None}
+        own = {*trained}
+        self._left = {p: p.grad for p in spec.model.parameters() if p.grad is not None and p not in own}
         for parameter in self.sums:
             parameter.grad = None
         if metrics:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError, WaterflowError
+from waterflow.executor import updated_elsewhere
 from waterflow.executor.audited import Code, codes
 from waterflow.executor.batch_copies import Ranges, copies_of
 from waterflow.executor.binding import Owner, bind, missing_momentum
@@ -219,6 +220,7 @@ class Variants:
             flag = f"{FIRST_STEP_FLAG}:{number}"
             self._first_step[flag] = self._first_step.get(flag, False) or missing_momentum(spec.optimizer, group)
         owner = Owner(spec, self._accumulators, self._first_step, looked)
+        updated_elsewhere.check(plain.capture.reached, owner)
         with _state_kept(spec.optimizer):
             binding, slots, positions = bind(captured, owner)
         binding.set_generators([self._generator])

@@ -71,7 +71,7 @@ class ClosedWorld:
     """Judges the operations of one trace, each before it happens."""
 
     def __init__(self, looked: Fingerprint) -> None:
-        self._reads = Reads(looked)
+        self.reads = Reads(looked)
         self._libraries = {pure_code.package_of(type(one).__module__) for one in looked.modules()}  # to be observed
         self._known: set[types.CodeType] | None = None
         self._refusal: CaptureError | None = None
@@ -79,7 +79,7 @@ class ClosedWorld:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The guards that the capture needs beside those of the fingerprint."""
-        return tuple(self._reads.entries.values())
+        return tuple(self.reads.entries.values())
 
     def _make_rules(self) -> _Rules:
         """The rule of each kind of operation."""
@@ -87,10 +87,10 @@ class ClosedWorld:
         return {
             Kind.CELLS: harmless, Kind.CELL: harmless, Kind.DEREF: harmless, Kind.SET_DEREF: harmless,
             Kind.DELETE_DEREF: harmless, Kind.SET_NAME: harmless, Kind.DELETE_NAME: harmless, Kind.FUNCTION: harmless,
-            Kind.BUILD_CLASS: harmless, Kind.ATTRIBUTE: self._reads.attribute, Kind.IMPORT_FROM: self._reads.attribute,
-            Kind.SET_ATTRIBUTE: self._reads.set_attribute, Kind.DELETE_ATTRIBUTE: self._reads.set_attribute, Kind.SUPER: works,
+            Kind.BUILD_CLASS: harmless, Kind.ATTRIBUTE: self.reads.attribute, Kind.IMPORT_FROM: self.reads.attribute,
+            Kind.SET_ATTRIBUTE: self.reads.set_attribute, Kind.DELETE_ATTRIBUTE: self.reads.set_attribute, Kind.SUPER: works,
             Kind.ITEM: works, Kind.SET_ITEM: self._stores, Kind.DELETE_ITEM: works, Kind.SLICE: works, Kind.SET_SLICE: self._stores,
-            Kind.GLOBAL: self._reads.named_global, Kind.NAME: self._name, Kind.SET_GLOBAL: self._set_global,
+            Kind.GLOBAL: self.reads.named_global, Kind.NAME: self._name, Kind.SET_GLOBAL: self._set_global,
             Kind.DELETE_GLOBAL: self._set_global, Kind.ITERATE: self._iterates, Kind.NEXT: works, Kind.SEND: works,
             Kind.AWAIT: works, Kind.LENGTH: works, Kind.UNPACK: self._iterates, Kind.CONTAINS: works, Kind.COMPARE: works,
             Kind.BINARY: works, Kind.UNARY: works, Kind.TEST: works, Kind.CALL: self._call,
@@ -149,7 +149,7 @@ class ClosedWorld:
                 if event.kind is Kind.ENTER:
                     self._frame(event.code, event.operands[0])
                 elif event.kind is Kind.IMPORT:
-                    self._reads.imported(event.result)
+                    self.reads.imported(event.result)
             except Refused as why:
                 self._refusal = self._refusal or CaptureError(f"the step {why}", line_of(event))
         if not seen.complete:
@@ -163,7 +163,7 @@ class ClosedWorld:
         """Code that nobody observes is given ``value``: it may read and call all of it."""
         if type(value) in ATOMS:
             return
-        self._reads.read(value)
+        self.reads.read(value)
         if isinstance(value, (torch.Tensor, enum.Enum)) or type(value).__module__ in FIXED_MODULES:
             return
         if isinstance(value, types.ModuleType):
@@ -182,7 +182,7 @@ class ClosedWorld:
                 self._construct(value)
         elif callable(value) and not isinstance(value, nn.Module):
             self._callee(value, (), {})
-        if self._reads.looked.cover(value) is None and not isinstance(value, type):  # made in the step
+        if self.reads.looked.cover(value) is None and not isinstance(value, type):  # made in the step
             for part in getattr(value, "__dict__", {}).values():
                 self._whole(part, seen)
 
@@ -190,7 +190,7 @@ class ClosedWorld:
 
     def _name(self, operands: tuple[Any, ...]) -> None:
         if "__builtins__" in operands[0] or operands[0] is vars(builtins):  # else the body of a class
-            self._reads.named_global(operands)
+            self.reads.named_global(operands)
 
     def _set_global(self, operands: tuple[Any, ...]) -> None:
         raise Refused(f"changes the global {operands[1]}")
@@ -199,7 +199,7 @@ class ClosedWorld:
 
     def _operates(self, operands: tuple[Any, ...]) -> None:
         for value in operands:
-            self._reads.read(value)
+            self.reads.read(value)
             kind = type(value)
             if kind not in ATOMS and not is_fixed(value) and in_library(kind) and not pure_code.is_pure_class(kind):
                 raise Refused(
@@ -217,7 +217,7 @@ class ClosedWorld:
 
     def _with(self, operands: tuple[Any, ...]) -> None:
         kind = type(operands[0])
-        self._reads.read(operands[0])
+        self.reads.read(operands[0])
         if in_library(kind) and not pure_code.is_pure_class(kind):
             raise Refused(f"enters a {kind.__module__}.{kind.__qualname__}, which is not known to be without state")
 
@@ -230,7 +230,7 @@ class ClosedWorld:
     def _frame(self, code: types.CodeType, function: Any) -> None:
         """The user's code may only be code that the fingerprint has met, or that such code holds."""
         if self._known is None:
-            self._known = {code for one in self._reads.looked.functions() for code in _codes(one.__code__)}
+            self._known = {code for one in self.reads.looked.functions() for code in _codes(one.__code__)}
         if code.co_name == "<module>":  # a module that is imported for the first time, or text that a library executes
             self._known.update(_codes(code))
         elif code not in self._known and not in_library(function) and code not in _codes_of_operators():
@@ -245,14 +245,14 @@ class ClosedWorld:
     def _call_unpacked(self, operands: tuple[Any, ...]) -> None:
         called, given, named = operands[0], operands[1], operands[2] or {}
         self._iterates((given,))
-        self._reads.read(named)
+        self.reads.read(named)
         given = (*operands[3:], *given) if type(given) in (tuple, list) else (*operands[3:], given)
         self._judge_call(called, given, named if type(named) is dict else {"": named})
 
     def _judge_call(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         by_name = _BY_NAME.get(id(called))
         if by_name is not None and len(given) >= 2 and type(given[1]) is str:
-            rule = self._reads.attribute if by_name == "read" else self._reads.set_attribute
+            rule = self.reads.attribute if by_name == "read" else self.reads.set_attribute
             rule((given[0], given[1]))
             return
         self._callee(called, given, named)
@@ -264,7 +264,7 @@ class ClosedWorld:
         elif isinstance(called, types.MethodType):
             self._callee(called.__func__, (called.__self__, *given), named)
         elif isinstance(called, functools.partial):
-            self._reads.read(called)
+            self.reads.read(called)
             self._callee(called.func, (*called.args, *given), {**called.keywords, **named})
         elif isinstance(called, types.BuiltinFunctionType):
             self._builtin(called, given, named)
@@ -285,7 +285,7 @@ class ClosedWorld:
             self._whole(value)
 
     def _function(self, called: types.FunctionType, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        self._reads.read(called)
+        self.reads.read(called)
         package = pure_code.package_of(called.__globals__.get("__name__"))
         if package not in sys.stdlib_module_names:
             self._libraries.add(package)
@@ -307,7 +307,7 @@ class ClosedWorld:
             if not (pure_code.is_pure_function(called) or (isinstance(owner, type) and pure_code.is_pure_class(owner))):
                 raise Refused(f"calls {name_of(called)}, which is not known to depend on its arguments alone")
         else:
-            self._reads.read(owner)
+            self.reads.read(owner)
             _check_generator(owner, called.__name__)
             if not pure_code.is_pure_method(owner, called.__name__):
                 what = f"{type(owner).__module__}.{type(owner).__qualname__}"
@@ -320,7 +320,7 @@ class ClosedWorld:
     def _construct(self, cls: type) -> None:
         if cls is type:
             return
-        self._reads.read(cls)
+        self.reads.read(cls)
         base = next(base for base in cls.__mro__ if in_library(base))
         if base is not object and not pure_code.is_pure_class(base):
             raise Refused(f"makes a {cls.__module__}.{cls.__qualname__}, which is not known to be without state")
@@ -329,7 +329,7 @@ class ClosedWorld:
         """An object that can be called."""
         kind = type(called)
         if not isinstance(called, _Cached):
-            self._reads.read(called)
+            self.reads.read(called)
         if isinstance(called, _Cached) and not pure_code.is_pure_module(called.__module__):
             raise Refused(f"calls {name_of(called)}, which keeps its results (a cache)")
         if isinstance(called, operator.methodcaller):

@@ -29,15 +29,20 @@ NO_ATTRIBUTES = frozenset({
     types.CellType, *DESCRIPTORS,
 })  # fmt: skip
 _MOST_BYTES = 64 << 10  # of an array whose contents belong to the key
+_MOST_ENTRIES = 1000  # of a container whose contents do
 
 
 def _items(looked: Fingerprint, value: Any, base: Any) -> tuple[Hashable, ...]:
+    if base.__len__(value) > _MOST_ENTRIES:
+        return (looked.by_identity(value),)
     if base not in (tuple, frozenset):
         looked.look(value, "items", base=base)
     return tuple(map(looked.of, [*base.__iter__(value)]))
 
 
 def _dict(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+    if dict.__len__(value) > _MOST_ENTRIES:
+        return (looked.by_identity(value),)
     looked.look(value, "dict")
     pairs = pairs_of(value)
     if isinstance(value, OrderedDict) and len(pairs) > 1:

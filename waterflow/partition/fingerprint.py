@@ -340,7 +340,8 @@ class Fingerprint:
     def _read(self, space: dict[str, Any], name: str, attributes: list[str]) -> Hashable:
         """What a name stands for, or the last of a chain of attributes that begins with it and goes from module to module.
 
-        What a library keeps is its own, but for the environment; which functions and classes its names stand for is looked at.
+        What a library keeps is its own, but for the environment and lists of numbers and names (``sys.argv``); which functions and
+        classes its names stand for is looked at.
         """
         librarys = False
         while True:
@@ -351,12 +352,8 @@ class Fingerprint:
                 return "missing" if name not in vars(builtins) else self._read(vars(builtins), name, [])
             value = space[name]
             if not isinstance(value, types.ModuleType) or not attributes:
-                own = (
-                    librarys
-                    and type(value) not in _FIXED
-                    and not isinstance(value, _CODE + _GENERATORS)
-                    and value is not os.environ
-                )
+                kept = librarys and type(value) not in _FIXED and not isinstance(value, _CODE + _GENERATORS)
+                own = kept and value is not os.environ and not _says_plainly(value)
                 return self.by_identity(value) if own else self.entry(name, value)
             space, (name, *attributes), librarys = vars(value), attributes, in_library(value)
 
@@ -378,6 +375,12 @@ class Fingerprint:
         body = body_of(cls)
         self.keep += body.keep
         return (self.identity(cls), body.key, tuple((name, self.entry(name, one)) for name, one in body.users))
+
+
+def _says_plainly(value: Any) -> bool:
+    return (
+        type(value) in (list, tuple, set, frozenset) and len(value) <= 100 and all(type(one) in _FIXED for one in value)
+    )
 
 
 def is_librarys(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -13,24 +13,20 @@ from waterflow.partition.operators import storage_id
 
 
 def gradients_of(
-    loss: torch.Tensor, leaves: Sequence[torch.Tensor], given: Container[int] = ()
-) -> Sequence[torch.Tensor | None]:
+    loss: torch.Tensor, leaves: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]:
     """As ``torch.autograd.grad`` with ``allow_unused``, which would take function modes off for the backward pass.
 
-    ``given`` are, by ``id``, the tensors that the step did not make. Raises CaptureError where gradients reach others of
-    them, and where the step puts gradients into its parameters by itself, as those would be lost.
+    Returns also which other leaves an eager backward pass would leave gradients in. Raises CaptureError where the step puts
+    gradients into its parameters by itself, as those would be lost.
     """
     one = torch.ones_like(loss, memory_format=torch.preserve_format)
     others, functions = _other_leaves(loss, leaves)
-    if any(id(leaf) in given for leaf in others):
-        raise CaptureError(
-            "gradients of the step reach a tensor that is no parameter of the model, and would stay in its .grad"
-        )
     wanted = (*leaves, *(others if functions else ()))
     found = _engine_run_backward((loss,), (one,), False, False, wanted, True, accumulate_grad=False)
     if any(leaf.grad is not None for leaf in leaves):
         raise CaptureError("the step calls backward() inside, whose gradients add to its own; use torch.autograd.grad")
-    return found[: len(leaves)]
+    return found[: len(leaves)], others
 
 
 def _other_leaves(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:

@@ -31,8 +31,8 @@ _WAYS_OUT = frozenset({
     "__globals__", "__builtins__", "gi_frame", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_globals", "f_locals", "f_back",
     "f_builtins", "__subclasses__", "__traceback__",
 })  # fmt: skip
-_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "grad", "_grad",
-                             "grad_fn", "is_leaf", "retains_grad"})  # fmt: skip
+_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks"})
+_HISTORY = frozenset({"grad", "_grad", "grad_fn", "is_leaf", "retains_grad"})  # which stand-ins do not have
 _HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
 _NOTHING = object()
 
@@ -64,6 +64,7 @@ class Reads:
     def __init__(self, looked: Fingerprint) -> None:
         self.looked = looked
         self.entries: dict[tuple[int, str], Entry] = {}
+        self.stand_ins: frozenset[int] = frozenset()  # by id, of the tensors that the step is given
         self._unlooked: dict[int, str] = {}
         self._alive: list[Any] = []
 
@@ -123,7 +124,9 @@ class Reads:
             value = vars(owner).get(name)
             if self.looked.cover(owner) == "library" and not self._is_constant(value):
                 self._stranger(value, f"{name_of(owner)}.{name}")
-        elif isinstance(owner, torch.Tensor) and name in _TENSOR_SECRETS:
+        elif isinstance(owner, torch.Tensor) and (
+            name in _TENSOR_SECRETS or (name in _HISTORY and id(owner) in self.stand_ins)
+        ):
             raise Refused(f"reads a tensor's {name}, which a trace does not have")
         elif not isinstance(owner, torch.Tensor) and type(owner) not in pure_code.TYPES:
             self._of_class(type(owner), name, read=False)
