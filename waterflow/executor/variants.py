@@ -202,7 +202,7 @@ class Variants:
     def _make(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
         spec = replace(self._spec, update=key[1], gathered=key[3])
         plain, structure, looked = self._capture(spec, key, leaves, batch_spec, runs=True)
-        (code := codes.of(structure)).check()
+        (code := codes.of(structure[0])).check()
         form = captured = self._form(plain, structure, key, self._height(key))
         name = structure, key, self._height(key), plain.exact
         low = self._low.get(key)
@@ -301,7 +301,7 @@ class Variants:
         key = (batch_key, True, ambient_key(self._spec.device.type), gathered)
         with as_refusal():
             plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
-            codes.of(structure).check()
+            codes.of(structure[0]).check()
             return self._form(plain, structure, key, self._height(key) if height is None else height)
 
     def _height(self, key: Hashable) -> int | None:
