@@ -129,12 +129,21 @@ def test_an_opportunistic_job_makes_way_and_comes_back() -> None:
 
 def test_guaranteed_jobs_do_not_make_way() -> None:
     with Engine(lanes=2, memory="200MiB") as engine:
-        runner = JobRunner(job("first", epochs=1), engine)
+        go = threading.Event()
+
+        def slow() -> Any:
+            for number, batch in enumerate(batches()):
+                if number == 2:
+                    go.wait(WAIT)
+                yield batch
+
+        runner = JobRunner(job("first", epochs=1, data=slow), engine)
         result = in_thread(engine, runner)
         until(lambda: engine.claimed() > 0)
         late = engine.add_job("late")
         plan = needs("late", engine.room // 2, engine.room // 2)
         assert not engine.would_fit(plan)
+        threading.Timer(0.2, go.set).start()
         engine.claim(late, plan)  # waits for its end
         assert result().status == "completed" and runner.residence.times_left == 0
 

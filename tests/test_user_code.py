@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 import waterflow as wf
 from waterflow.errors import JobCancelled
 from waterflow.executor.breakable_lock import BreakableLock, leave_behind
+from waterflow.partition import capture
 from waterflow.stopping import break_off_all
 from waterflow.user_code import UserCode
 
@@ -58,20 +60,22 @@ def test_a_thread_that_imports_is_broken_off_behind_it(tmp_path: Path, monkeypat
     assert importlib.import_module("slow_to_import").loaded
 
 
-def test_a_thread_that_captures_is_broken_off_behind_it() -> None:
+def test_a_thread_that_captures_is_broken_off_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch ends the process where an exception comes out of some of the functions that a trace calls."""
     code, inside, through = UserCode(), threading.Event(), threading.Event()
+    update = capture._StepTracer._update
 
-    class Slow(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inside.set()
-            for _ in range(30):
-                time.sleep(0.01)
-            through.set()
-            return super().forward(x)
+    def slow(*given: Any) -> Any:
+        inside.set()
+        for _ in range(30):
+            time.sleep(0.01)
+        through.set()
+        return update(*given)
+
+    monkeypatch.setattr(capture._StepTracer, "_update", slow)
 
     def work() -> None:
-        model = Slow(4, 4)
+        model = nn.Linear(4, 4)
         step = wf.Step(model, optimizer=torch.optim.SGD(model.parameters(), 0.1), step=lambda m, b: m(b).sum())
         while True:
             step(torch.ones(2, 4))
