@@ -350,7 +350,8 @@ class _StepTracer:
 
     def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
         """Run the step once, that ``way``."""
-        with undisturbed(self.looked):
+        # Backward passes for a GPU else run on threads of their own, on which nobody observes user code.
+        with undisturbed(self.looked), torch.autograd.set_multithreading_enabled(False):
             try:
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)

@@ -192,15 +192,14 @@ def _has_objects(value: Any) -> bool:
 def _write_memory(value: Any, contents: Any) -> None:
     if _has_objects(value):
         value.flat[:] = contents
-    elif isinstance(value, np.ndarray):
-        value[...] = np.frombuffer(contents, value.dtype).reshape(value.shape)
-    elif isinstance(value, bytearray):
-        value[:] = contents
-    elif isinstance(value, array):
+    elif isinstance(value, array) and len(contents) != memoryview(value).nbytes:
         del value[:]
         value.frombytes(contents)
+    elif isinstance(value, bytearray) and len(contents) != len(value):
+        value[:] = contents
     else:
-        memoryview(value).cast("B")[:] = contents
+        here = np.asarray(value if isinstance(value, np.ndarray) else memoryview(value))
+        here[...] = np.frombuffer(contents, here.dtype).reshape(here.shape)
 
 
 def _set_by_torch(module: nn.Module) -> frozenset[str]:
