@@ -11,14 +11,7 @@ from tests.random_programs import KINDS, OPTIMIZERS, Program, modes_of, programs
 from waterflow.executor.captured import captures
 
 # Kinds of which some programs still differ. The tests tell when one of them no longer does.
-KNOWN_OPEN: frozenset[str] = frozenset({
-    "modules replaced",
-    "numpy",
-    "settings of Python",
-    "tensors from outside",
-    "train and eval flags",
-    "weak references",
-})  # fmt: skip
+KNOWN_OPEN: frozenset[str] = frozenset()
 
 
 def singles(kind: str) -> Iterator[Program]:

@@ -45,8 +45,6 @@ class Eager:
         def train(batch: Any) -> Any:
             nonlocal done
             self.steps += 1
-            if done % accumulate == 0:
-                optimizer.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 result = step(model, batch)
                 loss, metrics = result if isinstance(result, tuple) else (result, None)

@@ -235,7 +235,7 @@ class Fingerprint:
         self.look(module, "object", owner=module)
         tensors: list[Hashable] = []
         for kind in _TENSOR_DICTS:
-            self.look(state[kind], "dict", kept=False)  # put back by who shows other tensors there
+            self.look(state[kind], "dict", kept=kind == "_modules")  # tensors: put back by who shows others there
         for kind in _TENSOR_DICTS[:2]:
             for name, tensor in list(state[kind].items()):
                 tensors.append((kind, name, None if tensor is None else self.entry(name, tensor)))

@@ -74,7 +74,8 @@ class Look:
         if kind == "cell":
             return [("", cell_contents(container))]
         if kind == "object":
-            return [*(_C.attributes_of(container) or {}).items()]
+            attributes = _C.attributes_of(container)
+            return type(container), attributes, pairs_of(attributes or {})
         if kind == "slots":
             return [(key, slot_value(key, container)) for key in self.keys]
         if kind == "function":
@@ -93,9 +94,25 @@ class Look:
             return ""
         if self.kind == "items":
             return self._put_items_back(before, now)
+        if self.kind == "object":
+            return self._put_object_back(before, now)
         if len(before) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(before, now)):
             return None
         return self._put_pairs_back(before, now)
+
+    def _put_object_back(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> str | None:
+        """Its class, the dict of its attributes, and what that says."""
+        changed = None
+        if now[0] is not before[0]:
+            object.__setattr__(self.container, "__class__", before[0])
+            changed = "__class__"
+        if now[1] is not before[1] and before[1] is not None:
+            object.__setattr__(self.container, "__dict__", before[1])
+            changed = "__dict__"
+        pairs = pairs_of(_C.attributes_of(self.container) or {})
+        if len(before[2]) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(before[2], pairs)):
+            return changed
+        return self._put_pairs_back(before[2], pairs) or changed
 
     def _put_items_back(self, before: list[Any], now: list[Any]) -> str | None:
         if len(before) == len(now) and all(map(_is, before, now)):
