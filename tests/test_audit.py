@@ -135,17 +135,19 @@ def test_of_jobs_that_may_round_their_exact_form_is_audited() -> None:
 
 
 def test_nothing_of_an_audit_stays() -> None:
-    """A parameter outside of the optimizer gets no gradient, modules keep their tensors, the generator its state."""
+    """A parameter of another step's optimizer gets no gradient, modules keep their tensors, the generator its state."""
     torch.manual_seed(0)
     model = Net()
     frozen = model.out.weight
+    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("conv")]
+    beside = wf.Step(model, loss=F.cross_entropy, optimizer=SGD(rest, lr=0.1))
     step = wf.Step(model, loss=F.cross_entropy, optimizer=SGD([model.conv.weight, model.conv.bias], lr=0.1), audit=1)
     mean = model.mean
     for batch in batches():
         given = [tensor.clone() for tensor in batch]
         step(batch)
         assert all(map(same_bits, given, batch))
-    assert model.mean is mean and frozen.grad is None and step.audit.passed == 5
+    assert model.mean is mean and frozen.grad is None and step.audit.passed == 5 and beside.steps == 0
 
 
 def test_a_batch_that_the_step_changes_is_changed_once(engine: Engine | None) -> None:

@@ -7,11 +7,6 @@ import pytest
 from tests.program_runs import compare
 from tests.training_loops import LOOPS
 
-# Loops that still differ. The test tells when one of them no longer does.
-KNOWN_OPEN = {
-    "pruned_by_masks",
-    "weights_looked_at_beside_weight_norm",
-}
 # Those that draw Python's or NumPy's random numbers, or change what is no tensor, have to run eagerly.
 CAPTURED = {
     "gan_with_turns", "wasserstein_with_penalty", "dqn", "ppo", "inner_loop_of_maml", "mean_teacher", "curriculum_by_epoch",
@@ -24,8 +19,5 @@ def test_loop(name: str) -> None:
     """Twice, for the second trial may share what the first one captured."""
     found = compare(LOOPS[name], trials=2)
     assert not found.errors
-    if name in KNOWN_OPEN:
-        assert found.differences, f"{name!r} no longer differs: remove it from KNOWN_OPEN"
-    else:
-        assert not found.differences, found.differences[:5]
+    assert not found.differences, found.differences[:5]
     assert found.captured == found.steps or name not in CAPTURED, found.reasons

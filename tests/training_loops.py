@@ -61,6 +61,7 @@ def gan_with_turns(make: Any, trial: int) -> dict[str, Any]:
     train_generator = make(generator, optimizer=first, step=lambda model, z: loss(critic(model(z)), torch.ones(8, 1)))
     losses = []
     for number, (x, _) in enumerate(batches()):
+        second.zero_grad()  # of what the generator's backward pass has left there
         losses.append(train_critic((x, torch.randn(8, 4))))
         if number % 2:
             losses.append(train_generator(torch.randn(8, 4)))

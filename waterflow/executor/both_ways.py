@@ -309,10 +309,10 @@ def _modules_kept(model: nn.Module) -> Iterator[Any]:
     attributes = [(space, dict(space)) for space in spaces] + [(s["_modules"], dict(s["_modules"])) for s in spaces]
 
     def replaced() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for entries, before in tensors:
+        for entries, before in [*tensors, *attributes]:
             for name, old in before.items():
                 new = entries.get(name)
-                if old is not None and new is not None and new is not old:
+                if new is not old and isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
                     yield old, new
 
     try:

@@ -29,10 +29,11 @@ from waterflow.partition import default_generators, fake_rules
 from waterflow.partition.carried import Carried
 from waterflow.partition.cleanup import clean_up
 from waterflow.partition.closed_world import ClosedWorld
+from waterflow.partition.derived import Derived
 from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
-from waterflow.partition.gradients import gradients_of, no_gradient, to_be_changed
+from waterflow.partition.gradients import check_history, gradients_of, no_gradient, to_be_changed
 from waterflow.partition.in_place import sum_in_place
 from waterflow.partition.operators import tensors_in, with_lazy_bits
 from waterflow.partition.optimizers import check_optimizer, state_keys, update_groups
@@ -89,8 +90,8 @@ class Capture:
 
     def input_dtype(self, number: int) -> torch.dtype:
         """Of the tensor that one of ``inputs`` is."""
-        nodes = (node for node in self.graph.nodes if node.op == "placeholder")
-        return next(node for i, node in enumerate(nodes) if i == number).meta["val"].dtype
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return nodes[number].meta["val"].dtype
 
 
 def capture_step(
@@ -176,8 +177,7 @@ class _StepTracer:
         self._carried = Carried()
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
-        self.gradients: tuple[str, ...] = ()
-        self.reached: tuple[GraphInput, ...] = ()
+        self.gradients, self.reached = tuple[str, ...](), tuple[GraphInput, ...]()
         self.world = ClosedWorld(looked)
         self._marks: list[int] = []
         self._graph: Callable[[], fx.Graph]
@@ -251,12 +251,14 @@ class _StepTracer:
         spec = self.spec
         trained = {id(p) for p in self._trained.values()}
         self.world.reads.stand_ins = frozenset(map(id, self.fakes))
+        self.derived = Derived([*self.looked.modules()], self.fakes_by_id)
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             shown = Substitution(self.fakes_by_id)
             with cast, shown, noting_lines(self._graph(), spec.model), self.world.watching():
                 result = spec.compute_loss(spec.model, self.batch)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
+            self.derived.keep()
             self._mark()
             names = list(self._trained)
             leaves = [self.tensors[name] for name in names]
@@ -289,8 +291,7 @@ class _StepTracer:
             given = self.tensors.get(name)
             if given is None:
                 raise CaptureError(f"a step adds the buffer {name}")
-            buffer = self.fakes_by_id.get(id(buffer), buffer)  # of a frozen module
-            if buffer is given:
+            if (buffer := self.fakes_by_id.get(id(buffer), buffer)) is given:  # real ones: of a frozen module
                 continue
             if buffer.shape != given.shape or buffer.dtype != given.dtype:
                 raise CaptureError(f"a step changes the shape or type of the buffer {name}")
@@ -386,9 +387,8 @@ class _StepTracer:
     def check_strangers(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         """Tensors from outside must have become inputs, and must not carry gradients of their own."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        for node, given in zip(placeholders, self.inputs):
-            if given.kind == "stranger" and node.users and self.looked.strangers[given.leaf].grad_fn is not None:
-                raise CaptureError("the step computes with a tensor that carries gradients from before the step")
+        numbers = [(node, given.leaf) for node, given in zip(placeholders, self.inputs) if given.kind == "stranger"]
+        check_history((node, self.looked.strangers[number]) for node, number in numbers)
         for name, tensor in constants.items():
             if id(tensor) in self.fakes_by_id:
                 raise CaptureError(f"the step reaches a tensor of the model in a way that is not seen ({name})")

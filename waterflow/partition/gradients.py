@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import fx
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
@@ -50,6 +51,14 @@ def _other_leaves(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[l
         seen |= fresh
         waiting += fresh
     return others, functions
+
+
+def check_history(inputs: Iterable[tuple[fx.Node, torch.Tensor]]) -> None:
+    """Raise CaptureError where a graph computes with an input whose real tensor was computed before the step, with gradients."""
+    for node, real in inputs:
+        overwritten = (user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users)
+        if real.grad_fn is not None and not all(overwritten):
+            raise CaptureError("the step computes with a tensor that carries gradients from before the step")
 
 
 def no_gradient(parameter: torch.Tensor) -> float | complex:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import types
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from waterflow import _C
 from waterflow.partition.code_key import BOOKKEEPING
+from waterflow.partition.derived import set_by_torch
 from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.exact import exact
 
 Kind = Literal["dict", "entries", "items", "cell", "object", "slots", "function", "class", "memory"]
 MISSING = object()
-_OF_RECURRENT = "_flat_weights", "_flat_weight_refs", "_flat_weights_names"
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -142,7 +138,7 @@ class Look:
             ):
                 continue
             self._put(key, old)
-            if not (equal(old, new) or (self.owner is not None and key in _set_by_torch(self.owner))):
+            if not (equal(old, new) or (self.owner is not None and key in set_by_torch(self.owner))):
                 changed = key.__name__ if self.kind == "slots" else str(key)
         ordered = self.kind == "dict" and not isinstance(self.container, OrderedDict)  # those have a look of their own
         if ordered and [id(key) for key, _ in self.contents()] != [id(key) for key, _ in before]:
@@ -217,15 +213,6 @@ def _write_memory(value: Any, contents: Any) -> None:
     else:
         here = np.asarray(value if isinstance(value, np.ndarray) else memoryview(value))
         here[...] = np.frombuffer(contents, here.dtype).reshape(here.shape)
-
-
-def _set_by_torch(module: nn.Module) -> frozenset[str]:
-    """The attributes that torch's own hooks and recurrent layers make anew in each step."""
-    names: Iterable[str] = _OF_RECURRENT if isinstance(module, nn.RNNBase) else ()
-    hooks = module._forward_pre_hooks.values()
-    norms = [hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))]
-    pruned = [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
-    return frozenset([*names, *norms, *pruned])
 
 
 def equal(old: Any, new: Any) -> bool:
