@@ -192,7 +192,7 @@ class _StepTracer:
     def _add(self, given: GraphInput, like: torch.Tensor) -> torch.Tensor:
         looked_at = given.kind in ("parameter", "buffer", "stranger", "batch")  # by the user's code
         wants = looked_at and like.requires_grad
-        fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=wants)
+        fake: torch.Tensor = self.mode.like(like).requires_grad_(wants)
         if looked_at:
             fake = with_lazy_bits(fake, like)
             self._carried.give(fake, like)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from waterflow.errors import StepError
 from waterflow.partition import default_generators
 from waterflow.partition.layouts import corrected, is_corrected
+from waterflow.partition.meta_kernels import KNOWN, by_meta_kernel, is_plain_fake, rows, strided
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ def _changes_in_place(mode: Any, *args: Any, **kwargs: Any) -> None:
     """These return nothing: there is no shape to work out."""
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
+def _plain(mode: Any, *tensors: torch.Tensor) -> bool:
     """Whether tensors of one shape lie in memory in the same plain order, in a type that kernels do not widen."""
     first = tensors[0]
     return all(
@@ -48,6 +49,7 @@ def _plain(*tensors: torch.Tensor) -> bool:
         and t.dtype == first.dtype
         and t.dtype in (torch.float32, torch.float64)
         and t.device == first.device
+        and is_plain_fake(mode, t)
         for t in tensors
     )
 
@@ -55,26 +57,59 @@ def _plain(*tensors: torch.Tensor) -> bool:
 def _batch_norm(mode: Any, x: Any, weight: Any, bias: Any, mean: Any, variance: Any,
                 training: bool, *_: Any) -> Any:  # fmt: skip
     held = [t for t in (weight, bias, mean, variance) if t is not None]
-    if not training or not _plain(x) or any(t.dtype != x.dtype for t in held):
+    if not training or not _plain(mode, x) or any(t.dtype != x.dtype for t in held):
         return NotImplemented
-    with mode:
-        return torch.empty_like(x), x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+    return tuple(rows(mode, shape, x.dtype, x.device) for shape in (x.shape, x.shape[1:2], x.shape[1:2]))
 
 
 def _batch_norm_backward(mode: Any, gradient: Any, x: Any, weight: Any, mean: Any, variance: Any,
                          save_mean: Any, save_inverse: Any, training: bool, eps: float, mask: Any) -> Any:  # fmt: skip
-    if not training or not all(mask) or weight is None or weight.dtype != x.dtype or not _plain(gradient, x):
+    if not training or not all(mask) or weight is None or weight.dtype != x.dtype or not _plain(mode, gradient, x):
         return NotImplemented
-    with mode:
-        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    return tuple(rows(mode, one.shape, x.dtype, x.device) for one in (x, weight, weight))
 
 
-def _like_first(mode: Any, *args: Any) -> Any:
+def _like_operands(mode: Any, *args: Any, **kwargs: Any) -> Any:
+    """All operands have the result's shape; numbers do not widen it."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if not _plain(*tensors):
+    if not _plain(mode, *tensors) or any(isinstance(a, complex) for a in (*args, *kwargs.values())):
         return NotImplemented
-    with mode:
-        return torch.empty_like(tensors[0])
+    return rows(mode, tensors[0].shape, tensors[0].dtype, tensors[0].device)
+
+
+def _softmax(mode: Any, x: Any, dim: int, half_to_float: bool) -> Any:
+    inside = -x.dim() <= dim < x.dim()
+    return _like_operands(mode, x) if inside and not half_to_float else NotImplemented
+
+
+def _linear(mode: Any, bias: Any, x: Any, weight: Any, **kwargs: Any) -> Any:
+    """``addmm``: a product of matrices lies row by row, whatever the strides of its operands."""
+    held = (bias, x, weight)
+    if kwargs or not all(t.dtype == x.dtype and t.device == x.device and is_plain_fake(mode, t) for t in held):
+        return NotImplemented
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or bias.shape != weight.shape[1:]:
+        return NotImplemented
+    return rows(mode, (x.shape[0], weight.shape[1]), x.dtype, x.device)
+
+
+def _classifies(mode: Any, x: Any, target: Any, weight: Any) -> bool:
+    """Whether these are scores of classes, row by row, and the numbers of the right ones."""
+    known = _plain(mode, x) and is_plain_fake(mode, target) and target.dtype == torch.int64
+    known = known and x.dim() == 2 and target.shape == x.shape[:1] and target.device == x.device
+    return known and (weight is None or (weight.dtype == x.dtype and weight.shape == x.shape[1:]))
+
+
+def _nll_loss(mode: Any, x: Any, target: Any, weight: Any, reduction: int, *_: Any) -> Any:
+    if not _classifies(mode, x, target, weight):
+        return NotImplemented
+    return tuple(rows(mode, shape, x.dtype, x.device) for shape in (() if reduction else x.shape[:1], ()))
+
+
+def _nll_loss_backward(mode: Any, gradient: Any, x: Any, target: Any, weight: Any, reduction: int, *_: Any) -> Any:
+    fits = gradient.dtype == x.dtype and gradient.shape == (() if reduction else x.shape[:1])
+    if not fits or not _classifies(mode, x, target, weight):
+        return NotImplemented
+    return rows(mode, x.shape, x.dtype, x.device)
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -93,6 +128,8 @@ def _contiguous_loss(mode: Any, gradient: Any, x: Any, target: Any, *_: Any) -> 
 def _contiguous_softmax(mode: Any, gradient: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
     if not _alike(gradient, output) or output.dtype != dtype:
         return NotImplemented
+    if _plain(mode, gradient, output):
+        return rows(mode, output.shape, output.dtype, output.device)
     with mode:
         return torch.empty_like(output, memory_format=torch.contiguous_format)
 
@@ -120,10 +157,17 @@ def _state_bytes(device_type: str) -> int:
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((*_UPDATES, default_generators.WRITE, default_generators.SEED), _changes_in_place),
     default_generators.READ: _state,
+    **dict.fromkeys((
+        aten.relu.default, aten.threshold_backward.default, aten.gelu.default, aten.gelu_backward.default, aten.silu.default,
+        aten.sigmoid.default, aten.sigmoid_backward.default, aten.tanh.default, aten.tanh_backward.default,
+        aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), _like_operands),
+    aten._log_softmax.default: _softmax,
+    aten._softmax.default: _softmax,
+    aten.addmm.default: _linear,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.relu.default: _like_first,
-    aten.threshold_backward.default: _like_first,
     aten.mse_loss_backward.default: _contiguous_loss,
     aten.smooth_l1_loss_backward.default: _contiguous_loss,
     aten.huber_loss_backward.default: _contiguous_loss,
@@ -133,7 +177,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.hardsigmoid_backward.default: _elementwise,
     aten.elu_backward.default: _elementwise,
     aten.softplus_backward.default: _elementwise,
-}
+}  # fmt: skip
 
 
 class TracingMode(FakeTensorMode):
@@ -160,6 +204,12 @@ class TracingMode(FakeTensorMode):
                 self.made.append(weakref.ref(value))
         return made
 
+    def like(self, real: torch.Tensor) -> FakeTensor:
+        """A tensor that stands for a real one."""
+        made = strided(self, real)
+        self.made.append(weakref.ref(made))
+        return made
+
     def default_generator(self, real: torch.Generator) -> default_generators.Traced:
         """What the step gets for a default generator."""
         return default_generators.Traced(real.device, self._refuse)
@@ -169,13 +219,16 @@ class TracingMode(FakeTensorMode):
 
     def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # torch remembers shapes for all fake modes of the process, those that know none of this included.
-        if func in _RULES or is_corrected(func):
+        if func in _RULES or func in KNOWN or is_corrected(func):
             return self._dispatch_impl(func, types, args, kwargs)
         return super()._cached_dispatch_impl(func, types, args, kwargs)
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rule = _RULES.get(func)
-        made = NotImplemented if rule is None else rule(self, *args, **kwargs)
+        if rule is not None:
+            made = rule(self, *args, **kwargs)
+        else:
+            made = by_meta_kernel(self, func, args, kwargs) if func in KNOWN else NotImplemented
         if made is NotImplemented:
             made = super()._dispatch_impl(func, types, args, kwargs)
         return corrected(self, func, args, kwargs, made) if is_corrected(func) else made
