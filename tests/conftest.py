@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from waterflow.executor.captured import captures
 
+os.environ.setdefault("WATERFLOW_AUDIT", "all")  # also of the processes that tests start
 torch.set_num_threads(1)
 settings.register_profile(
     "short", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]

@@ -84,8 +84,9 @@ class Step(StepFigures):
             ``"inductor-always"`` uses all and repeats. A step's first call on batches of another shape waits for the compiler,
             from seconds to minutes, while other jobs go on. ``compiled`` tells what became of it. CPU only.
         audit: Every so many steps are done eagerly, too, before they are done, and compared bit by bit. Default: as ``WATERFLOW_AUDIT``
-            in the environment says, ``off``, ``first`` (of each new capture its first step and a later one) or ``all`` (of each
-            step's captures). Where a difference shows, a fault of waterflow, this code runs eagerly from then on. CPU only.
+            in the environment says. ``first``, its own default: each new capture at its first step and at one later step, once in
+            a process. ``all``: the same of each step's captures, whoever audited them before. ``off``: none. Where a difference
+            shows, a fault of waterflow, this code runs eagerly from then on. On the CPU alone; opaque steps are not audited.
         name: Shown in messages and plans.
         engine: Whose lanes to run on. Default: the engine that the calling thread belongs to, if any.
 

@@ -11,6 +11,7 @@ import os
 import platform
 import random
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("waterflow")
 
 EARLIEST, LATEST = 2, 50  # a job's steps, between which the second audit of a captured step lies
 SHARE_OF_FREE = 0.5  # of the machine's memory, where no engine says how much there is
-_DEFAULT = "off"
+_DEFAULT = "first"
 
 
 class Waitable(Protocol):
@@ -66,6 +67,7 @@ class Audit:
         self._own: dict[int, tuple[Any, Audited]] = {}  # of captured steps, where each job has audits of its own
         self._trusted: set[Code] = set()
         self.steps = self.passed = 0  # captured ones that were handed in; those that equal the eager ones
+        self.seconds = 0.0  # that audits took
 
     def due(self, variant: Variant) -> bool:
         """Whether a step that is about to be handed in is to be audited first."""
@@ -113,15 +115,17 @@ class Audit:
         """
         for pending in under_way:
             pending.wait()
-        ways = self._both_ways(variant, leaves, batch, sums)
+        start = time.perf_counter()
         try:
-            found = _admitted(ways, engine, job, variant.planned.plan, batches)
+            found = _admitted(self._both_ways(variant, leaves, batch, sums), engine, job, variant.planned.plan, batches)
         except ProvesNothing as error:
             if (why := str(error)) not in variant.code.told:
                 variant.code.told.add(why)
                 logger.info("step %r was not audited: %s", self._name, why)
             self._trusted.add(variant.code)
             return
+        finally:
+            self.seconds += time.perf_counter() - start
         if found is None:
             self.passed += 1
             return

@@ -121,7 +121,7 @@ class Engine(Claims):
         self.fusing = fusing_of(self, exact, mode)
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
-        self._audits = 0
+        self.audits: list[tuple[int, int, int]] = []  # job, and between which times on the clock of spans
         self.decisions: list[Decision] = []
         self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
@@ -204,21 +204,35 @@ class Engine(Claims):
     def run_audit(self, job: int, work: Callable[[], Any], height: int) -> Any:
         """Run ``work`` on a lane as one group of that height, which counts for no step; returns its result.
 
-        Raises ValueError where that is more than there is.
+        Raises ValueError where that is more than there is, also where the memory limit was lowered before it began.
         """
         box: list[Any] = []
-        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), lambda: box.append(work()))
+
+        def begun() -> None:
+            box.append(None)
+            box[0] = work()
+
+        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), begun)
+        begin = _C.Engine.now_ns()
         self.native.submit(job, run)
-        with self._guard:
-            self._audits += 1
-        self.native.wait(run)
-        run.outputs()
+        try:
+            self.native.wait(run)
+            run.outputs()
+        except _C.Cancelled:
+            raise
+        except RuntimeError as error:
+            if box:
+                raise
+            raise ValueError(str(error)) from None
+        finally:
+            with self._guard:
+                self.audits.append((job, begin, _C.Engine.now_ns()))
         return box[0]
 
     @property
     def steps(self) -> int:
         """Steps and evaluations that its lanes have done."""
-        return max(0, self.native.steps_done - self._audits)
+        return max(0, self.native.steps_done - len(self.audits))
 
     def figures(self) -> EngineFigures:
         """What the lanes have done so far."""

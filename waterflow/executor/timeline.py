@@ -72,6 +72,7 @@ class Timeline:
         started_ns: When the engine started, on the clock of the spans.
         dropped: Groups that ran and were not recorded.
         decisions: What the engine tried, and what it kept.
+        audits: (job, begin_ns, end_ns): when a job did nothing but an audit, whose group counts for no step.
     """
 
     spans: Ints
@@ -83,6 +84,7 @@ class Timeline:
     lanes: int
     dropped: int = 0
     decisions: tuple[Decision, ...] = ()
+    audits: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, engine: Engine, dropped: int = 0) -> Timeline:
@@ -90,7 +92,7 @@ class Timeline:
         return cls(
             engine.native.take_spans().numpy(), dict(engine.names), tuple(engine.persistent_log),
             engine.limit, engine.reserve, engine.started_ns, engine.lanes, dropped,
-            tuple(engine.decisions),
+            tuple(engine.decisions), tuple(engine.audits),
         )  # fmt: skip
 
     def memory_over_time(self, columns: int = 2000) -> MemoryOverTime:
@@ -133,7 +135,7 @@ class Timeline:
         order = np.argsort(times, kind="stable")
         lanes_busy = np.cumsum(np.repeat([1, -1], len(start))[order])[:-1]
         booked = self.spans[:, HELD] + _level(start, claims)  # with groups that had not begun to run
-        steps = Counter(np.unique(self.spans[:, [JOB, STEP]], axis=0)[:, 0].tolist())
+        steps = Counter(np.unique(self.spans[~self._audited()][:, [JOB, STEP]], axis=0)[:, 0].tolist())
         return {
             "wall_seconds": wall / 1e9,
             "busy_share": (busy / wall).tolist(),
@@ -143,6 +145,15 @@ class Timeline:
             "steps": {labels[job]: count for job, count in sorted(steps.items())},
             "decisions": [str(decision) for decision in self.decisions],
         }
+
+    def _audited(self) -> npt.NDArray[np.bool_]:
+        """Which of the groups are audits."""
+        found = np.zeros(len(self.spans), dtype=bool)
+        for job in {audit[0] for audit in self.audits}:
+            begins, ends = np.array(sorted(audit[1:] for audit in self.audits if audit[0] == job)).T
+            at = np.searchsorted(begins, self.spans[:, START], side="right") - 1
+            found |= (self.spans[:, JOB] == job) & (at >= 0) & (self.spans[:, END] <= ends[at])
+        return found
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace for ui.perfetto.dev or chrome://tracing, compressed where ``path`` ends in ``.gz``.
