@@ -182,11 +182,14 @@ def _report(name: str, variant: Variant, found: Difference) -> str:
     settings = {"accumulate": spec.accumulate, "clip_grad_norm": spec.clip_norm, "clip_grad_value": spec.clip_value,
                 "autocast": spec.autocast, "early_updates": spec.early_updates}  # fmt: skip
     given = ", ".join(f"{name}={value}" for name, value in settings.items())
+    held = zip(captured.capture.graph.nodes, captured.capture.inputs)  # placeholders come first
+    forms = [node.meta["val"] for node, one in held if one.kind == "batch"]
+    batch = [(*one.shape, one.stride(), str(one.dtype).removeprefix("torch.")) for one in forms]
     return (
         f"the audit of step {name!r} found that its captured form is not the eager one. The first difference is in {found}. "
         "This is a fault of waterflow. From now on steps of this code run eagerly in this process, in all of its jobs. "
         f"Please report it, if you can with the model, the step function and a batch, and with this: {type(spec.model).__name__} "
-        f"of {captured.capture.nodes} operations, {type(spec.optimizer).__name__}, batch {variant.key[0]}, {given}, "
+        f"of {captured.capture.nodes} operations, {type(spec.optimizer).__name__}, batch {batch}, {given}, "
         f"{torch.get_num_threads()} threads; waterflow {sys.modules['waterflow'].__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()} on {platform.machine()}"
     )

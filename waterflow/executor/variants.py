@@ -128,7 +128,9 @@ class Variant:
                 "a step that recomputes must find its batch as it was: a tensor of this one lies in a buffer that the step "
                 "changes; pass a copy of it, or recompute=None"
             )
-        if inside and before_copies is not None:
+        if not inside:
+            return given
+        if before_copies is not None:
             before_copies()
         for i, copy in zip(inside, copies_of([given[i] for i in inside])):
             given[i] = copy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -19,7 +18,6 @@ from waterflow.partition.fingerprint import Fingerprint, tensor_key
 from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks
 from waterflow.partition.spec import StepSpec
 
-_STRIDED = torch.strided
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
@@ -49,10 +47,9 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
 
     Raises InvalidJobError for a batch without tensors, and CaptureError for one with things that only its user knows.
     """
-    if type(batch) is tuple and all(type(item) is torch.Tensor and item.layout is _STRIDED for item in batch) and batch:
-        with contextlib.suppress(RuntimeError):  # nested tensors have no strides
-            _check_bare(batch)
-            return list(batch), None, (type(batch), *map(_form, batch))
+    form = _C.form_of(batch)
+    if form is not None:
+        return list(batch), None, form
     leaves, spec = pytree.tree_flatten(batch)
     key: list[Hashable] = [spec, *_dict_keys(spec)]
     tensors, others = 0, []

@@ -1,6 +1,9 @@
 // Python's view of guards, of the settings around a step, and of what a batch's tensors carry.
 #include <torch/extension.h>
 
+#include <algorithm>
+#include <string>
+
 #include "ambient.h"
 #include "guards.h"
 
@@ -9,6 +12,34 @@ namespace {
 
 PyTypeObject* type_of(const py::object& type) {
   return type.is_none() ? nullptr : reinterpret_cast<PyTypeObject*>(type.ptr());
+}
+
+bool carries_more(PyObject* tensor) {
+  PyObject* attributes = attributes_of(tensor);
+  const auto& value = THPVariable_Unpack(tensor);
+  if ((attributes != nullptr && PyDict_GET_SIZE(attributes) > 0) || value.requires_grad()) return true;
+  return value.layout() == at::kStrided && value.grad().defined();
+}
+
+py::object form_of(PyObject* batch) {
+  if (!PyTuple_CheckExact(batch) || PyTuple_GET_SIZE(batch) == 0) return py::none();
+  std::string key;
+  const auto add = [&](const auto& value) { key.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(batch); ++i) {
+    PyObject* one = PyTuple_GET_ITEM(batch, i);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != THPVariableClass) return py::none();
+    const auto& tensor = THPVariable_Unpack(one);
+    const bool dense = tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized();
+    if (!dense || tensor.is_meta() || carries_more(one)) return py::none();
+    add(tensor.dim());
+    for (const auto size : tensor.sizes()) add(size);
+    for (const auto stride : tensor.strides()) add(stride);
+    add(tensor.scalar_type());
+    add(tensor.device().type());
+    add(tensor.device().index());
+    add(static_cast<char>(2 * tensor.is_conj() + tensor.is_neg()));
+  }
+  return py::bytes(key);
 }
 
 }  // namespace
@@ -58,16 +89,15 @@ void bind_guards(py::module_& m) {
   m.def(
       "carries_more",
       [](const py::sequence& tensors) {
-        for (const auto& tensor : tensors) {
-          if (!THPVariable_Check(tensor.ptr())) continue;
-          PyObject* attributes = attributes_of(tensor.ptr());
-          const auto& value = THPVariable_Unpack(tensor.ptr());
-          if ((attributes != nullptr && PyDict_GET_SIZE(attributes) > 0) || value.requires_grad()) return true;
-          if (value.layout() == at::kStrided && value.grad().defined()) return true;
-        }
-        return false;
+        return std::any_of(tensors.begin(), tensors.end(),
+                           [](const auto& one) { return THPVariable_Check(one.ptr()) && carries_more(one.ptr()); });
       },
       "Whether one of these tensors requires gradients, has one, or has attributes of its own.");
+  m.def(
+      "form_of", [](const py::object& batch) { return form_of(batch.ptr()); },
+      "A key of the sizes, strides, types and devices of a tuple of plain tensors, which are nothing but memory; None "
+      "for any other "
+      "batch.");
   m.def(
       "ambient", [](const std::string& device_type) { return py::bytes(ambient(device_type)); },
       "Settings of the process and the calling thread that a step's code can tell apart, all in one key.");
