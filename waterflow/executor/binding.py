@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from waterflow import _C
+from waterflow.errors import CaptureError
 from waterflow.executor.captured import CapturedStep
 from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.fingerprint import Fingerprint
@@ -48,6 +49,8 @@ class Owner:
             if given.name not in self.accumulators:
                 parameter = self.tensors[given.name].detach()
                 self.accumulators[given.name] = torch.full_like(parameter, no_gradient(parameter))
+            if self.accumulators[given.name].stride() != self.tensors[given.name].stride():
+                raise CaptureError(f"parameter {given.name!r} was laid out anew between gradients that add up")
             binding.set_input(slot, self.accumulators[given.name])
         elif given.kind == "rate":
             single = spec.device.type == "cuda"
