@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextvars
+import copy
 import dataclasses
 import enum
 import functools
@@ -16,9 +18,10 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -262,6 +265,170 @@ def test_two_jobs_that_differ_in_a_module_s_number(settings: types.ModuleType) -
         model, optimizer = make()
         losses.append(wf.Step(model, optimizer=optimizer, step=function)(BATCHES[0]))
     assert same_bits(losses[1], losses[0] * 2) and same_bits(losses[2], losses[0])
+
+
+def _with_text(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = loss_of(model, batch)
+    return loss * len(f"{loss}")
+
+
+def _goes_on(model: nn.Module, batch: Any) -> torch.Tensor:
+    try:
+        weight = 1.0 if torch.equal(batch[0], batch[0]) else 0.5
+    except Exception:
+        weight = 3.0
+    return loss_of(model, batch) * weight
+
+
+REGISTERED: list[Any] = [abc.ABCMeta("Registered", (), {})]
+BIG = types.SimpleNamespace(array=np.ones(100_000))
+UNTRACED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "a tensor's class": lambda model, batch: loss_of(model, batch) * (1.0 if type(batch[0]) is torch.Tensor else 0.5),
+    "a tensor's class, as an attribute": lambda model, batch: (
+        loss_of(model, batch) * (batch[0].__class__ is torch.Tensor)
+    ),
+    "a tensor's text": _with_text,
+    "where a tensor lies": lambda model, batch: loss_of(model, batch) * (1 + batch[0].storage_offset()),
+    "an error of the trace": _goes_on,
+    "a copy of what is not looked into": lambda model, batch: (
+        loss_of(model, batch) * float(copy.deepcopy(BIG).array[0])
+    ),
+    "a state dict": lambda model, batch: loss_of(model, batch) * len(model.state_dict()),
+    "a docstring": lambda model, batch: loss_of(model, batch) * len(cached.__doc__ or "a"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACED)
+def test_what_a_trace_does_not_have(name: str) -> None:
+    """It would see other values than an eager step, or none that are guarded."""
+    batches = [(torch.cat([x, x], 1)[:, x.shape[1] :], y) for x, y in BATCHES]
+    compare(make, batches, step=UNTRACED[name], opaque="")
+
+
+def _warned() -> float:
+    try:
+        warnings.warn("a step", stacklevel=1)
+    except UserWarning:
+        return 0.1
+    return 1.0
+
+
+def _divided() -> float:
+    try:
+        return float(np.float64(1.0) / np.float64(0.0) > 0)
+    except FloatingPointError:
+        return 0.1
+
+
+def _text_of_array() -> float:
+    return float(str(np.array([0.123456]))[1:-1])
+
+
+def _is_registered() -> float:
+    return 0.1 if isinstance(Kind.ONE, REGISTERED[0]) else 1.0
+
+
+SETTINGS_OF_THE_PROCESS: dict[str, tuple[Callable[[], float], Callable[[], Any], Callable[[], Any]]] = {
+    "warnings": (_warned, lambda: warnings.simplefilter("ignore"), lambda: warnings.simplefilter("error")),
+    "errors of NumPy's": (_divided, lambda: np.seterr(divide="ignore"), lambda: np.seterr(divide="raise")),
+    "text of NumPy's": (_text_of_array, lambda: np.set_printoptions(8), lambda: np.set_printoptions(2)),
+    "threads": (
+        lambda: 1.0 / torch.get_num_threads(),
+        lambda: torch.set_num_threads(1),
+        lambda: torch.set_num_threads(2),
+    ),
+    "an environment variable": (
+        lambda: float(os.getenv("WATERFLOW_TEST_WEIGHT", "1.0")),
+        lambda: os.environ.pop("WATERFLOW_TEST_WEIGHT", None),
+        lambda: os.environ.update(WATERFLOW_TEST_WEIGHT="0.1"),
+    ),
+    "abstract classes": (
+        _is_registered,
+        lambda: REGISTERED.__setitem__(0, abc.ABCMeta("Registered", (), {})),
+        lambda: REGISTERED[0].register(Kind),
+    ),
+    "nothing, distributed": (lambda: 1.0 - torch.distributed.is_initialized(), lambda: None, lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_OF_THE_PROCESS)
+def test_a_setting_of_the_process(name: str) -> None:
+    """What a step asks for is asked again before each call."""
+    read, before, after = SETTINGS_OF_THE_PROCESS[name]
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings(), np.errstate(), np.printoptions():
+
+        def during(model: nn.Module, optimizer: Optimizer) -> Callable[[int], None]:
+            return lambda number: (before if number < 2 else after)()
+
+        try:
+            step = compare(make, BATCHES, step=lambda m, b: loss_of(m, b) * read(), during=during).step
+        finally:
+            torch.set_num_threads(threads)
+            os.environ.pop("WATERFLOW_TEST_WEIGHT", None)
+    assert step is not None and step.opaque_reason is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(F, "relu"), (F, "cross_entropy"), (torch, "tanh"), (torch.Tensor, "square")]
+)
+def test_a_function_of_torch_s_that_is_replaced(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers call it, too; in a trace torch would call it by its name once more."""
+
+    def function(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_of(model, batch) + torch.tanh(model[0].weight).square().sum()
+
+    real = getattr(owner, name)
+
+    def during(model: nn.Module, optimizer: Optimizer) -> Callable[[int], None]:
+        def change(number: int) -> None:
+            value = real if number < 2 else lambda *given, **named: real(*given, **named) * 0.5
+            monkeypatch.setattr(owner, name, value)
+
+        return change
+
+    compare(make, BATCHES, step=function, during=during, opaque=f"torch's {name} was replaced")
+
+
+class Given(NamedTuple):
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_a_class_that_a_batch_brings() -> None:
+    """What its class says is guarded."""
+
+    def during(model: nn.Module, optimizer: Optimizer) -> Callable[[int], None]:
+        return lambda number: setattr(Given, "weight", 1.0 if number < 2 else 0.1)
+
+    batches = [Given(*batch) for batch in BATCHES]
+    step = compare(make, batches, step=lambda m, b: loss_of(m, b) * b.weight, during=during).step
+    assert step is not None and step.opaque_reason is None
+
+
+def test_trials_that_differ_in_names() -> None:
+    """A function's name is part of its key, as are the notes at a dataclass's fields."""
+
+    def trial(name: str) -> set[str]:
+        def measure(value: torch.Tensor) -> torch.Tensor:
+            return value.detach().mean()
+
+        @dataclasses.dataclass
+        class Noted:
+            a: float = dataclasses.field(default=1.0, metadata={"name": name})
+
+        measure.__name__ = name
+        model, optimizer = make()
+        notes = Noted()
+
+        def function(model: nn.Module, batch: Any) -> Any:
+            (field,) = dataclasses.fields(notes)
+            loss = loss_of(model, batch)
+            return loss, {measure.__name__: measure(loss), field.metadata["name"] + "_noted": measure(loss)}
+
+        return {*wf.Step(model, optimizer=optimizer, step=function)(BATCHES[0])[1]}
+
+    assert trial("one") == {"one", "one_noted"} and trial("two") == {"two", "two_noted"}
 
 
 def test_code_that_torch_keeps() -> None:

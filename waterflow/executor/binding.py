@@ -15,6 +15,7 @@ from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import no_gradient
 from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP
+from waterflow.partition.reads import Setting
 from waterflow.partition.spec import GraphInput, StepSpec
 
 
@@ -178,7 +179,9 @@ def missing_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
 def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
     """What the step's code read of modules and of libraries' classes."""
     for entry in captured.capture.entries:
-        if isinstance(entry.container, type):
+        if isinstance(entry, Setting):
+            guards.setting(entry.container)
+        elif isinstance(entry.container, type):
             guards.cls(entry.container, PASSING)
         else:
             guards.entry(entry.container, entry.name)

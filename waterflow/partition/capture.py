@@ -178,7 +178,7 @@ class _StepTracer:
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self.gradients, self.reached = tuple[str, ...](), tuple[GraphInput, ...]()
-        self.world = ClosedWorld(looked)
+        self.world = ClosedWorld(looked, leaves, batch_spec)
         self._marks: list[int] = []
         self._graph: Callable[[], fx.Graph]
         # Made outside of the mode, where touching something real would be a detour of 0.2 ms each time.

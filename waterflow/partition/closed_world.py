@@ -15,6 +15,7 @@ Entries of modules and of libraries' classes are read by name, and become guards
 
 from __future__ import annotations
 
+import abc
 import builtins
 import contextlib
 import enum
@@ -25,18 +26,20 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch._library import custom_ops
+from torch.utils import _pytree as pytree
 
+from waterflow import _C
 from waterflow.errors import CaptureError
-from waterflow.partition import pure_code
-from waterflow.partition.code_key import in_library
+from waterflow.partition import pure_code, settings
+from waterflow.partition.code_key import codes_of_operators, codes_within, in_library, slots_of
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.libraries import is_library
+from waterflow.partition.looks import MISSING, pairs_of, slot_value
 from waterflow.partition.observer import CannotObserve, Event, line_of, observing
 from waterflow.partition.opcodes import Kind
 from waterflow.partition.reads import ATOMS, FIXED_MODULES, Entry, Reads, Refused, is_atom, is_fixed, name_of
@@ -44,19 +47,11 @@ from waterflow.partition.surroundings import no_collections
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS: tuple[type, ...] = (
-    list,
-    tuple,
-    dict,
-    set,
-    frozenset,
-    deque,
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-)
+    list, tuple, dict, set, frozenset, deque, type({}.keys()), type({}.values()), type({}.items()),
+)  # fmt: skip
 _Cached = type(functools.lru_cache(lambda: None))
 # What reads no more of its arguments than their classes.
-_OF_CLASSES = frozenset(map(id, (isinstance, issubclass, callable, type)))
+_OF_CLASSES = frozenset(map(id, (isinstance, issubclass, callable)))
 _SHARED = {
     id(random._inst): "Python's random numbers",  # type: ignore[attr-defined]
     id(np.random.mtrand._rand): "NumPy's random numbers",  # type: ignore[attr-defined]
@@ -70,8 +65,15 @@ _Rules = dict[Kind, Callable[[tuple[Any, ...]], None]]
 class ClosedWorld:
     """Judges the operations of one trace, each before it happens."""
 
-    def __init__(self, looked: Fingerprint) -> None:
-        self.reads = Reads(looked)
+    def __init__(
+        self, looked: Fingerprint, batch: Iterable[Any] = (), batch_spec: pytree.TreeSpec | None = None
+    ) -> None:
+        """``batch`` are the leaves of a batch."""
+        self.reads = Reads(looked, batch_spec)
+        for value in batch:
+            if isinstance(value, enum.Enum) and not in_library(type(value)) and looked.cover(value) is None:
+                self.reads.stranger(value, f"{value} of the batch")
+        self._settings = {ask: ask() for ask in (settings.of_numpy, settings.of_warnings, settings.of_classes)}
         self._libraries = {pure_code.package_of(type(one).__module__) for one in looked.modules()}  # to be observed
         self._known: set[types.CodeType] | None = None
         self._refusal: CaptureError | None = None
@@ -96,7 +98,7 @@ class ClosedWorld:
             Kind.BINARY: works, Kind.UNARY: works, Kind.TEST: works, Kind.CALL: self._call,
             Kind.CALL_UNPACKED: self._call_unpacked, Kind.EXTEND: self._iterates, Kind.HASH: works, Kind.FORMAT: works,
             Kind.WITH: self._with, Kind.LEAVE: works, Kind.IMPORT: harmless, Kind.RAISE: works, Kind.EXCEPT: works,
-            Kind.MATCH: works, Kind.INTRINSIC: works, Kind.UNKNOWN: self._unknown, Kind.DISPLAY: self._unknown,
+            Kind.MATCH: self._matches, Kind.INTRINSIC: works, Kind.UNKNOWN: self._unknown, Kind.DISPLAY: self._unknown,
         }  # fmt: skip
 
     @contextlib.contextmanager
@@ -174,17 +176,25 @@ class ClosedWorld:
         if id(value) in seen:
             return
         seen.add(id(value))
-        if type(value) in _CONTAINERS:
-            for part in (*value, *value.values()) if isinstance(value, dict) else value:
-                self._whole(part, seen)
-        elif isinstance(value, type):
+        if isinstance(value, type):
             if in_library(value):
                 self._construct(value)
         elif callable(value) and not isinstance(value, nn.Module):
             self._callee(value, (), {})
-        if self.reads.looked.cover(value) is None and not isinstance(value, type):  # made in the step
-            for part in getattr(value, "__dict__", {}).values():
-                self._whole(part, seen)
+        for part in self._parts(value):
+            self._whole(part, seen)
+
+    def _parts(self, value: Any) -> Iterator[Any]:
+        """What can be reached from an object: its items, attributes and slots."""
+        base = next((base for base in _CONTAINERS if isinstance(value, base)), None)
+        if base is not None:
+            yield from (one for pair in pairs_of(value) for one in pair) if base is dict else base.__iter__(value)  # type: ignore[attr-defined]
+        made = self.reads.looked.cover(value) is None
+        if not isinstance(value, (type, nn.Module)) and (made or self.reads.looked.unlooked):
+            yield from (_C.attributes_of(value) or {}).values()
+            yield from (
+                part for slot in slots_of(cast(Any, type(value))) if (part := slot_value(slot, value)) is not MISSING
+            )
 
     # -- entries by name
 
@@ -201,10 +211,14 @@ class ClosedWorld:
         for value in operands:
             self.reads.read(value)
             kind = type(value)
+            if isinstance(value, (np.generic, np.ndarray)):
+                self._depends_on(settings.of_numpy)
             if kind not in ATOMS and not is_fixed(value) and in_library(kind) and not pure_code.is_pure_class(kind):
-                raise Refused(
-                    f"works on a {kind.__module__}.{kind.__qualname__}, which is not known to be without state"
-                )
+                raise Refused(f"works on a {name_of(kind)}, which is not known to be without state")
+
+    def _matches(self, operands: tuple[Any, ...]) -> None:
+        self._depends_on(settings.of_classes)
+        self._operates(operands)
 
     def _stores(self, operands: tuple[Any, ...]) -> None:
         self._operates(operands[:2])  # what is stored is not read
@@ -219,7 +233,7 @@ class ClosedWorld:
         kind = type(operands[0])
         self.reads.read(operands[0])
         if in_library(kind) and not pure_code.is_pure_class(kind):
-            raise Refused(f"enters a {kind.__module__}.{kind.__qualname__}, which is not known to be without state")
+            raise Refused(f"enters a {name_of(kind)}, which is not known to be without state")
 
     def _unknown(self, operands: tuple[Any, ...]) -> None:
         raise Refused("does what a capture does not know")
@@ -230,10 +244,10 @@ class ClosedWorld:
     def _frame(self, code: types.CodeType, function: Any) -> None:
         """The user's code may only be code that the fingerprint has met, or that such code holds."""
         if self._known is None:
-            self._known = {code for one in self.reads.looked.functions() for code in _codes(one.__code__)}
+            self._known = {code for one in self.reads.looked.functions() for code in codes_within(one.__code__)}
         if code.co_name == "<module>":  # a module that is imported for the first time, or text that a library executes
-            self._known.update(_codes(code))
-        elif code not in self._known and not in_library(function) and code not in _codes_of_operators():
+            self._known.update(codes_within(code))
+        elif code not in self._known and not in_library(function) and code not in codes_of_operators():
             raise Refused(f"runs {code.co_qualname}, which it reaches in a way that a capture does not see")
 
     # -- calls
@@ -259,6 +273,8 @@ class ClosedWorld:
 
     def _callee(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Judge a call; with what it is given where that is known."""
+        if self._asks(called, given, named):
+            return
         if isinstance(called, types.FunctionType):
             self._function(called, given, named)
         elif isinstance(called, types.MethodType):
@@ -274,11 +290,29 @@ class ClosedWorld:
             self._all_whole(given, named)
         elif isinstance(called, types.MethodWrapperType):
             self._all_whole((called.__self__, *given), named)
+        elif called is type and len(given) == 1:
+            if isinstance(given[0], torch.Tensor):
+                raise Refused("asks for the class of a tensor, which is another one in a trace")
         elif isinstance(called, type):
             self._construct(called)
             self._all_whole(given, named) if in_library(called) else None
         else:
             self._object(called, given, named)
+
+    def _asks(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        """Whether a call does nothing but to ask how the process is set, which becomes a guard of the capture."""
+        package = pure_code.package_of(getattr(called, "__module__", None) or "torch")
+        if package in ("numpy", "warnings", "_warnings"):
+            self._depends_on(settings.of_numpy if package == "numpy" else settings.of_warnings)
+        ask = settings.asks(called, package, given, named, ATOMS)
+        said = None if ask is None else ask()
+        if ask is not None and is_atom(said):
+            self.reads.setting(ask, f"{name_of(called)}{given}{named}", said)
+            return True
+        return False
+
+    def _depends_on(self, ask: settings.Ask) -> None:
+        self.reads.setting(ask, ask.__name__, self._settings[ask])  # type: ignore[attr-defined]
 
     def _all_whole(self, given: Iterable[Any], named: Mapping[str, Any]) -> None:
         for value in (*given, *named.values()):
@@ -301,6 +335,8 @@ class ClosedWorld:
 
     def _builtin(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if id(called) in _OF_CLASSES:
+            if called is not callable and len(given) == 2:
+                self._classes(given[1])
             return
         owner = called.__self__
         if owner is None or isinstance(owner, (types.ModuleType, type)):
@@ -310,16 +346,20 @@ class ClosedWorld:
             self.reads.read(owner)
             _check_generator(owner, called.__name__)
             if not pure_code.is_pure_method(owner, called.__name__):
-                what = f"{type(owner).__module__}.{type(owner).__qualname__}"
+                what = name_of(type(owner))
                 raise Refused(f"calls {called.__name__} of a {what}, which is not known to be without state")
             given = (*given, owner) if _walks(called) else given
         if called is iter or called is next or called is sorted:
             self._iterates(given[:1])
         self._all_whole(given, named)
 
+    def _classes(self, classes: Any) -> None:
+        """An object is compared with classes, some of which ask a registry."""
+        for one in classes if type(classes) is tuple else getattr(classes, "__args__", (classes,)):
+            if isinstance(one, abc.ABCMeta):
+                self._depends_on(settings.of_classes)
+
     def _construct(self, cls: type) -> None:
-        if cls is type:
-            return
         self.reads.read(cls)
         base = next(base for base in cls.__mro__ if in_library(base))
         if base is not object and not pure_code.is_pure_class(base):
@@ -343,21 +383,6 @@ class ClosedWorld:
             self._all_whole(given, named)
 
 
-def _codes_of_operators() -> set[types.CodeType]:
-    """The code of the operators that users have registered, whose calls are part of the graph: their shape rules and gradients."""
-    found: set[types.CodeType] = set()
-    for operator_ in custom_ops.OPDEFS.values():
-        for function in (
-            operator_._init_fn,
-            operator_._abstract_fn,
-            operator_._backward_fn,
-            operator_._setup_context_fn,
-        ):
-            if isinstance(function, types.FunctionType):
-                found.update(_codes(function.__code__))
-    return found
-
-
 def _check_generator(owner: Any, method: str) -> None:
     if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
         raise Refused(f"draws from {_SHARED.get(id(owner), 'random numbers of its own')} ({method})")
@@ -365,9 +390,3 @@ def _check_generator(owner: Any, method: str) -> None:
 
 def _walks(called: Any) -> bool:
     return isinstance(called.__self__, (list, tuple, dict, deque)) and called.__name__ in ("sort", "extend", "update")
-
-
-@functools.lru_cache(maxsize=4096)
-def _codes(code: types.CodeType) -> tuple[types.CodeType, ...]:
-    inner: Iterator[types.CodeType] = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return (code, *(one for part in inner for one in _codes(part)))

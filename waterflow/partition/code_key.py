@@ -10,6 +10,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from torch._library import custom_ops
+
 from waterflow import _C
 from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.libraries import is_library
@@ -102,7 +104,11 @@ def reads_of(code: types.CodeType) -> tuple[Read, ...]:
 def bodies(cls: type) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
     """The bases of a user's class with what each of them says: methods, properties, values. Nothing of a library's."""
     for base in inspect.getmro(cls):
-        said = [] if in_library(base) else [(n, v) for n, v in vars(base).items() if n not in BOOKKEEPING]
+        said = []
+        if not in_library(base):
+            said = [(n, v) for n, v in vars(base).items() if n not in BOOKKEEPING or n == "__match_args__"]
+            fields = vars(base).get("__dataclass_fields__", {})
+            said += [(f"{name} (field)", getattr(one, "metadata", None)) for name, one in fields.items()]
         yield base, said
 
 
@@ -145,3 +151,20 @@ def layout_of(cls: Any) -> type:
     own += bool(cls.__dictoffset__) and not base.__dictoffset__ and not cls.__flags__ & _MANAGED_DICT
     same = cls.__basicsize__ - base.__basicsize__ == 8 * own and cls.__itemsize__ == base.__itemsize__
     return layout_of(base) if same else cls
+
+
+@functools.lru_cache(maxsize=4096)
+def codes_within(code: types.CodeType) -> tuple[types.CodeType, ...]:
+    """A piece of code and all that it holds: of the functions and classes that it makes."""
+    inner: Iterator[types.CodeType] = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return (code, *(one for part in inner for one in codes_within(part)))
+
+
+def codes_of_operators() -> set[types.CodeType]:
+    """The code of the operators that users have registered, whose calls are part of the graph: their shape rules and gradients."""
+    found: set[types.CodeType] = set()
+    for one in custom_ops.OPDEFS.values():
+        for function in (one._init_fn, one._abstract_fn, one._backward_fn, one._setup_context_fn):
+            if isinstance(function, types.FunctionType):
+                found.update(codes_within(function.__code__))
+    return found

@@ -42,6 +42,7 @@ from waterflow.partition.exact import exact
 from waterflow.partition.looks import MISSING, Look, cell_contents, pairs_of, slot_value
 from waterflow.partition.operators import lazy_bits
 from waterflow.partition.tokens import token_of
+from waterflow.partition.torch_tables import key_of_torch
 
 # Objects of exactly these types never change, and say all by their value.
 _FIXED = frozenset({
@@ -182,12 +183,12 @@ class Fingerprint:
         if issubclass(kind, _GENERATORS):
             self._check_generator(value)
             return self.by_identity(value)
+        if issubclass(kind, nn.Module):
+            return self.of_module(value)
         if issubclass(kind, _BY_IDENTITY) or str(kind.__module__).startswith(_MACHINERY) or value is sys.modules:
             return self.by_identity(value)
         if issubclass(kind, torch.Tensor):
             return self._tensor(value)
-        if issubclass(kind, nn.Module):
-            return self.of_module(value)
         if issubclass(kind, type):
             return self.of_class(value)
         if issubclass(kind, enum.Enum) and in_library(kind):
@@ -262,11 +263,11 @@ class Fingerprint:
         return tuple((self.entry("hook", hook), how) for hook, how in zip(list(hooks.values()), called))
 
     def of_process(self) -> Hashable:
-        """The hooks that every module of the process calls."""
-        space = vars(nn.modules.module)
-        found = {name: value for name, value in space.items() if name.startswith("_global_")}
-        self.look(space, "entries", found)
-        return tuple((name, self._hooks(v, ()) if isinstance(v, dict) else exact(v)) for name, v in found.items())
+        """The hooks that every module of the process calls, and torch's functions."""
+        found = {name: value for name, value in vars(nn.modules.module).items() if name.startswith("_global_")}
+        self.look(vars(nn.modules.module), "entries", found)
+        hooks = tuple((name, self._hooks(v, ()) if isinstance(v, dict) else exact(v)) for name, v in found.items())
+        return (*hooks, key_of_torch(self.look), self.of_class(torch.Tensor))
 
     # -- all other objects
 
@@ -304,7 +305,8 @@ class Fingerprint:
         self.look(function, "function")
         self.look(function, "object")
         said = tuple((name, self.entry(name, value)) for name, value in pairs_of(_C.attributes_of(function) or {}))
-        key = ("function", said, function.__code__, self.of(function.__defaults__), self.of(function.__kwdefaults__))
+        given = self.of(function.__defaults__), self.of(function.__kwdefaults__)
+        key = ("function", function.__name__, function.__qualname__, said, function.__code__, *given)
         closure = tuple(map(self.cell, function.__code__.co_freevars, function.__closure__ or ()))
         if in_library(function):
             return (*key, closure, function.__module__, function.__qualname__)
@@ -368,7 +370,8 @@ class Fingerprint:
             if in_library(base):
                 said.append(self._library_class(base))
             else:
-                said.append((base.__qualname__, tuple((name, self.entry(name, value)) for name, value in body)))
+                entries = tuple((name, self.entry(name, value)) for name, value in body)
+                said.append((base.__name__, base.__qualname__, entries))
         return ("class", self.of(type(cls)), tuple(said))
 
     def _library_class(self, cls: type) -> Hashable:

@@ -52,9 +52,11 @@ TYPES: frozenset[type] = frozenset({
 })  # fmt: skip
 OF_TENSORS = frozenset({
     "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "numpy", "tolist", "__array__", "__dlpack__",
-    "_is_view", "record_stream", "pin_memory",
+    "_is_view", "record_stream", "pin_memory", "storage_offset", "storage_type", "is_inference", "is_shared", "is_pinned",
+    "is_set_to",
 })  # fmt: skip
 OF_TORCH = frozenset({
+    "state_dict", "load_state_dict",  # whose hooks no key holds
     "save", "load", "set_default_dtype", "set_default_device", "set_grad_enabled_", "set_num_threads",
     "use_deterministic_algorithms", "set_printoptions", "compile", "set_float32_matmul_precision", "from_file",
 })  # fmt: skip

@@ -8,16 +8,22 @@ from __future__ import annotations
 import enum
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
 
 from waterflow.partition import pure_code
 from waterflow.partition.code_key import in_library
+from waterflow.partition.dropout_rates import has_free_rate
 from waterflow.partition.exact import exact
 from waterflow.partition.fingerprint import Fingerprint
+from waterflow.partition.settings import Ask, same
 
 ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice, types.CodeType,
@@ -25,13 +31,18 @@ ATOMS = frozenset({
 })  # fmt: skip
 FIXED_MODULES = ("torch._ops", "torch._library.custom_ops", "typing", "re")  # objects of their classes do not change
 _FIXED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
-          types.MethodWrapperType, types.ModuleType, enum.Enum, np.ufunc, np.dtype, np.generic)  # fmt: skip
+          types.MethodWrapperType, types.ModuleType, np.ufunc, np.dtype, np.generic, TorchVersion)  # fmt: skip
 # From these a program comes to things that no path leads to.
 _WAYS_OUT = frozenset({
     "__globals__", "__builtins__", "gi_frame", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_globals", "f_locals", "f_back",
     "f_builtins", "__subclasses__", "__traceback__",
 })  # fmt: skip
-_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks"})
+_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks",
+                             "_base", "__class__", "output_nr"})  # fmt: skip
+# What no key holds of the user's functions and classes.
+_SAID_NOWHERE = frozenset(
+    {"__doc__", "__annotations__", "__module__", "__type_params__", "__abstractmethods__", "__orig_bases__"}
+)
 _HISTORY = frozenset({"grad", "_grad", "grad_fn", "is_leaf", "retains_grad"})  # which stand-ins do not have
 _HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
 _NOTHING = object()
@@ -54,6 +65,15 @@ class Entry:
         return self.container.get(self.name, _NOTHING)
 
 
+@dataclass(frozen=True)
+class Setting(Entry):
+    """What ``container``, a function without arguments, said when the step was traced, which it must still say."""
+
+    def holds(self) -> bool:
+        """Whether it says the same now."""
+        return same(self.container(), self.value)
+
+
 class Refused(BaseException):  # no error of the user's, whose code is not to catch it
     """An operation that leaves the closed world; the message continues "the step ..."."""
 
@@ -61,8 +81,9 @@ class Refused(BaseException):  # no error of the user's, whose code is not to ca
 class Reads:
     """Judges what is read. ``entries`` are the guards that come to those of the fingerprint."""
 
-    def __init__(self, looked: Fingerprint) -> None:
+    def __init__(self, looked: Fingerprint, batch_spec: pytree.TreeSpec | None = None) -> None:
         self.looked = looked
+        self._given = frozenset() if batch_spec is None else frozenset(_classes_of(batch_spec))
         self.entries: dict[tuple[int, str], Entry] = {}
         self.stand_ins: frozenset[int] = frozenset()  # by id, of the tensors that the step is given
         self._unlooked: dict[int, str] = {}
@@ -78,7 +99,7 @@ class Reads:
         if label is not None:
             raise Refused(f"reads {label}, into which a capture cannot look")
 
-    def _stranger(self, value: Any, label: str) -> None:
+    def stranger(self, value: Any, label: str) -> None:
         """``value`` lay where nobody guards it: it must not be used."""
         self._unlooked[id(value)] = label
         self._alive.append(value)
@@ -90,12 +111,16 @@ class Reads:
         if (id(container), name) not in self.entries:
             self.entries[id(container), name] = Entry(container, name, value)
         if not self._is_constant(value):
-            self._stranger(value, label)
+            self.stranger(value, label)
 
     def _is_constant(self, value: Any) -> bool:
         if is_fixed(value) or is_atom(value) or self.looked.cover(value) == "whole":
             return True
         return isinstance(value, (type, types.FunctionType)) and in_library(value)
+
+    def setting(self, ask: Ask, label: str, value: Any) -> None:
+        """The process is set so that ``ask`` says ``value``, and the step's code may depend on it."""
+        self.entries.setdefault((hash(label), label), Setting(ask, label, value))
 
     def named_global(self, operands: tuple[Any, ...]) -> None:
         """A global, or what a builtin name stands for: (the dict that has it, name)."""
@@ -118,12 +143,15 @@ class Reads:
         self.read(owner)
         if name in _WAYS_OUT:
             raise Refused(f"reads {name}, from which everything else can be reached")
+        if name == "__dict__" and isinstance(owner, nn.Module) and has_free_rate(owner):
+            raise Refused("reads the __dict__ of a dropout, whose rate is an input")
+        if name in _SAID_NOWHERE and isinstance(owner, (type, types.FunctionType)) and not in_library(owner):
+            raise Refused(f"reads {name} of {name_of(owner)}, which no key holds")
         if isinstance(owner, type):
             self._of_class(owner, name, read=True)
         elif isinstance(owner, types.FunctionType):
-            value = vars(owner).get(name)
-            if self.looked.cover(owner) == "library" and not self._is_constant(value):
-                self._stranger(value, f"{name_of(owner)}.{name}")
+            if in_library(owner) and name in vars(owner):
+                self._entry(vars(owner), name, vars(owner)[name], f"{name_of(owner)}.{name}")
         elif isinstance(owner, torch.Tensor) and (
             name in _TENSOR_SECRETS or (name in _HISTORY and id(owner) in self.stand_ins)
         ):
@@ -136,6 +164,8 @@ class Reads:
         space = vars(module)
         if name in space:
             self._entry(space, name, space[name], label)
+        elif type(module) is types.ModuleType and not hasattr(module, name):
+            self.entries.setdefault((id(space), name), Entry(space, name, _NOTHING))
         elif name != "*" and not _is_lazy(module):
             raise Refused(f"reads {label}, which that module computes")
 
@@ -146,10 +176,12 @@ class Reads:
                 value = vars(base)[name]
                 if in_library(base) and isinstance(value, property) and not pure_code.is_pure_class(base):
                     raise Refused(f"reads {name} of a {base.__module__}.{base.__qualname__}, which computes it")
-                if in_library(base) and base.__flags__ & _HEAP_TYPE:
+                known = in_library(base) or base in self._given
+                if known and self.looked.cover(base) != "whole" and base.__flags__ & _HEAP_TYPE:
                     self.entries.setdefault((id(base), name), Entry(base, name, value))
-                    if read and not self._is_constant(value) and not hasattr(type(value), "__get__"):
-                        self._stranger(value, f"{base.__qualname__}.{name}")
+                    shown = read or base in self._given
+                    if shown and not self._is_constant(value) and not hasattr(type(value), "__get__"):
+                        self.stranger(value, f"{base.__qualname__}.{name}")
                 return
 
     def set_attribute(self, operands: tuple[Any, ...]) -> None:
@@ -158,6 +190,13 @@ class Reads:
         if isinstance(owner, types.ModuleType) or (isinstance(owner, type) and in_library(owner)):
             raise Refused(f"changes {name_of(owner)}.{name}")
         self.read(owner)
+
+
+def _classes_of(spec: pytree.TreeSpec) -> Iterator[type]:
+    """The classes that a batch brings with it."""
+    yield from (one for one in (spec.type, spec.context) if isinstance(one, type))
+    for child in spec.children():
+        yield from _classes_of(child)
 
 
 def is_atom(value: Any) -> bool:
@@ -174,6 +213,8 @@ def _is_lazy(module: types.ModuleType) -> bool:
 
 def is_fixed(value: Any) -> bool:
     """Whether an object has nothing that changes."""
+    if isinstance(value, enum.Enum):  # a user's may have attributes
+        return in_library(type(value))
     return isinstance(value, _FIXED) or type(value).__module__ in FIXED_MODULES
 
 

@@ -171,7 +171,10 @@ class Substitution(TorchFunctionMode):
     Also refuses to hand values of tensors to Python: they would become constants of the graph.
     """
 
-    _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+    _READS = (
+        torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__,
+        torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__,
+    )  # fmt: skip
     _ASKS = (
         torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
     )  # fmt: skip
@@ -194,7 +197,8 @@ class Substitution(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            if func in self._ASKS:
+            # Some that only a trace raises: user code that goes on without the result would go another way.
+            if func in self._ASKS or isinstance(error, (RuntimeError, BufferError)):
                 self._refused = error
             raise
 

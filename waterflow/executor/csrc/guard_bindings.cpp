@@ -77,6 +77,7 @@ void bind_guards(py::module_& m) {
              TORCH_CHECK_TYPE(THPVariable_Check(parameter.ptr()), "hooks are watched on tensors");
              self.hooks(parameter.ptr());
            })
+      .def("setting", [](Guards& self, const py::function& function) { self.setting(function.ptr()); })
       .def("current", &Guards::current);
 
   m.def(

@@ -100,6 +100,16 @@ void parts_of(PyObject* function, PyObject** parts) {
   parts[0] = given->func_code;
   parts[1] = given->func_defaults;
   parts[2] = given->func_kwdefaults;
+  parts[3] = given->func_name;
+  parts[4] = given->func_qualname;
+}
+
+// The names of a class that Python code made; those of others do not change.
+void names_of(PyTypeObject* type, PyObject** names) {
+  const auto* made = reinterpret_cast<PyHeapTypeObject*>(type);
+  const bool fixed = !PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE);
+  names[0] = fixed ? nullptr : made->ht_name;
+  names[1] = fixed ? nullptr : made->ht_qualname;
 }
 
 }  // namespace
@@ -187,7 +197,9 @@ void Guards::function(PyObject* function) {
 
 void Guards::cls(PyObject* cls, PyTypeObject* passing) {
   auto* type = reinterpret_cast<PyTypeObject*>(held_(cls));
-  Class watch{type, passing, held_(type->tp_mro), {}, version_of(type)};
+  Class watch{type, passing, held_(type->tp_mro), {}, {}, version_of(type)};
+  names_of(type, watch.names);
+  for (auto* name : watch.names) held_(name);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(type->tp_mro); ++i) {
     auto* base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, i));
     if (PyType_HasFeature(base, Py_TPFLAGS_IMMUTABLETYPE) || base->tp_dict == nullptr) continue;
@@ -211,6 +223,12 @@ void Guards::truth(PyObject* dict, PyObject* key) {
 }
 
 void Guards::hooks(PyObject* parameter) { parameters_.push_back(held_(parameter)); }
+
+void Guards::setting(PyObject* function) {
+  PyObject* said = PyObject_CallNoArgs(function);
+  if (said == nullptr) throw py::error_already_set();
+  settings_.emplace_back(held_(function), held_.take(said));
+}
 
 bool Guards::holds(const Dict& watch) {
   const uint64_t version = version_of(watch.dict);
@@ -255,12 +273,15 @@ bool Guards::holds(const Object& watch) {
 }
 
 bool Guards::holds(const Function& watch) {
-  PyObject* now[3];
+  PyObject* now[5];
   parts_of(watch.function, now);
-  return std::equal(now, now + 3, watch.parts);
+  return std::equal(now, now + 5, watch.parts);
 }
 
 bool Guards::holds(const Class& watch) {
+  PyObject* names[2];
+  names_of(watch.type, names);
+  if (!std::equal(names, names + 2, watch.names)) return false;
   const unsigned int version = version_of(watch.type);
   if (version != 0 && version == watch.version) return true;
   if (watch.type->tp_mro != watch.bases) return false;
@@ -287,6 +308,12 @@ bool Guards::current() const {
   }
   for (size_t i = 0; i < truths_.size(); ++i) {
     if (is_true(truths_[i].first, truths_[i].second) != truth_values_[i]) return false;
+  }
+  for (const auto& [function, said] : settings_) {
+    const auto now = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(function));
+    const int same = now ? PyObject_RichCompareBool(now.ptr(), said, Py_EQ) : -1;
+    if (same < 0) throw py::error_already_set();
+    if (same == 0) return false;
   }
   for (auto* parameter : parameters_) {
     const auto* variable = reinterpret_cast<THPVariable*>(parameter);

@@ -29,7 +29,8 @@ class Held {
 PyObject* attributes_of(PyObject* object);
 
 // Each method notes what a place says now; `current` compares all of them, by identity. It runs no code of a user's:
-// nothing is hashed, compared by value, or asked for an attribute. Needs the interpreter lock in every call.
+// nothing is hashed or asked for an attribute, and only settings are compared by value. Needs the interpreter lock in
+// every call.
 class Guards {
  public:
   Guards() = default;
@@ -42,12 +43,14 @@ class Guards {
   void cell(PyObject* cell);                            // of a closure
   void member(PyObject* object, PyObject* descriptor);  // a slot
   void object(PyObject* object);                        // its class and its own attributes
-  void function(PyObject* function);                    // its code and defaults
+  void function(PyObject* function);                    // its code, defaults and names
   // What a class and its bases say, but for values of the type `passing`, which come and go.
   void cls(PyObject* cls, PyTypeObject* passing);
   void bytes(PyObject* object, PyTypeObject* base);  // the memory that `base`, a type of C's, says the object has
   void truth(PyObject* dict, PyObject* key);         // an entry that may change, but not to or from zero
   void hooks(PyObject* parameter);                   // there are none, and there must be none
+  // What a function of Python's, torch's or NumPy's says when it is called without arguments, compared by value.
+  void setting(PyObject* function);
 
   bool current() const;
 
@@ -78,12 +81,13 @@ class Guards {
   };
   struct Function {
     PyObject* function;
-    PyObject* parts[3];
+    PyObject* parts[5];
   };
   struct Class {
     PyTypeObject* type;
     PyTypeObject* passing;
     PyObject* bases;
+    PyObject* names[2];
     std::vector<std::pair<PyObject*, Pairs>> bodies;
     mutable unsigned int version = 0;
   };
@@ -116,6 +120,7 @@ class Guards {
   std::vector<std::pair<PyObject*, PyObject*>> truths_;  // dict and key
   std::vector<bool> truth_values_;
   std::vector<PyObject*> parameters_;
+  std::vector<std::pair<PyObject*, PyObject*>> settings_;  // function and what it said
 };
 
 }  // namespace waterflow

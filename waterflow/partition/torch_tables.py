@@ -1,0 +1,49 @@
+"""What torch says under its own names: layers call functions there that anybody can replace, as they can methods of tensors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from waterflow import _C
+from waterflow.errors import CaptureError
+from waterflow.partition.code_key import in_library
+from waterflow.partition.tokens import token_of
+
+_TABLES: tuple[dict[str, Any], ...] = (vars(functional), vars(torch))
+_METHODS = frozenset(dir(torch.Tensor))  # torch's own: others may be added
+_known: list[tuple[_C.Guards, Hashable, str]] = []
+_numbers: dict[Hashable, int] = {}
+
+
+def key_of_torch(look: Callable[..., None]) -> Hashable:
+    """A key of the functions that torch's tables have now, each of which ``look`` is shown.
+
+    Raises CaptureError for one that the user put in the place of torch's: in a trace it would be called twice, by torch, too.
+    """
+    for table in _TABLES:
+        look(table, "dict", kept=False)
+    if not _known or not _known[0][0].current():
+        guards = _C.Guards()
+        for table in _TABLES:
+            guards.dict(table)
+        guards.cls(torch.Tensor)
+        said = tuple((name, token_of(value)) for table in _TABLES for name, value in table.items() if callable(value))
+        _known[:] = [(guards, _numbers.setdefault(said, len(_numbers)), next(_replaced(), ""))]
+    _, number, why = _known[0]
+    if why:
+        raise CaptureError(why)
+    return number
+
+
+def _replaced() -> Iterator[str]:
+    methods = dict(vars(torch.Tensor))
+    for table in (*_TABLES, methods):
+        for name, value in table.items():
+            theirs = isinstance(value, types.FunctionType) and not in_library(value)
+            if theirs and (name in _METHODS or table is not methods):
+                yield f"torch's {name} was replaced by {value.__qualname__} of {value.__module__}"
