@@ -267,7 +267,7 @@ class ClosedWorld:
         by_name = _BY_NAME.get(id(called))
         if by_name is not None and len(given) >= 2 and type(given[1]) is str:
             rule = self.reads.attribute if by_name == "read" else self.reads.set_attribute
-            rule((given[0], given[1]))
+            rule(given)
             return
         self._callee(called, given, named)
 
@@ -327,6 +327,7 @@ class ClosedWorld:
             return
         if given:
             _check_generator(given[0], called.__name__)
+            _check_mode(called.__name__, *given[:2], *named.values())
         if not pure_code.is_pure_module(called.__globals__.get("__name__")):
             raise Refused(f"calls {called.__module__}.{called.__qualname__}, which is not known to be without state")
         if called.__name__ in pure_code.OF_TORCH and pure_code.package_of(called.__module__) == "torch":
@@ -381,6 +382,14 @@ class ClosedWorld:
             if not isinstance(called, _Cached) and not pure_code.is_pure_class(kind):
                 raise Refused(f"calls a {kind.__module__}.{kind.__qualname__}, which is not known to be without state")
             self._all_whole(given, named)
+
+
+def _check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
+    """A step may say again in which mode a module is."""
+    if method in ("train", "eval") and isinstance(owner, nn.Module):
+        wanted = bool(mode) and method == "train"
+        if any(one.training is not wanted for one in owner.modules()):
+            raise Refused("sets the mode of a module (training)")
 
 
 def _check_generator(owner: Any, method: str) -> None:

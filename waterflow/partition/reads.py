@@ -136,7 +136,7 @@ class Reads:
 
     def attribute(self, operands: tuple[Any, ...]) -> None:
         """(owner, name) is read; what a user's own code computes there is judged by itself."""
-        owner, name = operands
+        owner, name = operands[:2]
         if isinstance(owner, types.ModuleType):
             self._of_module(owner, name)
             return
@@ -190,6 +190,10 @@ class Reads:
         if isinstance(owner, types.ModuleType) or (isinstance(owner, type) and in_library(owner)):
             raise Refused(f"changes {name_of(owner)}.{name}")
         self.read(owner)
+        if name == "training" and isinstance(owner, nn.Module):  # not put back where others may set it: by equal jobs
+            value = operands[2] if len(operands) > 2 else None
+            if not (isinstance(value, bool) and value is owner.training):
+                raise Refused("sets the mode of a module (training)")
 
 
 def _classes_of(spec: pytree.TreeSpec) -> Iterator[type]:
