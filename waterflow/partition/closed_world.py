@@ -387,8 +387,7 @@ class ClosedWorld:
 def _check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
     """A step may say again in which mode a module is."""
     if method in ("train", "eval") and isinstance(owner, nn.Module):
-        wanted = bool(mode) and method == "train"
-        if any(one.training is not wanted for one in owner.modules()):
+        if any(one.training is not (bool(mode) and method == "train") for one in owner.modules()):
             raise Refused("sets the mode of a module (training)")
 
 
