@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import SGD, Optimizer
 
 import waterflow as wf
+from tests.program_runs import Eager
 from tests.support import compare, images, same_bits
 
 BATCHES = images(4)
@@ -447,3 +448,29 @@ def test_code_that_torch_keeps() -> None:
     finally:
         handle.remove()
     assert calls["hook"] >= 4 * len(BATCHES) and step.opaque_reason is not None
+
+
+@pytest.mark.parametrize("twice", [lambda x: (x, x), lambda x: {"input": x, "target": x, "kind": "same"}])
+def test_a_tensor_that_is_twice_in_a_batch_is_one(twice: Any) -> None:
+    """So that a change of one changes the other, and ``is`` says so."""
+
+    def compute(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y, *_ = batch.values() if isinstance(batch, dict) else batch
+        x.mul_(0.5)
+        return (model(x) - y).pow(2).mean() * (2.0 if x is y else 1.0)
+
+    def train(make: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        step = make(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, fused=True), step=compute)
+        numbers = torch.Generator().manual_seed(1)
+        losses = []
+        for number in range(6):
+            x = torch.randn(3, 4, generator=numbers)
+            batch = twice(x)
+            if number % 2:
+                batch = {**batch, "target": x.clone()} if isinstance(batch, dict) else (x, x.clone())
+            losses.append(step(batch))
+        return [*losses, model.weight.detach()]
+
+    assert all(map(same_bits, train(wf.Step), train(Eager())))

@@ -238,11 +238,11 @@ class _StepTracer:
                 rate = group["lr"]
                 like = rate if isinstance(rate, torch.Tensor) else scalar
                 self.rates.append(self._add(GraphInput("rate", key="lr", group=number), like))
-        batch = []
+        shown: dict[int, torch.Tensor] = {}  # a tensor that is there twice is one for the step, too
         for position, leaf in enumerate(self.leaves):
-            if isinstance(leaf, torch.Tensor):
-                leaf = self._add(GraphInput("batch", leaf=position), leaf)
-            batch.append(leaf)
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in shown:
+                shown[id(leaf)] = self._add(GraphInput("batch", leaf=position), leaf)
+        batch = [shown.get(id(leaf), leaf) for leaf in self.leaves]
         self.batch = tuple(batch) if self.batch_spec is None else pytree.tree_unflatten(batch, self.batch_spec)
 
     # -- the step

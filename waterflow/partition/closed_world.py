@@ -386,9 +386,9 @@ class ClosedWorld:
 
 def _check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
     """A step may say again in which mode a module is."""
-    if method in ("train", "eval") and isinstance(owner, nn.Module):
-        if any(one.training is not (bool(mode) and method == "train") for one in owner.modules()):
-            raise Refused("sets the mode of a module (training)")
+    modules = owner.modules() if method in ("train", "eval") and isinstance(owner, nn.Module) else ()
+    if any(one.training is not (bool(mode) and method == "train") for one in modules):
+        raise Refused("sets the mode of a module (training)")
 
 
 def _check_generator(owner: Any, method: str) -> None:

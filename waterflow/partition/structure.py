@@ -71,6 +71,10 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     if not tensors:
         advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
         raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
+    first: dict[int, int] = {}
+    places = [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(first) < len(places):  # a tensor that is there twice changes with itself
+        key.append(("same", *places))
     return leaves, spec, tuple(key)
 
 

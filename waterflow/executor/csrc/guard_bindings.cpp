@@ -28,6 +28,9 @@ py::object form_of(PyObject* batch) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(batch); ++i) {
     PyObject* one = PyTuple_GET_ITEM(batch, i);
     if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != THPVariableClass) return py::none();
+    for (Py_ssize_t before = 0; before < i; ++before) {
+      if (PyTuple_GET_ITEM(batch, before) == one) return py::none();
+    }
     const auto& tensor = THPVariable_Unpack(one);
     const bool dense = tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized();
     if (!dense || tensor.is_meta() || carries_more(one)) return py::none();
