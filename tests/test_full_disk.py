@@ -117,7 +117,8 @@ def test_nothing_is_raised_and_one_warning_says_so(
             jobs, lanes=2, memory="1GiB", checkpoint=wf.Checkpoints(tmp_path, every=None, steps=2), on_error="continue"
         )
     assert [result.status for result in results] == ["completed"] * 2
-    first, last = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in caplog.records]
+    first, last = [one for one in told if "runs eagerly" not in one]
     assert str(error) in first and "could not be written" in first
     assert "'a' (none)" in last and "'b' (none)" in last
     assert [

@@ -532,4 +532,4 @@ def test_a_part_that_changes_its_mode_runs_eagerly(engine: Engine | None) -> Non
     model = FirstBatch()
     step = wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()), engine=engine)
     step(images(1)[0])
-    assert "norm.training" in step.opaque_reason and not model.norm.training
+    assert "training" in step.opaque_reason and "self.norm.eval()" in step.opaque_reason and not model.norm.training

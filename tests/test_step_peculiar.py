@@ -182,7 +182,7 @@ def test_batches(kind: str, engine: Engine | None) -> None:
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         x, y = read(batch)
         loss = F.cross_entropy(model(x), y)
-        return loss.as_subclass(torch.Tensor) if type(loss) is Doubling else loss
+        return loss.as_subclass(torch.Tensor) if isinstance(loss, Doubling) else loss
 
     batches = [made(x, y) for x, y in images(4)]
     compare(making(Net, AdamW if reason is None else SGD), batches, engine=engine, opaque=reason, step=step)
@@ -194,7 +194,7 @@ def test_a_plain_batch_first(engine: Engine | None) -> None:
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1]) * batch[0].sum()
-        return loss.as_subclass(torch.Tensor) if type(loss) is Doubling else loss
+        return loss.as_subclass(torch.Tensor) if isinstance(loss, Doubling) else loss
 
     compare(making(Net), batches, engine=engine, opaque="is a Doubling", step=step)
 

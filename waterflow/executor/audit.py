@@ -22,6 +22,7 @@ from waterflow.errors import AuditError, CaptureError, InvalidJobError, JobCance
 from waterflow.executor.audited import Audited, Code, Faulty, codes
 from waterflow.executor.binding import bind
 from waterflow.executor.both_ways import BothWays, Difference, ProvesNothing
+from waterflow.executor.captured import CapturedStep
 from waterflow.executor.engine import Engine
 from waterflow.executor.memory_limit import free_memory
 from waterflow.executor.variants import Variant
@@ -33,6 +34,9 @@ logger = logging.getLogger("waterflow")
 EARLIEST, LATEST = 2, 50  # a job's steps, between which the second audit of a captured step lies
 SHARE_OF_FREE = 0.5  # of the machine's memory, where no engine says how much there is
 _DEFAULT = "first"
+_OPERATORS = frozenset(
+    {"aten", "prims", "quantized", "mkldnn", "torchvision", "torchaudio"}
+)  # namespaces of libraries'
 
 
 class Waitable(Protocol):
@@ -150,6 +154,8 @@ class Audit:
 
 def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan, batches: int) -> Difference | None:
     """What differs, found on a lane where there are any, once there is room. Raises ProvesNothing where there can be none."""
+    if (operator := _users_operator(ways.captured)) is not None:
+        raise ProvesNothing(f"it calls the operator {operator}, which might count its calls")
     if not _gradients_here():
         raise ProvesNothing("it is called inside of an operator, below autograd")
     if engine is None or job is None:
@@ -169,6 +175,13 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
         except ValueError as error:
             raise ProvesNothing(str(error)) from None
     return found
+
+
+def _users_operator(captured: CapturedStep) -> str | None:
+    """An operator that no library has defined: what it keeps for itself would be changed by each way."""
+    targets = (node.target for node in captured.capture.graph.nodes if node.op == "call_function")
+    names = (target.name() for target in targets if isinstance(target, torch._ops.OpOverload))
+    return next((name for name in names if name.partition("::")[0] not in _OPERATORS), None)
 
 
 @torch.enable_grad()  # type: ignore[untyped-decorator]
