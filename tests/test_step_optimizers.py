@@ -83,7 +83,8 @@ def test_groups(kind: str, engine: Engine | None) -> None:
 def test_group_without_momentum_beside_one_with(engine: Engine | None) -> None:
     def make() -> tuple[nn.Module, Optimizer]:
         model = Net()
-        groups = [{"params": model.first.parameters(), "momentum": 0.0}, {"params": model.last.parameters()}]
+        without = [*model.first.parameters(), *model.norm.parameters()]
+        groups = [{"params": without, "momentum": 0.0}, {"params": model.last.parameters()}]
         return model, SGD(groups, lr=0.1, momentum=0.9)
 
     compare(make, images(5), engine=engine)
@@ -292,15 +293,16 @@ def test_the_same_optimizer_steps_eagerly_afterwards(engine: Engine | None) -> N
 def test_parameter_group_added_in_the_middle(engine: Engine | None) -> None:
     def make() -> tuple[nn.Module, Optimizer]:
         model = Net()
+        model.first.requires_grad_(False)
+        model.norm.requires_grad_(False)
         return model, SGD(model.last.parameters(), lr=0.1, momentum=0.9)
 
     def during(model: Net, optimizer: Optimizer) -> Any:
         def act(number: int) -> None:
             if number == 3:
+                model.first.requires_grad_(True)
                 optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.01})
                 fuse(optimizer) if optimizer.param_groups[0].get("fused") else None
-            for parameter in model.parameters():
-                parameter.grad = None  # of what the optimizer does not hold
 
         return act
 

@@ -17,6 +17,7 @@ from waterflow.job import Job, JobResult, Results
 from waterflow.task import Task
 
 Jobs = Job | Task | Iterable[Job | Task]
+ATTEMPTS = 10  # at objects that other threads change
 DEPTH = 8  # how far into an object the one that cannot be pickled is looked for
 
 
@@ -31,10 +32,14 @@ def pack(jobs: Jobs | Callable[[], Jobs]) -> bytes:
             f"a {type(jobs).__name__} is a module; hand in a wf.Job that trains it, or a function that makes one"
         )
     content = jobs if callable(jobs) else checked(jobs)
-    try:
-        return bytes(cloudpickle.dumps(content))
-    except Exception as error:
-        raise InvalidJobError(_why(content, error)) from error
+    for attempt in reversed(range(ATTEMPTS)):
+        try:
+            return bytes(cloudpickle.dumps(content))
+        except Exception as error:
+            if attempt and "changed size during iteration" in str(error):
+                continue  # another thread has changed what is being read
+            raise InvalidJobError(_why(content, error)) from error
+    raise AssertionError
 
 
 def unpack(payload: bytes) -> list[Job | Task]:
