@@ -264,7 +264,7 @@ empty_later = [1.5] * 2000
 
 def judged() -> dict[str, Program]:
     """By kind of an operation that the judge of traces refuses, as it reads what nobody guards."""
-    limit = sys.getrecursionlimit()
+    digits = sys.get_int_max_str_digits()
     of_many = {
         "ITEM": lambda m: many[0],
         "ITERATE": _first,
@@ -279,9 +279,9 @@ def judged() -> dict[str, Program]:
         _tested, lambda m, o: empty_later.clear(), lambda: empty_later.__setitem__(slice(None), [1.5] * 2000)
     )
     found["CALL"] = Program(
-        lambda m: sys.getrecursionlimit() / 1000,
-        lambda m, o: sys.setrecursionlimit(limit + 1000),
-        lambda: sys.setrecursionlimit(limit),
+        lambda m: sys.get_int_max_str_digits() / 1000,
+        lambda m, o: sys.set_int_max_str_digits(digits + 1000),
+        lambda: sys.set_int_max_str_digits(digits),
     )
     found["ATTRIBUTE"] = Program(
         lambda m: 1.0 + level_of.level, lambda m, o: level_of.setLevel(10), lambda: level_of.setLevel(0)

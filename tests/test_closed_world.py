@@ -38,6 +38,7 @@ from tests.support import compare, images, same_bits
 BATCHES = images(4)
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("weight", default=1.0)
 WEIGHT = 0.5
+PRINT = print  # libraries that other tests import replace the builtin one
 REGISTRY: dict[str, Any] = {"loss": F.cross_entropy, "weights": [0.5, 2.0]}
 counted = itertools.count()
 
@@ -191,7 +192,7 @@ model_elsewhere = weakref.WeakValueDictionary({"weights": WEIGHTED})
 OPAQUE: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
     "time": (lambda model, batch: loss_of(model, batch) * (1 if time.perf_counter() else 2), "time.perf_counter"),
     "context": (lambda model, batch: loss_of(model, batch) * VARIABLE.get(), "ContextVar"),
-    "print": (lambda model, batch: print("a step") or loss_of(model, batch), "print"),
+    "print": (lambda model, batch: PRINT("a step") or loss_of(model, batch), "print"),
     "a generator": (_draws, "numpy.random"),
     "Python's generator": (_draws_of_its_own, "random"),
     "a cache": (lambda model, batch: loss_of(model, batch) * cached(2), "cached"),
