@@ -1,4 +1,4 @@
-"""Many random programs, counted by kind of state; and the kinds that are known to differ."""
+"""Many random programs, counted by kind of state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from dataclasses import dataclass, field, replace
 from tests.program_runs import Comparison
 from tests.random_programs import KINDS, OPTIMIZERS, Program, modes_of, programs, single
 from waterflow.executor.captured import captures
-
-# Kinds of which some programs still differ. The tests tell when one of them no longer does.
-KNOWN_OPEN: frozenset[str] = frozenset()
 
 
 def singles(kind: str) -> Iterator[Program]:

@@ -11,10 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import program_runs
-from tests.program_campaign import KNOWN_OPEN, Campaign, shrunk, singles
+from tests.program_campaign import Campaign, shrunk, singles
 from tests.random_programs import KINDS, MODES, WAYS, programs, single
-
-CLOSED = tuple(kind for kind in KINDS if kind not in KNOWN_OPEN)
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +31,14 @@ def assert_none_differs(campaign: Campaign) -> None:
 
 def test_programs_of_all_kinds() -> None:
     campaign = Campaign()
-    campaign.run(60, 1, CLOSED)
+    campaign.run(60, 1)
     assert_none_differs(campaign)
     assert campaign.total.captured >= 0.3 * campaign.total.steps
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN_OPEN))
-def test_kinds_that_are_open_still_are(kind: str) -> None:
-    differing = next((program for program in singles(kind) if program.compare().differences), None)
-    assert differing is not None, f"{kind!r} no longer differs: remove it from KNOWN_OPEN"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kind", CLOSED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_state_alone(kind: str) -> None:
     for program in singles(kind):
         found = program.compare().differences
@@ -56,7 +48,6 @@ def test_each_state_alone(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_programs() -> None:
-    assert not KNOWN_OPEN
     campaign = Campaign()
     campaign.run(10_000, 2)
     assert_none_differs(campaign)
