@@ -40,7 +40,7 @@ from waterflow.partition.optimizers import check_optimizer, state_keys, update_g
 from waterflow.partition.reads import Entry
 from waterflow.partition.recorder import Recorder, constants_of
 from waterflow.partition.spec import GraphInput, StepSpec, split_result
-from waterflow.partition.structure import check_plain, lie_apart, structure_key
+from waterflow.partition.structure import check_plain, check_unchanged, lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
     in_forward,
@@ -172,6 +172,7 @@ class _StepTracer:
         self.batch_spec = batch_spec
         self.inputs: list[GraphInput] = []
         self.fakes: list[torch.Tensor] = []
+        self.fakes_by_id: dict[int, torch.Tensor] = {}  # what stands for a real tensor
         self.metric_names: list[str] = []
         self.stand_ins = StandIns()
         self._carried = Carried()
@@ -207,8 +208,8 @@ class _StepTracer:
             self.tensors[name] = self._add(GraphInput("parameter", name), parameter)
         for name, buffer in spec.model.named_buffers():
             self.tensors[name] = self._add(GraphInput("buffer", name), buffer)
-        self.fakes_by_id = {id(t): self.tensors[name] for name, t in spec.model.named_parameters()}
-        self.fakes_by_id |= {id(t): self.tensors[name] for name, t in spec.model.named_buffers()}
+        for name, tensor in (*spec.model.named_parameters(), *spec.model.named_buffers()):
+            self.fakes_by_id[id(tensor)] = self.tensors[name]
         for number, tensor in enumerate(self.looked.strangers):
             self.fakes_by_id[id(tensor)] = self._add(GraphInput("stranger", leaf=number), tensor)
         updated = spec.updated()
@@ -242,7 +243,7 @@ class _StepTracer:
         for position, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in shown:
                 shown[id(leaf)] = self._add(GraphInput("batch", leaf=position), leaf)
-        batch = [shown.get(id(leaf), leaf) for leaf in self.leaves]
+        self.batch_leaves = batch = [shown.get(id(leaf), leaf) for leaf in self.leaves]
         self.batch = tuple(batch) if self.batch_spec is None else pytree.tree_unflatten(batch, self.batch_spec)
 
     # -- the step
@@ -256,12 +257,12 @@ class _StepTracer:
             shown = Substitution(self.fakes_by_id)
             with cast, shown, noting_lines(self._graph(), spec.model), self.world.watching():
                 result = spec.compute_loss(spec.model, self.batch)
+            check_unchanged(self.batch, self.batch_spec, self.batch_leaves)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
             self.derived.keep()
             self._mark()
-            names = list(self._trained)
-            leaves = [self.tensors[name] for name in names]
+            leaves = [self.tensors[name] for name in self._trained]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
             with shown, self.world.watching():  # backward passes of users' functions, hooks, and what is computed again
                 gradients, others = gradients_of(scaled, leaves) if leaves else ((), [])
@@ -271,7 +272,7 @@ class _StepTracer:
             raise self.mode.refused
         self._mark()
         self.reached = tuple(self._reached_by(others))
-        by_name = {name: g for name, g in zip(names, gradients) if g is not None}
+        by_name = {name: g for name, g in zip(self._trained, gradients) if g is not None}
         self.gradients = tuple(by_name)
         results = [loss.detach(), *(value.detach() for value in metrics.values())]
         with torch.no_grad():
@@ -352,7 +353,7 @@ class _StepTracer:
     def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
         """Run the step once, that ``way``."""
         # Backward passes for a GPU else run on threads of their own, on which nobody observes user code.
-        with undisturbed(self.looked), torch.autograd.set_multithreading_enabled(False):
+        with undisturbed(self.looked, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
             try:
                 none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
                 model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
@@ -395,6 +396,5 @@ class _StepTracer:
 
     def tag_phases(self, graph: fx.Graph) -> None:
         """Mark every node with the part of the step that it belongs to."""
-        forward, backward = self._marks
         for position, node in enumerate(graph.nodes):
-            node.meta["phase"] = "forward" if position < forward else "backward" if position < backward else "update"
+            node.meta["phase"] = ("forward", "backward", "update")[sum(position >= mark for mark in self._marks)]

@@ -235,8 +235,8 @@ class Fingerprint:
         state: dict[str, Any] = _C.attributes_of(module)
         self.look(module, "object", owner=module)
         tensors: list[Hashable] = []
-        for kind in _TENSOR_DICTS:
-            self.look(state[kind], "dict", kept=kind == "_modules")  # tensors: put back by who shows others there
+        for kind in _TENSOR_DICTS:  # the model's tensors are put back by who shows others there
+            self.look(state[kind], "dict", kept=kind == "_modules" or id(module) not in self._own)
         for kind in _TENSOR_DICTS[:2]:
             for name, tensor in list(state[kind].items()):
                 tensors.append((kind, name, None if tensor is None else self.entry(name, tensor)))

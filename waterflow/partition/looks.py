@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from waterflow.partition.exact import exact
 
 Kind = Literal["dict", "entries", "items", "cell", "object", "slots", "function", "class", "memory"]
 MISSING = object()
+_NONE: Mapping[int, Any] = types.MappingProxyType({})
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -80,8 +82,12 @@ class Look:
             return [(name, value) for name, value in vars(container).items() if name not in BOOKKEEPING]
         return np.ndarray.ravel(container).tolist() if _has_objects(container) else memory_of(container)
 
-    def put_back(self, before: Any) -> str | None:
-        """Undo what a trace changed. Returns the name of something that a step changes; None where there is nothing."""
+    def put_back(self, before: Any, stand_ins: Mapping[int, Any] = _NONE) -> str | None:
+        """Undo what a trace changed. Returns the name of something that a step changes; None where there is nothing.
+
+        Where something lies that a trace showed in the place of an object (``stand_ins``, by ``id``), the step has put that back
+        itself: ``self.total += x`` does.
+        """
         now = self.contents()
         if self.kind == "memory":
             if now == before if isinstance(now, bytes) else len(now) == len(before) and all(map(_is, now, before)):
@@ -89,14 +95,16 @@ class Look:
             _write_memory(self.container, before)
             return ""
         if self.kind == "items":
-            return self._put_items_back(before, now)
+            return self._put_items_back(before, now, stand_ins)
         if self.kind == "object":
-            return self._put_object_back(before, now)
+            return self._put_object_back(before, now, stand_ins)
         if len(before) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(before, now)):
             return None
-        return self._put_pairs_back(before, now)
+        return self._put_pairs_back(before, now, stand_ins)
 
-    def _put_object_back(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> str | None:
+    def _put_object_back(
+        self, before: tuple[Any, ...], now: tuple[Any, ...], stand_ins: Mapping[int, Any]
+    ) -> str | None:
         """Its class, the dict of its attributes, and what that says."""
         changed = None
         if now[0] is not before[0]:
@@ -108,9 +116,9 @@ class Look:
         pairs = pairs_of(_C.attributes_of(self.container) or {})
         if len(before[2]) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(before[2], pairs)):
             return changed
-        return self._put_pairs_back(before[2], pairs) or changed
+        return self._put_pairs_back(before[2], pairs, stand_ins) or changed
 
-    def _put_items_back(self, before: list[Any], now: list[Any]) -> str | None:
+    def _put_items_back(self, before: list[Any], now: list[Any], stand_ins: Mapping[int, Any]) -> str | None:
         if len(before) == len(now) and all(map(_is, before, now)):
             return None
         if self.base is OrderedDict:
@@ -121,9 +129,14 @@ class Look:
             return None
         self.base.clear(self.container)
         (self.base.update if self.base is set else self.base.extend)(self.container, before)
-        return "" if len(now) != len(before) or not all(map(equal, before, now)) else None
+        same = len(now) == len(before) and all(
+            equal(a, b) or (b is not None and stand_ins.get(id(a)) is b) for a, b in zip(before, now)
+        )
+        return None if same else ""
 
-    def _put_pairs_back(self, before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> str | None:
+    def _put_pairs_back(
+        self, before: list[tuple[Any, Any]], now: list[tuple[Any, Any]], stand_ins: Mapping[int, Any]
+    ) -> str | None:
         changed = None
         old_values, new_values = dict(before), dict(now)
         for key in {**old_values, **new_values}:
@@ -138,7 +151,8 @@ class Look:
             ):
                 continue
             self._put(key, old)
-            if not (equal(old, new) or (self.owner is not None and key in set_by_torch(self.owner))):
+            same = equal(old, new) or (new is not None and stand_ins.get(id(old)) is new)
+            if not (same or (self.owner is not None and key in set_by_torch(self.owner))):
                 changed = key.__name__ if self.kind == "slots" else str(key)
         ordered = self.kind == "dict" and not isinstance(self.container, OrderedDict)  # those have a look of their own
         if ordered and [id(key) for key, _ in self.contents()] != [id(key) for key, _ in before]:

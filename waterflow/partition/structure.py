@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -40,6 +41,18 @@ def check_plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         why = peculiarity(tensor)
         if why is not None:
             raise CaptureError(f"{what} {why}")
+
+
+def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[Any]) -> None:
+    """Raise CaptureError where a step has changed the containers of its batch, which a captured step never touches.
+
+    ``spec`` and ``leaves`` are those that the batch was put together from.
+    """
+    if spec is None:
+        return  # a tuple
+    now, form = pytree.tree_flatten(batch)
+    if form != spec or any(map(operator.is_not, now, leaves)):
+        raise CaptureError("a step changes what its batch consists of; let it change a copy, as dict(batch) is one")
 
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:

@@ -31,9 +31,10 @@ _INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
 @contextlib.contextmanager
-def undisturbed(looked: Fingerprint) -> Iterator[None]:
+def undisturbed(looked: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Puts back what tracing left in the places that the step's key was made from, and the random numbers.
 
+    ``stand_ins`` are, by ``id``, the tensors that the step was shown in the place of real ones, to be complete when it has run.
     Raises CaptureError where a step would change more than tensors.
     """
     before = [(look, look.contents()) for look in looked.looks if look.kept]
@@ -48,7 +49,7 @@ def undisturbed(looked: Fingerprint) -> Iterator[None]:
         yield
     finally:
         for look, contents in before:
-            key = look.put_back(contents)
+            key = look.put_back(contents, stand_ins)
             if key is not None:
                 changed = ".".join(part for part in (look.label, key) if part)
         for (label, read, write), state in zip(drawn, states):
