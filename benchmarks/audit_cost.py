@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -45,9 +46,12 @@ def run_here(trials: int, steps: int) -> dict[str, float]:
         return float([step(batch) for batch in islice(passes, steps)][-1])
 
     study = fresh_study(trials)
+    processor = time.process_time()
     taken = report.seconds(lambda: wf.optimize(study, objective, n_trials=trials))
+    processor = time.process_time() - processor
     audits = [step.audit for step in made]
-    return {"seconds": taken, "audits": sum(a.passed for a in audits), "audited": sum(a.seconds for a in audits)}
+    passed, audited = sum(a.passed for a in audits), sum(a.seconds for a in audits)
+    return {"seconds": taken, "processor": processor, "audits": passed, "audited": audited}
 
 
 def run_new_process(way: str, trials: int, steps: int) -> dict[str, float]:
@@ -70,11 +74,13 @@ def measure(trials: int, steps: int, repeats: int) -> dict[str, Any]:
 
     times = report.interleaved({way: lambda way=way: run(way) for way in WAYS}, repeats)
     added = [first / off - 1 for first, off in zip(times["first"], times["off"])]
+    processor = [first["processor"] / off["processor"] - 1 for first, off in zip(runs["first"], runs["off"])]
     within = [one["audited"] / one["seconds"] for one in runs["first"]]
     return {
         "steps": steps, "off, s": report.median(times["off"]), "off, spread": report.spread(times["off"]),
         "first, s": report.median(times["first"]), "first, spread": report.spread(times["first"]),
         "audits": runs["first"][-1]["audits"], "in audits, %": 100 * report.median(within),
+        "processor time added, %": 100 * report.median(processor),
         "added, %": 100 * report.median(added), "added, spread": report.spread([100 * one for one in added]),
         "at most, %": 100 * LIMITS[steps], "holds": report.median(added) <= LIMITS[steps],
     }  # fmt: skip

@@ -20,7 +20,6 @@ from waterflow import _C
 from waterflow.executor import audit, captured
 from waterflow.executor.both_ways import BothWays
 from waterflow.executor.engine import Engine
-from waterflow.executor.state_memory import Memory
 
 Change = Callable[[fx.Graph], None]
 
@@ -419,7 +418,7 @@ def test_memory_is_that_of_the_tensors_alone() -> None:
     whole = torch.arange(40, dtype=torch.float32)
     odd = torch.arange(30, dtype=torch.uint8)
     tensors = [whole[3:7], whole[5:11].view(2, 3).t(), whole[20:21], odd[1:4], torch.tensor(2, dtype=torch.int64)]
-    memory = Memory(tensors)
+    memory = _C.StateBytes(tensors)
     copy, before = memory.copy(), [t.clone() for t in tensors]
     assert all(map(same_bits, before, (memory.then(copy, tensor) for tensor in tensors)))
     assert memory.is_as(copy)

@@ -32,6 +32,7 @@ from waterflow.partition.surroundings import surrounding_autocast
 logger = logging.getLogger("waterflow")
 
 EARLIEST, LATEST = 2, 50  # a job's steps, between which the second audit of a captured step lies
+SMALL = 16 << 20  # bytes that any machine has
 SHARE_OF_FREE = 0.5  # of the machine's memory, where no engine says how much there is
 _DEFAULT = "first"
 _OPERATORS = frozenset(
@@ -159,7 +160,7 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
     if not _gradients_here():
         raise ProvesNothing("it is called inside of an operator, below autograd")
     if engine is None or job is None:
-        if ways.bytes > SHARE_OF_FREE * free_memory():
+        if ways.bytes > SMALL and ways.bytes > SHARE_OF_FREE * free_memory():
             raise ProvesNothing(f"the machine has no {format_bytes(ways.bytes)} free for it")
         return ways.difference()
     with engine.looking(job):  # nobody claims anything meanwhile
@@ -179,15 +180,14 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
 
 def _users_operator(captured: CapturedStep) -> str | None:
     """An operator that no library has defined: what it keeps for itself would be changed by each way."""
-    targets = (node.target for node in captured.capture.graph.nodes if node.op == "call_function")
-    names = (target.name() for target in targets if isinstance(target, torch._ops.OpOverload))
-    return next((name for name in names if name.partition("::")[0] not in _OPERATORS), None)
+    targets = {node.target for node in captured.capture.graph.nodes if node.op == "call_function"}
+    names = [target.name() for target in targets if isinstance(target, torch._ops.OpOverload)]
+    return min((name for name in names if name.partition("::")[0] not in _OPERATORS), default=None)
 
 
-@torch.enable_grad()  # type: ignore[untyped-decorator]
 def _gradients_here() -> bool:
-    """Whether autograd records what the calling thread does."""
-    return bool((torch.ones((), requires_grad=True) * 1.0).requires_grad)
+    """Whether autograd can record what the calling thread does."""
+    return not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def _report(name: str, variant: Variant, found: Difference) -> str:

@@ -53,6 +53,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    first, *others = tensors
+    if not others and first.is_contiguous() and not first.is_neg() and not first.is_conj():
+        return [first.detach().clone(memory_format=torch.contiguous_format)]
     storage = tensors[0].untyped_storage()
     start = storage.data_ptr()
     first = tensors[0].data_ptr() - start

@@ -18,7 +18,6 @@ from waterflow.executor.batch_copies import copied
 from waterflow.executor.binding import Owner
 from waterflow.executor.captured import CapturedStep, line_of
 from waterflow.executor.eager import EagerStep
-from waterflow.executor.state_memory import Copy, Memory
 from waterflow.partition.gradients import no_gradient
 from waterflow.partition.operators import storage_id
 from waterflow.partition.optimizers import FIRST_STEP_FLAG
@@ -71,24 +70,24 @@ class BothWays:
 
     def __post_init__(self) -> None:
         spec = self.owner.spec
-        self._named = dict(self._tensors())
         leaves = enumerate(pytree.tree_leaves(self.batch))
-        own = {_leaf(number): leaf for number, leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self._leaves = [*own.values()]
-        storages = set(map(storage_id, self._named.values()))
+        self._leaves = {number: leaf for number, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self._shares = False
+        tensors = [tensor for _, tensor in self._tensors()]
+        storages = set(map(storage_id, tensors))
         # A batch that lies in the state's memory stays there for both ways; any other is a copy for each.
-        self._shares = any(storage_id(leaf) in storages for leaf in self._leaves)
-        self._named |= own if self._shares else {}
-        self._memory = Memory(self._named.values())
+        self._shares = any(storage_id(leaf) in storages for leaf in self._leaves.values())
+        self._memory = _C.StateBytes([*tensors, *(self._leaves.values() if self._shares else ())])
         kind: Any = type(spec.optimizer)
         self._twin = kind.__new__(kind)
         self._eager = EagerStep(replace(spec, optimizer=self._twin), self.generator, self.name)
-        batches = sum(leaf.nbytes for leaf in self._leaves)
+        batches = sum(leaf.nbytes for leaf in self._leaves.values())
         gradients = sum(p.nbytes for p in spec.updated().values())
         # The state twice, the batch for each way, and the higher of both steps; eagerly all gradients are there at once.
         self.bytes = 2 * self._memory.bytes + 2 * batches + self.captured.predicted.height * 9 // 8 + gradients
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a step may change, by name."""
         owner = self.owner
         names = {id(tensor): name for name, tensor in owner.tensors.items()}
         for name, tensor in owner.tensors.items():
@@ -102,6 +101,8 @@ class BothWays:
         for given in self.captured.changed_inputs:
             if given.kind == "stranger":
                 yield f"tensor {given.leaf} from outside", owner.looked.strangers[given.leaf]
+        if self._shares:
+            yield from ((_leaf(number), leaf) for number, leaf in self._leaves.items())
 
     # -- the two ways
 
@@ -158,7 +159,7 @@ class BothWays:
         self._eager.put_sums(self.sums)
         odd = ""
         result: Any = torch.empty(0)
-        with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers, *self._leaves]):
+        with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers, *self._leaves.values()]):
             with _modules_kept(spec.model) as replaced:
                 try:
                     result = self._eager.unmetered(batch, spec.update, self.surrounding)
@@ -221,7 +222,7 @@ class BothWays:
 
     # -- comparing
 
-    def _compare(self, one: _Outcome, copy: Copy, other: _Outcome) -> Difference | None:
+    def _compare(self, one: _Outcome, copy: torch.Tensor, other: _Outcome) -> Difference | None:
         """An outcome, and the memory as it was then, with an outcome and the memory as it is."""
         if one.odd != other.odd:
             return Difference("what the step does", other.odd or one.odd)
@@ -233,7 +234,7 @@ class BothWays:
             if how := _differing(one.tensors[name], other.tensors[name]):
                 return Difference(name, how, self._line(name))
         if not self._memory.is_as(copy):
-            for name, tensor in self._named.items():
+            for name, tensor in self._tensors():
                 if tensor.numel() and (how := _differing(self._memory.then(copy, tensor), _raw(tensor))):
                     return Difference(name, how, self._line(name))
         if how := _differing(one.numbers, other.numbers):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any, Literal, Protocol
@@ -46,6 +47,7 @@ class HasJob(Protocol):
         """Leave the group of jobs that it runs together with."""
 
 
+MOST_AUDITS = 100_000
 Mode = Literal["auto", "lanes", "turns", "fused"]
 
 
@@ -121,7 +123,9 @@ class Engine(Claims):
         self.fusing = fusing_of(self, exact, mode)
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
-        self.audits: list[tuple[int, int, int]] = []  # job, and between which times on the clock of spans
+        # Job, and between which times on the clock of spans; the newest ones, for pictures.
+        self.audits: deque[tuple[int, int, int]] = deque(maxlen=MOST_AUDITS)
+        self._audits_done = 0
         self.decisions: list[Decision] = []
         self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
@@ -226,13 +230,14 @@ class Engine(Claims):
             raise ValueError(str(error)) from None
         finally:
             with self._guard:
+                self._audits_done += 1
                 self.audits.append((job, begin, _C.Engine.now_ns()))
         return box[0]
 
     @property
     def steps(self) -> int:
         """Steps and evaluations that its lanes have done."""
-        return max(0, self.native.steps_done - len(self.audits))
+        return max(0, self.native.steps_done - self._audits_done)
 
     def figures(self) -> EngineFigures:
         """What the lanes have done so far."""

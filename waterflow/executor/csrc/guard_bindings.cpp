@@ -6,6 +6,7 @@
 
 #include "ambient.h"
 #include "guards.h"
+#include "state_bytes.h"
 
 namespace waterflow {
 namespace {
@@ -105,6 +106,14 @@ void bind_guards(py::module_& m) {
   m.def(
       "ambient", [](const std::string& device_type) { return py::bytes(ambient(device_type)); },
       "Settings of the process and the calling thread that a step's code can tell apart, all in one key.");
+  py::class_<StateBytes>(m, "StateBytes",
+                         "The memory that some tensors lie on: each byte once, and no byte of anybody else's.")
+      .def(py::init<const std::vector<at::Tensor>&>())
+      .def_property_readonly("bytes", &StateBytes::bytes, "Bytes of a copy.")
+      .def("copy", &StateBytes::copy, py::call_guard<py::gil_scoped_release>(), "What lies there now.")
+      .def("put", &StateBytes::put, py::call_guard<py::gil_scoped_release>(), "Bring a copy back.")
+      .def("is_as", &StateBytes::is_as, py::call_guard<py::gil_scoped_release>(), "Whether each bit is that of a copy.")
+      .def("then", &StateBytes::then, "One of the tensors, as it was when a copy was made.");
   m.def("modes_here", &modes_here, "How many function and dispatch modes the calling thread is in.");
 }
 
