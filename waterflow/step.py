@@ -34,7 +34,6 @@ from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
-from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
@@ -240,20 +239,21 @@ class Step(StepFigures):
             self.engine.clock.advance(self._worker)
         if self.opaque_reason is not None:
             return self._submit_opaque(batch, update)
-        refused: CaptureError | None = None
+        refused = done = None
         try:
             leaves, batch_spec, key = flatten(batch)
             variant = self._variants.find(leaves, batch_spec, key, update)
-            if self.audit.due(variant):
-                before = [*self._under_way, *(self._member.in_group if self._member is not None else ())]
-                own = before, self.engine, self.job, self.batches_ahead
-                self.audit.look(variant, leaves, batch, self._variants.sums, *own)
+            if self._member is None:  # before its audit, which may leave it done
+                variant = self._claimed(variant, leaves, batch_spec)
+            done = self._audited(variant, leaves, batch) if self.audit.due(variant) else None
         except CaptureError as error:
             refused = self.audit.refused(error).with_traceback(None)  # whose frames hold what the step's code holds
             refused.__context__ = refused.__cause__ = None
         if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, refused)
+        if done is not None:
+            return self._hand_in_captured(*done, variant, update)
         if self._member is not None and (fused := self._member.submit(variant, leaves, batch_spec, self)) is not None:
             self._note(variant)
             return fused
@@ -268,28 +268,44 @@ class Step(StepFigures):
         self.fused_steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
+    def _audited(self, variant: Variant, leaves: list[Any], batch: Batch) -> tuple[_C.StepRun, bool] | None:
+        """Audit a step that is about to be handed in; returns its run, profiled or not, where that has done it."""
+        for before in [*self._under_way, *(self._member.in_group if self._member is not None else ())]:
+            before.wait()
+        keep = self._member is None and not any(one.run.failed for one in self._under_way)
+        own = self._variants.sums, self.engine, self.job, self.batches_ahead
+        return self.audit.look(variant, leaves, batch, *own, keep)
+
+    def _claimed(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
+        if self.engine is None or self.job is None or variant.settled(self.engine):
+            return variant
+        return claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves, batch_spec,
+                     self._under_way, partial(what_fits, self, self.engine.room, self.batches_ahead))  # fmt: skip
+
     def _submit_captured(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> Pending:
-        if self.engine is not None and self.job is not None and not variant.settled(self.engine):
-            variant = claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves,
-                            batch_spec, self._under_way, partial(what_fits, self, self.engine.room, self.batches_ahead))  # fmt: skip
-        planned = variant.planned
-        plan, native, profiled = planned.plan, planned.native, planned.wants_profile
+        variant = self._claimed(variant, leaves, batch_spec)
+        native, profiled = variant.planned.native, variant.planned.wants_profile
         behind = variant.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
         run = variant.binding.run(native, variant.given(leaves, wait, self.shared_batches), variant.slots, profiled)
         run.by_caller = by_caller
+        return self._hand_in_captured(run, profiled, variant, update)
+
+    def _hand_in_captured(self, run: _C.StepRun, profiled: bool, variant: Variant, update: bool) -> Pending:
         first = self._variants.begin_update() if update else set()
         pending = Pending(self, run, variant, profiled, self._micro, first, gathered=self._variants.gather(variant))
         self._note(variant)
-        return self._hand_in(pending, plan, update)
+        return self._hand_in(pending, variant.planned.plan, update)
 
     def _hand_in(self, pending: Pending, plan: Plan | None, update: bool) -> Pending:
         before = self._under_way[-1].run if self._under_way else None
         self._under_way.append(pending)
         self._micro = 0 if update else self._micro + 1
         try:
+            if pending.run.done:  # by its audit
+                return pending
             if plan is None or self.engine is None or self.job is None:
                 # Where the step before has failed, this one falls with it, as in an engine.
                 if before is None or not before.failed:
@@ -329,13 +345,7 @@ class Step(StepFigures):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         if pending.variant is None:
             return pending.returned[0]
-        if pending.profiled:
-            pending.variant.planned.add_profile(StepProfile.of(run, self._spec.device))
-        elif run.planned or run.missed:
-            self.planned_requests += run.planned
-            self.missed_requests += run.missed
-            pending.variant.planned.count_misses(run.missed)
-        self.measured_height = max(self.measured_height, pending.variant.planned.measured_height)
+        self._note_run(run, pending.variant, pending.profiled)
         return result_of(outputs, pending.variant.captured)
 
     def _fall(self, pending: Pending) -> None:

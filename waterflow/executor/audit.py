@@ -12,8 +12,8 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -36,15 +36,8 @@ SMALL = 16 << 20  # bytes that any machine has
 SHARE_OF_FREE = 0.5  # of the machine's memory, where no engine says how much there is
 _DEFAULT = "first"
 _OPERATORS = frozenset(
-    {"aten", "prims", "quantized", "mkldnn", "torchvision", "torchaudio"}
-)  # namespaces of libraries'
-
-
-class Waitable(Protocol):
-    """A step that was handed in."""
-
-    def wait(self) -> None:
-        """Until it has ended."""
+    {"aten", "prims", "quantized", "mkldnn", "torchvision", "torchaudio", "waterflow"}
+)  # namespaces of libraries', and of our own
 
 
 def how_often(audit: int | None) -> int | str:
@@ -112,33 +105,35 @@ class Audit:
 
     def look(
         self, variant: Variant, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor],
-        under_way: Iterable[Waitable], engine: Engine | None, job: int | None, batches: int,
-    ) -> None:  # fmt: skip
-        """Do the job's next step both ways, and leave its state as it was; it holds so many ``batches`` at a time.
+        engine: Engine | None, job: int | None, batches: int, keep: bool,
+    ) -> tuple[_C.StepRun, bool] | None:  # fmt: skip
+        """Do the job's next step both ways, while none is under way; the job holds so many ``batches`` at a time.
 
-        Waits for those ``under_way``. Raises Faulty where the ways differ, which ends the captures of this code.
+        Where the ways agree and it may ``keep`` the step, that stays done: returns its captured run, and whether that was
+        profiled. Else the job's state is as it was. Raises Faulty where the ways differ, which ends the captures of this code.
         """
-        for pending in under_way:
-            pending.wait()
         start = time.perf_counter()
+        ways = self._both_ways(variant, leaves, batch, sums, keep)
         try:
-            found = _admitted(self._both_ways(variant, leaves, batch, sums), engine, job, variant.planned.plan, batches)
+            found = _admitted(ways, engine, job, variant.planned.plan, batches)
         except ProvesNothing as error:
             if (why := str(error)) not in variant.code.told:
                 variant.code.told.add(why)
                 logger.info("step %r was not audited: %s", self._name, why)
             self._trusted.add(variant.code)
-            return
+            return None
         finally:
             self.seconds += time.perf_counter() - start
         if found is None:
             self.passed += 1
-            return
+            return None if ways.done is None else (ways.done, ways.profiled)
         if codes.end(variant.code, str(found)):
             logger.error(_report(self._name, variant, found))
         raise Faulty(variant.code)
 
-    def _both_ways(self, variant: Variant, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor]) -> BothWays:
+    def _both_ways(
+        self, variant: Variant, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor], keep: bool
+    ) -> BothWays:
         captured, binding, slots = variant.captured, variant.binding, variant.slots
         given = variant.given(leaves, None)
         exact = variant.plain.exactly or variant.plain
@@ -146,10 +141,11 @@ class Audit:
             captured = exact
             binding, slots, positions = bind(exact, variant.owner)
             binding.set_generators([self._generator])
-            given = [leaves[i] for i in positions]
+            given, keep = [leaves[i] for i in positions], False
         surrounding = surrounding_autocast(variant.owner.spec.device.type)
         return BothWays(
-            self._name, captured, binding, slots, given, variant.owner, sums, self._generator, batch, surrounding
+            self._name, captured, binding, slots, given, variant.owner, sums, self._generator, batch, surrounding,
+            keep, keep and variant.planned.wants_profile,
         )  # fmt: skip
 
 
@@ -170,12 +166,11 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
                 f"it takes {format_bytes(ways.bytes)} of memory, of which there are {format_bytes(max(0, room))}"
             )
         try:
-            found: Difference | None = engine.run_audit(job, ways.difference, ways.bytes)
+            return engine.run_audit(job, ways)
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
         except ValueError as error:
             raise ProvesNothing(str(error)) from None
-    return found
 
 
 def _users_operator(captured: CapturedStep) -> str | None:

@@ -1,11 +1,11 @@
-"""One step done both ways, captured and eagerly, from the same state, and compared bit by bit; nothing of it stays."""
+"""One step done both ways, captured and eagerly, from the same state, and compared bit by bit."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class BothWays:
 
     ``sums`` are the gradients of earlier calls of the update, by parameter; ``surrounding`` is the data type of the autocast
     around the caller. Made on the job's own thread, where nothing of the job is under way; ``difference`` may be asked for on
-    a lane. Meanwhile the job's tensors change, and behind it they are as they were.
+    a lane. Meanwhile the job's tensors change, and behind it they are as they were; but with ``keep``, where nothing differs, the
+    step stays done, and ``done`` is its captured run, which is ``profiled`` if asked.
     """
 
     name: str
@@ -67,6 +68,9 @@ class BothWays:
     generator: torch.Generator | None
     batch: Any
     surrounding: torch.dtype | None
+    keep: bool = False
+    profiled: bool = False
+    done: _C.StepRun | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         spec = self.owner.spec
@@ -77,6 +81,7 @@ class BothWays:
         storages = set(map(storage_id, tensors))
         # A batch that lies in the state's memory stays there for both ways; any other is a copy for each.
         self._shares = any(storage_id(leaf) in storages for leaf in self._leaves.values())
+        self.keep = self.keep and not self._shares and not self.captured.changed_leaves
         self._memory = _C.StateBytes([*tensors, *(self._leaves.values() if self._shares else ())])
         kind: Any = type(spec.optimizer)
         self._twin = kind.__new__(kind)
@@ -116,12 +121,13 @@ class BothWays:
             generator.set_state(numbers)
 
         try:
-            captured = self._run_captured(generator)
+            run, captured = self._run_captured(generator)
             after = self._memory.copy()
             back()
             eager = self._run_eagerly(generator)
             found = self._compare(captured, after, eager)
             if found is None:
+                self.done = run if self.keep else None
                 return None
             after = self._memory.copy()
             back()
@@ -130,12 +136,13 @@ class BothWays:
                 raise ProvesNothing("done twice from the same state, the eager step differs from itself")
             return found
         finally:
-            back()
+            if self.done is None:
+                back()
 
-    def _run_captured(self, generator: torch.Generator) -> _Outcome:
+    def _run_captured(self, generator: torch.Generator) -> tuple[_C.StepRun, _Outcome]:
         given = copied(self.given) if self.captured.changed_leaves and not self._shares else self.given
         all_of_it = _C.GroupPlan(ends=[len(self.captured.lowered.instructions)], peak=[0], after=[0])
-        run = self.binding.run(all_of_it, given, self.slots, False)
+        run = self.binding.run(all_of_it, given, self.slots, self.profiled)
         run.run_alone()
         try:
             outputs = run.outputs()
@@ -143,7 +150,7 @@ class BothWays:
             raise ProvesNothing(f"the captured step fails: {error}") from None
         tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics)), outputs))
         tensors |= {_leaf(leaf): tensor for leaf, tensor in self._changed_leaves(given)}
-        return _Outcome(tensors, generator.get_state())
+        return run, _Outcome(tensors, generator.get_state())
 
     def _changed_leaves(self, given: list[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         if not self._shares:

@@ -47,6 +47,16 @@ class HasJob(Protocol):
         """Leave the group of jobs that it runs together with."""
 
 
+class OneAudit(Protocol):
+    """A step that is done both ways, in so many bytes. ``done``: its run, where it stays done."""
+
+    bytes: int
+    done: _C.StepRun | None
+
+    def difference(self) -> Any:
+        """What differs between the ways, or None."""
+
+
 MOST_AUDITS = 100_000
 Mode = Literal["auto", "lanes", "turns", "fused"]
 
@@ -205,18 +215,18 @@ class Engine(Claims):
         except ValueError as error:
             raise self.too_large(plan, plan.persistent + plan.batch) from error
 
-    def run_audit(self, job: int, work: Callable[[], Any], height: int) -> Any:
-        """Run ``work`` on a lane as one group of that height, which counts for no step; returns its result.
+    def run_audit(self, job: int, audit: OneAudit) -> Any:
+        """Run an audit on a lane, as one group; returns what differs. It counts for a step where it leaves one done.
 
-        Raises ValueError where that is more than there is, also where the memory limit was lowered before it began.
+        Raises ValueError where it takes more memory than there is, also where the limit was lowered before it began.
         """
         box: list[Any] = []
 
         def begun() -> None:
             box.append(None)
-            box[0] = work()
+            box[0] = audit.difference()
 
-        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), begun)
+        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[audit.bytes], after=[0]), begun)
         begin = _C.Engine.now_ns()
         self.native.submit(job, run)
         try:
@@ -229,9 +239,10 @@ class Engine(Claims):
                 raise
             raise ValueError(str(error)) from None
         finally:
-            with self._guard:
-                self._audits_done += 1
-                self.audits.append((job, begin, _C.Engine.now_ns()))
+            if audit.done is None:
+                with self._guard:
+                    self._audits_done += 1
+                    self.audits.append((job, begin, _C.Engine.now_ns()))
         return box[0]
 
     @property

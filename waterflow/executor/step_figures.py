@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from waterflow import _C
 from waterflow.executor.variants import Variant
 from waterflow.partition.plan import Plan
+from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.regions import Compiled
 
@@ -45,3 +47,14 @@ class StepFigures:
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         self.measured_height = max(self.measured_height, variant.planned.measured_height)
         self.most_spilled = max(self.most_spilled, variant.planned.plan.spilled)
+
+    def _note_run(self, run: _C.StepRun, variant: Variant, profiled: bool) -> None:
+        """A captured step has ended well."""
+        planned = variant.planned
+        if profiled:
+            planned.add_profile(StepProfile.of(run, variant.owner.spec.device))
+        elif run.planned or run.missed:
+            self.planned_requests += run.planned
+            self.missed_requests += run.missed
+            planned.count_misses(run.missed)
+        self.measured_height = max(self.measured_height, planned.measured_height)

@@ -39,7 +39,7 @@ from waterflow.partition.code_key import bodies, in_library, layout_of, mutable_
 from waterflow.partition.contents import CONTENTS, DESCRIPTORS, NO_ATTRIBUTES
 from waterflow.partition.dropout_rates import has_free_rate, stands_in
 from waterflow.partition.exact import exact
-from waterflow.partition.looks import MISSING, Look, cell_contents, pairs_of, slot_value
+from waterflow.partition.looks import MEMO, MISSING, Look, cell_contents, pairs_of, slot_value
 from waterflow.partition.operators import lazy_bits
 from waterflow.partition.tokens import token_of
 from waterflow.partition.torch_tables import key_of_torch
@@ -304,7 +304,7 @@ class Fingerprint:
         """Code, defaults, what it closes over, and what it reads of modules."""
         self.look(function, "function")
         self.look(function, "object")
-        said = tuple((name, self.entry(name, value)) for name, value in pairs_of(_C.attributes_of(function) or {}))
+        said = tuple((n, self.entry(n, value)) for n, value in pairs_of(_C.attributes_of(function) or {}) if n != MEMO)
         given = self.of(function.__defaults__), self.of(function.__kwdefaults__)
         key = ("function", function.__name__, function.__qualname__, said, function.__code__, *given)
         closure = tuple(map(self.cell, function.__code__.co_freevars, function.__closure__ or ()))

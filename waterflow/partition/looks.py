@@ -22,6 +22,8 @@ from waterflow.partition.exact import exact
 Kind = Literal["dict", "entries", "items", "cell", "object", "slots", "function", "class", "memory"]
 MISSING = object()
 _NONE: Mapping[int, Any] = types.MappingProxyType({})
+# Where torch keeps, of functions that Dynamo is to leave alone, what it made at their first call; whoever calls first sets it.
+MEMO = "__dynamo_disable"
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -141,7 +143,7 @@ class Look:
         old_values, new_values = dict(before), dict(now)
         for key in {**old_values, **new_values}:
             old, new = old_values.get(key, MISSING), new_values.get(key, MISSING)
-            if old is new:
+            if old is new or (type(key) is str and key == MEMO):
                 continue
             # Whoever else holds a frozen part may have set its mode meanwhile.
             if (
