@@ -52,8 +52,10 @@ class Eager:
                     (loss / accumulate if accumulate > 1 else loss).backward()
             done += 1
             if done % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                try:
+                    optimizer.step()
+                finally:  # a call that fails leaves no gradients
+                    optimizer.zero_grad(set_to_none=True)
             if metrics is None:
                 return loss.detach()
             return loss.detach(), {name: metric.detach() for name, metric in metrics.items()}

@@ -294,7 +294,7 @@ class Step(StepFigures):
         return self._hand_in_captured(run, profiled, variant, update)
 
     def _hand_in_captured(self, run: _C.StepRun, profiled: bool, variant: Variant, update: bool) -> Pending:
-        first = self._variants.begin_update() if update else set()
+        first = self._variants.begin_update(variant) if update else {}
         pending = Pending(self, run, variant, profiled, self._micro, first, gathered=self._variants.gather(variant))
         self._note(variant)
         return self._hand_in(pending, variant.planned.plan, update)
@@ -355,7 +355,7 @@ class Step(StepFigures):
         self._micro = pending.micro
         while True:
             last = self._under_way.pop()
-            self._variants.undo_update(last.first, last.gathered)
+            self._variants.undo_update(last.first, last.gathered, ended=last.run.failed)
             if last is pending:
                 return
 
@@ -385,7 +385,7 @@ class Step(StepFigures):
 
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
-            return self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), None, update)
+            return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
         known = self.measured_height > 0 and refused is None
         plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=held)
@@ -394,7 +394,7 @@ class Step(StepFigures):
         # An unknown job is looked at alone: its first step holds all that is left.
         with contextlib.nullcontext(self.measured_height) if known else self.engine.looking(self.job) as height:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
-            pending = self._hand_in(Pending(self, run, None, False, self._micro, set(), returned), plan, update)
+            pending = self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), plan, update)
             if not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)
         return pending

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -167,13 +166,6 @@ def _state_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key:
     elif key == "step" and not isinstance(value, torch.Tensor):
         value = state[key] = torch.tensor(float(value), dtype=torch.float32, device=parameter.device)
     return value
-
-
-def missing_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether SGD has not taken its first step in this group: its buffer then starts as the gradient itself."""
-    if not isinstance(optimizer, torch.optim.SGD) or group["momentum"] == 0:
-        return False
-    return all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
 
 
 def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:

@@ -22,6 +22,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError, MemoryLimitError
 from waterflow.executor.binding import Owner, bind_readings, bind_stacked
 from waterflow.executor.captured import CapturedStep, assemble, captures
+from waterflow.executor.first_updates import Begun
 from waterflow.executor.pending import Pending
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.plan import Plan
@@ -138,7 +139,7 @@ class FusedPending:
     form: Any  # of the batch that they are the leaves of
     readings: _C.Readings
     numbers: list[dict[str, Any]]  # of the optimizer's groups, as they were then
-    first: set[str]
+    first: Begun
     step: Any  # which stays until then
     round: Round | None = None  # None before it is handed in
     alone: Pending | None = None  # the step's own, where the group could not do it

@@ -85,7 +85,7 @@ class Fusing:
             assert seat.readings is not None
             seat.readings.clear_gradients()
             pending = FusedPending(
-                seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update(), step
+                seat, leaves, form, seat.readings.look(), member.numbers(), member.variants.begin_update(variant), step
             )
             seat.queue.append(pending)
             with self._or_alone(seat.group):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from waterflow import _C
+from waterflow.executor.first_updates import Begun
 from waterflow.executor.variants import Variant
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Pending:
     variant: Variant | None
     profiled: bool
     micro: int  # its place among the steps of an update
-    first: set[str]  # first updates that it makes
+    first: Begun  # first updates that it makes
     returned: list[Any] = field(default_factory=list)  # by a step that ran eagerly
     gathered: frozenset[str] | None = None  # the parameters with gradients from calls before it; None: it runs eagerly
 

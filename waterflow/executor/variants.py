@@ -16,9 +16,10 @@ from waterflow.errors import CaptureError, InvalidJobError, WaterflowError
 from waterflow.executor import updated_elsewhere
 from waterflow.executor.audited import Code, codes
 from waterflow.executor.batch_copies import Ranges, copies_of
-from waterflow.executor.binding import Owner, bind, missing_momentum
+from waterflow.executor.binding import Owner, bind
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.compiling import Compile, as_captured, compiling
+from waterflow.executor.first_updates import Begun, FirstUpdates, HalfBegun, Members, members_of
 from waterflow.executor.lower_forms import Low, LowerForms, Whole
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
@@ -26,7 +27,6 @@ from waterflow.partition.ambient import ambient_key
 from waterflow.partition.dropout_rates import RatesMatter, rates
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.layouts import surprises
-from waterflow.partition.optimizers import FIRST_STEP_FLAG
 from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import state_of, structure_key
@@ -97,6 +97,7 @@ class Variant:
     structure: tuple[Hashable, int]  # what the step is made of, and which capture of it this is
     code: Code
     owner: Owner
+    moved: Members
     whole: Whole
     low: Low | None = None
     seen: int | None = None  # of its engine's changes
@@ -166,7 +167,7 @@ class Variants:
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
-        self._first_step: dict[str, bool] = {}
+        self._first = FirstUpdates(spec.optimizer)
         self._captures: dict[Hashable, int] = {}
         self._tried_again = False
 
@@ -218,19 +219,17 @@ class Variants:
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
-        for number, group in enumerate(spec.optimizer.param_groups):
-            flag = f"{FIRST_STEP_FLAG}:{number}"
-            self._first_step[flag] = self._first_step.get(flag, False) or missing_momentum(spec.optimizer, group)
-        owner = Owner(spec, self._accumulators, self._first_step, looked)
+        moved = members_of(plain, spec.optimizer, dict(spec.model.named_parameters()))
+        owner = Owner(spec, self._accumulators, self._first.flags(moved), looked)
         updated_elsewhere.check(plain.capture.reached, owner)
-        with _state_kept(spec.optimizer):
+        with _state_kept(spec.optimizer), self._first.laying_out(moved):
             binding, slots, positions = bind(captured, owner)
         binding.set_generators([self._generator])
         if key not in self._variants and len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         planned = self._planned(key, captured)
         whole = Whole(name, plain, form, planned if form is captured else self._planned(key, form))
-        made = Variant(key, plain, captured, planned, binding, slots, positions, structure, code, owner, whole)
+        made = Variant(key, plain, captured, planned, binding, slots, positions, structure, code, owner, moved, whole)
         made.low = low if low is not None and captured is low.form else None
         self._last = whole
         if captured.capture.early_updates or captured.recomputed is not None:
@@ -350,21 +349,27 @@ class Variants:
     # -- what the variants share
 
     def may_try_again(self, refused: CaptureError) -> bool:
-        """Whether a step that has run eagerly is captured at its next call: it may have filled a cache, once."""
-        again = isinstance(refused, LeavesTensors) and self._spec.accumulate == 1 and not self._tried_again
+        """Whether a step that has run eagerly is captured at its next call: momentum has begun, or a cache was filled, once."""
+        again = isinstance(refused, LeavesTensors) and not self._tried_again
         self._tried_again |= again
-        return again
+        return self._spec.accumulate == 1 and (again or isinstance(refused, HalfBegun))
 
-    def begin_update(self) -> set[str]:
-        """An update was handed in: returns the flags of first updates that it takes."""
-        taken = {flag for flag, first in self._first_step.items() if first}
-        self._first_step.update(dict.fromkeys(taken, False))
-        return taken
+    def begin_update(self, variant: Variant) -> Begun:
+        """An update was handed in: returns the parameters that have their first one by it."""
+        begun = self._first.begin(variant.moved)
+        self._drop_half_begun(begun)
+        return begun
 
-    def undo_update(self, taken: set[str], gathered: frozenset[str] | None = None) -> None:
-        """It failed: the next one is the first again; ``gathered`` have sums of gradients."""
-        self._first_step.update(dict.fromkeys(taken, True))
+    def undo_update(self, begun: Begun, gathered: frozenset[str] | None = None, ended: bool = False) -> None:
+        """It failed: the next one is the first again; ``gathered`` have sums of gradients. ``ended``: nothing of it runs."""
+        self._first.undo(begun, ended)
+        self._drop_half_begun(begun)
         self._gathered = self._gathered if gathered is None else gathered
+
+    def _drop_half_begun(self, begun: Begun) -> None:
+        for key, variant in [*self._variants.items()] if begun else ():
+            if self._first.half_begun(variant.moved) is not None:
+                del self._variants[key]
 
     def claim_again(self) -> None:
         """Memory that was claimed for the variants is not enough any more."""
