@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ def current_user_thread() -> UserThread | None:
 class _Call:
     work: Callable[[], Any] | None
     threads: int
+    denormals: int
     over: threading.Event = field(default_factory=threading.Event)
     returned: Any = None
     error: BaseException | None = None
@@ -64,7 +66,7 @@ class UserThread:
         if gpu or threading.get_ident() == self._owner:
             made: tuple[Any, int] = _C.metered(work, gpu)
             return made
-        call = _Call(work, torch.get_num_threads())
+        call = _Call(work, torch.get_num_threads(), _C.denormals_here())
         with self._lock:
             if self._over:
                 raise JobCancelled("over its time limit")
@@ -102,7 +104,7 @@ class UserThread:
                     threads = call.threads
                 work, call.work = call.work, None
                 with self._around():
-                    returned = _C.metered(work, False)
+                    returned = _C.under_denormals(call.denormals, functools.partial(_C.metered, work, False))
             except BaseException as failure:
                 error = failure
             work = None

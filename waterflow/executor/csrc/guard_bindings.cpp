@@ -1,10 +1,12 @@
 // Python's view of guards, of the settings around a step, and of what a batch's tensors carry.
+#include <pybind11/stl.h>
 #include <torch/extension.h>
 
 #include <algorithm>
 #include <string>
 
 #include "ambient.h"
+#include "denormals.h"
 #include "guards.h"
 #include "state_bytes.h"
 
@@ -114,6 +116,15 @@ void bind_guards(py::module_& m) {
       .def("put", &StateBytes::put, py::call_guard<py::gil_scoped_release>(), "Bring a copy back.")
       .def("is_as", &StateBytes::is_as, py::call_guard<py::gil_scoped_release>(), "Whether each bit is that of a copy.")
       .def("then", &StateBytes::then, "One of the tensors, as it was when a copy was made.");
+  m.def("ambient_parts", &ambient_parts, "The same, each with its name.");
+  m.def("denormals_here", &denormals_here, "The calling thread's bits for denormal numbers.");
+  m.def(
+      "under_denormals",
+      [](uint32_t bits, const py::object& work) {
+        Denormals scope(bits);
+        return work();
+      },
+      "What `work()` returns on this thread under another's bits for denormal numbers.");
   m.def("modes_here", &modes_here, "How many function and dispatch modes the calling thread is in.");
 }
 

@@ -62,6 +62,7 @@ void StepRun::rewind() {
 void StepRun::run_group(int32_t group) {
   LaneScope scope(in_arenas && !graphs ? placer : nullptr, in_arenas);
   c10::OptionalStreamGuard current(stream);
+  Denormals as_caller(denormals);
   if (graphs) {
     if (group == 0) graphs->fill(*this);
     graphs->launch(group);

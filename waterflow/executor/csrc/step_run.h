@@ -17,6 +17,7 @@
 #include "../../allocator/csrc/device.h"
 #include "../../allocator/csrc/placer.h"
 #include "admission.h"
+#include "denormals.h"
 #include "pacer.h"
 #include "program.h"
 #include "random_state.h"
@@ -50,6 +51,7 @@ struct StepRun {
   StepProfile profiled;
   // ... or anything else that is one group.
   std::function<void()> opaque;
+  const uint32_t denormals = denormals_here();  // as on the thread that made it, wherever it runs
 
   // On a GPU: it runs behind all that the calling thread has issued on its current stream of the device ...
   void behind_caller(c10::Device device);
