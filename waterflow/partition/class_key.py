@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Body:
 
 _known: dict[type, tuple[_C.Guards, Body]] = {}
 _numbers: dict[Hashable, tuple[int, Body]] = {}
+_next_number = itertools.count()  # no two keys have the same one, whichever threads ask
 
 
 def body_of(cls: type) -> Body:
@@ -39,7 +41,9 @@ def body_of(cls: type) -> Body:
         return known[1]
     guards, body = guards_of(cls), _read(cls)
     if is_at_its_name(cls):
-        number, first = _numbers.setdefault(body.key, (len(_numbers), body))  # which keeps what has an address in it
+        number, first = _numbers.setdefault(
+            body.key, (next(_next_number), body)
+        )  # which keeps what has an address in it
         body = Body(number, first.users, ())
         _known[cls] = guards, body
     return body

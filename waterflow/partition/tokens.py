@@ -20,10 +20,14 @@ def token_of(value: Any) -> int | None:
         reference = weakref.ref(value, functools.partial(_forget, id(value)))
     except TypeError:
         return None
-    _tokens[id(value)] = reference, next(_next_token)
-    return _tokens[id(value)][1]
+    mine = reference, next(_next_token)
+    while True:
+        there = _tokens.setdefault(id(value), mine)  # of threads that ask at once, one sets it for all
+        if there[0]() is value:
+            return there[1]
+        _forget(id(value), there[0])  # of an object that was there before
 
 
 def _forget(address: int, reference: weakref.ref[Any]) -> None:
-    if address in _tokens and _tokens[address][0] is reference:
-        del _tokens[address]
+    if (known := _tokens.get(address)) is not None and known[0] is reference:
+        _tokens.pop(address, None)

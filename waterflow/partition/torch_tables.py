@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ _TABLES: tuple[dict[str, Any], ...] = (vars(functional), vars(torch))
 _METHODS = frozenset(dir(torch.Tensor))  # torch's own: others may be added
 _known: list[tuple[_C.Guards, Hashable, str]] = []
 _numbers: dict[Hashable, int] = {}
+_next_number = itertools.count()  # of threads that ask at once, no two are told the same for different tables
 
 
 def key_of_torch(look: Callable[..., None]) -> Hashable:
@@ -33,7 +35,7 @@ def key_of_torch(look: Callable[..., None]) -> Hashable:
             guards.dict(table)
         guards.cls(torch.Tensor)
         said = tuple((name, token_of(value)) for table in _TABLES for name, value in table.items() if callable(value))
-        _known[:] = [(guards, _numbers.setdefault(said, len(_numbers)), next(_replaced(), ""))]
+        _known[:] = [(guards, _numbers.setdefault(said, next(_next_number)), next(_replaced(), ""))]
     _, number, why = _known[0]
     if why:
         raise CaptureError(why)
