@@ -1,7 +1,10 @@
 # make demo   a real hyperparameter study, its trials side by side
-# make test   all tests (make test-full: with the long random runs)
+# make test   the short tier, about four minutes: what every change must pass
+# make test-changed  the tests that the files which differ from main's last commit concern (BASE=COMMIT: from that commit)
+# make test-all      all tests, about a quarter of an hour; make test-full: with the long random runs
+# make tiers  which tests of the short tier need time, and why
+# make check  format, lint, types and make test, as before a commit on main
 # make sanitize  the allocator's random runs under the address, undefined behaviour and thread sanitizers
-# make check  format, lint, types, architecture rules and tests, as before a commit on main
 
 PYTHON ?= python3
 VENV   := .venv
@@ -20,18 +23,30 @@ CORE := $(addprefix waterflow/allocator/csrc/,simulated_device.cpp cpu_device.cp
   fuzz.cpp fuzz_table.cpp)
 FUZZ_ROWS := 6000
 
-.PHONY: demo test test-full check format lint types build sanitize clean
+# Two processes: the suite is written for two cores. Tests of one file stay together as far as that fills both.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-changed test-all test-full tiers check format lint types build sanitize clean
 
 demo: $(VENV)/.built
 	$(BIN)/waterflow demo --compare --out demo-output
 
 test: $(VENV)/.built
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-changed: $(VENV)/.built
+	files=$$($(BIN)/python -m tests.changed $(BASE)) && $(PYTEST) $$files
+
+test-all: $(VENV)/.built
+	$(PYTEST) --all
 
 test-full: $(VENV)/.built
-	$(BIN)/python -m pytest --full
+	$(PYTEST) --full
 
-check: lint types test sanitize
+tiers: $(VENV)/.built
+	$(BIN)/python -m pytest --tiers
+
+check: lint types test
 
 lint: $(VENV)/.built
 	$(BIN)/ruff format --check .
@@ -66,7 +81,7 @@ $(VENV)/.ready: constraints-cpu.txt pyproject.toml .ci/cpu_wheels.py
 	touch $@
 
 $(VENV)/.built: $(VENV)/.ready $(CPP) setup.py
-	$(PIP) install --no-build-isolation --no-deps -e .
+	WATERFLOW_TEST_HOOKS=1 $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""One thread inside operations, repeatable property tests, and the full mode."""
+"""One thread inside operations, repeatable property tests, and the tiers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import tiers
 from waterflow.executor.captured import captures
 
 os.environ.setdefault("WATERFLOW_AUDIT", "all")  # also of the processes that tests start
@@ -21,8 +22,15 @@ settings.register_profile("full", settings.get_profile("short"), max_examples=20
 settings.load_profile("short")
 
 
+_seconds: dict[str, float] = {}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run what is marked slow, with larger random counts")
+    parser.addoption("--all", action="store_true", help="also run what is marked slow")
+    parser.addoption("--full", action="store_true", help="also run what is marked campaign, with larger random counts")
+    parser.addoption(
+        "--tiers", action="store_true", help="run nothing; list what needs time in the short tier, and why"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,10 +41,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="slow: runs with --full"))
+    out = tiers.left_out(config)
+    kept = [item for item in items if not any(item.get_closest_marker(tier) for tier in out)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not session.config.getoption("--tiers"):
+        return None
+    print(tiers.report(session.config, session.items))
+    return True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # not in the processes of pytest-xdist
+        tiers.remember(session.config, _seconds)
 
 
 @pytest.fixture

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.imports import ROOT, imports_of
+from tests.tiers import without_reason
+
 PACKAGE = ROOT / "waterflow"
 SOURCES = sorted(p.relative_to(ROOT) for p in PACKAGE.rglob("*.py"))
 NATIVE = sorted(p.relative_to(ROOT) for kind in ("*.cpp", "*.h") for p in PACKAGE.rglob(kind))
@@ -47,38 +52,17 @@ def part_of(name: str) -> int:
     return ORDER.index(name) if name in ORDER else ORDER.index("")
 
 
-def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under ``if TYPE_CHECKING``."""
-    if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test):
-        for node in tree.orelse:
-            yield from nodes_at_run_time(node)
-        return
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        yield from nodes_at_run_time(child)
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
-def imports_of(path: Path, functions: bool = True) -> list[tuple[int, str]]:
-    """(line, full name) of everything that a file imports; relative names are made absolute.
-
-    Without ``functions``: what it imports when it is itself imported.
-    """
-    found = []
-    tree = ast.parse((ROOT / path).read_text())
-    if not functions:
-        tree.body = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    for node in nodes_at_run_time(tree):
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = list(path.with_suffix("").parts[: -node.level]) if node.level else []
-            module = ".".join([*package, *([node.module] if node.module else [])])
-            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
-    return found
+def included_by(path: Path) -> list[str]:
+    return re.findall(r'#include\s+[<"]([^">]+)', (ROOT / path).read_text())
 
 
-def named(paths: list[Path]) -> object:
-    return pytest.mark.parametrize("path", paths, ids=str)
+def assert_none(wrong: list[str]) -> None:
+    assert not wrong, "\n".join(wrong)
 
 
 def test_there_is_something_to_look_at() -> None:
@@ -87,12 +71,14 @@ def test_there_is_something_to_look_at() -> None:
     assert set(ORDER) - {"", "cluster", "cli"} <= parts
 
 
-@named(SOURCES)
-def test_imports_go_one_way(path: Path) -> None:
+def test_imports_go_one_way() -> None:
+    assert_none([f"{path}:{line} imports {name}" for path in SOURCES for line, name in _upwards(path)])
+
+
+def _upwards(path: Path) -> Iterator[tuple[int, str]]:
     own = path.parts[1].removesuffix(".py")
     if own == "__init__":
         return
-    wrong = []
     for line, name in imports_of(path):
         top, *rest = name.split(".")
         if top != "waterflow":
@@ -105,108 +91,106 @@ def test_imports_go_one_way(path: Path) -> None:
         else:
             allowed = other == own or part_of(other) < part_of(own) or part_of(own) == part_of(other) == part_of("")
         if not allowed:
-            wrong.append(f"{path}:{line} imports {name}")
-    assert not wrong, "\n".join(wrong)
+            yield line, name
 
 
-@named(SOURCES)
-def test_optional_libraries_have_files_of_their_own(path: Path) -> None:
+def test_optional_libraries_have_files_of_their_own() -> None:
+    wrong = []
     for library, only in ONLY.items():
-        lazily = path.stem in INSIDE_FUNCTIONS.get(library, ())
-        found = {name.split(".")[0] for _, name in imports_of(path, functions=not lazily)}
-        name = str(path.relative_to("waterflow").with_suffix(""))
-        assert library not in found or name in only, f"{path} imports {library}; only {sorted(only)} may"
+        for path in SOURCES:
+            if str(path.relative_to("waterflow").with_suffix("")) in only:
+                continue
+            lazily = path.stem in INSIDE_FUNCTIONS.get(library, ())
+            if library in {name.split(".")[0] for _, name in imports_of(path, functions=not lazily)}:
+                wrong.append(f"{path} imports {library}; only {sorted(only)} may")
+    assert_none(wrong)
 
 
 def test_importing_the_package_does_not_import_what_is_optional() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, waterflow; print([m for m in ('optuna', 'ray', 'matplotlib', 'typer') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.strip() == "[]"
 
 
-@named(BENCHMARKS)
-def test_benchmarks_use_the_public_package(path: Path) -> None:
-    tree = ast.parse((ROOT / path).read_text())
+def test_benchmarks_use_the_public_package() -> None:
     wrong = []
-    for line, name in imports_of(path):
-        top, *rest = name.split(".")
-        if top == "waterflow" and any(part.startswith("_") for part in rest):
-            wrong.append(f"{path}:{line} imports {name}")
-        if top == "waterflow" and len(rest) > 1:
-            wrong.append(f"{path}:{line} imports from inside: {name}")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("waterflow._", "wf._")):
-            wrong.append(f"{path}:{node.lineno} reaches into {ast.unparse(node)}")
-    assert not wrong, "\n".join(wrong)
+    for path in BENCHMARKS:
+        for line, name in imports_of(path):
+            top, *rest = name.split(".")
+            if top == "waterflow" and (len(rest) > 1 or any(part.startswith("_") for part in rest)):
+                wrong.append(f"{path}:{line} imports from inside: {name}")
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("waterflow._", "wf._")):
+                wrong.append(f"{path}:{node.lineno} reaches into {ast.unparse(node)}")
+    assert_none(wrong)
 
 
-@named([*SOURCES, *NATIVE])
-def test_files_are_short(path: Path) -> None:
-    lines = len((ROOT / path).read_text().splitlines())
-    assert lines <= 400, f"{path} has {lines} lines; over 400 it is usually two"
+def test_files_are_short() -> None:
+    lengths = {path: len((ROOT / path).read_text().splitlines()) for path in (*SOURCES, *NATIVE)}
+    assert_none([f"{path} has {n} lines; over 400 it is usually two" for path, n in lengths.items() if n > 400])
 
 
-@named(SOURCES)
-def test_the_package_does_not_print(path: Path) -> None:
-    calls = [
-        node.lineno for node in ast.walk(ast.parse((ROOT / path).read_text()))
+@pytest.mark.needs_time("the first one here parses all files")
+def test_the_package_does_not_print() -> None:
+    assert_none([
+        f"{path}:{node.lineno} prints; use the logger, or the terminal of the command line"
+        for path in SOURCES for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]  # fmt: skip
-    assert not calls, f"{path} prints in lines {calls}; use the logger, or the terminal of the command line"
+    ])  # fmt: skip
 
 
-@named([*SOURCES, *TESTS, *BENCHMARKS])
-def test_helpers_live_with_their_concept(path: Path) -> None:
-    assert path.stem not in ("utils", "util", "helpers", "misc", "common")
+def test_helpers_live_with_their_concept() -> None:
+    assert_none([
+        str(path) for path in (*SOURCES, *TESTS, *BENCHMARKS)
+        if path.stem in ("utils", "util", "helpers", "misc", "common")
+    ])  # fmt: skip
 
 
-@named(SOURCES)
-def test_modules_and_public_names_are_documented(path: Path) -> None:
-    text = (ROOT / path).read_text()
-    tree = ast.parse(text)
-    if not text.strip():
-        return
-    assert ast.get_docstring(tree), f"{path} does not say what it is"
-    silent = [
-        node.name for node in tree.body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-        and not ast.get_docstring(node)
-    ]  # fmt: skip
-    assert not silent, f"{path}: {silent}"
+def test_modules_and_public_names_are_documented() -> None:
+    wrong = []
+    for path in SOURCES:
+        tree = tree_of(path)
+        if tree.body and not ast.get_docstring(tree):
+            wrong.append(f"{path} does not say what it is")
+        wrong += [
+            f"{path}:{node.lineno} {node.name} has no docstring" for node in tree.body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            and not ast.get_docstring(node)
+        ]  # fmt: skip
+    assert_none(wrong)
 
 
-@named(NATIVE)
-def test_native_code_needs_no_cuda(path: Path) -> None:
+def test_native_code_needs_no_cuda() -> None:
     """One source builds against a CPU-only torch and a CUDA torch: CUDA is looked up at run time."""
-    included = re.findall(r'#include\s+[<"]([^">]+)', (ROOT / path).read_text())
     own = {path.name for path in NATIVE}
-    foreign = [name for name in included if name.rsplit("/", 1)[-1] not in own]
-    assert not [name for name in foreign if "cuda" in name.lower() or "cublas" in name.lower()]
+    assert_none([
+        f"{path} includes {name}" for path in NATIVE for name in included_by(path)
+        if name.rsplit("/", 1)[-1] not in own and ("cuda" in name.lower() or "cublas" in name.lower())
+    ])  # fmt: skip
 
 
-@named(NATIVE)
-def test_admission_and_barriers_know_no_torch(path: Path) -> None:
+def test_admission_and_barriers_know_no_torch() -> None:
     """Pure book-keeping: no clock, no threads, no torch."""
-    if path.stem not in ("admission", "barrier", "device_order", "device_clock", "simulation", "pool_replay"):
-        return
-    included = re.findall(r'#include\s+[<"]([^">]+)', (ROOT / path).read_text())
+    pure = ("admission", "barrier", "device_order", "device_clock", "simulation", "pool_replay")
     banned = ("ATen", "torch", "c10", "thread", "mutex", "chrono", "condition_variable", "atomic")
-    assert not [name for name in included if name.startswith(banned)]
+    assert_none([
+        f"{path} includes {name}" for path in NATIVE if path.stem in pure for name in included_by(path)
+        if name.startswith(banned)
+    ])  # fmt: skip
 
 
-@named(SOURCES)
-def test_private_names_of_optuna_stand_in_one_file(path: Path) -> None:
-    if path.stem not in ONLY["optuna"] - {"optuna_private"}:
-        return
-    private = [
-        f"{path}:{node.lineno} {ast.unparse(node)}" for node in ast.walk(ast.parse((ROOT / path).read_text()))
+def test_private_names_of_optuna_stand_in_one_file() -> None:
+    assert_none([
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path in SOURCES if path.stem in ONLY["optuna"] - {"optuna_private"} for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         and ast.unparse(node.value) not in ("self", "cls")
-    ]  # fmt: skip
-    assert not private, "\n".join(private)
+    ])  # fmt: skip
+
+
+def test_what_sleeps_or_measures_a_duration_says_why(request: pytest.FixtureRequest) -> None:
+    """Of the tests that run beside this one, in the short tier (``tests/tiers.py``)."""
+    assert_none(without_reason(request.session.items))
 
 
 def test_the_exceptions_that_users_catch_have_one_root() -> None:

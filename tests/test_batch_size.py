@@ -80,6 +80,7 @@ def deep(recompute: Any = None) -> wf.Job:
                   torch.optim.SGD, loss=F.cross_entropy, recompute=recompute)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_that_recomputes() -> None:
     plain, auto = (max_batch_size(deep(recompute), memory="4MiB") for recompute in (None, "auto"))
     (row,) = auto.jobs
@@ -94,6 +95,7 @@ def test_a_job_that_recomputes() -> None:
     assert [row.recomputed for row in pair.jobs] == [again, again]
 
 
+@pytest.mark.slow
 def test_a_height_in_bytes_holds_side_by_side() -> None:
     height = 2 << 20
     plain, lower = (max_batch_size(deep(recompute), copies=2, memory="4MiB") for recompute in (None, height))
@@ -154,7 +156,8 @@ def wide(size: int, name: str = "wide") -> wf.Job:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("memory", ["600MiB", "100MiB"])
+@pytest.mark.needs_time("the README promises that the batch which is told trains")
+@pytest.mark.parametrize("memory", [pytest.param("600MiB", marks=pytest.mark.slow), "100MiB"])
 def test_the_told_batch_trains_and_a_larger_one_does_not(memory: str) -> None:
     found = max_batch_size(wide(16), memory=memory)
     limit = parse_memory(memory)
@@ -182,6 +185,7 @@ def test_a_share_above_that_beside_the_largest_is_no_limit() -> None:
     assert 0 < row["room_beside_largest"] < 1 and "limit" not in row
 
 
+@pytest.mark.slow
 def test_what_is_said_of_recomputing_side_by_side() -> None:
     assert "side by side no step recomputes: with recompute='auto'" in str(
         max_batch_size(deep("auto"), copies=2, memory="4MiB")

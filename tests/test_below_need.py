@@ -25,6 +25,8 @@ from waterflow.partition.plan import Plan
 from waterflow.runner import JobRunner
 from waterflow.step_queue import STEPS_AHEAD
 
+pytestmark = pytest.mark.slow
+
 
 class Convolutions(nn.Sequential):
     def __init__(self) -> None:

@@ -14,9 +14,12 @@ from benchmarks.zoo import SMALL, ZooModel
 from tests.support import MiB, Trained, assert_same, run_steps, train_eager, train_step
 from waterflow.executor.engine import Engine
 
+pytestmark = pytest.mark.needs_time("the bits of real models, captured, among others and in tight memory")
+
 STEPS = 5
 BATCH = 2
 # Models whose five steps take milliseconds are drawn more often than those that take seconds.
+LARGE = ("inception_v3", "nasnet")
 WEIGHTS = {"inception_v3": 0.1, "resnet50": 0.3, "nasnet": 0.3, "tacotron2": 0.5}
 
 _references: dict[tuple[str, int], Trained] = {}
@@ -96,14 +99,14 @@ def mix_of(seed: int, count: int = 4) -> list[str]:
     return random.Random(seed).choices(names, [WEIGHTS.get(name, 1.0) for name in names], k=count)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in SMALL])
 def test_alone(name: str) -> None:
     trained = train(SMALL[name], 0, train_step)
     assert trained.step is not None and trained.step.opaque_reason is None
     assert_same(trained, reference(name, 0))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1, 2, 3])
 def test_four_jobs_on_two_lanes(seed: int, asynchronous: int | None) -> None:
     names = mix_of(seed)
     with Engine(memory="4GiB", lanes=2, asynchronous=asynchronous) as engine:
@@ -148,7 +151,7 @@ def tight_limit(names: Sequence[str], slack: float) -> int:
     return persistent + room
 
 
-@pytest.mark.parametrize("seed", range(10, 14))
+@pytest.mark.parametrize("seed", [10, 11, 12, pytest.param(13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slack", [0.0, 0.3])
 def test_tight_memory(seed: int, slack: float, asynchronous: int | None) -> None:
     names = mix_of(seed)
@@ -160,7 +163,7 @@ def test_tight_memory(seed: int, slack: float, asynchronous: int | None) -> None
         engine.native.check()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_random_mixes(seed: int) -> None:
     draw = random.Random(seed)

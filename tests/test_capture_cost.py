@@ -10,6 +10,7 @@ import pytest
 from benchmarks import capture_cost
 
 
+@pytest.mark.needs_time("it measures first steps, and asserts none")
 def test_rows_say_how_long_a_first_step_takes_and_of_what(capsys: pytest.CaptureFixture[str]) -> None:
     before = os.environ.get("WATERFLOW_AUDIT")
     words = ["--repeats", "1", "--nets", "mlp1", "cnn1", "--asked", "20 modules", "--json"]

@@ -425,6 +425,7 @@ def test_others_do_not_wait_for_a_suspended_reader(engine: Engine) -> None:
     assert results[0].losses == results[1].losses
 
 
+@pytest.mark.slow
 def test_fused_jobs_can_be_copied_and_suspended() -> None:
     with Engine(memory="1GiB", lanes=1, exact=False, mode="fused") as engine:
         runners = [JobRunner(base(name=f"net {i}", seed=i, epochs=12)(), engine) for i in range(3)]
@@ -473,6 +474,7 @@ def test_more_epochs(engine: Engine) -> None:
     assert_equal(again, longer, (again.run(), expected))
 
 
+@pytest.mark.needs_time("a loader starts worker processes")
 def test_workers_of_a_loader(engine: Engine) -> None:
     make = base(data=lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2), epochs=2)
     checkpoint, undisturbed, expected = snapshot_at(make, 13, engine)

@@ -61,6 +61,7 @@ class Fault(Exception):
     """What breaks a job on purpose."""
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_goes_on_after_a_failure(tmp_path: Path) -> None:
     read: dict[str, int] = {}
 
@@ -100,6 +101,7 @@ def test_jobs_that_had_not_begun_keep_their_seeds(tmp_path: Path) -> None:
     assert_equal(wf.train(jobs_of(), memory="1GiB", checkpoint=tmp_path), undisturbed())
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_a_module_that_was_trained_already(tmp_path: Path) -> None:
     """One that is handed in begins as the first call found it, however far that call changed it."""
     torch.manual_seed(0)
@@ -158,7 +160,14 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("how, every", [(signal.SIGKILL, 3), (signal.SIGINT, None)], ids=["killed", "Ctrl-C"])
+@pytest.mark.needs_time("a process is killed, and another goes on: the README promises its bits")
+@pytest.mark.parametrize(
+    "how, every",
+    [
+        pytest.param(signal.SIGKILL, 3, id="killed"),
+        pytest.param(signal.SIGINT, None, id="Ctrl-C", marks=pytest.mark.slow),
+    ],
+)
 def test_goes_on_in_another_process(how: signal.Signals, every: int | None, tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(every)]
@@ -203,6 +212,7 @@ def stopped_at(step: int, folder: Path, **settings: Any) -> None:
         wf.train(jobs_of(act)[2:], lanes=1, memory="1GiB", checkpoint=wf.Checkpoints(folder, every=None, **settings))
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_the_one_before_where_the_last_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     expected = wf.train(jobs_of()[2:], lanes=1, memory="1GiB")
@@ -215,6 +225,7 @@ def test_the_one_before_where_the_last_is_damaged(tmp_path: Path, caplog: pytest
     assert_equal(again, expected)
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_all_damaged(tmp_path: Path) -> None:
     stopped_at(20, tmp_path, steps=4, keep=3)
     for path in tmp_path.glob("c-*/step-*.state"):
@@ -244,6 +255,7 @@ def test_one_call_at_a_time(tmp_path: Path) -> None:
         thread.join(timeout=30)
 
 
+@pytest.mark.needs_time("checkpoints are written by the clock")
 def test_by_time(tmp_path: Path) -> None:
     seen: set[str] = set()
 
@@ -287,6 +299,7 @@ def test_jobs_that_could_not_go_on(tmp_path: Path) -> None:
     (tmp_path / "seeds.json").write_text(json.dumps({"c": 1}))
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_another_model_of_the_same_name(tmp_path: Path) -> None:
     stopped_at(20, tmp_path, steps=4)
     job = jobs_of()[2]

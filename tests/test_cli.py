@@ -97,6 +97,7 @@ def test_version_and_help():
     assert all(command in said for command in ("demo", "study", "train", "plan"))
 
 
+@pytest.mark.slow
 def test_entry_point_tells_errors_in_one_line(folder: Path):
     command = [str(Path(sys.executable).parent / "waterflow"), "train", "nowhere.yaml"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=folder)
@@ -109,6 +110,7 @@ def test_entry_point_tells_errors_in_one_line(folder: Path):
 # -- demo
 
 
+@pytest.mark.needs_time("the README promises plan --gpu, and the demo")
 def test_demo_compares_and_saves_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "EPOCHS", 1)
     ended = run("demo", "--trials", "3", "--max-concurrent", "2", "--out", tmp_path)
@@ -184,6 +186,7 @@ def test_a_study_that_would_maximize_a_training_loss(folder: Path):
     assert ended.exit_code == 1 and "job 'trial 0' has no evaluate=" in told[-1] and "trial 1" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_trial_over_its_time_limit(folder: Path):
     (folder / "code.py").write_text(USER_CODE + "\nimport time\ndef slow(trial):\n    while True: time.sleep(0.01)\n")
     ended = run("study", config(folder, "objective: code.py:slow\nn_trials: 1\ntrial_timeout: 0.5\n"))
@@ -271,6 +274,7 @@ def test_plan_of_the_examples():
     assert "together: cnn-16, cnn-32, mlp" in ended.stdout and "none waits" in ended.stdout
 
 
+@pytest.mark.needs_time("the README promises plan --gpu, and the demo")
 def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     path = config(
         folder,
@@ -387,6 +391,7 @@ def planned_elsewhere(folder: Path, *arguments: str, before: str = "") -> subpro
     return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_zoo_is_planned_from_anywhere(tmp_path: Path):
     ended = planned_elsewhere(tmp_path, "--gpu", "v100-32g", "--model", "resnet50", "--json")
     assert ended.returncode == 0, ended.stderr
@@ -399,6 +404,7 @@ def test_a_model_of_the_zoo_has_the_names_that_people_know():
     assert job_named("bert-base", Path()).model is job_named("bert", Path()).model
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path):
     hide = "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n, p=None: None if n == 'torchvision' else find(n, p)"
     ended = planned_elsewhere(tmp_path, "--gpu", "v100-32g", "--model", "resnet50", before=hide)
@@ -411,6 +417,7 @@ def deep_with(folder: Path, recompute: str, memory: str = "") -> Path:
     return config(folder, f"{memory}jobs: [{{name: deep, job: code.py:deep, args: {{recompute: {recompute}}}}}]")
 
 
+@pytest.mark.slow
 def test_plan_of_jobs_that_recompute(folder: Path):
     """For a GPU, and for this machine."""
     shown = run("plan", deep_with(folder, "auto"), "--memory", "1300kB").stdout

@@ -300,6 +300,7 @@ UNTRACED: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
+@pytest.mark.needs_time("the error of a trace holds it, so that all objects are looked through")
 @pytest.mark.parametrize("name", UNTRACED)
 def test_what_a_trace_does_not_have(name: str) -> None:
     """It would see other values than an eager step, or none that are guarded."""

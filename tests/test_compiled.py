@@ -27,7 +27,7 @@ from waterflow.executor.compile_worker import Answer
 from waterflow.executor.variants import Variant
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.timeout(600)  # compilers are slow where cores are taken
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compilers are slow where cores are taken
 BATCHES = [(torch.randn(6, 8, dtype=torch.float64), torch.randint(4, (6,))) for _ in range(3)]
 
 

@@ -68,6 +68,7 @@ print(json.dumps({"status": result.status, "losses": result.losses, "said": said
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("until", [16, 1000], ids=["for a while", "to the end"])
 def test_training_goes_on_where_the_disk_is_full(until: int, tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
@@ -101,6 +102,7 @@ def failing(error: Exception) -> Any:
     return save
 
 
+@pytest.mark.needs_time("checkpoints are written by the clock")
 @pytest.mark.parametrize(
     "error",
     [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded"),
@@ -126,6 +128,7 @@ def test_nothing_is_raised_and_one_warning_says_so(
     ] == []
 
 
+@pytest.mark.needs_time("checkpoints are written by the clock")
 def test_a_result_is_written_as_soon_as_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job that ends while the disk is full, beside another one that trains on."""
     good, torch_save = [False], torch.save
@@ -158,6 +161,7 @@ def test_seeds_that_cannot_be_written(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.needs_time("checkpoints are written by the clock")
 def test_a_state_that_cannot_be_copied_ends_no_other_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

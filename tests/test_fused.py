@@ -27,6 +27,8 @@ from waterflow.executor.engine import Engine
 from waterflow.executor.fused_group import Group
 from waterflow.partition.plan import opaque_plan
 
+pytestmark = pytest.mark.slow
+
 BATCHES = images(8)
 TOLERANCE = {
     "rtol": 1e-4,

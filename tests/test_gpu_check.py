@@ -12,6 +12,8 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu_check import MARK, NOT_MEASURED, Ran
 
+pytestmark = pytest.mark.slow
+
 ALL_GOOD = {
     "device": {"gpu": "H", "memory_bytes": 10, "torch": "2", "cuda": "13"},
     "requests": {"planned_ns": 40.0, "unplanned_ns": 900.0, "torch_ns": 800.0},

@@ -60,7 +60,7 @@ def test_names_that_are_not_there() -> None:
     assert not hasattr(wf, "_private") and wf.allocator.SimulatedDevice
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_each_module_can_be_the_first() -> None:
     """Nobody else imports first what it needs. A process for each: forked, for speed, once torch is there."""
@@ -83,6 +83,7 @@ print(wrong)
     assert run(code).splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_a_native_part_that_was_built_for_another_torch_is_refused() -> None:
     code = """
 import torch

@@ -323,6 +323,7 @@ def test_lent_priority_is_taken_back_where_the_guaranteed_job_gives_up() -> None
         assert lent == [False, True]
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_a_step_in_a_loop_of_its_own_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with Engine(lanes=2, memory="200MiB") as engine:
         model = nn.Linear(64, 4)

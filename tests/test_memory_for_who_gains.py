@@ -16,6 +16,8 @@ from waterflow.executor.engine import Engine, within
 from waterflow.executor.terms import Terms
 from waterflow.runner import JobRunner
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 60
 
 

@@ -74,6 +74,7 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.needs_time("the README promises the bits of jobs of both priorities")
 @pytest.mark.parametrize("exact", [True, False])
 def test_jobs_of_both_priorities_end_as_alone(exact: bool) -> None:
     jobs = [job(f"{priority}-{n}", seed=n, priority=priority)
@@ -92,6 +93,7 @@ def test_opportunistic_jobs_are_not_fused_with_others() -> None:
     assert not any(result.fused_steps for result in wf.train(jobs, lanes=2, exact=False, mode="fused"))
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_an_opportunistic_job_makes_way_and_comes_back() -> None:
     alone = wf.train([job("small", epochs=6)], lanes=1)[0]
     with Engine(lanes=2, memory="200MiB") as engine:
@@ -170,6 +172,7 @@ def test_a_limit_for_all_opportunistic_jobs() -> None:
         engine.claim(second, needs("second", 100 * MiB, 50 * MiB), patient=False)
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_a_lowered_quota_suspends_a_job_until_it_is_raised() -> None:
     alone = wf.train([job("job", epochs=40)], lanes=1)[0]
     with Engine(lanes=2, memory="1GiB") as engine:
@@ -186,6 +189,7 @@ def test_a_lowered_quota_suspends_a_job_until_it_is_raised() -> None:
         assert_same(result(), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("priority", ["guaranteed", "opportunistic"])
 def test_jobs_that_do_not_fit_together_take_turns(priority: str) -> None:
     jobs = [job(f"job-{n}", width=2048, seed=n, epochs=40, priority=priority) for n in range(2)]
@@ -205,6 +209,7 @@ def test_a_quantum_is_positive(quantum: float) -> None:
         Engine(quantum=quantum)
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_the_priority_of_a_running_job_changes() -> None:
     alone = wf.train([job("job", epochs=20)], lanes=1)[0]
     with Engine(lanes=2, memory="1GiB") as engine:
@@ -311,6 +316,7 @@ def test_a_job_that_is_just_leaving_is_not_asked() -> None:
             engine.claim(late, needs("late", 600 * MiB, 50 * MiB), patient=False)
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_a_suspended_job_does_not_come_back_by_itself() -> None:
     with Engine(lanes=2, memory="1GiB") as engine:
         runner = JobRunner(job("job", epochs=40, priority="opportunistic"), engine)
@@ -348,6 +354,7 @@ def test_going_on_twice_at_once_is_no_error() -> None:
         assert result().status == "completed", result().traceback
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_a_job_that_left_and_became_guaranteed_has_room_made_for_it() -> None:
     with Engine(lanes=2, memory="200MiB", mode="lanes") as engine:
         runner = JobRunner(job("first", width=128, epochs=40, priority="opportunistic"), engine)
@@ -378,6 +385,7 @@ def test_all_lanes_are_in_use_each_time_an_opportunistic_job_comes() -> None:
             engine.native.set_active_lanes(1)  # as is measured to be faster for the others
 
 
+@pytest.mark.slow
 def test_a_guaranteed_job_does_not_wait_for_data_that_an_opportunistic_one_has_not_read() -> None:
     shared = wf.SharedData(batches(200))
     began = time.perf_counter()
@@ -390,6 +398,7 @@ def test_a_guaranteed_job_does_not_wait_for_data_that_an_opportunistic_one_has_n
     assert results["guaranteed"].seconds < 5, time.perf_counter() - began
 
 
+@pytest.mark.slow
 def test_the_first_look_at_an_eager_step_holds_up_no_guaranteed_claim() -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         loss = F.cross_entropy(model(batch[0]), batch[1])

@@ -29,6 +29,7 @@ def assert_none_differs(campaign: Campaign) -> None:
         pytest.fail(f"{len(campaign.differing)} programs differ, one of them by {found[:5]}:\n{smallest.script()}")
 
 
+@pytest.mark.needs_time("programs of all kinds, in short: each captured and eager")
 def test_programs_of_all_kinds() -> None:
     campaign = Campaign()
     campaign.run(60, 1)
@@ -36,7 +37,7 @@ def test_programs_of_all_kinds() -> None:
     assert campaign.total.captured >= 0.3 * campaign.total.steps
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_state_alone(kind: str) -> None:
@@ -45,7 +46,7 @@ def test_each_state_alone(kind: str) -> None:
         assert not found, f"{found[:5]}\n{program.script()}"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_ten_thousand_programs() -> None:
     campaign = Campaign()

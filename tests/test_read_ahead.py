@@ -142,6 +142,7 @@ class Counting:
             yield batch
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 @pytest.mark.parametrize("ahead", [None, False, True])
 def test_a_job_can_say_that_its_data_may_be_read_ahead(ahead: bool | None) -> None:
     data, most = Counting(), []
@@ -220,6 +221,7 @@ def test_shared_data_that_refills_its_memory() -> None:
         assert list(result.losses) == expected
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_who_waits_for_data_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_queue, "_told", threading.Lock())
     monkeypatch.setattr(step_queue, "TOLD_SECONDS", 0.05)
@@ -297,6 +299,7 @@ class Lumpy(Dataset[Any]):
         return torch.full((6,), float(self.at)), torch.tensor(self.at % 4)
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_a_data_set_that_jobs_share_is_read_by_one_at_a_time() -> None:
     loader = DataLoader(Lumpy(), batch_size=4, shuffle=True)
     make = partial(wf.Job, model=lambda: nn.Linear(6, 4), loss=F.cross_entropy, optimizer=adamw, data=loader, epochs=3)

@@ -66,6 +66,7 @@ def lowest_of(name: str, **options: Any) -> int:
     return refused.value.needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_the_zoo_alone(name: str) -> None:
     if name in ("nasnet", "tacotron2", "inception_v3"):
@@ -73,7 +74,7 @@ def test_the_zoo_alone(name: str) -> None:
     check_alone(name)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ["nasnet", "tacotron2", "inception_v3"])
 def test_large_models_alone(name: str) -> None:
     check_alone(name)
@@ -182,6 +183,7 @@ def test_auto_recomputes_nothing_where_the_step_fits() -> None:
     assert step.recomputed is None
 
 
+@pytest.mark.slow
 def test_auto_says_how_low_it_comes() -> None:
     model, optimizer = make_deep()
     plan = wf.Step(model, loss=nn.functional.cross_entropy, optimizer=optimizer).plan_for(BATCHES[0])
@@ -216,6 +218,7 @@ def sized(size: int, **options: Any) -> wf.Job:
     return replace(job, data=images(2, size=size, shape=(32,)))
 
 
+@pytest.mark.slow
 def test_a_job_that_may_recompute_is_told_the_largest_batch_with_it_and_without() -> None:
     with Engine(memory=600_000, lanes=1, reserve=0) as engine:
         with pytest.raises(wf.MemoryLimitError) as refused:

@@ -927,6 +927,7 @@ def test_several_steps_handed_in_ahead() -> None:
         assert_same(Trained(results, model, optimizer), reference)
 
 
+@pytest.mark.slow
 def test_step_and_model_can_be_forgotten(engine: Engine | None, no_captures: Any) -> None:
     """Captures are shared and kept; the models that they came from are not."""
     model = Net()

@@ -68,6 +68,7 @@ def test_kinds(kind: str, where: str) -> None:
     assert mine.step.predicted_height < 0.6 * plain.step.predicted_height  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(SMALL) - {"inception_v3", "nasnet", "tacotron2"}))
 @pytest.mark.parametrize("kind", ["sgd, nesterov", "adam, amsgrad"])
 def test_small_models(name: str, kind: str) -> None:

@@ -340,6 +340,7 @@ def test_numpy_batches() -> None:
         step(tuple(part.numpy() for part in images(1)[0]))
 
 
+@pytest.mark.needs_time("torch's first error of a trace imports sympy")
 def test_a_batch_of_wrong_shape_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(8, 4)
     step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))

@@ -314,6 +314,7 @@ def test_module_hooks_on_gradients(engine: Engine | None) -> None:
     assert_same(train_step(making(Net), images(4), during=during, engine=engine), eager)
 
 
+@pytest.mark.slow
 def test_hook_that_collects(engine: Engine | None) -> None:
     """A hook that writes down what it sees is to see real values, in every step."""
     seen: list[float] = []
@@ -495,6 +496,7 @@ class OverFrozen(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["function", "hook", "again", "opaque function", "swallowed", "data"])
 def test_frozen_parts_and_what_a_trace_cannot_see(way: str, engine: Engine | None) -> None:
     def make() -> Any:

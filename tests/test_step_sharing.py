@@ -39,14 +39,12 @@ def making(model: Callable[[], nn.Module], optimizer: Any = None) -> Any:
 
 
 def test_a_second_job_of_the_same_kind_captures_nothing(captures: Any) -> None:
-    seconds = []
     for seed in range(3):
-        start = time.perf_counter()
         compare(making(partial(Net, dropout=0.3)), images(3), seed=seed)
-        seconds.append(time.perf_counter() - start)
     assert (captures.captures, captures.hits) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_hit_is_fast(captures: Any) -> None:
     zoo = SMALL["lstm_cell"]
     seconds = []
@@ -62,6 +60,7 @@ def test_a_hit_is_fast(captures: Any) -> None:
     assert min(seconds[1:]) < seconds[0] / 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mlp_dropout", "cnn_bn", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba", "tacotron2"]
 )
@@ -356,6 +355,7 @@ HOWS = ["plain", "two", "under two names", "functional", "functional of this rat
         "largest", "compared", "present", "string", "list", "bernoulli"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_dropout_rates(how: str, captures: Any) -> None:
     """Jobs that differ in a rate share a capture where the rate is nothing else than that."""
@@ -365,6 +365,7 @@ def test_dropout_rates(how: str, captures: Any) -> None:
         assert captures.captures <= 3, "one for all rates between 0 and 1, and one each for 0 and 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "two", "functional", "attention", "root"])
 def test_dropout_rates_changed_between_steps(how: str) -> None:
     def during(model: Any, optimizer: Optimizer) -> Any:

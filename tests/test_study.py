@@ -56,7 +56,7 @@ def choose(trial: Trial) -> tuple[int, float]:
     return trial.suggest_int("width", 4, 16, step=4), trial.suggest_float("lr", 1e-3, 1.0, log=True)
 
 
-def looping(trial: Trial, pause: float = 0.0) -> float:
+def looping(trial: Trial, pause: Callable[[], None] = lambda: None) -> float:
     """Door one: the objective trains in a loop of its own."""
     width, rate = choose(trial)
     generator = torch.Generator().manual_seed(trial.number)
@@ -65,7 +65,7 @@ def looping(trial: Trial, pause: float = 0.0) -> float:
         model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), rate), generator=generator
     )
     for epoch in range(EPOCHS):
-        time.sleep(pause)
+        pause()
         loss = sum(step(batch).item() for batch in BATCHES) / len(BATCHES)
         trial.report(loss, epoch)
         if trial.should_prune():
@@ -81,9 +81,9 @@ def job_of(number: int, width: int, rate: float, **changes: Any) -> wf.Job:
     return wf.Job(f"trial-{number}", **(settings | changes))
 
 
-def making(trial: Trial, pause: float = 0.0, **changes: Any) -> wf.Job:
+def making(trial: Trial, pause: Callable[[], None] = lambda: None, **changes: Any) -> wf.Job:
     """Door two: the objective returns a job."""
-    time.sleep(pause)
+    pause()
     return job_of(trial.number, *choose(trial), **changes)
 
 
@@ -92,7 +92,12 @@ DOORS: dict[str, Objective] = {"loop": looping, "job": making}
 
 def hesitant(objective: Any) -> Objective:
     """The same with pauses that differ from run to run."""
-    return lambda trial: objective(trial, pause=0.01 * torch.rand((), generator=torch.Generator()).item())
+
+    def hesitating(trial: Trial) -> Any:
+        seconds = 0.01 * torch.rand((), generator=torch.Generator()).item()
+        return objective(trial, pause=lambda: time.sleep(seconds))
+
+    return hesitating
 
 
 def new_study(**settings: Any) -> optuna.Study:
@@ -186,6 +191,7 @@ def fails_at(*numbers: int, error: type[BaseException] = ValueError) -> Objectiv
     return objective
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_what_is_not_caught_is_raised_after_the_others() -> None:
     study, heard = new_study(), []
 
@@ -228,6 +234,7 @@ def test_callbacks_and_the_limits_of_a_study() -> None:
     assert len(study.trials) == 5
 
 
+@pytest.mark.needs_time("a study's timeout is what it tests")
 def test_a_timeout_lets_running_trials_finish() -> None:
     def objective(trial: Trial) -> float:
         time.sleep(0.2)
@@ -264,6 +271,7 @@ def test_stop(where: str) -> None:
         study.stop()
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 def test_a_callback_that_raises_leaves_nothing_running() -> None:
     for settings in ({}, {"deterministic": True}):
         study = new_study()
@@ -470,12 +478,14 @@ def test_what_is_said_of_trials_that_fail_as_they_may() -> None:
     assert theirs.exc_info and isinstance(theirs.error, ValueError)  # type: ignore[attr-defined]
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 def test_as_many_as_memory_and_lanes_allow() -> None:
     study = new_study()
     summary = wf.optimize(study, hesitant(looping), n_trials=20, lanes=2)
     assert len(study.trials) == 20 and 2 <= summary.most_at_once <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "room", "most"), [(2, 3, 3), (4, 3, 3), (2, 20, 4)])
 def test_auto_asks_for_no_trial_that_would_wait(
     lanes: int, room: int, most: int, monkeypatch: pytest.MonkeyPatch
@@ -517,6 +527,7 @@ def test_auto_asks_for_no_trial_that_would_wait(
 # -- deterministic
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4])
 def test_equal_seeds_give_equal_studies(door: str, at_once: int) -> None:
@@ -537,6 +548,7 @@ def test_jobs_without_seeds_repeat_too() -> None:
     assert record(first) == record(second)
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 @pytest.mark.parametrize("door", DOORS)
 def test_failures_repeat(door: str) -> None:
     def objective(trial: Trial) -> Any:
@@ -551,6 +563,7 @@ def test_failures_repeat(door: str) -> None:
     assert record(first) == record(second) and TrialState.FAIL in states(first)
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 @pytest.mark.parametrize("where", ["objective", "callback"])
 def test_stopping_repeats(where: str) -> None:
     def stopped() -> optuna.Study:
@@ -576,6 +589,7 @@ def test_stopping_repeats(where: str) -> None:
         assert record(stopped()) == record(first)
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 def test_a_stop_far_ahead_in_virtual_time_stops_no_earlier_trial() -> None:
     """The trial that stops runs ahead of the others on the clock, and behind them in steps."""
 
@@ -602,7 +616,7 @@ def test_a_stop_far_ahead_in_virtual_time_stops_no_earlier_trial() -> None:
 PICTURES = images(2, shape=(3, 12, 12))
 
 
-def pictured(trial: Trial, pause: float = 0.0) -> wf.Job:
+def pictured(trial: Trial, pause: Callable[[], None] = lambda: None) -> wf.Job:
     """Its measured heights lie above those predicted from the graph."""
 
     def model() -> nn.Module:
@@ -612,10 +626,11 @@ def pictured(trial: Trial, pause: float = 0.0) -> wf.Job:
         )  # fmt: skip
 
     width, rate = choose(trial)
-    time.sleep(pause)
+    pause()
     return job_of(trial.number, width, rate, model=model, data=PICTURES)
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 @pytest.mark.parametrize("door", [*DOORS, "pictured"])
 @pytest.mark.parametrize("room", [1.3, 2.0])
 def test_waiting_for_memory_repeats(door: str, room: float) -> None:
@@ -696,6 +711,7 @@ def test_a_study_inside_itself_is_refused() -> None:
 # -- from outside
 
 
+@pytest.mark.needs_time("pauses that differ from run to run change no result")
 def test_silent_but_for_logging(capfd: pytest.CaptureFixture[str]) -> None:
     handlers = logging.getLogger("optuna").handlers
     before = list(handlers)
@@ -795,8 +811,11 @@ def empty_database() -> Iterator[Path]:
         yield path
 
 
-@pytest.mark.parametrize("order", ["any", "ordered"])
-@pytest.mark.parametrize("doing", ["loop", "pure", "job", "evaluate", "data"])
+@pytest.mark.needs_time("the README promises that Ctrl-C ends a study within two seconds")
+@pytest.mark.parametrize("order", ["any", pytest.param("ordered", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "doing", ["loop", *(pytest.param(each, marks=pytest.mark.slow) for each in ("pure", "job", "evaluate", "data"))]
+)
 def test_interrupted_within_two_seconds(
     doing: str, order: str, child: subprocess.Popen[str], said: Path, empty_database: Path
 ) -> None:
@@ -841,6 +860,7 @@ def test_jobs_of_both_priorities_in_a_repeatable_study_wait_for_room() -> None:
     assert done and states(done[0]) == [TrialState.COMPLETE] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_lanes_go_to_the_eldest_trials_while_they_last(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But where trials run as one."""

@@ -157,6 +157,7 @@ def test_those_on_the_front_of_several_objectives() -> None:
     assert kept(summary) == [f"trial-{number}" for number in front] and front == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_trials_that_are_never_the_best() -> None:
     """Pruned, failed, told a value that is none, or against a constraint."""
@@ -186,6 +187,7 @@ def test_trials_that_are_never_the_best() -> None:
     assert kept(summary) == ["trial-3"] and study.best_trial.number == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep, most", [("best", 3), ("none", 2), ("all", 12)])
 def test_memory_is_released_while_the_study_runs(keep: Any, most: int) -> None:
     """Counted by the models that are alive when another one is made: one that trains, the best one, and what ends just now."""

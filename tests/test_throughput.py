@@ -17,6 +17,8 @@ from benchmarks.ways import RUNNERS, Track
 from benchmarks.workers import SOLO, WAYS, Crew, Round, Way, WayError
 from benchmarks.workloads import SETS, WORKLOADS, JobSet, JobSpec, MadeJob, mixed, same
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 CHANGES = 1e-6  # of how far training moved the weights
 

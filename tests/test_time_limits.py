@@ -120,9 +120,18 @@ def assert_unharmed(result: wf.JobResult, expected: wf.JobResult) -> None:
     assert all(same_bits(value, result.state_dict[name]) for name, value in expected.state_dict.items())
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.needs_time("the README promises that what hangs ends with an error which names the line, and others go on")
+@pytest.mark.parametrize(
+    "place, way, lanes",
+    [
+        ("data", "sleeping", 1),
+        ("step", "waiting", 2),
+        *(
+            pytest.param(place, way, 2, marks=pytest.mark.slow)
+            for place in PLACES for way in WAYS if (place, way) != ("step", "waiting")
+        ),
+    ],
+)  # fmt: skip
 def test_what_hangs_ends_and_others_go_on(place: str, way: str, lanes: int) -> None:
     hung = job("hung", timeout=LIMIT, **PLACES[place](WAYS[way]))
     others = [job(f"near{n}", seed=n, epochs=8, model=Net(dropout=0.3)) for n in range(3)]
@@ -158,6 +167,7 @@ class Rows(Dataset[Any]):
         return BATCHES[0][0][index], BATCHES[0][1][index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["data", "model"])
 def test_what_a_thread_holds_that_was_left_behind_is_free(what: str) -> None:
     """A data set that others read too, and the turn to make a model."""
@@ -181,6 +191,7 @@ def test_what_a_thread_holds_that_was_left_behind_is_free(what: str) -> None:
         assert_unharmed(result, expected)
 
 
+@pytest.mark.slow
 def test_a_generator_that_hangs() -> None:
     results = wf.train(
         [job("hung", timeout=LIMIT, **in_generator(sleeping)), job("near")], memory="1GiB", on_error="continue"
@@ -189,6 +200,7 @@ def test_a_generator_that_hangs() -> None:
     assert_unharmed(results[1], JobRunner(job("near")).run())
 
 
+@pytest.mark.slow
 def test_a_job_that_is_slow_ends_at_a_boundary_of_its_steps() -> None:
     """Nothing of it is broken off, and its result has what it trained."""
 
@@ -214,6 +226,7 @@ def test_a_job_within_its_limit_is_as_without(lanes: int | None) -> None:
         assert result.measured_peak or result.opaque_reason
 
 
+@pytest.mark.slow
 def test_its_memory_is_given_back() -> None:
     with Engine(lanes=2, memory="1GiB") as engine:
         room = engine.room
@@ -226,6 +239,7 @@ def test_its_memory_is_given_back() -> None:
         assert_unharmed(wf.train([job()], engine=engine)[0], JobRunner(job()).run())
 
 
+@pytest.mark.slow
 def test_time_that_it_is_suspended_does_not_count() -> None:
     reached = threading.Event()
 
@@ -282,8 +296,23 @@ def looping(hang: Callable[[], None]) -> Callable[[optuna.Trial], Any]:
     return objective
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("door", ["loop", *PLACES])
+@pytest.mark.needs_time("the README promises that a trial which hangs fails, and the study goes on")
+@pytest.mark.parametrize(
+    "door, way",
+    [
+        ("loop", "sleeping"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("loop", "waiting"),
+                ("loop", "stubborn"),
+                ("data", "waiting"),
+                ("evaluate", "stubborn"),
+                ("step", "sleeping"),
+            )
+        ),
+    ],
+)
 def test_a_trial_that_hangs_fails_and_the_study_goes_on(door: str, way: str) -> None:
     def objective(trial: optuna.Trial) -> Any:
         if door == "loop":
@@ -298,6 +327,7 @@ def test_a_trial_that_hangs_fails_and_the_study_goes_on(door: str, way: str) -> 
         assert "trial 1 ran longer than its limit trial_timeout=3 s" in str(summary.results["trial-1"].error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trial_timeout", [None, 60])
 def test_the_limit_of_a_job_in_a_study(trial_timeout: float | None) -> None:
     study = optuna.create_study(pruner=optuna.pruners.NopPruner())

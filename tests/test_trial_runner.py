@@ -20,6 +20,7 @@ from tests.support import images
 from waterflow.trial_runner import TrialTask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["job", "loop"])
 def test_a_trial_that_hangs_is_broken_off(kind: str, tmp_path: Path) -> None:
     hangs = threading.Event()

@@ -39,6 +39,7 @@ def started(code: UserCode, work: Callable[[], None]) -> tuple[threading.Thread,
     return thread, ends
 
 
+@pytest.mark.slow
 def test_a_thread_that_imports_is_broken_off_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next import of the module would wait for ever."""
     (tmp_path / "slow_to_import.py").write_text(
@@ -60,6 +61,7 @@ def test_a_thread_that_imports_is_broken_off_behind_it(tmp_path: Path, monkeypat
     assert importlib.import_module("slow_to_import").loaded
 
 
+@pytest.mark.slow
 def test_a_thread_that_captures_is_broken_off_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch ends the process where an exception comes out of some of the functions that a trace calls."""
     code, inside, through = UserCode(), threading.Event(), threading.Event()
@@ -86,6 +88,7 @@ def test_a_thread_that_captures_is_broken_off_behind_it(monkeypatch: pytest.Monk
     assert not thread.is_alive() and ends == ["broken off"] and through.is_set()
 
 
+@pytest.mark.slow
 def test_an_order_that_is_swallowed_is_given_again() -> None:
     code, swallowed = UserCode(), []
     entered = threading.Event()
@@ -107,6 +110,7 @@ def test_an_order_that_is_swallowed_is_given_again() -> None:
     assert not thread.is_alive() and ends == ["broken off"] and len(swallowed) == 2
 
 
+@pytest.mark.slow
 def test_nobody_waits_longer_than_asked_for_a_thread_that_stays() -> None:
     code, leave = UserCode(), threading.Event()
     thread, ends = started(code, lambda: leave.wait(30) and None)
@@ -118,6 +122,7 @@ def test_nobody_waits_longer_than_asked_for_a_thread_that_stays() -> None:
     assert ends == ["broken off"]
 
 
+@pytest.mark.slow
 def test_a_lock_is_given_back_by_a_thread_that_is_broken_off_when_it_gets_it() -> None:
     lock, waiting = BreakableLock(), threading.Event()
     ends: list[str] = []
@@ -193,6 +198,7 @@ print(wf.train([wf.Job("job", **settings)])[0].status)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch._dynamo", "waterflow.job", "waterflow.training"])
 def test_ctrl_c_in_the_first_import_leaves_modules_whole(module: str) -> None:
     done = subprocess.run(

@@ -16,6 +16,8 @@ import pytest
 from benchmarks import versions
 from benchmarks.versions import Bench, MeasurementError, Version, holds, interval_of_median
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -97,6 +97,7 @@ def side_by_side(engine: Engine, steps: int, meanwhile: Callable[[], None] = lam
     return results
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_raised_while_two_steps_face_each_other(asynchronous: int | None) -> None:
     """The arena was made for the lower limit: what is above it comes when one of the two is over."""
     references = [alone(seed, 30) for seed in range(2)]
@@ -118,6 +119,7 @@ def test_a_limit_that_is_raised_while_two_steps_face_each_other(asynchronous: in
             assert_same(trained, reference)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_safe_from_the_neighbour() -> None:
     """Its ground is given back by the plan, before the step is over."""
     (_, plan) = alone(0, 4)
@@ -181,6 +183,7 @@ def resident() -> int:
         return int(fields.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_what_was_left_behind_goes_when_it_is_dropped() -> None:
     kept: list[torch.Tensor] = []
     calls = [0]

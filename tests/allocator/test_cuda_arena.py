@@ -42,6 +42,7 @@ def high(arena: _C.CudaArena, distance: int) -> int:
     return int(arena.base(1)) + arena.most - distance
 
 
+@pytest.mark.needs_time("the module builds a stand-in for the driver")
 def test_memory_comes_with_the_steps(arena: _C.CudaArena, fake: FakeCuda) -> None:
     assert arena.size == 8 * PAGE and fake.used == 0
     assert arena.back(0, 3 * PAGE - 1) and fake.used == 3 * PAGE

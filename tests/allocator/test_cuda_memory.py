@@ -53,6 +53,7 @@ def _built(tmp_path_factory: pytest.TempPathFactory) -> None:
     FakeCuda(tmp_path_factory.mktemp("built"))
 
 
+@pytest.mark.slow
 def test_without_a_pool_the_driver_serves(tmp_path: Path) -> None:
     run(tmp_path, """
         at = malloc(1000, 0, None)
@@ -75,6 +76,7 @@ def test_without_a_pool_the_driver_serves(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_blocks_from_before_the_pool_go_back_to_the_driver(tmp_path: Path) -> None:
     run(tmp_path, """
         early = malloc(1000, 0, None)
@@ -87,6 +89,7 @@ def test_blocks_from_before_the_pool_go_back_to_the_driver(tmp_path: Path) -> No
     """)  # fmt: skip
 
 
+@pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_streams_take_from_each_other_only_behind_a_wait(tmp_path: Path) -> None:
     run(tmp_path, """
         _C.cuda_pool(0, 40 * PAGE, False)
@@ -106,6 +109,7 @@ def test_streams_take_from_each_other_only_behind_a_wait(tmp_path: Path) -> None
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_record_stream_keeps_a_block_from_others(tmp_path: Path) -> None:
     run(tmp_path, """
         _C.cuda_pool(0, 40 * PAGE, False)
@@ -121,6 +125,7 @@ def test_record_stream_keeps_a_block_from_others(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_handle_that_comes_back_is_another_stream(tmp_path: Path) -> None:
     run(tmp_path, """
         _C.cuda_pool(0, 40 * PAGE, False)
@@ -135,6 +140,7 @@ def test_a_handle_that_comes_back_is_another_stream(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
     run(tmp_path, """
         fake.memory(8 * PAGE)
@@ -152,6 +158,7 @@ def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_goes_to_pinned_memory_where_that_is_allowed(tmp_path: Path) -> None:
     run(tmp_path, """
         _C.cuda_pool(0, 4 * PAGE, True)
@@ -166,6 +173,7 @@ def test_what_does_not_fit_goes_to_pinned_memory_where_that_is_allowed(tmp_path:
     """)  # fmt: skip
 
 
+@pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path) -> None:
     run(tmp_path, """
         _C.cuda_pool(0, 0, False)
@@ -189,6 +197,7 @@ def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path)
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_graphs_memory_is_its_own_until_it_is_released(tmp_path: Path) -> None:
     run(tmp_path, """
         _C.cuda_pool(0, 0, False)
@@ -217,6 +226,7 @@ def test_a_graphs_memory_is_its_own_until_it_is_released(tmp_path: Path) -> None
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_foreign_block_is_refused_without_an_exception(tmp_path: Path) -> None:
     out = run(tmp_path, """
         _C.cuda_pool(0, 0, False)
@@ -229,6 +239,7 @@ def test_a_foreign_block_is_refused_without_an_exception(tmp_path: Path) -> None
     assert "could not be given back" in out
 
 
+@pytest.mark.slow
 def test_many_threads(tmp_path: Path) -> None:
     run(tmp_path, """
         import random
@@ -257,6 +268,7 @@ def test_many_threads(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
+@pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_putting_it_into_torch(tmp_path: Path) -> None:
     """With a torch that claims to have CUDA; what it is told is written down."""
     run(tmp_path, """
@@ -321,6 +333,7 @@ def test_putting_it_into_torch(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_broken_driver_changes_nothing_in_torch(tmp_path: Path) -> None:
     run(tmp_path, """
         from waterflow.allocator import cuda

@@ -32,6 +32,7 @@ def checked(table: np.ndarray, setup: FuzzSetup, seed: int) -> dict[str, int]:
     return {**found.tiers, "requests": found.requests, "operations": found.operations}
 
 
+@pytest.mark.needs_time("random runs on real memory, with threads")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_operations(kind: str, full: bool) -> None:

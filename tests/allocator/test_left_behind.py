@@ -71,6 +71,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_what_cannot_be_moved_stays_as_it_is() -> None:
     run("""
         engine = wf.Engine(memory="512MiB", lanes=2)
@@ -89,6 +90,7 @@ def test_what_cannot_be_moved_stays_as_it_is() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_who_faces_it_takes_no_place_there_any_more() -> None:
     # The other lane's step is in its middle, and the arena is too small for both at their peaks: without what is kept,
     # it would grow over it.
@@ -129,6 +131,7 @@ def test_who_faces_it_takes_no_place_there_any_more() -> None:
     """)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("let_go", [False, True], ids=["kept", "let go within the step"])
 def test_only_what_is_kept_stays(let_go: bool) -> None:
     # A clone of a few bytes inside of an operator is planned to die there; kept, it takes its step's memory out of the
@@ -160,6 +163,7 @@ def test_only_what_is_kept_stays(let_go: bool) -> None:
     """)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_engine", [False, True])
 def test_children_of_children(own_engine: bool) -> None:
     printed = run(f"""

@@ -50,6 +50,7 @@ for seed in range(8):
 """
 
 
+@pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_contents_on_the_cpu_show_it() -> None:
     """With real memory and stalled threads, a missing order spoils what is read, or memory is gone before that."""
     ran = subprocess.run([sys.executable, "-c", CONTENTS], capture_output=True, text=True, timeout=100)

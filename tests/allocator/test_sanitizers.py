@@ -28,7 +28,7 @@ def missing(sanitizer: str, folder: Path) -> str:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_random_runs(sanitizer: str, tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ def test_accesses_against_an_obvious_check(device: SimulatedDevice, at: int) -> 
     device.check()
 
 
+@pytest.mark.slow
 def test_a_million_accesses_take_seconds(device: SimulatedDevice, at: int) -> None:
     stream = device.add_stream()
     start = time.perf_counter()

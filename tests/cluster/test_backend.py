@@ -32,6 +32,8 @@ from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.payload import load_results, pack
 from waterflow.cluster.worker import WorkerSettings
 
+pytestmark = pytest.mark.needs_time("the contract of every backend, with jobs that last long enough to be stopped")
+
 SETTINGS = WorkerSettings(memory="512MiB", lanes=1, checkpoint_seconds=0.2, report_seconds=0.1)
 SLOW = 0.01  # seconds for a batch
 
@@ -104,7 +106,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 WITHOUT_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=WITHOUT_RAY)])
+@pytest.fixture(params=["local", pytest.param("ray", marks=[WITHOUT_RAY, pytest.mark.slow])])
 def there(request: pytest.FixtureRequest) -> Watched:
     watched = request.getfixturevalue(request.param)
     assert isinstance(watched, Watched)
@@ -176,6 +178,7 @@ def test_suspend_and_go_on_elsewhere(there: Watched, id: str) -> None:
     equal(load_results(ended.results), wf.train(jobs(2, batches=200), lanes=1))
 
 
+@pytest.mark.slow
 def test_move_without_waiting(there: Watched, id: str) -> None:
     """A start while the stop is under way follows it."""
     first, second = there.alive()
@@ -320,6 +323,7 @@ def test_killed_in_the_middle(there: Watched, id: str) -> None:
     assert [e.how for e in ends] == ["completed"]  # the other node's were left alone
 
 
+@pytest.mark.slow
 def test_group_of_two_nodes_that_loses_one(there: Watched, id: str) -> None:
     """The part that was not lost is suspended, and nothing is trained twice that had a checkpoint."""
     first, second = there.alive()
@@ -335,6 +339,7 @@ def test_group_of_two_nodes_that_loses_one(there: Watched, id: str) -> None:
     equal(load_results(there.backend.folder.job(id)), wf.train(jobs(3, batches=80, epochs=1), lanes=1))
 
 
+@pytest.mark.slow
 def test_node_that_comes_back_late(there: Watched, id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped until its work was placed elsewhere, then let go: it can neither write nor speak, and ends."""
     first, second = there.alive()

@@ -25,6 +25,8 @@ from waterflow.cluster.state import address_file
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.errors import ClusterError
 
+pytestmark = pytest.mark.needs_time("a cluster of processes, whose jobs last long enough to be looked at")
+
 USER_CODE = """
 import os, threading, time
 import torch
@@ -66,6 +68,7 @@ def up(shared_cluster: LiveCluster, folder: Path, monkeypatch: pytest.MonkeyPatc
     return shared_cluster
 
 
+@pytest.mark.slow
 def test_from_up_to_down(folder: Path) -> None:
     """A job is handed in, the cluster ends in the middle of it, and goes on."""
     state = ["--state", folder / "state"]
@@ -230,6 +233,7 @@ def test_what_cannot_be_started_is_said_in_a_line(folder: Path, arguments: list[
     assert not address_file(folder / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_lost_its_database_does_not_begin_without_it(folder: Path) -> None:
     (folder / "state" / "work" / "jobs" / "a").mkdir(parents=True)
     ended = run("up", "--state", folder / "state", "--devices", "1")
@@ -272,6 +276,7 @@ def test_watch_shows_a_live_table(up: LiveCluster, monkeypatch: pytest.MonkeyPat
     assert ended.exit_code == 130 and len(seen) == 3 and "devices, policy" in ended.stdout
 
 
+@pytest.mark.slow
 def test_in_the_foreground(folder: Path) -> None:
     """It stays until the cluster is taken down."""
     state = folder / "state"

@@ -23,6 +23,8 @@ from waterflow.cluster.endpoint import EndpointError, check_address, make_token,
 from waterflow.cluster.state import address_file, token_file
 from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
 
+pytestmark = pytest.mark.needs_time("a cluster of processes, whose jobs last long enough to be looked at")
+
 PATIENCE = 60.0
 
 
@@ -71,6 +73,7 @@ def test_handed_in_twice_it_runs_once(client: wf.Cluster) -> None:
         client.submit(job("other"), id="twice")
 
 
+@pytest.mark.slow
 def test_many_at_a_time(client: wf.Cluster) -> None:
     """Threads of one client, all at once."""
     made: list[str] = []
@@ -84,6 +87,7 @@ def test_many_at_a_time(client: wf.Cluster) -> None:
         assert client.result(id, timeout=PATIENCE)[0].status == "completed"
 
 
+@pytest.mark.slow
 def test_short_opportunistic_jobs_do_not_wait_for_an_idle_device(client: wf.Cluster) -> None:
     """Two devices; each takes the next one when it has ended the last. With ten seconds for each it would be minutes."""
     began = time.monotonic()
@@ -116,6 +120,7 @@ def test_cancel(client: wf.Cluster) -> None:
     assert not client.cancel(id)
 
 
+@pytest.mark.slow
 def test_sets_that_fit_together(client: wf.Cluster) -> None:
     """The planner's sets: each device has 256 MiB, of which a part is the reserve."""
     jobs = [job(f"wide {n}", steps=2, width=750_000, seed=n) for n in range(4)]  # two of them fit
@@ -293,6 +298,7 @@ def test_no_cluster_is_up(tmp_path: Path) -> None:
 # -- killed in the middle
 
 
+@pytest.mark.slow
 def test_the_scheduler_is_killed(clusters: Callable[..., LiveCluster], tmp_path: Path) -> None:
     """It is back with all its state, and what runs is untouched."""
     cluster = clusters()
@@ -325,6 +331,7 @@ def test_the_scheduler_is_killed(clusters: Callable[..., LiveCluster], tmp_path:
     cluster.end()
 
 
+@pytest.mark.slow
 def test_a_node_is_killed(clusters: Callable[..., LiveCluster], tmp_path: Path) -> None:
     """Noticed in 2 s, its job goes on elsewhere in 10 s from its checkpoint, and ends with the same bits."""
     cluster = clusters()

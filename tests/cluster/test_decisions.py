@@ -28,6 +28,7 @@ def frozen_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tenants", [0, 5])

@@ -129,6 +129,7 @@ def closed_now(connection: socket.socket) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_who_waits_has_a_limit_too(door: Door) -> None:
     (id,) = door.submit(1)
     door.endpoint._server.most = 8

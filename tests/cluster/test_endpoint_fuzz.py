@@ -16,6 +16,8 @@ import pytest
 from tests.cluster.test_service import Cluster
 from waterflow.cluster.endpoint import Endpoint
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "t" * 40
 NAMES = ["id", "tenant", "devices", "priority", "auto", "memory", "model", "duration", "checkpoint", "submitted", "\0"]
 VALUES: list[Any] = [

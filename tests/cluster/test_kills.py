@@ -7,7 +7,7 @@ import pytest
 from benchmarks import cluster_kills
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(("jobs", "kills", "devices", "seed"), [(20, 4, 2, 1), (200, 40, 3, 0)], ids=["short", "long"])
 def test_only_the_crasher_fails(jobs: int, kills: int, devices: int, seed: int) -> None:
     """With 200 jobs this takes some minutes."""

@@ -33,6 +33,8 @@ from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.executor.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = WorkerSettings(memory="256MiB", lanes=1, checkpoint_seconds=0.2, report_seconds=0.1)
 
 
@@ -93,7 +95,6 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
     assert gone_within(killed_owner(tmp_path, 0.0), 3)
 
 
-@pytest.mark.slow
 def test_children_wait_for_another_backend_as_long_as_they_are_told(tmp_path: Path) -> None:
     child = killed_owner(tmp_path, 1.5)
     time.sleep(0.7)
@@ -232,7 +233,6 @@ def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
         assert isinstance(joined, NodeJoined) and joined.epoch > lost.epoch
 
 
-@pytest.mark.slow
 def test_a_backend_that_did_not_look_blames_nobody(tmp_path: Path) -> None:
     with LocalBackend(1, tmp_path, settings=SETTINGS, silent_seconds=0.8) as backend:
         backend.start("a", pack(jobs(batches=150, epochs=1, seconds=0.02)), [("device-0", 0)])

@@ -21,6 +21,8 @@ import waterflow as wf
 from tests.cluster.conftest import LiveCluster
 from waterflow.errors import InvalidJobError, StudyError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cluster(shared_cluster: LiveCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wf.Cluster:

@@ -125,6 +125,7 @@ def test_a_checkpoint_that_is_not_there_is_refused(cluster: Cluster, tmp_path: P
     assert cluster.submit("a") and cluster.backend.starts == ["a"]
 
 
+@pytest.mark.slow
 def test_who_waits_hears_that_the_cluster_ends(cluster: Cluster) -> None:
     cluster.submit("a")
     said: list[BaseException] = []

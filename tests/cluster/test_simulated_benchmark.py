@@ -89,7 +89,7 @@ def test_reports_are_heard_on_their_way() -> None:
     assert report.steps == 2 and at >= 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < benchmark.DEVICES, reason="a core for each device")
 def test_a_live_cluster_of_this_machine(tmp_path: Path) -> None:
     jobs = [Asked(f"{number}", "mlp", 5 if number else 2000, 0.05 * number, seed=number) for number in range(3)]

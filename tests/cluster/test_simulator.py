@@ -172,6 +172,7 @@ def test_speed_is_recorded_for_the_same_seed() -> None:
     assert [table.curve_of(j) for j in jobs] == [again.curve_of(j) for j in jobs] != [other.curve_of(j) for j in jobs]
 
 
+@pytest.mark.slow
 def test_a_month_in_a_moment() -> None:
     """The benchmark asks for 10,000 jobs a second on a core of its own; others may be at work here."""
     jobs = read_workload(TRACES / "philly_multigpu_month.csv").submissions

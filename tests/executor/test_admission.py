@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -222,10 +224,12 @@ TestDecisions.settings = settings(stateful_step_count=40)
 class Driver:
     """Lanes that run jobs as the engine does: it offers room to those that wait, then starts new steps."""
 
-    def __init__(self, draw: random.Random, lanes: int, capacity: int) -> None:
+    def __init__(
+        self, draw: random.Random, lanes: int, capacity: int, make: Callable[[int], Admission] = Admission
+    ) -> None:
         self.draw = draw
         self.lanes = lanes
-        self.admission = Admission(capacity)
+        self.admission = make(capacity)
         self.jobs: dict[int, list[Profile]] = {}  # the steps that are left
         self.ready: list[int] = []
         self.running: dict[int, int] = {}  # the groups that are done
@@ -274,13 +278,12 @@ class Driver:
             self.wait(job)
             return False
         if starts:
-            assert not urgent or urgent[0] == job, "a step started before one that had been overtaken"
+            self.verify_turn(job, urgent)
             self.ready.remove(job)
             self.running[job] = 0
         self.overtaken.pop(job, None)
         for other in self.overtaken:
             self.overtaken[other] += starts
-            assert self.overtaken[other] <= 1 + self.older[other], "overtaken again and again"
         self.flying.append(job)
         return True
 
@@ -309,11 +312,19 @@ class Driver:
                 self.grant(job)
         self.offer()
 
+    def verify_turn(self, job: int, urgent: list[int]) -> None:
+        """``job`` begins a step, while ``urgent`` ones wait that were overtaken."""
+        assert not urgent or urgent[0] == job, "a step started before one that had been overtaken"
+
     def verify(self) -> None:
         self.admission.check()
+        assert all(count <= 1 + self.older[job] for job, count in self.overtaken.items()), "overtaken again and again"
         assert self.admission.held <= self.admission.capacity
         if self.jobs and not self.flying:
             raise AssertionError(f"stuck: {self.jobs} wait for ever in {self.admission.capacity}")
+
+    def verify_end(self) -> None:
+        assert self.admission.held == 0 and not self.admission.waiting(), "something is held when all has ended"
 
     def run(self, events: int, *, limits: bool) -> None:
         for _ in range(events):
@@ -331,25 +342,29 @@ class Driver:
             self.offer()
             self.verify()
         for _ in range(100_000):
-            if not self.jobs:
+            if not self.jobs or not self.flying:
                 break
             self.complete(self.draw.choice(self.flying))
             self.verify()
-        assert not self.jobs and self.admission.held == 0 and not self.admission.waiting()
+        assert not self.jobs, "some never end"
+        self.verify_end()
 
 
+@pytest.mark.needs_time("random loads in short: never above the limit, never stuck")
 @given(draw=st.randoms(use_true_random=False), lanes=st.integers(1, 5))
 def test_every_job_ends(draw: random.Random, lanes: int) -> None:
     driver = Driver(draw, lanes, capacity=draw.randint(10, 100))
     driver.run(60, limits=False)
 
 
+@pytest.mark.needs_time("random loads in short: never above the limit, never stuck")
 @given(draw=st.randoms(use_true_random=False), lanes=st.integers(1, 5))
 def test_every_job_ends_while_the_limit_changes(draw: random.Random, lanes: int) -> None:
     driver = Driver(draw, lanes, capacity=draw.randint(10, 100))
     driver.run(60, limits=True)
 
 
+@pytest.mark.needs_time("random loads in short: never above the limit, never stuck")
 def test_many_random_loads() -> None:
     """Plain random cases, for they are cheaper than drawn ones: 1,500 loads of 80 events."""
     for seed in range(1500):
@@ -360,7 +375,7 @@ def test_many_random_loads() -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_very_many_random_loads() -> None:
     for seed in range(10_000, 60_000):
         draw = random.Random(seed)
@@ -368,6 +383,85 @@ def test_very_many_random_loads() -> None:
             Driver(draw, draw.randint(1, 6), draw.randint(10, 200)).run(80, limits=seed % 2 == 0)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+# -- planted faults
+
+
+class TooMuch(Admission):
+    """Lets a tenth more in than there is."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity + max(1, capacity // 10))
+        self.told = capacity
+
+    @property
+    def capacity(self) -> int:
+        return self.told
+
+
+class Unsafe(Admission):
+    """Looks at what is held now, not at whether all could still finish."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(1 << 60)
+        self.told = capacity
+
+    @property
+    def capacity(self) -> int:
+        return self.told
+
+    def try_issue(self, job: int, peak: list[int], after: list[int], opportunistic: bool = False) -> bool:
+        following = len(peak) - self.groups_left(job) if self.in_step(job) else 0
+        if self.held - self.held_by(job) + peak[following] > self.told:
+            return False
+        return super().try_issue(job, peak, after, opportunistic)
+
+
+class NoTurns(Admission):
+    """Forgets who was overtaken: whoever waits is as if it had come just now."""
+
+    def try_issue(self, job: int, peak: list[int], after: list[int], opportunistic: bool = False) -> bool:
+        waiting = self.waiting()
+        for other in waiting:
+            if not self.in_step(other):
+                self.release(other)
+        issued = super().try_issue(job, peak, after, opportunistic)
+        for other in waiting:
+            if other != job or not issued:
+                self.wait(other)
+        return issued
+
+
+class Leak(Admission):
+    """Keeps what a job holds that leaves in mid-step: another stands for it, which never ends."""
+
+    def release(self, job: int) -> None:
+        held = self.held_by(job)
+        super().release(job)
+        if held:
+            super().try_issue(-1 - job, [held], [held])
+
+
+FAULTS: dict[str, tuple[type[Admission], str]] = {
+    "too much": (TooMuch, "<="),
+    "unsafe": (Unsafe, "stuck"),
+    "no turns": (NoTurns, "a step started before one that had been overtaken|overtaken again and again"),
+    "leak": (Leak, "something is held|stuck"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str) -> None:
+    make, sign = FAULTS[fault]
+    found = []
+    for seed in range(60):
+        draw = random.Random(seed)
+        try:
+            Driver(draw, draw.randint(2, 6), draw.randint(10, 200), make).run(80, limits=False)
+        except AssertionError as error:
+            found.append(str(error))
+    assert len(found) > 15 and any(re.search(sign, each) for each in found), found[:3]
 
 
 # -- single cases

@@ -50,6 +50,7 @@ def made(device: Device) -> Coordinator:
     return Coordinator(device, now=lambda: device.time)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0003, 0.004, 0.05])
 @pytest.mark.parametrize("slope", [0.05, 0.2, 0.8])
 def test_the_rate_comes_to_what_is_allowed(seconds: float, slope: float) -> None:
@@ -162,6 +163,7 @@ class Devices(Device):
         self.jobs[job], self.began[job] = (seconds, slope), self.time
 
 
+@pytest.mark.slow
 def test_a_job_with_long_steps_beside_one_with_short_steps_is_not_passed_over() -> None:
     device = Devices({0: (0.004, 0.0), 1: (0.8, 0.5)})
     coordinator = made(device)

@@ -115,6 +115,7 @@ def test_shuffling_does_not_depend_on_what_transforms_draw() -> None:
     ]
 
 
+@pytest.mark.needs_time("a loader starts worker processes")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_transforms_and_streams_repeat(workers: int) -> None:
     for loader in (

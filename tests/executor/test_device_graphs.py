@@ -329,6 +329,7 @@ def test_few_bindings_of_a_job_have_graphs_at_once(fake: FakeCuda) -> None:
         assert 0 < fake.held()["graphs"] == counts["captured"] - counts["dropped"]
 
 
+@pytest.mark.slow
 def test_fused_jobs() -> None:
     """Close, and not equal: who is late for a round takes that step alone."""
 

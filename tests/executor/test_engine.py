@@ -88,6 +88,7 @@ def test_lanes_work_at_the_same_time(native: _C.Engine) -> None:
     finish(native, *runs)
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_a_lane_does_one_thing_at_a_time_and_a_job_its_steps_in_order(native: _C.Engine) -> None:
     busy, most, order = [], [], []
 
@@ -107,6 +108,7 @@ def test_a_lane_does_one_thing_at_a_time_and_a_job_its_steps_in_order(native: _C
     assert native.steps_done == 24 and native.held == 0
 
 
+@pytest.mark.slow
 def test_a_newcomer_is_not_owed_the_time_before_it_came() -> None:
     engine = _C.Engine(lanes=1, intra_op=1, capacity=100)
     first, second = engine.add_job(), engine.add_job()
@@ -118,6 +120,7 @@ def test_a_newcomer_is_not_owed_the_time_before_it_came() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_lane_that_is_kept_in_vain_goes_to_whoever_is_ready() -> None:
     def by_caller(engine: _C.Engine, job: int, *seconds: float, after: float = 0.0) -> float:
         time.sleep(after)
@@ -143,6 +146,7 @@ def test_a_lane_that_is_kept_in_vain_goes_to_whoever_is_ready() -> None:
     assert max(waited) < 0.2, waited  # not for the end of the long step
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_memory_decides_who_runs_beside_whom(native: _C.Engine) -> None:
     holding, most = [], []
 
@@ -251,6 +255,7 @@ def test_a_callable_is_let_go_when_its_step_is_done(native: _C.Engine) -> None:
 # -- cancelling
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_cancel_waits_for_what_runs_and_drops_the_rest(native: _C.Engine) -> None:
     gate, begun = threading.Event(), threading.Event()
     done: list[str] = []
@@ -295,6 +300,7 @@ def test_cancel_of_a_job_that_waits_for_room(native: _C.Engine) -> None:
     finish(native, large)
 
 
+@pytest.mark.slow
 def test_cancel_at_a_group_boundary() -> None:
     """A captured step of many groups stops in its middle, and the job can go on."""
     engine = Engine(memory=256 * MiB, lanes=1)
@@ -324,6 +330,7 @@ def test_cancel_at_a_group_boundary() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_several_threads_stop_remove_and_submit_at_once(native: _C.Engine) -> None:
     """Nobody waits for ever, and nothing is touched that another thread has removed."""
     jobs = [native.add_job() for _ in range(3)]
@@ -388,6 +395,7 @@ def test_what_is_let_go_may_call_the_engine(way: str, native: _C.Engine) -> None
     assert ends == [way]
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_remove_job_with_work_in_its_queue(native: _C.Engine) -> None:
     gate = threading.Event()
     job = native.add_job()
@@ -428,6 +436,7 @@ def test_engine_let_go_with_work_in_its_queue() -> None:
     assert ends
 
 
+@pytest.mark.slow
 def test_engine_let_go_on_its_own_lane() -> None:
     """A step is the last to hold the engine: a lane that ended it would wait for itself, and the process abort."""
     code = """
@@ -481,6 +490,7 @@ def come_and_go(engine: _C.Engine, draw: random.Random, jobs: int) -> int:
     return len(ran)
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 @pytest.mark.parametrize("seed", range(4))
 def test_threads_come_and_go(seed: int, full: bool) -> None:
     """Barriers are made and removed while others run; whatever happens, nobody hangs and nothing is held."""
@@ -641,6 +651,7 @@ def test_nothing_starts_until_a_lower_limit_holds(native: _C.Engine) -> None:
 # -- the engine's Python side
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_close_while_threads_train() -> None:
     """Nobody hangs; every thread is told that the engine is closed."""
     for seed in range(3):
@@ -698,6 +709,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_removing_a_job_while_another_thread_hands_it_work(seed: int) -> None:
     """In a process of its own, for what could go wrong there is a use of freed memory, or a wait without end."""
@@ -706,6 +718,7 @@ def test_removing_a_job_while_another_thread_hands_it_work(seed: int) -> None:
     assert result.returncode == 0 and result.stdout.endswith("done\n"), result.stderr[-2000:]
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_claims_wait_for_others_to_leave() -> None:
     engine = Engine(memory=1000, reserve=0, lanes=1)
     one, other = engine.add_job("one"), engine.add_job("other")
@@ -743,6 +756,7 @@ def test_claims_that_wait_for_each_other() -> None:
         engine.claim(engine.add_job("huge"), opaque_plan("huge", 500, persistent=600, batch=0))
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_a_claim_that_waits_and_may_go_on_is_no_dead_end() -> None:
     """Room comes, and before the one who waits has taken it another asks for more than there is."""
     engine = Engine(memory=1000, reserve=0, lanes=1)
@@ -779,6 +793,7 @@ def test_claims_leave_room_for_the_largest_step() -> None:
     assert not engine.would_fit(opaque_plan("p", 750, persistent=1, batch=0))
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_close_while_a_claim_waits() -> None:
     engine = Engine(memory=1000, reserve=0, lanes=1)
     plan = opaque_plan("p", 100, persistent=600, batch=0)
@@ -813,6 +828,7 @@ class Odd(Net):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_first_look_at_an_opaque_job_while_another_arrives() -> None:
     """The first step of an unknown job takes all that is left; a job that claims meanwhile must not fail it."""
     engine = Engine(memory=64 * MiB, lanes=2)

@@ -179,7 +179,9 @@ def test_log_softmax_of_far_and_missing_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "x", [torch.randn(8, 16).t(), torch.randn(8, 4), torch.randn(8, 16, dtype=torch.double), torch.randn(0, 9)], ids=str
+    "x",
+    [torch.randn(8, 16).t(), torch.randn(8, 4), torch.randn(8, 16, dtype=torch.double), torch.randn(0, 9)],
+    ids=["transposed", "short rows", "double", "no rows"],
 )
 def test_other_softmaxes_are_torch_s(x: Tensor) -> None:
     made = ours.log_softmax(x, 1, False)

@@ -131,6 +131,7 @@ def asked(ends: list[Any], ask: Callable[[], Any]) -> Callable[[], None]:
 # -- closing
 
 
+@pytest.mark.slow
 @in_child({"by_caller": False}, {"by_caller": True})
 def test_a_step_cannot_close_its_engine(by_caller: bool) -> None:
     engine = _C.Engine(lanes=1, intra_op=1, capacity=10)
@@ -143,6 +144,7 @@ def test_a_step_cannot_close_its_engine(by_caller: bool) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @in_child(*({"asynchronous": seed, "by_caller": by_caller} for seed in (None, 1) for by_caller in (False, True)))
 def test_a_captured_step_closes_its_engine_and_itself(asynchronous: int | None, by_caller: bool) -> None:
     torch.set_num_threads(1 if by_caller else 2)  # with other threads than a lane's a caller leaves its step to that
@@ -170,6 +172,7 @@ def test_a_captured_step_closes_its_engine_and_itself(asynchronous: int | None, 
         go_on(engine.native)
 
 
+@pytest.mark.slow
 @in_child({"by_caller": False}, {"by_caller": True})
 def test_a_step_stops_its_own_job(by_caller: bool) -> None:
     engine = _C.Engine(lanes=1, intra_op=1, capacity=10)
@@ -192,6 +195,7 @@ def test_a_step_stops_its_own_job(by_caller: bool) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @in_child()
 def test_jobs_remove_each_other_in_their_steps() -> None:
     engine = _C.Engine(lanes=2, intra_op=1, capacity=10)
@@ -215,6 +219,7 @@ def test_jobs_remove_each_other_in_their_steps() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @in_child(*({"inside": one, "outside": other} for one in ("cancel", "remove") for other in ("cancel", "remove")))
 def test_a_job_is_stopped_from_inside_and_outside_at_once(inside: str, outside: str) -> None:
     engine = _C.Engine(lanes=1, intra_op=1, capacity=10)
@@ -251,6 +256,7 @@ def test_a_job_is_stopped_from_inside_and_outside_at_once(inside: str, outside: 
     engine.close()
 
 
+@pytest.mark.slow
 @in_child({"asynchronous": None}, {"asynchronous": 1})
 def test_a_forgotten_step_is_collected_on_its_lane(asynchronous: int | None) -> None:
     gc.disable()
@@ -282,6 +288,7 @@ def test_a_forgotten_step_is_collected_on_its_lane(asynchronous: int | None) -> 
 # -- callers that vanish
 
 
+@pytest.mark.slow
 @in_child({"where": "_hand_in"}, {"where": "_finish"})
 def test_ctrl_c_between_handing_in_and_waiting(where: str) -> None:
     torch.set_num_threads(1)
@@ -307,6 +314,7 @@ def test_ctrl_c_between_handing_in_and_waiting(where: str) -> None:
 # -- steps within steps
 
 
+@pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 @in_child(
     {"lanes": 1, "warm": 0, "captured": False},  # its first look holds all memory
     {"lanes": 2, "warm": 0, "captured": False},
@@ -335,6 +343,7 @@ def test_a_step_within_a_step_is_refused(lanes: int, warm: int, captured: bool) 
         go_on(engine.native)
 
 
+@pytest.mark.slow
 @in_child()
 def test_a_step_cannot_wait_for_one_that_is_queued() -> None:
     engine = _C.Engine(lanes=1, intra_op=1, capacity=10)

@@ -138,6 +138,7 @@ def test_a_window_without_a_step_is_no_speed() -> None:
     assert machine.there == {1, 2} and all(each.held == 60 for each in machine.jobs.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lower", [0.5, 0.52, 0.8])
 def test_nothing_goes_back_and_forth_under_noise(lower: float, seed: int) -> None:

@@ -28,6 +28,7 @@ def engine() -> Iterator[_C.Engine]:
     made.close()
 
 
+@pytest.mark.slow
 def test_guaranteed_steps_go_first() -> None:
     engine = _C.Engine(lanes=1, intra_op=1, capacity=1 << 20, arenas=False)
     load = Load(engine)
@@ -42,6 +43,7 @@ def test_guaranteed_steps_go_first() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_lane_is_left_for_a_guaranteed_job(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed = load.add()
@@ -58,6 +60,7 @@ def test_a_lane_is_left_for_a_guaranteed_job(engine: _C.Engine) -> None:
         wait(engine, run)
 
 
+@pytest.mark.slow
 def test_lanes_of_a_guaranteed_job_that_left_are_open(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed = load.add()
@@ -73,6 +76,7 @@ def test_lanes_of_a_guaranteed_job_that_left_are_open(engine: _C.Engine) -> None
     assert begin2 < end and begin < end2  # side by side
 
 
+@pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_an_opportunistic_step_must_fit_beside_the_largest_guaranteed_one() -> None:
     engine = _C.Engine(lanes=2, intra_op=1, capacity=100, arenas=False)
     begun: list[str] = []
@@ -140,16 +144,19 @@ def share_of_time(engine: _C.Engine, seconds: float) -> float:
     return sum(end - begin for job, begin, end in load.ran if job == other) / (time.perf_counter() - began)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.2, 0.5])
 def test_opportunistic_work_keeps_to_its_rate(engine: _C.Engine, rate: float) -> None:
     engine.set_rates(rate, rate)
     assert share_of_time(engine, 1.0) == pytest.approx(rate, rel=0.35)
 
 
+@pytest.mark.slow
 def test_without_a_limit_it_runs_all_the_time(engine: _C.Engine) -> None:
     assert share_of_time(engine, 0.3) > 0.8
 
 
+@pytest.mark.slow
 def test_a_rate_of_nothing_stops_it_and_a_cancelled_job_does_not_wait_for_it(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed, other = load.add(), load.add()
@@ -172,6 +179,7 @@ def test_rates_are_shares(engine: _C.Engine, rate: float) -> None:
         engine.set_rates(rate, 1.0)
 
 
+@pytest.mark.slow
 def test_only_guaranteed_steps_are_timed_where_there_are_others(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed, other = load.add(), load.add()
@@ -185,6 +193,7 @@ def test_only_guaranteed_steps_are_timed_where_there_are_others(engine: _C.Engin
     assert engine.take_step_times() == []
 
 
+@pytest.mark.slow
 def test_how_long_opportunistic_steps_were_under_way_is_known_while_they_are(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed, other = load.add(), load.add()
@@ -206,6 +215,7 @@ def test_how_long_opportunistic_steps_were_under_way_is_known_while_they_are(eng
     assert engine.opportunistic_ns == ended
 
 
+@pytest.mark.slow
 def test_a_step_that_sleeps_ends_soon_where_a_guaranteed_one_waits_for_its_lane(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed, late, other = load.add(), load.add(), load.add()
@@ -224,6 +234,7 @@ def test_a_step_that_sleeps_ends_soon_where_a_guaranteed_one_waits_for_its_lane(
     wait(engine, long)
 
 
+@pytest.mark.slow
 def test_a_sleeping_step_does_not_hold_back_memory_that_is_claimed(engine: _C.Engine) -> None:
     load = Load(engine)
     guaranteed, other = load.add(), load.add()
@@ -317,6 +328,7 @@ with wf.Engine(lanes=2) as engine:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["interpreter", "handlers"])
 def test_slices_leave_others_alone(what: str) -> None:
     done = subprocess.run([sys.executable, "-c", SLICED, what], timeout=60, capture_output=True, text=True)
@@ -353,6 +365,7 @@ with wf.Engine(lanes=2) as engine:
 """
 
 
+@pytest.mark.slow
 def test_a_loop_of_its_own_can_be_interrupted_while_its_step_sleeps() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0 and "interrupted" in done.stdout, done.stdout + done.stderr

@@ -141,6 +141,7 @@ def test_what_jobs_draw_does_not_reach_the_data() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_readers_of_any_speed_that_come_and_go(seed: int, ahead: int) -> None:
@@ -169,6 +170,7 @@ def test_readers_of_any_speed_that_come_and_go(seed: int, ahead: int) -> None:
     assert data._parties == []
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_jobs_with_epochs_of_their_own_that_evaluate() -> None:
     rows = Rows()
     data = wf.SharedData(loader(rows))
@@ -216,6 +218,7 @@ def test_who_was_left_behind_finds_the_others_again() -> None:
 # -- the window
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_nobody_is_further_in_front_than_the_window_and_no_more_is_kept() -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
@@ -245,6 +248,7 @@ def test_nobody_is_further_in_front_than_the_window_and_no_more_is_kept() -> Non
     assert not data._parties
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_for_others_can_be_stopped() -> None:
     data = wf.SharedData(loader(), ahead=1)
     stop = threading.Event()
@@ -261,6 +265,7 @@ def test_a_job_that_waits_for_others_can_be_stopped() -> None:
     still.close()
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_one_that_waits_for_memory() -> None:
     def wide() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 20_000), nn.ReLU(), nn.Linear(20_000, 2))
@@ -361,6 +366,7 @@ def test_a_job_that_fails_or_stops_holds_nobody_up() -> None:
     assert data._parties == []
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_breaking_one_job_off_while_it_reads_spoils_nothing() -> None:
     expected = read(wf.SharedData(loader()).reader(1))
     broken: list[int] = []
@@ -571,6 +577,7 @@ def test_jobs_that_run_as_one() -> None:
     assert rows.made == dict.fromkeys(range(ROWS), 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_trials_of_a_study(deterministic: bool) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import optuna
@@ -101,12 +100,16 @@ def test_a_module_again_when_the_first_is_done() -> None:
 
 def test_one_objective_over_one_trained_model() -> None:
     model = nn.Sequential(nn.Linear(8, 16), head(8))
+    refused = threading.Event()
 
     def objective(trial: optuna.Trial) -> float:
-        step = wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()))
-        until = time.perf_counter() + 5  # the other one is under way by then, and ends both
-        while time.perf_counter() < until:
+        try:
+            step = wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()))
             loss = step((X, Y)).item()
+            assert refused.wait(20)  # the other one comes meanwhile
+        except wf.InvalidJobError:
+            refused.set()
+            raise
         return loss
 
     study = optuna.create_study()

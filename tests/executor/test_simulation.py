@@ -307,6 +307,7 @@ def test_planted_group_issued_before_its_barrier() -> None:
 # -- steps of real models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn_bn", "bert", "lstm"])
 def test_copies_of_small_models(name: str) -> None:
     zoo = SMALL[name]

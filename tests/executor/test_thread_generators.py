@@ -192,6 +192,7 @@ def test_a_device_without_a_generator_of_its_own_is_left_alone() -> None:
     assert [g.device.type for g in generators_for(torch.device("cpu"), 3)] == ["cpu"]
 
 
+@pytest.mark.slow
 def test_a_trace_of_the_users_holds_no_generator() -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.5) + torch.empty(8).bernoulli_(0.5)
@@ -282,7 +283,7 @@ def test_threads_that_end_together_tell_once(caplog: pytest.LogCaptureFixture, m
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_what_draws_nothing_costs_nothing_more() -> None:
     """Figures are printed (pytest -s): microseconds a call on the thread with numbers of its own, and without."""
     x = torch.rand(4)

@@ -211,7 +211,7 @@ def test_a_column_is_the_fullest_moment_of_its_stretch(seed: int, columns: int) 
     assert coarse.total[-1] == exact.total[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_it_is_quick_for_a_million_groups() -> None:
     line = study(jobs=24, lanes=2, groups_each=42_000)
     began = time.process_time()
@@ -237,6 +237,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
 
 
+@pytest.mark.slow
 def test_png_of_a_study_is_quick(tmp_path: Path) -> None:
     line = study(jobs=24, lanes=2, groups_each=8400)
     assert len(line.spans) > 200_000
@@ -290,6 +291,7 @@ def test_trace_of_a_small_timeline(tmp_path: Path) -> None:
     assert trace["otherData"] == {"dropped_groups": 0, "limit_bytes": 110}
 
 
+@pytest.mark.slow
 def test_a_long_trace_says_what_it_dropped(tmp_path: Path) -> None:
     line = study(jobs=24, lanes=2, groups_each=9000)
     line = Timeline(**(vars(line) | {"dropped": 11}))

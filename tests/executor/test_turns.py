@@ -11,6 +11,8 @@ import pytest
 
 from waterflow import _C
 
+pytestmark = pytest.mark.slow
+
 TURN = 0.040  # seconds: kTurnNs in engine_turns.cpp
 
 

@@ -77,6 +77,7 @@ def test_a_worker_that_joins_later_begins_at_its_time() -> None:
     assert log == [0, 1, 2, 3, 4, "late"]
 
 
+@pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_turns_exclude_each_other_and_nest() -> None:
     clock, inside = VirtualClock(), []
     for worker in range(3):

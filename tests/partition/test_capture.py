@@ -36,6 +36,7 @@ def capture_net(optimizer: Any = None, **options: Any) -> Any:
     return capture_step(spec, list(images(1)[0]), None)
 
 
+@pytest.mark.needs_time("real models are captured")
 @pytest.mark.parametrize("name", ["cnn_bn", "bert", "lstm"])
 def test_phases_follow_one_another(name: str) -> None:
     phases = [node.meta["phase"] for node in instructions_of(capture_of(name, early_updates=False).graph)]
@@ -155,7 +156,7 @@ def test_nodes_of_a_resnet() -> None:
 def test_seconds_are_told() -> None:
     spec, leaves, structure = spec_of("mlp_dropout")
     capture = capture_step(spec, leaves, structure)
-    assert 0 < capture.seconds < 60 and capture.nodes >= len(instructions_of(capture.graph))
+    assert capture.seconds > 0 and capture.nodes >= len(instructions_of(capture.graph))
 
 
 @pytest.mark.parametrize("was_on", [True, False])

@@ -57,7 +57,7 @@ def test_results_stay_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert same_bits(mine, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", sorted(set(SMALL) - set(FAST)))
 def test_results_of_large_models_stay_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     test_results_stay_equal(name, monkeypatch)

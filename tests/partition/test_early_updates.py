@@ -168,6 +168,7 @@ def check(seed: int) -> int:
     return places
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**9))
 @settings(max_examples=150, deadline=None)
 def test_random_steps(seed: int) -> None:
@@ -178,6 +179,7 @@ def test_random_steps_move_often_enough_to_tell() -> None:
     assert sum(check(seed) > 0 for seed in range(40)) >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(SMALL) - {"inception_v3", "nasnet", "tacotron2"}))
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_small_models_keep_their_order(name: str, accumulate: int) -> None:

@@ -56,6 +56,7 @@ def test_different_values_have_different_keys(one: Any, other: Any) -> None:
     assert (key(one) == key(other)) == (typed(one) == typed(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_models_of_the_zoo(name: str) -> None:
     """Two of a kind have one key, and it is found quickly: it is asked for whenever something was replaced."""

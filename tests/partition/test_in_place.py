@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +113,7 @@ def check(seed: int) -> int:
     return done
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**9))
 @settings(max_examples=200, deadline=None)
 def test_random_steps_keep_their_bits(seed: int) -> None:

@@ -70,7 +70,7 @@ def test_zoo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert predicted[-1][1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ["inception_v3", "nasnet"])
 def test_large_models_of_the_zoo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     test_zoo(name, monkeypatch)
@@ -213,6 +213,7 @@ def test_random_programs(choices: list[tuple[int, int, int]]) -> None:
         assert [m.peak for m in predicted] == real
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=14))
 def test_inputs_that_a_step_brings_along(choices: list[tuple[int, int, int]]) -> None:
     """They are there from the first operation to the last that has any view of them; all else stays as it is."""

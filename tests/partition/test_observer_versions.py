@@ -49,6 +49,7 @@ def python(version: str) -> str:
     pytest.skip(f"no Python {version} with headers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_version(version: str, tmp_path: Path) -> None:
     compiler = shutil.which("c++") or pytest.skip("no compiler")

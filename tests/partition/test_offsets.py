@@ -85,6 +85,7 @@ def test_promotion_helps_where_an_order_leaves_holes() -> None:
     assert searched.height <= once.height and searched.excess == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_small_models(name: str) -> None:
     capture = capture_of(name)

@@ -46,12 +46,13 @@ def check(predicted: int, measured: int, seen: int) -> None:
     assert predicted == pytest.approx(seen, rel=0.10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn_bn", "resnet50", "bert", "vit", "lstm", "mlp_dropout", "gpt2", "mamba"])
 def test_heights(name: str) -> None:
     check(*heights_of(SMALL[name], 8))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ["cnn_bn", "resnet50", "bert", "vit"])
 def test_heights_of_full_models(name: str) -> None:
     check(*heights_of(FULL[name], 8))

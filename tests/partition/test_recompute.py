@@ -47,6 +47,7 @@ def check_choice(capture: Capture, limit: int) -> Capture:
     return made
 
 
+@pytest.mark.needs_time("the bits of real models")
 @pytest.mark.parametrize("name", ["cnn_bn", "resnet50", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
 def test_zoo(name: str, share: float) -> None:
@@ -236,6 +237,7 @@ def bits_stay(lower: Callable[[Capture, int], Capture], choices: list[Any], back
         assert same_bits(one, other)
 
 
+@pytest.mark.slow
 @random_programs
 def test_random_programs(choices: list[Any], back: list[Any], share: float) -> None:
     bits_stay(check_choice, choices, back, share)

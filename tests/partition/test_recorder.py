@@ -55,6 +55,7 @@ def lines(captured: Capture) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_the_graph_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, leaves, batch_spec = spec_of(name)
@@ -94,6 +95,7 @@ def swallowing(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1]) * weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [with_a_constant, with_a_shape_that_changes, swallowing])
 def test_what_is_not_plain_is_left_to_make_fx(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_with(loss, Net())

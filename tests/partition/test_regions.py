@@ -21,6 +21,8 @@ from waterflow.partition.operators import is_random
 from waterflow.partition.regions import Loaded, Regions
 from waterflow.partition.structure import flatten
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 _modules: list[fx.GraphModule] = []
 _library = torch.library.Library("waterflow_test", "FRAGMENT")
@@ -54,7 +56,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 _LARGE = ("inception_v3", "nasnet", "tacotron2")
-_NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in _LARGE else name for name in SMALL]
+_NAMES = [pytest.param(name, marks=pytest.mark.campaign) if name in _LARGE else name for name in SMALL]
 
 
 @pytest.mark.parametrize("name", _NAMES)

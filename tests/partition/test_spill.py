@@ -43,6 +43,7 @@ def check_choice(capture: Capture, limit: int) -> Capture:
     return made
 
 
+@pytest.mark.needs_time("the bits of real models")
 @pytest.mark.parametrize("name", ["cnn_bn", "resnet50", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
 def test_zoo(name: str, share: float) -> None:
@@ -178,6 +179,7 @@ def test_what_the_backward_pass_changes_stays() -> None:
 # -- random programs
 
 
+@pytest.mark.slow
 @random_programs
 def test_random_programs(choices: list[Any], back: list[Any], share: float) -> None:
     bits_stay(check_choice, choices, back, share)

@@ -121,6 +121,7 @@ FILLED = ["cached", "cached_parts", "in_dict", "in_default"]
 KEPT = {"in_deque": "a deque", "in_set": "a set", "in_object": "object of Held.last"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*FILLED, *KEPT])
 def test_places_in_libraries(kind: str, library: Any) -> None:
     """Each run begins with a library that keeps nothing; losses show what the steps found there."""

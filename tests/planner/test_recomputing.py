@@ -34,6 +34,7 @@ def train(size: int, recompute: Any = None) -> wf.JobResult:
         return wf.train([job], engine=engine)[0]
 
 
+@pytest.mark.slow
 def test_what_an_engine_takes_and_no_more() -> None:
     sizes = sizes_of(recompute="auto")
     plain = largest_batch(sizes, memory=MEMORY).size
@@ -50,6 +51,7 @@ def test_what_an_engine_takes_and_no_more() -> None:
         train(found.size)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_known_to_fit_without() -> None:
     sizes = sizes_of(recompute="auto")
     plain = largest_batch(sizes, memory=MEMORY).size
@@ -71,6 +73,7 @@ def test_a_height_that_no_batch_is_brought_to() -> None:
         largest_batch(sizes_of(recompute=9000), memory=MEMORY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("height", [300_000, 900_000, MEMORY])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_height_in_bytes(copies: int, height: int) -> None:

@@ -117,6 +117,7 @@ def test_copies_with_a_batch_per_lane(copies: int) -> None:
     assert sum(late.busy) == sum(early.busy) + 5 * by_lane.at(other.size).copied
 
 
+@pytest.mark.slow
 def test_normalization_over_the_batch() -> None:
     sizes = sizes_of(norm=True)
     assert sizes.smallest().size == 2
@@ -263,6 +264,7 @@ def test_different_jobs_get_the_same_share() -> None:
     assert -(-held // 64) * 64 + max(step.offsets.height for step in steps) > 2**20
 
 
+@pytest.mark.slow
 def test_a_small_share_of_a_job_that_takes_no_batch_of_one() -> None:
     wide = nn.Sequential(nn.Linear(32, 4096), nn.BatchNorm1d(4096), nn.ReLU(), nn.Linear(4096, 8))
     step = wf.Step(wide, loss=loss, optimizer=torch.optim.SGD(wide.parameters(), lr=0.1))

@@ -20,7 +20,8 @@ class FuzzSetup:
 
     ``overflow`` is what the spill hook may give beyond ``capacity``. On the CPU, streams are threads that stall before a
     ``stall_share`` of their work for up to ``stall_us`` microseconds. ``threads`` make the requests, each those of its
-    streams; with one, a run on the simulated device goes the same way every time.
+    streams; with one, a run on the simulated device goes the same way every time. A ``fault`` is planted by its name; where
+    nothing is ``checked``, nobody finds it.
     """
 
     simulated: bool = True
@@ -34,6 +35,7 @@ class FuzzSetup:
     stall_us: int = 0
     alignment: int = 64
     fault: str = "none"
+    checked: bool = True
 
 
 @dataclass(frozen=True)

@@ -109,13 +109,14 @@ void bind_fuzz(py::module_& m) {
   m.def(
       "run_fuzz",
       [](const Table& table, bool simulated, int32_t streams, int32_t threads, int64_t capacity, int64_t overflow,
-         int64_t check_every, uint64_t seed, double stall_share, int64_t stall_us, int64_t alignment, Fault fault) {
+         int64_t check_every, uint64_t seed, double stall_share, int64_t stall_us, int64_t alignment, Fault fault,
+         bool checked) {
         const auto rows = plain(table);
         FuzzResult result;
         {
           py::gil_scoped_release release;
           result = run_fuzz(rows, {simulated, streams, threads, capacity, overflow, check_every, seed, stall_share,
-                                   stall_us, alignment, fault});
+                                   stall_us, alignment, fault, checked});
         }
         py::dict made;
         made["error"] = result.error;
@@ -129,7 +130,7 @@ void bind_fuzz(py::module_& m) {
       },
       py::arg("table"), py::arg("simulated"), py::arg("streams"), py::arg("threads"), py::arg("capacity"),
       py::arg("overflow"), py::arg("check_every"), py::arg("seed"), py::arg("stall_share"), py::arg("stall_us"),
-      py::arg("alignment"), py::arg("fault"));
+      py::arg("alignment"), py::arg("fault"), py::arg("checked"));
 }
 
 }  // namespace

@@ -46,6 +46,7 @@ struct FuzzSetup {
   int64_t stall_us = 0;
   int64_t alignment = 64;
   Fault fault = Fault::none;
+  bool checked = true;  // else nobody looks at orders, contents, and overlaps
 };
 
 struct FuzzResult {

@@ -18,6 +18,12 @@ using DirectCall = at::Tensor (*)(const c10::IValue* const* arguments);
 // The call of the operator with this name; null where it has none. Called on CPU tensors alone.
 DirectCall find_direct_call(const std::string& name);
 
+#ifdef WATERFLOW_TEST_HOOKS
+// In what is captured from now on, the kernel with this name gives results of which the lowest bit of the first byte is
+// wrong; none does where the name is empty. Raises where there is no such kernel.
+void plant_wrong_bit(const std::string& name);
+#endif
+
 struct RegisterDirectCall {
   RegisterDirectCall(std::string name, DirectCall call);
 };

@@ -74,6 +74,9 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
 
 void bind_programs(py::module_& m) {
   m.def("short_products", &short_products);
+#ifdef WATERFLOW_TEST_HOOKS
+  m.def("plant_wrong_bit", &plant_wrong_bit, py::arg("name"));
+#endif
   py::class_<CompiledRegion, std::shared_ptr<CompiledRegion>>(m, "CompiledRegion")
       .def(py::init<const std::string&>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("number", &CompiledRegion::number);
