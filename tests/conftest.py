@@ -42,9 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     out = tiers.left_out(config)
-    kept = [item for item in items if not any(item.get_closest_marker(tier) for tier in out)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    late = [any(item.get_closest_marker(tier) for tier in out) for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_late in zip(items, late) if is_late])
+    items[:] = [item for item, is_late in zip(items, late) if not is_late]
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

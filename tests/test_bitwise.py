@@ -18,8 +18,8 @@ pytestmark = pytest.mark.needs_time("the bits of real models, captured, among ot
 
 STEPS = 5
 BATCH = 2
-# Models whose five steps take milliseconds are drawn more often than those that take seconds.
 LARGE = ("inception_v3", "nasnet")
+# Models whose five steps take milliseconds are drawn more often than those that take seconds.
 WEIGHTS = {"inception_v3": 0.1, "resnet50": 0.3, "nasnet": 0.3, "tacotron2": 0.5}
 
 _references: dict[tuple[str, int], Trained] = {}

@@ -33,6 +33,7 @@ from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import current_engine
 from waterflow.runner import JobRunner
+from waterflow.study_coordinator import Coordinator
 
 BATCHES = images(3)
 EPOCHS = 3
@@ -780,6 +781,8 @@ for line in sys.stdin:
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     time.sleep(0.3)
+    if threading.active_count() > 1:
+        faulthandler.dump_traceback()
     print(threading.active_count(), flush=True)
 """
 
@@ -799,6 +802,38 @@ def child(said: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
         process.kill()
     assert "Traceback" not in said.read_text()
+
+
+def test_a_trial_that_has_not_begun_when_its_study_ends_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread comes late, on a busy machine, when nobody waits for it any longer."""
+    comes, begun, threads = threading.Event(), [], []
+    own_numbers_of = Coordinator._own_numbers
+
+    @contextlib.contextmanager
+    def late(coordinator: Coordinator, worker: Any) -> Iterator[None]:
+        if worker.trial.number == 1:
+            threads.append(threading.current_thread())
+            assert comes.wait(20)
+        with own_numbers_of(coordinator, worker):
+            yield
+
+    def objective(trial: Trial) -> float:
+        begun.append(trial.number)
+        while not threads:
+            pass
+        return 1.0
+
+    def fail(study: optuna.Study, trial: FrozenTrial) -> None:
+        raise LookupError("on purpose")
+
+    monkeypatch.setattr(Coordinator, "_own_numbers", late)
+    for name in ("STOP_SECONDS", "BREAK_OFF_SECONDS"):
+        monkeypatch.setattr(f"waterflow.study_coordinator.{name}", 0.05)
+    with pytest.raises(LookupError, match="on purpose"):
+        wf.optimize(new_study(), objective, 2, max_concurrent=2, lanes=2, callbacks=[fail])
+    comes.set()
+    threads[0].join(20)
+    assert begun == [0] and not threads[0].is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -831,7 +866,7 @@ def test_interrupted_within_two_seconds(
     late.cancel()
     left = child.stdout.readline()
     assert took < 2, said.read_text()
-    assert left == "1\n", "threads of trials are left"
+    assert left == "1\n", said.read_text()
     study = optuna.load_study(study_name="one", storage=url)
     assert len(study.trials) == 3 and set(states(study)) == {TrialState.FAIL}
 

@@ -88,6 +88,13 @@ def test_a_thread_that_captures_is_broken_off_behind_it(monkeypatch: pytest.Monk
     assert not thread.is_alive() and ends == ["broken off"] and through.is_set()
 
 
+def test_what_was_broken_off_does_not_begin() -> None:
+    code = UserCode()
+    code.break_off()
+    with pytest.raises(JobCancelled), code.here():
+        pytest.fail("it began")
+
+
 @pytest.mark.slow
 def test_an_order_that_is_swallowed_is_given_again() -> None:
     code, swallowed = UserCode(), []

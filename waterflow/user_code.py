@@ -49,14 +49,20 @@ class UserCode:
     def __init__(self) -> None:
         self._inside: Counter[int] = Counter()
         self._ordered: set[int] = set()
+        self._over = False
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """The calling thread can be broken off inside, and no later. May be nested."""
+        """The calling thread can be broken off inside, and no later. May be nested.
+
+        Raises JobCancelled where that has happened already: a thread that begins late would be left behind in it.
+        """
         import_ahead()  # here, and not where this object is made: that may be a thread which others hear from
         thread = threading.get_ident()
         with self._lock:
+            if self._over:
+                raise JobCancelled("it was broken off before it began")
             self._inside[thread] += 1
         try:
             yield
@@ -76,6 +82,7 @@ class UserCode:
         A thread that must go on is passed over. Whoever waits for it gives the order again.
         """
         with self._lock:
+            self._over = True
             for thread in self._inside:
                 if not must_go_on(thread):
                     self._ordered.add(thread)
@@ -103,12 +110,12 @@ def _raise_in(thread: int) -> None:
 def _await_order(thread: int) -> None:
     """Let an order that may still be on its way arrive here, and no later.
 
-    It is given once more, which replaces one that is pending. Withdrawing it (with NULL) would leave the interpreter
-    looking for it at every turn from then on.
+    It is given again, which replaces one that is pending, until it arrives: one that arrives in a finalizer is lost.
+    Withdrawing it (with NULL) would leave the interpreter looking for it at every turn from then on.
     """
     with contextlib.suppress(JobCancelled):
-        _raise_in(thread)
         while True:
+            _raise_in(thread)
             time.sleep(0)
 
 
