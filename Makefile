@@ -3,6 +3,7 @@
 # make test-changed  the tests that the files which differ from main's last commit concern (BASE=COMMIT: from that commit)
 # make test-all      all tests, about a quarter of an hour; make test-full: with the long random runs
 # make tiers  which tests of the short tier need time, and why
+# make weight  the package's lines of code by folder, and their budget
 # make check  format, lint, types and make test, as before a commit on main
 # make sanitize  the allocator's random runs under the address, undefined behaviour and thread sanitizers
 
@@ -26,7 +27,7 @@ FUZZ_ROWS := 6000
 # Two processes: the suite is written for two cores. Tests of one file stay together as far as that fills both.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-changed test-all test-full tiers check format lint types build sanitize clean
+.PHONY: demo test test-changed test-all test-full tiers weight check format lint types build sanitize clean
 
 demo: $(VENV)/.built
 	$(BIN)/waterflow demo --compare --out demo-output
@@ -45,6 +46,9 @@ test-full: $(VENV)/.built
 
 tiers: $(VENV)/.built
 	$(BIN)/python -m pytest --tiers
+
+weight:
+	$(PYTHON) -m tests.weight
 
 check: lint types test
 

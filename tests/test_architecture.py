@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import weight
 from tests.imports import ROOT, imports_of
 from tests.tiers import without_reason
 
@@ -123,6 +124,12 @@ def test_benchmarks_use_the_public_package() -> None:
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("waterflow._", "wf._")):
                 wrong.append(f"{path}:{node.lineno} reaches into {ast.unparse(node)}")
     assert_none(wrong)
+
+
+def test_the_package_weighs_no_more_than_its_budget() -> None:
+    assert weight.total() <= weight.BUDGET, (
+        f"{weight.total()} lines of code, {weight.BUDGET} are the budget: make weight"
+    )
 
 
 def test_files_are_short() -> None:
