@@ -66,8 +66,7 @@ class Comparison:
                 list(pool.map(self._ready, self.measured))
             for name, crew in self.crews.items():
                 self._check(name, crew.warm)
-                for _ in range(WAYS[name].warm_rounds):
-                    crew.run(self.steps)
+                crew.run(self.steps)  # not counted
         report.interleaved({name: lambda name=name: self._round(name) for name in self.measured}, repeats)
 
     def close(self) -> None:

@@ -125,8 +125,7 @@ def speed_of_jobs(jobs: JobSet, name: str, seconds: float) -> float:
     runner = RUNNERS[way.runner]([MadeJob(spec) for spec in jobs.jobs])
     runner.run([WARM_LARGE_STEPS if jobs.kind == SATURATING else WARM_STEPS] * len(jobs.jobs))
     steps = jobs.steps()
-    for _ in range(way.warm_rounds):
-        runner.run(steps)
+    runner.run(steps)  # not counted
     speeds: list[float] = []
     end = time.perf_counter() + seconds
     while len(speeds) < FEWEST_ROUNDS or time.perf_counter() < end:

@@ -84,8 +84,7 @@ class Way:
     """A way to train a set of jobs: what runs in each process, which jobs it has, and who the way is for.
 
     ``threads`` maps the number of jobs that run at the same time to the intra-op threads of each; None: torch's default.
-    ``environment`` is set in its processes before they do anything. ``warm_rounds`` are not counted: what tries several ways
-    to go on needs a few.
+    ``environment`` is set in its processes before they do anything.
     """
 
     name: str
@@ -96,7 +95,6 @@ class Way:
     peer: bool = True
     takes_turns: bool = False
     compiles: bool = False
-    warm_rounds: int = 1
     environment: tuple[tuple[str, str], ...] = ()
 
     def threads_for(self, jobs: JobSet) -> int | None:
@@ -121,7 +119,7 @@ WAYS: dict[str, Way] = {
             takes_turns=True),
         Way("waterflow", "steps", threads=_one_thread, peer=False),
         Way("waterflow, train()", "train", peer=False),
-        Way("waterflow, exact=False", "inexact steps", threads=_one_thread, peer=False, warm_rounds=3),
+        Way("waterflow, exact=False", "inexact steps", threads=_one_thread, peer=False),
         Way("waterflow, exact=False, train()", "inexact train", peer=False),
     )
 }  # fmt: skip

@@ -425,33 +425,6 @@ def test_others_do_not_wait_for_a_suspended_reader(engine: Engine) -> None:
     assert results[0].losses == results[1].losses
 
 
-@pytest.mark.slow
-def test_fused_jobs_can_be_copied_and_suspended() -> None:
-    with Engine(memory="1GiB", lanes=1, exact=False, mode="fused") as engine:
-        runners = [JobRunner(base(name=f"net {i}", seed=i, epochs=12)(), engine) for i in range(3)]
-        results: dict[int, wf.JobResult] = {}
-
-        def work(number: int) -> None:
-            results[number] = runners[number].run()
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        checkpoints = []
-        while runners[0].steps < 60:
-            time.sleep(0.001)
-        checkpoints.append(runners[0].snapshot(timeout=30))
-        runners[1].suspend(timeout=30)
-        runners[1].resume()
-        for thread in threads:
-            thread.join(timeout=60)
-        assert all(results[number].status == "completed" for number in range(3)), results
-        assert any(result.fused_steps for result in results.values())
-        again = JobRunner(base(name="net 0", seed=0, epochs=12)(), engine, resume=checkpoints[0]).run()
-        assert again.losses[: checkpoints[0].steps] == results[0].losses[: checkpoints[0].steps]
-        torch.testing.assert_close(again.losses, results[0].losses, rtol=1e-3, atol=1e-3)
-
-
 def test_what_is_written_at_an_epochs_end(engine: Engine) -> None:
     """``on_epoch`` may ask for the state of its own job."""
     made: list[wf.Checkpoint] = []

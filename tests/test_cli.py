@@ -234,14 +234,6 @@ def test_train_takes_jobs_and_pieces(folder: Path):
     assert jobs[1]["metrics"] == {"ones": 30.0}
 
 
-def test_equal_jobs_of_a_file_run_as_one_where_they_may(folder: Path):
-    jobs = "".join(f"- {{job: code.py:job, args: {{width: 16}}, name: job-{n}, seed: {n}}}\n" for n in range(2))
-    ended = run("train", config(folder, f"epochs: 9\nexact: false\nmode: fused\njobs:\n{jobs}"), "--json")
-    assert ended.exit_code == 0, ended.stderr
-    report = json.loads(ended.stdout)
-    assert all(job["fused_steps"] > 0 for job in report["jobs"]) and report["decisions"] == []
-
-
 def test_a_failed_job_shows_and_leaves_the_others(folder: Path):
     path = config(
         folder, f"jobs:\n- {{name: good, {PIECES}}}\n- {{name: bad, {PIECES.replace(':model', ':broken')}}}\n"
@@ -526,9 +518,8 @@ WRONG = [
     ("study", STUDY + "sampler: {name: tpe, sed: 1}", "sampler.sed: unknown key; did you mean 'seed'?"),
     ("study", STUDY + "pruner: mean", "pruner.name must be one of median"),
     ("study", STUDY + "max_concurrent: all", "max_concurrent must be"),
-    ("study", STUDY + "mode: fastest", "mode must be one of auto, lanes, turns, fused; got 'fastest'"),
+    ("study", STUDY + "mode: fastest", "mode must be one of auto, lanes, turns; got 'fastest'"),
     ("train", JOB + "\nexact: 0.5", "exact must be true or false; got 0.5"),
-    ("train", JOB + "\nmode: fused", "add exact: false"),
     ("train", JOB + "\ndevice: gpu", "device must be cpu, cuda, or a GPU by its number, as cuda:1; got 'gpu'"),
     ("train", JOB + "\ndevice: cuda:-1", "device must be cpu, cuda, or a GPU by its number, as cuda:1; got 'cuda:-1'"),
     ("study", STUDY + "device: 3", "device must be text; got 3"),

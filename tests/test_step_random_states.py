@@ -278,28 +278,6 @@ def test_states_that_nobody_needs_are_not_read() -> None:
                      ("random_state", "random_state", "set_random_state", "set_random_state")]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["plain", "forked"])
-def test_jobs_that_are_fused(how: str) -> None:
-    """Each job's own generator is read and set."""
-
-    def job(number: int) -> wf.Job:
-        def model() -> nn.Module:
-            return Noisy(HOW[how])
-
-        return wf.Job(
-            name=f"job {number}", model=model, data=images(6), loss=F.cross_entropy, epochs=4, seed=number,
-            optimizer=lambda p: SGD(p, lr=0.01 * (number + 1)),
-        )  # fmt: skip
-
-    jobs = [job(number) for number in range(3)]
-    # Alone first: later ones then find its captures, so that nobody captures while the others gather.
-    each = [wf.train([one], memory="256MiB", lanes=1)[0] for one in jobs]
-    together = wf.train(jobs, memory="256MiB", exact=False, mode="fused", lanes=2)
-    for alone, result in zip(each, together):
-        torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(alone.losses), rtol=1e-4, atol=1e-5)
-    assert all(result.fused_steps > 4 for result in together)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_transformer_with_gradient_checkpointing(reentrant: bool, engine: Engine | None) -> None:
     zoo = SMALL["bert"]

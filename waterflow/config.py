@@ -209,10 +209,7 @@ class Section:
 
     def mode(self, key: str = "mode") -> Mode:
         """What decides which jobs run beside which."""
-        mode = cast(Mode, self.choice(key, get_args(Mode), "auto"))
-        if mode == "fused" and self.flag("exact", True):
-            raise ConfigError(f"{self.where}{key}: jobs that run as one do not keep their bits; add exact: false")
-        return mode
+        return cast(Mode, self.choice(key, get_args(Mode), "auto"))
 
     def memory(self, key: str = "memory") -> int | float | str | None:
         """A memory limit as ``train`` and ``optimize`` take it."""

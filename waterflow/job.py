@@ -185,7 +185,7 @@ class JobResult:
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
     torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass, ``spilled`` are the most
     bytes that a step held in host memory from its forward to its backward pass,
-    ``compiled`` what of it was native code. ``fused_steps`` ran as one with those of other jobs.
+    ``compiled`` what of it was native code.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again. ``optimize(keep_weights=)`` says in
     which results of a study it stays.
@@ -204,7 +204,6 @@ class JobResult:
     recomputed: Recomputed | None = None
     spilled: int = 0
     compiled: Compiled | None = None
-    fused_steps: int = 0
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
     traceback: str | None = field(default=None, compare=False, repr=False)
@@ -226,7 +225,6 @@ class JobResult:
             "metrics": dict(self.metrics[-1]) if self.metrics else {},
             "loss": self.losses[-1] if self.losses else None,
             "steps": self.steps,
-            "fused_steps": self.fused_steps,
             "seconds": self.seconds,
             "predicted_peak_bytes": self.predicted_peak,
             "measured_peak_bytes": self.measured_peak,

@@ -12,7 +12,6 @@ from typing import Any
 from waterflow.boundary import Boundary, JobEnded
 from waterflow.errors import CheckpointError
 from waterflow.executor.engine import Engine
-from waterflow.executor.fused_group import FusedPending
 from waterflow.executor.pending import Pending
 from waterflow.executor.terms import MakeWay, Terms, parse_quota
 from waterflow.job import Job
@@ -48,8 +47,6 @@ class Residence:
         if self._engine is None or step.job is None:
             return
         self._engine.set_terms(step.job, self.terms)
-        if self.terms.opportunistic:
-            step.stand_alone(for_good=True)
 
     def set(
         self,
@@ -85,7 +82,7 @@ class Residence:
         if self._engine is not None and step is not None and step.job is not None:
             self._engine.cannot_make_way(step.job, str(error))
 
-    def submit(self, batch: Any) -> Pending | FusedPending | None:
+    def submit(self, batch: Any) -> Pending | None:
         """Hand a batch to the job's step; None where the job is to make way first, and the batch comes again."""
         assert self._step is not None
         with self.may_leave():

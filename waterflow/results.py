@@ -16,8 +16,6 @@ def result_of(
     metrics: tuple[Metrics, ...], losses: tuple[float, ...], seconds: float,
 ) -> JobResult:  # fmt: skip
     """The result of a job, whose step is None where it did not come that far; none of it may be under way."""
-    if step is not None:
-        step.stand_alone()  # what the result keeps is the job's own
     plan = predicted = measured = None
     with contextlib.suppress(RuntimeError):  # no step came so far, or an opaque one alone, which needs no plan
         plan = step.plan if step is not None else None
@@ -39,7 +37,7 @@ def result_of(
         **({} if step is None else {
             "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
             "missed_requests": step.missed_requests, "recomputed": step.recomputed, "spilled": step.most_spilled, "compiled": step.compiled,
-            "fused_steps": step.fused_steps, "state_dict": step.model.state_dict(),
+            "state_dict": step.model.state_dict(),
         }),
     )  # fmt: skip
 

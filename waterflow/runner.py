@@ -237,7 +237,6 @@ class JobRunner(Asked):
         if isinstance(batches, Batches):
             with contextlib.suppress(CheckpointError) if move else contextlib.nullcontext():
                 place = batches.place(in_pass=len(self._losses) > self._epoch_began)
-        step.stand_alone()
         held = {
             "seed": self._seed,
             "shared": isinstance(batches, Reader),

@@ -21,11 +21,10 @@ from waterflow.executor import by_hand, eager, updated_elsewhere
 from waterflow.executor import step_checks as checks
 from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import copied
-from waterflow.executor.captured import CapturedStep, input_bytes_of
+from waterflow.executor.captured import input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.compiling import Compile, check_compile
 from waterflow.executor.engine import Engine, current_engine, current_worker
-from waterflow.executor.fused_group import FusedPending, Member, result_of, weakly
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
@@ -150,12 +149,6 @@ class Step(StepFigures):
         self.job: int | None = None
         self.batches_ahead = 1
         self._worker = current_worker()
-        self._member: Member | None = None
-        if (fusing := getattr(self.engine, "fusing", None)) is not None:
-            own = weakly(self._submit_alone), self._under_way.copy, weakly(self._fused)
-            suits = accumulate == 1 and recompute is None and compile is None
-            self._member = Member(fusing, self.name, generator, optimizer, self._variants, suits, *own)
-            weakref.finalize(self, fusing.forget, self._member)
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
@@ -201,7 +194,6 @@ class Step(StepFigures):
         self._closed = True
         updated_elsewhere.discard(self.optimizer)
         if self.engine is not None:
-            self.stand_alone()
             self._finalizer()
             self._release()
         made_here.discard(self)
@@ -211,12 +203,6 @@ class Step(StepFigures):
         """What the job would claim that does so where it may hold less than it needs. Raises RuntimeError before the first call."""
         return (self._variants.lowest_plan(below_need) if self.opaque_reason is None else None) or self.plan
 
-    def stand_alone(self, for_good: bool = False) -> None:
-        """Leave the group of jobs that this step runs together with: the model's memory is its own again."""
-        if self._member is not None:
-            self._member.fusing.leave(self._member)
-            self._member = None if for_good else self._member
-
     def hold_batches(self, count: int) -> None:
         """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""
         if count > self.batches_ahead:
@@ -225,11 +211,11 @@ class Step(StepFigures):
 
     # -- one call
 
-    def submit(self, batch: Batch) -> Pending | FusedPending:
+    def submit(self, batch: Batch) -> Pending:
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
         return self._submit(batch, by_caller=False)
 
-    def _submit(self, batch: Batch, by_caller: bool) -> Pending | FusedPending:
+    def _submit(self, batch: Batch, by_caller: bool) -> Pending:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         if self.engine is not None and self.engine.native.on_a_lane:
@@ -243,8 +229,7 @@ class Step(StepFigures):
         try:
             leaves, batch_spec, key = flatten(batch)
             variant = self._variants.find(leaves, batch_spec, key, update)
-            if self._member is None:  # before its audit, which may leave it done
-                variant = self._claimed(variant, leaves, batch_spec)
+            variant = self._claimed(variant, leaves, batch_spec)  # before its audit, which may leave it done
             done = self._audited(variant, leaves, batch) if self.audit.due(variant) else None
         except CaptureError as error:
             refused = self.audit.refused(error).with_traceback(None)  # whose frames hold what the step's code holds
@@ -254,25 +239,13 @@ class Step(StepFigures):
             return self._submit_opaque(batch, update, refused)
         if done is not None:
             return self._hand_in_captured(*done, variant, update)
-        if self._member is not None and (fused := self._member.submit(variant, leaves, batch_spec, self)) is not None:
-            self._note(variant)
-            return fused
         return self._submit_captured(variant, leaves, batch_spec, update, by_caller)
-
-    def _submit_alone(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Any) -> Pending:
-        variant = self._variants.find(leaves, batch_spec, batch_key, True)
-        return self._submit_captured(variant, leaves, batch_spec, True, False)
-
-    def _fused(self, captured: CapturedStep) -> None:
-        self.steps += 1
-        self.fused_steps += 1
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
     def _audited(self, variant: Variant, leaves: list[Any], batch: Batch) -> tuple[_C.StepRun, bool] | None:
         """Audit a step that is about to be handed in; returns its run, profiled or not, where that has done it."""
-        for before in [*self._under_way, *(self._member.in_group if self._member is not None else ())]:
+        for before in self._under_way:
             before.wait()
-        keep = self._member is None and not any(one.run.failed for one in self._under_way)
+        keep = not any(one.run.failed for one in self._under_way)
         own = self._variants.sums, self.engine, self.job, self.batches_ahead
         return self.audit.look(variant, leaves, batch, *own, keep)
 
@@ -337,8 +310,6 @@ class Step(StepFigures):
         except BaseException:
             self._fall(pending)
             raise
-        if self._member is not None:
-            self._member.busy_ns = min(self._member.busy_ns, run.busy_ns)
         if pending in self._under_way:
             self._under_way.remove(pending)
             self.steps += 1
@@ -346,7 +317,8 @@ class Step(StepFigures):
         if pending.variant is None:
             return pending.returned[0]
         self._note_run(run, pending.variant, pending.profiled)
-        return result_of(outputs, pending.variant.captured)
+        names = pending.variant.captured.capture.metrics
+        return (outputs[0], dict(zip(names, outputs[1:]))) if names else outputs[0]
 
     def _fall(self, pending: Pending) -> None:
         """A step failed: it, and those handed in behind it, are as if they had not been."""
@@ -371,8 +343,6 @@ class Step(StepFigures):
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
         batch = copied(batch) if self.shared_batches else batch
-        if self._member is not None and refused is None:
-            self._member.fusing.settle(self._member)
 
         def work() -> None:
             if refused is not None:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from waterflow.executor.engine import Engine
-from waterflow.executor.fused_group import FusedPending
 from waterflow.executor.pending import Pending
 from waterflow.executor.shared_data import SharedData
 from waterflow.job import Job
@@ -63,7 +62,7 @@ class StepQueue:
     """Steps under way, in order, and the losses of those that ended; numbers come from the device all at once."""
 
     def __init__(self) -> None:
-        self._under_way: deque[Pending | FusedPending] = deque()
+        self._under_way: deque[Pending] = deque()
         self._ended: list[torch.Tensor] = []
 
     def __len__(self) -> int:
@@ -74,7 +73,7 @@ class StepQueue:
         """Steps whose losses were not asked for yet."""
         return len(self._ended)
 
-    def add(self, pending: Pending | FusedPending) -> None:
+    def add(self, pending: Pending) -> None:
         """A step was handed in."""
         self._under_way.append(pending)
 

@@ -73,7 +73,7 @@ def optimize(
             seeds then give the same study twice. Needs a whole number as ``max_concurrent``, no ``timeout`` and no
             ``trial_timeout``.
             What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
-        exact, mode: As in ``train``: with ``exact=False`` trials of equal structure may run as one.
+        exact, mode: As in ``train``.
         timeline: Called at the end with the record of the run, to save its pictures.
         backend: A ``waterflow.Cluster``, over whose devices the trials spread, in the place of one device here. The study
             needs an RDB or journal storage. Samplers work as with Optuna's ``n_jobs``: what is sampled one by one is
@@ -105,7 +105,7 @@ def optimize(
     caught = (*caught, JobTimeoutError)
     if deterministic and not exact:
         raise StudyError(
-            "deterministic=True and exact=False contradict each other: which trials run as one follows the clock"
+            "deterministic=True and exact=False contradict each other: which kernels are faster follows the clock"
         )
     if backend is not None:
         elsewhere = {"memory": (memory, None), "device": (device, "cpu"), "lanes": (lanes, None), "intra_op": (intra_op, 1),

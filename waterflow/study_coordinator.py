@@ -22,7 +22,6 @@ from waterflow.errors import JobCancelled, JobTimeoutError
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.fusing import expect
 from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.virtual_clock import VirtualClock
@@ -188,7 +187,6 @@ class Coordinator:
                 take_turns(trial, self._clock)
             fresh.append(worker)
         self._most = max(self._most, len(self._running))
-        expect(self._engine, len(fresh))
         for worker in fresh:  # all are known to the clock before the first of them acts
             name = f"trial-{worker.trial.number}"
             worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
@@ -239,7 +237,6 @@ class Coordinator:
                 try:
                     close_steps_of_thread()
                 finally:
-                    expect(self._engine, -1)
                     self._ended.put(worker)
                 if self._clock is not None:
                     worker.told.wait()

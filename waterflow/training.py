@@ -22,7 +22,6 @@ from waterflow.checkpoint_folder import Checkpoints
 from waterflow.checkpointing import Checkpointing
 from waterflow.errors import InvalidJobError, told
 from waterflow.executor.engine import Engine, Mode, within
-from waterflow.executor.fusing import expect
 from waterflow.executor.thread_generators import telling_of_shared_numbers
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
@@ -74,10 +73,10 @@ def train(
         intra_op: Threads inside one operation, on each lane. Another number changes the last bits of results.
         engine: An engine that is open already, in the place of ``device``, ``memory``, ``lanes``, ``intra_op``, ``exact`` and ``mode``.
         max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
-        exact: Every job ends with the very bits that it would have alone. ``False`` lets equal jobs run as one batched step
-            where that is measured to be faster; results then differ by rounding.
-        mode: ``"lanes"`` runs steps side by side, ``"turns"`` one at a time; ``"fused"`` runs equal jobs as one wherever it can
-            be done, and needs ``exact=False``; ``"auto"`` measures what is faster. ``Results.decisions`` tells what it found.
+        exact: Every job ends with the very bits that it would have alone. ``False`` lets operations run in other kernels
+            where those are measured to be faster, large matrix products in oneDNN; results then differ by rounding.
+        mode: ``"lanes"`` runs steps side by side, ``"turns"`` one at a time; ``"auto"`` measures what is faster.
+            ``Results.decisions`` tells what it found.
         on_error: ``"raise"`` stops the others when a job fails and raises its error; ``"continue"`` leaves the error
             in the job's result.
         callbacks: ``Callback`` objects, or functions that are called with each result.
@@ -172,7 +171,6 @@ class _Training:
                         number, job = self._waiting.popleft()
                         self._running[number] = self._runner(number, job)
                         fresh.append(threading.Thread(target=self._drive, args=(number,), name=job.name, daemon=True))
-                    expect(self._engine, len(fresh))
                     threads += fresh
                     for thread in fresh:
                         thread.start()
@@ -223,7 +221,6 @@ class _Training:
             self._tell(job, result)
         except BaseException as error:
             failure = failure or error
-        expect(self._engine, -1)
         with self._lock:
             del self._running[number]
             if failure is not None and self._failure is None:

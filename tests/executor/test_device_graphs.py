@@ -329,32 +329,6 @@ def test_few_bindings_of_a_job_have_graphs_at_once(fake: FakeCuda) -> None:
         assert 0 < fake.held()["graphs"] == counts["captured"] - counts["dropped"]
 
 
-@pytest.mark.slow
-def test_fused_jobs() -> None:
-    """Close, and not equal: who is late for a round takes that step alone."""
-
-    def run(graphs: bool) -> tuple[list[Ran], int]:
-        with wf.Engine(memory="512MiB", lanes=2, exact=False, mode="fused", device_graphs=graphs) as engine:
-            steps = [make_step(engine, seed, optimizer=lambda p: torch.optim.SGD(p, lr=0.01)) for seed in range(2)]
-            found: list[Any] = [None, None]
-
-            def work(index: int) -> None:
-                found[index] = train(steps[index], given=batches(index, 24))
-
-            threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert all(step.fused_steps > 12 for step in steps)
-            return found, engine.figures().graphs["launched"]
-
-    (mine, launched), (plain, none) = run(True), run(False)
-    assert launched > 0 and none == 0
-    for got, expected in zip(mine, plain):
-        assert got[0] == pytest.approx(expected[0], rel=1e-3) and torch.equal(got[2], expected[2])
-
-
 def test_gradients_summed_over_several_batches() -> None:
     expected = plainly(given=batches(0, 16), accumulate=2)
     with wf.Engine(memory="512MiB", lanes=1) as engine:

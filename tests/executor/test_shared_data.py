@@ -560,23 +560,6 @@ def test_copies_lie_to_one_another_as_what_they_are_copies_of() -> None:
 # -- elsewhere
 
 
-def test_jobs_that_run_as_one() -> None:
-    rows = Rows()
-    data = wf.SharedData(loader(rows))
-
-    def jobs(of: Any) -> list[wf.Job]:
-        rates = (0.01, 0.05, 0.1)
-        return [job(f"j{r}", of, epochs=12, optimizer=lambda p, r=r: torch.optim.SGD(p, lr=r)) for r in rates]
-
-    exact = losses(jobs(data), max_concurrent=3)
-    rows.made.clear()
-    results = wf.train(jobs(data), exact=False, mode="fused", max_concurrent=3)
-    assert all(result.fused_steps > 0 for result in results)
-    for result, expected in zip(results, exact):
-        assert result.losses == pytest.approx(expected, rel=1e-4)
-    assert rows.made == dict.fromkeys(range(ROWS), 12)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_trials_of_a_study(deterministic: bool) -> None:

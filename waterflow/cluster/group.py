@@ -25,7 +25,6 @@ from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
 from waterflow.errors import CheckpointError, JobCancelled
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.fusing import expect
 from waterflow.job import Job, JobResult
 from waterflow.runner import JobRunner, draw_seed
 from waterflow.task import Task
@@ -270,13 +269,9 @@ class RunningGroup:
             self._runners[number] = runner
         result: JobResult | None = None
         try:
-            expect(process.engine, 1)
-            try:
-                _C.set_threads_here(process.engine.intra_op)
-                with within(process.engine):
-                    result = runner.run()
-            finally:
-                expect(process.engine, -1)
+            _C.set_threads_here(process.engine.intra_op)
+            with within(process.engine):
+                result = runner.run()
             if result.status == "cancelled" and self._halted == "suspended":
                 return
             ended = result

@@ -140,7 +140,7 @@ class Audit:
         if not captured.exact or captured.compiled is not None:
             captured = exact
             binding, slots, positions = bind(exact, variant.owner)
-            binding.set_generators([self._generator])
+            binding.set_generator(self._generator)
             given, keep = [leaves[i] for i in positions], False
         surrounding = surrounding_autocast(variant.owner.spec.device.type)
         return BothWays(

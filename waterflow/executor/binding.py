@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +55,8 @@ class Owner:
             single = spec.device.type == "cuda"
             binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
         elif given.kind == "wrapped" or (given.kind == "number" and given.group < 0):
-            binding.set_number(slot, self.dropout_rate(given), given.kind == "wrapped")
+            rate = float(spec.model.get_submodule(given.name).p)  # type: ignore[arg-type]
+            binding.set_number(slot, rate if given.key == "drop" else 1.0 - rate, given.kind == "wrapped")
         elif given.kind == "number":
             key, index = GROUP_NUMBERS[given.key]
             binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number, False)
@@ -64,11 +64,6 @@ class Owner:
             key = f"{FIRST_STEP_FLAG}:{given.group}"
             self.first_step.setdefault(key, False)
             binding.read(slot, self.first_step, key, -1, _C.Binding.Kind.flag, False)
-
-    def dropout_rate(self, given: GraphInput) -> float:
-        """The share that a dropout module drops, or keeps."""
-        rate = float(self.spec.model.get_submodule(given.name).p)  # type: ignore[arg-type]
-        return rate if given.key == "drop" else 1.0 - rate
 
     def watch(self, binding: _C.Binding) -> None:
         """From now on the binding tells whether any of what it was made from is another object."""
@@ -90,54 +85,6 @@ def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], l
 
     Returns the binding, the slots of the batch's tensors, and the leaf that each comes from.
     """
-    binding, slots, leaves = _open(captured, lambda binding, slot, given: owner.fill(binding, slot, given))
-    owner.watch(binding)
-    _guard_entries(binding.guards, captured)
-    binding.finish_inputs()
-    return binding, slots, leaves
-
-
-def bind_stacked(
-    captured: CapturedStep, owners: Sequence[Owner], stacks: Mapping[str, torch.Tensor]
-) -> tuple[_C.Binding, list[int], list[int]]:
-    """The same for a step of several jobs, an owner for each; ``stacks`` has their parameters and buffers by name.
-
-    What is read before each step is left to a binding of each job's own (``bind_readings``).
-    """
-
-    def fill(binding: _C.Binding, slot: int, given: GraphInput) -> None:
-        if given.job >= 0:
-            if not _is_read(given):
-                owners[given.job].fill(binding, slot, given)
-        elif given.kind == "rates":
-            dtype = captured.capture.input_dtype(slot)
-            binding.set_input(slot, torch.tensor([owner.dropout_rate(given) for owner in owners], dtype=dtype))
-        else:
-            binding.set_input(slot, stacks[given.name])
-
-    binding, slots, leaves = _open(captured, fill)
-    binding.finish_inputs()
-    return binding, slots, leaves
-
-
-def bind_readings(captured: CapturedStep, owner: Owner, job: int) -> _C.Binding:
-    """What one of several jobs has read before each step; tells whether anything of it was replaced."""
-    binding = _C.Binding(captured.lowered.program)
-    for slot, given in enumerate(captured.lowered.inputs):
-        if given.job == job and _is_read(given):
-            owner.fill(binding, slot, given)
-    owner.watch(binding)
-    _guard_entries(binding.guards, captured)
-    return binding
-
-
-def _is_read(given: GraphInput) -> bool:
-    return given.kind in ("rate", "flag") or (given.kind == "number" and given.group >= 0)
-
-
-def _open(
-    captured: CapturedStep, fill: Callable[[_C.Binding, int, GraphInput], None]
-) -> tuple[_C.Binding, list[int], list[int]]:
     lowered = captured.lowered
     binding = _C.Binding(lowered.program)
     slots: list[int] = []
@@ -148,9 +95,12 @@ def _open(
             slots.append(slot)
             leaves.append(given.leaf)
         elif slot >= len(placeholders) or placeholders[slot].users:
-            fill(binding, slot, given)
+            owner.fill(binding, slot, given)
     for slot, constant in lowered.constants:
         binding.set_input(slot, constant)
+    owner.watch(binding)
+    _guard_entries(binding.guards, captured)
+    binding.finish_inputs()
     return binding, slots, leaves
 
 

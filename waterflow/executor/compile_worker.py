@@ -111,7 +111,6 @@ class _Timed:
         lowered = lower(capture, exact)
         count = len(lowered.instructions)
         self._binding = _C.Binding(lowered.program)
-        self._binding.set_generators([None])
         self._binding.finish_inputs()
         self._plan = _C.GroupPlan(ends=[count], peak=[0], after=[0])
         self._inputs, self._slots = list(inputs), list(range(len(inputs)))

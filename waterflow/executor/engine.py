@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from numbers import Integral
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -24,7 +24,6 @@ from waterflow.executor.belonging import within as within
 from waterflow.executor.claims import Claims
 from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
-from waterflow.executor.fusing import fusing_of
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_control import MemoryControl
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_memory, reserve_of
@@ -43,9 +42,6 @@ class HasJob(Protocol):
     job: int | None
     engine: Any
 
-    def stand_alone(self, for_good: bool = False) -> None:
-        """Leave the group of jobs that it runs together with."""
-
 
 class OneAudit(Protocol):
     """A step that is done both ways, in so many bytes. ``done``: its run, where it stays done."""
@@ -58,7 +54,7 @@ class OneAudit(Protocol):
 
 
 MOST_AUDITS = 100_000
-Mode = Literal["auto", "lanes", "turns", "fused"]
+Mode = Literal["auto", "lanes", "turns"]
 
 
 class Engine(Claims):
@@ -68,9 +64,8 @@ class Engine(Claims):
     themselves (thread pools, workspaces inside oneDNN) is outside it.
 
     ``mode="auto"`` uses as many lanes as are measured to get the most work done, ``"lanes"`` all of them, ``"turns"`` one.
-    With ``exact=False`` jobs that differ only in values may run as one batched step, and results then differ from those
-    alone by rounding: with ``"auto"`` where that is measured to be faster, with ``"fused"`` wherever it can be done.
-    ``decisions`` has what was tried, and what was kept.
+    ``decisions`` has what was tried, and what was kept. With ``exact=False`` operations may run in other kernels where those
+    are measured to be faster, large matrix products in oneDNN; results then differ by rounding.
 
     With a ``quantum`` in seconds, jobs that do not all fit take turns: one that has waited so long gets the memory of others that have
     had it for so long, and those go on later, bitwise as if nothing had been. Without it who came first stays to its end.
@@ -103,6 +98,11 @@ class Engine(Claims):
             raise InvalidJobError(
                 f"device {str(self.device)!r} is not supported; waterflow trains on 'cpu' and 'cuda': pass device='cpu'"
             )
+        if not isinstance(exact, bool):
+            raise InvalidJobError(f"exact must be True or False; got {exact!r}")
+        if mode not in get_args(Mode):
+            raise InvalidJobError(f"mode is 'auto', 'lanes' or 'turns'; got {mode!r}")
+        self.exact = exact
         for name, count in (("lanes", lanes), ("intra_op", intra_op)):
             if count is not None and (not isinstance(count, Integral) or count < 1):
                 raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
@@ -129,8 +129,6 @@ class Engine(Claims):
             raise InvalidJobError(f"quantum must be positive seconds, or None; got {quantum!r}")
         self.quantum = quantum
         self._eager = threading.Lock()
-        self.exact = exact
-        self.fusing = fusing_of(self, exact, mode)
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
         # Job, and between which times on the clock of spans; the newest ones, for pictures.
@@ -150,11 +148,8 @@ class Engine(Claims):
 
     @contextlib.contextmanager
     def eldest_first(self) -> Iterator[None]:
-        """Meanwhile lanes go to the jobs that came first, others have what those leave: the same work, and ends that come sooner.
-
-        Where jobs run as one their order means nothing, and lanes are shared evenly, as ever.
-        """
-        self.native.set_eldest_first(self.fusing is None)
+        """Meanwhile lanes go to the jobs that came first, others have what those leave: the same work, and ends that come sooner."""
+        self.native.set_eldest_first(True)
         try:
             yield
         finally:
@@ -201,8 +196,6 @@ class Engine(Claims):
         check_below_need("set_priority()", below_need)
         if step.job is None or step.engine is not self:
             raise InvalidJobError("set_priority() takes a Step of this engine: make it with Step(..., engine=engine)")
-        if priority == "opportunistic":
-            step.stand_alone(for_good=True)
         parsed = parse_quota("set_priority()", quota, self.limit)
         self.set_terms(step.job, Terms(priority, parsed, below_need=below_need))
 

@@ -35,8 +35,7 @@ class Lanes(Protocol):
 class Decision:
     """What was tried, and whether it was kept; no ``speeds`` where nothing was. ``at`` on the clock of ``time.perf_counter``, in seconds.
 
-    ``speeds``: before, with it, and where there is a third without it again; in sum of all jobs. Of lanes they are normalized
-    speeds, of jobs that run as one steps a second.
+    ``speeds``: before, with it, and where there is a third without it again; normalized, and in sum of all jobs.
     """
 
     at: float

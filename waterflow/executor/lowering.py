@@ -103,7 +103,7 @@ class _Lowering:
             if node in self.bases:
                 self._add_alias(program, node, results[node], drops[node])
             elif node in self.done:
-                program.add_nothing(drops=sorted(drops[node]), job=node.meta.get("job", -1))
+                program.add_nothing(drops=sorted(drops[node]))
             elif node in self.masks:
                 self._add_mask(program, self.masks[node], results[node], drops[node])
             else:
@@ -120,20 +120,20 @@ class _Lowering:
 
     def _group_numbers(self, calls: Sequence[fx.Node]) -> dict[tuple[fx.Node, str], int]:
         """A slot for each number of an update, so that it may change from step to step."""
-        slots: dict[tuple[int, str, int], int] = {}
+        slots: dict[tuple[int, str], int] = {}
         found = {}
         for node in calls:
             if not is_update(node.target):
                 continue
-            group, job = self.capture.update_groups[node.name], node.meta.get("job", -1)
+            group = self.capture.update_groups[node.name]
             for argument in node.target._schema.arguments:
                 if argument.name in GROUP_NUMBERS:
-                    given = GraphInput("number", key=argument.name, group=group, job=job)
+                    given = GraphInput("number", key=argument.name, group=group)
                 elif argument.name == FIRST_STEP_FLAG:
-                    given = GraphInput("flag", key=argument.name, group=group, job=job)
+                    given = GraphInput("flag", key=argument.name, group=group)
                 else:
                     continue
-                where = (group, argument.name, job)
+                where = (group, argument.name)
                 if where not in slots:
                     slots[where] = len(self.inputs)
                     self.inputs.append(given)
@@ -145,8 +145,8 @@ class _Lowering:
                 continue  # cleaned away
             if argument_name == "other" and by_name[node_name] in self.done:
                 continue  # the mask's other number is the same
-            wrapped, job = wraps_numbers(by_name[node_name].target), by_name[node_name].meta.get("job", -1)
-            given = GraphInput("wrapped" if wrapped else "number", name=module, key=share, job=job)
+            wrapped = wraps_numbers(by_name[node_name].target)
+            given = GraphInput("wrapped" if wrapped else "number", name=module, key=share)
             if given not in rates:
                 rates[given] = len(self.inputs)
                 self.inputs.append(given)
@@ -261,7 +261,7 @@ class _Lowering:
             if number is not None:
                 arguments.append(("slot", number, False))
             elif argument.name == "generator" and value is None and random:
-                arguments.append(("generator", node.meta.get("job", 0)))
+                arguments.append(("generator",))
             elif isinstance(value, fx.Node):
                 slot = self.slots[value]
                 # The value moves into the call at the last of its last uses' arguments only if it stands once.
@@ -285,14 +285,13 @@ class _Lowering:
             drops=sorted(drops - moved),
             expected=self._expected(node, values),
             result_is_list=len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]",
-            random=node.meta.get("job", 0) if random else -1,
+            random=random,
             view=view,
-            job=node.meta.get("job", -1),
         )
 
     def _add_mask(self, program: _C.Program, mask: Mask, results: list[int], drops: set[int]) -> None:
         """One operator for all three nodes of a mask, where the first of them stands."""
-        like, job = self.slots[mask.empty.args[0]], mask.empty.meta.get("job", -1)
+        like = self.slots[mask.empty.args[0]]
         rate = self.numbers.get((mask.filled, "p"))
         schema = torch.ops.waterflow.dropout_mask.default._schema
         program.add(
@@ -301,15 +300,14 @@ class _Lowering:
             arguments=[
                 ("slot", like, like in drops),
                 ("constant", mask.kept) if rate is None else ("slot", rate, False),
-                ("generator", max(job, 0)),
+                ("generator",),
             ],
             results=results,
             drops=sorted(drops - {like}),
             expected=[],
             result_is_list=False,
-            random=max(job, 0),
+            random=True,
             view=False,
-            job=job,
         )
 
     def _add_alias(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int]) -> None:
@@ -322,7 +320,6 @@ class _Lowering:
             offset=made.storage_offset() - base.storage_offset(),
             expected=list(base.stride()),
             drops=sorted(drops),
-            job=node.meta.get("job", -1),
         )
 
     def _expected(self, node: fx.Node, values: Sequence[Any]) -> list[tuple[int, int, list[int]]]:

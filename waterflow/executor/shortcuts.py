@@ -117,7 +117,6 @@ def masks(calls: Sequence[fx.Node], rates: Mapping[tuple[str, str], Any]) -> dic
             and type(_share(filled)) is float
             and list(empty.users) == [filled]
             and list(filled.users) == [divided]
-            and len({node.meta.get("job", -1) for node in (empty, filled, divided)}) == 1
             and rates.get((filled.name, "p")) == rates.get((divided.name, "other"))
             and _is_plain(empty.args[0], (torch.float32, torch.float64))
         ):

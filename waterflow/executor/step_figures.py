@@ -20,7 +20,7 @@ class StepFigures:
     name: str
 
     def __init__(self) -> None:
-        self.steps = self.fused_steps = 0  # fused: done together with those of other jobs
+        self.steps = 0
         self.predicted_height = 0
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
         self.most_spilled = 0  # bytes that a step held in host memory

@@ -224,7 +224,7 @@ class Variants:
         updated_elsewhere.check(plain.capture.reached, owner)
         with _state_kept(spec.optimizer), self._first.laying_out(moved):
             binding, slots, positions = bind(captured, owner)
-        binding.set_generators([self._generator])
+        binding.set_generator(self._generator)
         if key not in self._variants and len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         planned = self._planned(key, captured)

@@ -88,11 +88,6 @@ class Capture:
         """Number of operations."""
         return sum(node.op == "call_function" for node in self.graph.nodes)
 
-    def input_dtype(self, number: int) -> torch.dtype:
-        """Of the tensor that one of ``inputs`` is."""
-        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
-        return nodes[number].meta["val"].dtype
-
 
 def capture_step(
     spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None

@@ -19,9 +19,6 @@ from waterflow import _C  # noqa: F401  # defines the operators
 from waterflow.errors import CaptureError
 from waterflow.partition.operators import is_random, tensors_in
 
-_Generator = tuple[
-    torch.device | None, int | None
-]  # the default one of a device, and the job whose own stands in for it
 _own = torch.ops.waterflow
 READ, WRITE, SEED = _own.random_state.default, _own.set_random_state.default, _own.seed_random.default
 
@@ -99,27 +96,24 @@ def touches_state(target: Any) -> bool:
 
 
 def drop_idle(graph: fx.Graph) -> None:
-    """Drop reads and writes of states that change nothing: most of ``checkpoint``'s, around layers without dropout.
-
-    Jobs whose steps are one graph have a generator each (``meta["job"]``).
-    """
+    """Drop reads and writes of states that change nothing: most of ``checkpoint``'s, around layers without dropout."""
     touching = [node for node in graph.nodes if node.op == "call_function" and touches_state(node.target)]
-    for of in {(_device_of(node), node.meta.get("job")) for node in touching}:
-        _share_reads(graph, of)
-        _drop_overwritten(graph, of)
-        _share_reads(graph, of)
+    for device in set(map(_device_of, touching)):
+        _share_reads(graph, device)
+        _drop_overwritten(graph, device)
+        _share_reads(graph, device)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target is READ and not node.users:
             graph.erase_node(node)
 
 
-def _share_reads(graph: fx.Graph, of: _Generator) -> None:
+def _share_reads(graph: fx.Graph, device: torch.device | None) -> None:
     """One read of each state, and no write of the state that the generator is in."""
     now: object = object()
     read: dict[object, fx.Node] = {}  # by state
     states: dict[fx.Node, object] = {}  # that nodes hold
     for node in list(graph.nodes):
-        if not _concerns(node, of):
+        if not _concerns(node, device):
             continue
         if node.target is READ:
             first = read.setdefault(now, node)
@@ -139,11 +133,11 @@ def _share_reads(graph: fx.Graph, of: _Generator) -> None:
             now = object()
 
 
-def _drop_overwritten(graph: fx.Graph, of: _Generator) -> None:
+def _drop_overwritten(graph: fx.Graph, device: torch.device | None) -> None:
     """A state that is set and then set anew, and neither read nor drawn from in between, need not be set."""
     pending: fx.Node | None = None
     for node in list(graph.nodes):
-        if not _concerns(node, of):
+        if not _concerns(node, device):
             continue
         sets = node.target in (WRITE, SEED)
         if sets and pending is not None:
@@ -151,11 +145,10 @@ def _drop_overwritten(graph: fx.Graph, of: _Generator) -> None:
         pending = node if sets else None
 
 
-def _concerns(node: fx.Node, of: _Generator) -> bool:
+def _concerns(node: fx.Node, device: torch.device | None) -> bool:
     if node.op != "call_function" or not is_random(node.target):
         return False
-    device, job = of
-    return _device_of(node) in (device, None) and (job is None or node.meta.get("job", job) == job)
+    return _device_of(node) in (device, None)
 
 
 def _device_of(node: fx.Node) -> torch.device | None:

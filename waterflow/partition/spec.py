@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from waterflow.errors import CaptureError
 
 InputKind = Literal[
-    "parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "wrapped", "flag", "stranger", "rates"
+    "parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "wrapped", "flag", "stranger"
 ]
 
 
@@ -25,7 +25,7 @@ class GraphInput:
     ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``, or a tensor that
     ``wrapped`` it;
     ``leaf`` the position among the batch's leaves, or among the tensors that the step reads and the model does not
-    hold as parameters or buffers (``stranger``). ``job`` is whose it is, in a step of several jobs; -1: all of theirs, stacked.
+    hold as parameters or buffers (``stranger``).
     """
 
     kind: InputKind
@@ -33,7 +33,6 @@ class GraphInput:
     key: str = ""
     group: int = -1
     leaf: int = -1
-    job: int = -1
 
 
 @dataclass(frozen=True)

@@ -69,22 +69,20 @@ static at::Tensor without_python(const at::Tensor& tensor) {
 }
 
 std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
-                                      std::vector<std::pair<int32_t, at::Tensor>> batch, bool profile,
-                                      const std::vector<const Readings*>& others, std::shared_ptr<StepRun> run) {
-  if (run == nullptr) run = std::make_shared<StepRun>();
+                                      std::vector<std::pair<int32_t, at::Tensor>> batch, bool profile) {
+  auto run = std::make_shared<StepRun>();
   run->plan = std::move(plan);
   run->frame = frame_;
   run->profile = profile;
   clear_gradients();
-  run->inputs = look().values;
+  run->inputs = look();
   for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, without_python(tensor));
-  for (const auto* read : others) run->inputs.insert(run->inputs.end(), read->values.begin(), read->values.end());
   return run;
 }
 
-Binding::Readings Binding::look() {
-  Readings readings;
-  readings.values.reserve(reads_.size());
+std::vector<std::pair<int32_t, c10::IValue>> Binding::look() {
+  std::vector<std::pair<int32_t, c10::IValue>> values;
+  values.reserve(reads_.size());
   for (auto& read : reads_) {
     PyObject* value = PyDict_GetItemWithError(read.dict, read.key);
     if (value == nullptr) {
@@ -115,9 +113,9 @@ Binding::Readings Binding::look() {
       }
       read.seen = py::reinterpret_borrow<py::object>(value);
     }
-    readings.values.emplace_back(read.slot, read.value);
+    values.emplace_back(read.slot, read.value);
   }
-  return readings;
+  return values;
 }
 
 }  // namespace waterflow

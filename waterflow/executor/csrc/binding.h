@@ -23,7 +23,7 @@ class Binding {
 
   void set_input(int32_t slot, const at::Tensor& tensor);
   void set_number(int32_t slot, double number, bool wrapped);  // wrapped into a tensor, or as it is
-  void set_generators(std::vector<at::Generator> generators) { frame_->random = std::move(generators); }  // by job
+  void set_generator(at::Generator generator) { frame_->generator = std::move(generator); }
   // What must stay as it is for the program to be this job's.
   Guards& guards() { return guards_; }
   void watch_form(const at::Tensor& tensor);  // memory, shape, type, and whether it requires gradients
@@ -33,22 +33,18 @@ class Binding {
   void finish_inputs();
   // The parameters that the step's optimizer trains: whatever lies in their gradients counts for nothing.
   void own_gradient(PyObject* parameter) { trained_.push_back(held_(parameter)); }
-  void clear_gradients();
 
   // False when something was replaced: bind again.
   bool current() const;
-  // What the entries that are read before each step say now, by slot.
-  struct Readings {
-    std::vector<std::pair<int32_t, c10::IValue>> values;
-  };
-  Readings look();
-  // A step with this batch, and with what other bindings of the program have read. `run`, which somebody may wait for
-  // already, becomes that step; a new one where it is null.
+  // A step with this batch.
   std::shared_ptr<StepRun> run(std::shared_ptr<const GroupPlan> plan, std::vector<std::pair<int32_t, at::Tensor>> batch,
-                               bool profile, const std::vector<const Readings*>& others = {},
-                               std::shared_ptr<StepRun> run = nullptr);
+                               bool profile);
 
  private:
+  void clear_gradients();
+  // What the entries that are read before each step say now, by slot.
+  std::vector<std::pair<int32_t, c10::IValue>> look();
+
   struct Read {
     int32_t slot;
     PyObject* dict;

@@ -2,9 +2,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
-#include <algorithm>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "../../allocator/csrc/meter.h"
 #include "../../partition/csrc/observer.h"
@@ -80,21 +80,6 @@ void wait_done(Engine& engine, const std::shared_ptr<StepRun>& run) {
       }
       throw interrupted;
     }
-  }
-}
-
-// The same for at most so many seconds; returns whether it is done.
-bool wait_for(Engine& engine, const std::shared_ptr<StepRun>& run, double seconds) {
-  const int64_t until = Engine::now_ns() + static_cast<int64_t>(seconds * 1e9);
-  while (true) {
-    const int64_t left = until - Engine::now_ns();
-    bool done;
-    {
-      py::gil_scoped_release release;
-      done = engine.wait(run, std::clamp<int64_t>(left / 1'000'000 + 1, 0, 50));
-    }
-    if (done || left <= 0) return done;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
 }
 
@@ -183,14 +168,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("largest", [](const GroupPlan& self) { return self.heights.largest(); });
 
   py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
-      .def(py::init<>(), "A step to come, which can be waited for; ``Binding.run(into=)`` makes it one.")
       .def_readonly("done", &StepRun::done)
       .def_property_readonly("failed", [](const StepRun& self) { return self.done && self.error != nullptr; })
       .def_readwrite("by_caller", &StepRun::by_caller)
-      .def_readwrite("left_out", &StepRun::left_out)
       .def_readonly("failed_node", &StepRun::failed_node)
       .def_readonly("waited_ns", &StepRun::waited_ns)
-      .def_readonly("busy_ns", &StepRun::busy_ns)
       .def_property_readonly("planned", [](const StepRun& self) { return self.placed.planned; })
       .def_property_readonly("missed", [](const StepRun& self) { return self.placed.missed; })
       .def("outputs", &outputs)
@@ -278,8 +260,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("leave", &Engine::leave, py::arg("job"), py::call_guard<py::gil_scoped_release>())
       .def("cancel", &Engine::cancel, py::call_guard<py::gil_scoped_release>())
       .def("wait", &wait_done)
-      .def("wait_for", &wait_for, py::arg("run"), py::arg("seconds"))
-      .def("call_off", &Engine::call_off, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def("set_capacity", &Engine::set_capacity, py::call_guard<py::gil_scoped_release>())
       .def("set_active_lanes", &Engine::set_active_lanes, py::call_guard<py::gil_scoped_release>())

@@ -131,8 +131,6 @@ class Engine {
   // on the calling thread, as soon as it may: that saves handing it to another and being woken by that. On a lane only
   // a step that is done may be waited for.
   bool wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds);
-  // A step that somebody waits for, and that was never handed in, will not come.
-  void call_off(const std::shared_ptr<StepRun>& run);
   // Its callers wait no longer: the job's steps are for the lanes' own threads.
   void leave(Id job);
   // Cancels queued steps, and the one that runs at its next group boundary. `reason` is in their error. Waits for that

@@ -194,7 +194,6 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     if (graphs_ && !error && run.placer != nullptr && !run.graphs && run.placer->counts().missed == 0) {
       graphs_->ran_as_planned(lane.index, run, *run.placer);
     }
-    if (error) run.rewind();
     if ((error || behind) && run.frame && filled) run.let_go();
     const bool kept = run.placer != nullptr && !run.stranded && run.placer->any_live();
     lock.lock();
@@ -273,14 +272,6 @@ bool Engine::wait(const std::shared_ptr<StepRun>& run, int64_t milliseconds) {
     if (stop_ || (lane->job != nullptr && !lane->taken)) lane->wake.notify_all();
   }
   return run->done;
-}
-
-void Engine::call_off(const std::shared_ptr<StepRun>& run) {
-  std::lock_guard<std::mutex> guard(lock_);
-  if (run->done || run->job >= 0) return;
-  run->error = std::make_exception_ptr(Cancelled("the steps that it was to run with were called off"));
-  run->done = true;
-  run->finished.notify_all();
 }
 
 void Engine::leave(Id job) {

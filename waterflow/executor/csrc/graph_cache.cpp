@@ -72,7 +72,6 @@ std::shared_ptr<StepGraphs> GraphCache::find(int32_t lane, StepRun& run, Placer&
       mine->terms = {};
       return nullptr;
     }
-    if (std::find(run.left_out.begin(), run.left_out.end(), true) != run.left_out.end()) return nullptr;
   }
   if (!mine->graphs && mine->thread != std::this_thread::get_id()) return nullptr;
   if (!mine->graphs && !capture(*mine, run, placer)) return nullptr;

@@ -59,19 +59,9 @@ at::Tensor wrapped_number(const at::Scalar& number) {
   return tensor;
 }
 
-void Program::leave_out(const Instruction& instruction, Frame& frame) {
-  for (auto slot : instruction.drops) frame.slots[slot] = c10::IValue();
-  for (const auto& argument : instruction.arguments) {
-    if (argument.last_use) frame.slots[argument.slot] = c10::IValue();
-  }
-}
-
 void Program::execute(const Instruction& instruction, Frame& frame) const {
   auto& stack = frame.stack;
   auto& slots = frame.slots;
-  if (instruction.job >= 0 && !frame.left_out.empty() && frame.left_out[instruction.job]) {
-    return leave_out(instruction, frame);
-  }
   if (!instruction.op) {
     if (const auto& alias = instruction.alias) {
       slots[instruction.results[0]] = make_alias(*alias, slots[alias->source].toTensor());
@@ -82,8 +72,8 @@ void Program::execute(const Instruction& instruction, Frame& frame) const {
   if (instruction.direct != nullptr) return call_directly(instruction, frame);
   gather(instruction, frame);
   for (const auto& expected : instruction.expected) match_strides(expected, stack[expected.argument]);
-  if (const auto* own = instruction.random >= 0 ? frame.generator(instruction.random) : nullptr) {
-    GeneratorSwap swap(*own);
+  if (instruction.draws_by_default && frame.generator.defined()) {
+    GeneratorSwap swap(frame.generator);
     instruction.op->callBoxed(stack);
   } else {
     instruction.op->callBoxed(stack);
@@ -123,8 +113,8 @@ void Program::gather(const Instruction& instruction, Frame& frame) {
         }
         break;
       case Argument::Kind::generator:
-        if (const auto* generator = frame.generator(argument.slot)) {
-          stack.emplace_back(*generator);
+        if (frame.generator.defined()) {
+          stack.emplace_back(frame.generator);
         } else {
           stack.emplace_back();
         }

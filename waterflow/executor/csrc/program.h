@@ -24,7 +24,7 @@ namespace waterflow {
 struct Argument {
   enum class Kind : uint8_t { constant, slot, tensor_list, optional_tensor_list, generator };
   Kind kind = Kind::constant;
-  int32_t slot = -1;      // or the job whose generator it is
+  int32_t slot = -1;
   bool last_use = false;  // a slot whose value may be moved out
   c10::IValue value;
   std::vector<int32_t> slots;  // of a list; -1 is None
@@ -56,9 +56,8 @@ struct Instruction {
   std::vector<int32_t> drops;    // slots that die here
   std::vector<ExpectedStrides> expected;
   bool result_is_list = false;
-  bool draws = false;   // random numbers
-  int32_t job = -1;     // whose it is alone, in a step of several jobs
-  int32_t random = -1;  // draws numbers and takes no generator: that of this job stands in for the default one
+  bool draws = false;             // random numbers
+  bool draws_by_default = false;  // and takes no generator: the job's stands in for the default one
 };
 
 // What one instruction did to memory and how long it took; filled while a step is profiled.
@@ -144,7 +143,6 @@ class Program {
  private:
   void execute(const Instruction& instruction, Frame& frame) const;
   static void call_directly(const Instruction& instruction, Frame& frame);
-  static void leave_out(const Instruction& instruction, Frame& frame);
 
   int32_t inputs_;
   int32_t fixed_;
@@ -170,12 +168,7 @@ struct Frame {
   std::shared_ptr<const Program> program;
   std::vector<c10::IValue> slots;
   torch::jit::Stack stack;
-  // Null: the process's own, as in eager.
-  const at::Generator* generator(int32_t job) const {
-    return random.empty() || !random[job].defined() ? nullptr : &random[job];
-  }
-  std::vector<at::Generator> random;  // of each job
-  std::vector<bool> left_out;         // jobs that take no part in this step: what is theirs alone is not done
+  at::Generator generator;  // undefined: the process's own, as in eager
 };
 
 }  // namespace waterflow

@@ -17,14 +17,14 @@ namespace {
 
 Instruction make_instruction(const std::string& name, const std::string& overload, const py::list& arguments,
                              std::vector<int32_t> results, std::vector<int32_t> drops, const py::list& expected,
-                             bool result_is_list, int32_t random) {
+                             bool result_is_list, bool random) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   Instruction instruction;
   instruction.op = op;
   instruction.results = std::move(results);
   instruction.drops = std::move(drops);
   instruction.result_is_list = result_is_list;
-  instruction.draws = random >= 0;
+  instruction.draws = random;
   const auto& schema = op.schema();
   TORCH_CHECK(arguments.size() == schema.arguments().size(), name, " takes ", schema.arguments().size(),
               " arguments; got ", arguments.size());
@@ -45,8 +45,7 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
       argument.last_use = entry[2].cast<bool>();
     } else if (kind == "generator") {
       argument.kind = Argument::Kind::generator;
-      argument.slot = entry[1].cast<int32_t>();
-      random = -1;
+      random = false;
     } else if (kind == "list") {
       argument.kind = Argument::Kind::tensor_list;
       argument.slots = entry[1].cast<std::vector<int32_t>>();
@@ -56,7 +55,7 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
     }
     instruction.arguments.push_back(std::move(argument));
   }
-  instruction.random = random;
+  instruction.draws_by_default = random;
   const bool plain = std::all_of(instruction.arguments.begin(), instruction.arguments.end(), [](const auto& argument) {
     return argument.kind == Argument::Kind::constant || argument.kind == Argument::Kind::slot;
   });
@@ -86,10 +85,9 @@ void bind_programs(py::module_& m) {
           "add",
           [](Program& self, const std::string& name, const std::string& overload, const py::list& arguments,
              std::vector<int32_t> results, std::vector<int32_t> drops, const py::list& expected, bool result_is_list,
-             int32_t random, bool view, int32_t job) {
+             bool random, bool view) {
             auto instruction = make_instruction(name, overload, arguments, std::move(results), std::move(drops),
                                                 expected, result_is_list, random);
-            instruction.job = job;
             if (view) {
               self.add_view(std::move(instruction));
             } else {
@@ -97,29 +95,27 @@ void bind_programs(py::module_& m) {
             }
           },
           py::arg("name"), py::arg("overload"), py::arg("arguments"), py::arg("results"), py::arg("drops"),
-          py::arg("expected"), py::arg("result_is_list"), py::arg("random"), py::arg("view"), py::arg("job"))
+          py::arg("expected"), py::arg("result_is_list"), py::arg("random"), py::arg("view"))
       .def(
           "add_alias",
           [](Program& self, int32_t source, int32_t result, std::vector<int64_t> sizes, std::vector<int64_t> strides,
-             int64_t offset, std::vector<int64_t> expected, std::vector<int32_t> drops, int32_t job) {
+             int64_t offset, std::vector<int64_t> expected, std::vector<int32_t> drops) {
             Instruction instruction;
             instruction.alias = Alias{source, std::move(sizes), std::move(strides), offset, std::move(expected)};
             instruction.results = {result};
             instruction.drops = std::move(drops);
-            instruction.job = job;
             self.add(std::move(instruction));
           },
           py::arg("source"), py::arg("result"), py::arg("sizes"), py::arg("strides"), py::arg("offset"),
-          py::arg("expected"), py::arg("drops"), py::arg("job"))
+          py::arg("expected"), py::arg("drops"))
       .def(
           "add_nothing",
-          [](Program& self, std::vector<int32_t> drops, int32_t job) {
+          [](Program& self, std::vector<int32_t> drops) {
             Instruction instruction;
             instruction.drops = std::move(drops);
-            instruction.job = job;
             self.add(std::move(instruction));
           },
-          py::arg("drops"), py::arg("job"))
+          py::arg("drops"))
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
       .def("keep", [](Program& self, std::shared_ptr<CompiledRegion> region) { self.keep(std::move(region)); })
@@ -132,15 +128,12 @@ void bind_programs(py::module_& m) {
       .value("number", Binding::Kind::number)
       .value("flag", Binding::Kind::flag)
       .value("rate", Binding::Kind::rate);
-  py::class_<Binding::Readings>(m, "Readings");
   binding.def(py::init<std::shared_ptr<Program>>())
       .def("set_input", &Binding::set_input)
       .def("set_number", &Binding::set_number)
-      .def("set_generators",
-           [](Binding& self, const std::vector<std::optional<at::Generator>>& given) {
-             std::vector<at::Generator> generators;
-             for (const auto& generator : given) generators.push_back(generator.value_or(at::Generator()));
-             self.set_generators(std::move(generators));
+      .def("set_generator",
+           [](Binding& self, std::optional<at::Generator> given) {
+             self.set_generator(given.value_or(at::Generator()));
            })
       .def_property_readonly("guards", &Binding::guards)
       .def("watch_form", &Binding::watch_form)
@@ -149,19 +142,16 @@ void bind_programs(py::module_& m) {
              TORCH_CHECK(THPVariable_Check(parameter.ptr()), "gradients are those of tensors");
              self.own_gradient(parameter.ptr());
            })
-      .def("clear_gradients", &Binding::clear_gradients)
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
               Binding::Kind kind,
               bool single) { self.read(slot, dict.ptr(), key.ptr(), index, kind, single ? at::kFloat : at::kDouble); })
       .def("finish_inputs", &Binding::finish_inputs)
       .def("current", &Binding::current)
-      .def("look", &Binding::look)
       .def(
           "run",
           [](Binding& self, std::shared_ptr<GroupPlan> plan, const py::sequence& tensors,
-             const std::vector<int32_t>& slots, bool profile, const std::vector<const Binding::Readings*>& others,
-             std::shared_ptr<StepRun> run) {
+             const std::vector<int32_t>& slots, bool profile) {
             std::vector<std::pair<int32_t, at::Tensor>> batch;
             batch.reserve(slots.size());
             for (size_t i = 0; i < slots.size(); ++i) {
@@ -169,10 +159,9 @@ void bind_programs(py::module_& m) {
               TORCH_CHECK(THPVariable_Check(tensor.ptr()), "a batch entry is not a tensor");
               batch.emplace_back(slots[i], THPVariable_Unpack(tensor.ptr()));
             }
-            return self.run(std::move(plan), std::move(batch), profile, others, std::move(run));
+            return self.run(std::move(plan), std::move(batch), profile);
           },
-          py::arg("plan"), py::arg("tensors"), py::arg("slots"), py::arg("profile"),
-          py::arg("others") = std::vector<const Binding::Readings*>(), py::arg("into") = nullptr);
+          py::arg("plan"), py::arg("tensors"), py::arg("slots"), py::arg("profile"));
 }
 
 }  // namespace waterflow

@@ -19,6 +19,7 @@ class GeneratorSwap {
   GeneratorSwap(const GeneratorSwap&) = delete;
   GeneratorSwap& operator=(const GeneratorSwap&) = delete;
 
+ private:
   struct State {
     at::mt19937 engine;
     std::optional<float> next_float;
@@ -28,7 +29,6 @@ class GeneratorSwap {
   static State read(const at::Generator& given);
   static void write(const at::Generator& given, const State& state);
 
- private:
   std::unique_lock<std::mutex> lock_;
   at::Generator own_, shared_;
   State outer_;

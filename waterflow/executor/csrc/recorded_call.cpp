@@ -176,7 +176,7 @@ RecordedCall::RecordedCall(const Program& program, int32_t index, Frame& frame, 
     for (auto& value : stack) {
       if (value.isGenerator()) value = value.toGenerator().clone();
     }
-    if (const auto* own = instruction_.random >= 0 ? frame.generator(instruction_.random) : nullptr) random_ = *own;
+    if (instruction_.draws_by_default) random_ = frame.generator;
   }
   {
     LaneScope outside(nullptr);

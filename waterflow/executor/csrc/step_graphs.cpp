@@ -158,7 +158,6 @@ void StepGraphs::close() {
 void StepGraphs::capture(StepRun& run, Placer& placer) {
   const InPool pool(lane_);
   Frame& frame = *run.frame;
-  frame.left_out.clear();
   for (const auto& [slot, value] : run.inputs) frame.slots[slot] = value;
   for (const auto& [slot, place] : inputs_) frame.slots[slot] = place;
   int32_t begin = 0;

@@ -44,19 +44,7 @@ void StepRun::on_stream(std::optional<c10::Stream> given) {
 
 void StepRun::fill() {
   for (const auto& [slot, value] : inputs) frame->slots[slot] = value;
-  if (frame) frame->left_out = left_out;
-  if (frame && frame->random.size() > 1) {
-    for (size_t job = 0; job < frame->random.size(); ++job) {
-      const auto& generator = frame->random[job];
-      if (!generator.defined() || (!left_out.empty() && left_out[job])) continue;  // may draw elsewhere meanwhile
-      drew_from.emplace_back(generator, GeneratorSwap::read(generator));
-    }
-  }
   if (profile) profiled = {std::vector<InstructionProfile>(frame->program->size()), {}, stream};
-}
-
-void StepRun::rewind() {
-  for (const auto& [generator, state] : drew_from) GeneratorSwap::write(generator, state);
 }
 
 void StepRun::run_group(int32_t group) {

@@ -20,7 +20,6 @@
 #include "denormals.h"
 #include "pacer.h"
 #include "program.h"
-#include "random_state.h"
 
 namespace waterflow {
 
@@ -46,7 +45,6 @@ struct StepRun {
   // A captured step ...
   std::shared_ptr<Frame> frame;
   std::vector<std::pair<int32_t, c10::IValue>> inputs;  // slots to fill when it starts
-  std::vector<bool> left_out;                           // jobs that take no part, in a step of several
   bool profile = false;
   StepProfile profiled;
   // ... or anything else that is one group.
@@ -60,7 +58,6 @@ struct StepRun {
   void fill();                    // puts the inputs into their slots
   void run_group(int32_t group);  // on the calling thread
   void finish();                  // behind the last group: what the user gets
-  void rewind();                  // the generators of several jobs to where they stood: each will do the step alone
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
 
   std::shared_ptr<StepGraphs> graphs;  // launched instead of the program's operations
@@ -84,7 +81,6 @@ struct StepRun {
   int64_t waited_ns = 0;   // for room, at all of its groups
   int64_t busy_ns = 0;     // on the lane, its groups running
   std::condition_variable finished;
-  std::vector<std::pair<at::Generator, GeneratorSwap::State>> drew_from;  // in a step of several jobs
 };
 
 // Sets the intra-op threads of the calling thread, and of no other.
