@@ -38,7 +38,7 @@ class Checkpoint:
 
     Not part of it: what objects keep beside parameters, buffers and ``get_extra_state`` (a module's other attributes, a
     data set's own state), and the random numbers of Python and NumPy. Where steps may round otherwise from run to run
-    (``exact=False``, ``compile=``), so do those that go on.
+    (``exact=False``), so do those that go on.
 
     ``epoch`` counts the epochs that are done, ``batch`` the steps of the next one, ``steps`` all steps.
     """

@@ -30,7 +30,6 @@ _KEPT = frozenset(field.name for field in fields(JobResult)) - {
     "error",
     "traceback",
     "recomputed",
-    "compiled",
     "state_dict",
 }
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from waterflow.executor.shared_data import SharedData
     from waterflow.partition.recompute import Recomputed
-    from waterflow.partition.regions import Compiled
 
 Status = Literal["completed", "failed", "pruned", "cancelled"]
 Metrics = dict[str, float]
@@ -56,7 +55,7 @@ class Job:
             DataLoader, and of a DataLoader with workers. ``True`` says so of other data.
         epochs: How often the data is read.
         seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
-        accumulate, clip_grad_norm, clip_grad_value, autocast, recompute, compile: As in ``Step``.
+        accumulate, clip_grad_norm, clip_grad_value, autocast, recompute: As in ``Step``.
         allow_non_finite: Train on after the loss became NaN or infinite; else the job fails at the epoch's end.
         priority: ``"opportunistic"`` takes what guaranteed jobs leave: lanes and memory that they do not use, at a rate at which
             their steps take no longer; it makes way where they need its memory, and comes back.
@@ -91,7 +90,6 @@ class Job:
     clip_grad_value: float | None = None
     autocast: torch.dtype | None = None
     recompute: int | float | str | None = None
-    compile: Literal["inductor", "inductor-always"] | None = None
     allow_non_finite: bool = False
     read_ahead: bool | None = None
     priority: Priority = "guaranteed"
@@ -149,11 +147,6 @@ class Job:
             raise InvalidJobError(f"job {self.name!r}: train_mode must be 'auto' or 'as_is'; got {self.train_mode!r}")
         check_priority(f"job {self.name!r}", self.priority)
         check_below_need(f"job {self.name!r}", self.below_need)
-        if self.compile is not None and self.below_need != "wait":
-            raise InvalidJobError(
-                f"job {self.name!r}: compile={self.compile!r} and below_need={self.below_need!r} exclude each other: native code has "
-                "no lower form. Give one of them"
-            )
         if self.read_ahead not in (None, True, False):
             raise InvalidJobError(f"job {self.name!r}: read_ahead must be True, False or None; got {self.read_ahead!r}")
         if self.loss is not None and self.step is not None:
@@ -184,8 +177,7 @@ class JobResult:
     count persistent state, one batch, and the step, and are None where the job did not come that far.
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
     torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass, ``spilled`` are the most
-    bytes that a step held in host memory from its forward to its backward pass,
-    ``compiled`` what of it was native code.
+    bytes that a step held in host memory from its forward to its backward pass.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again. ``optimize(keep_weights=)`` says in
     which results of a study it stays.
@@ -203,7 +195,6 @@ class JobResult:
     missed_requests: int = 0
     recomputed: Recomputed | None = None
     spilled: int = 0
-    compiled: Compiled | None = None
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
     traceback: str | None = field(default=None, compare=False, repr=False)
@@ -232,7 +223,6 @@ class JobResult:
             "missed_requests": self.missed_requests,
             "recomputed": None if self.recomputed is None else asdict(self.recomputed),
             "spilled_bytes": self.spilled,
-            "compiled": None if self.compiled is None else asdict(self.compiled),
             "opaque_reason": self.opaque_reason,
             "error": None if self.error is None else f"{type(self.error).__name__}: {told(self.error)}",
         }

@@ -23,7 +23,6 @@ from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import copied
 from waterflow.executor.captured import input_bytes_of
 from waterflow.executor.claiming import claim
-from waterflow.executor.compiling import Compile, check_compile
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.pending import Pending
@@ -77,10 +76,6 @@ class Step(StepFigures):
         recompute: Lets activations go after the forward pass and makes the cheapest of them again in the backward pass,
             with the same bits: until the step is at most so many bytes high (``"2GiB"``; without kernels' temporaries), or
             with ``"auto"`` until it fits into its engine's memory, where it does not. ``recomputed`` tells what it costs.
-        compile: ``"inductor"`` lets torch's Inductor make native code of all but random operations and the update, and uses
-            what it measures to be faster, once for all steps alike: results differ by rounding, from process to process, too.
-            ``"inductor-always"`` uses all and repeats. A step's first call on batches of another shape waits for the compiler,
-            from seconds to minutes, while other jobs go on. ``compiled`` tells what became of it. CPU only.
         audit: Every so many steps are done eagerly, too, before they are done, and compared bit by bit. Default: as ``WATERFLOW_AUDIT``
             in the environment says. ``first``, its own default: each new capture at its first step and at one later step, once in
             a process. ``all``: the same of each step's captures, whoever audited them before. ``off``: none. Where a difference
@@ -107,7 +102,6 @@ class Step(StepFigures):
         early_updates: bool = True,
         generator: torch.Generator | None = None,
         recompute: int | float | str | None = None,
-        compile: Compile = None,
         audit: int | None = None,
         name: str | None = None,
         engine: Engine | None = None,
@@ -138,8 +132,7 @@ class Step(StepFigures):
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self.recompute = parse_recompute(recompute)
-        native = check_compile(compile, self._spec.device.type, recompute)
-        forms = self.recompute, self.engine is None or self.engine.exact, native
+        forms = self.recompute, self.engine is None or self.engine.exact
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = 0

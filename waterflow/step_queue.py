@@ -51,7 +51,7 @@ def step_of(
     step = Step(
         model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
         clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
-        recompute=job.recompute, compile=job.compile, generator=numbers, name=job.name, engine=engine,
+        recompute=job.recompute, generator=numbers, name=job.name, engine=engine,
     )  # fmt: skip
     step.batches_ahead = STEPS_AHEAD
     step.shared_batches = isinstance(job.data, SharedData)

@@ -137,7 +137,7 @@ class Audit:
         captured, binding, slots = variant.captured, variant.binding, variant.slots
         given = variant.given(leaves, None)
         exact = variant.plain.exactly or variant.plain
-        if not captured.exact or captured.compiled is not None:
+        if not captured.exact:
             captured = exact
             binding, slots, positions = bind(exact, variant.owner)
             binding.set_generator(self._generator)

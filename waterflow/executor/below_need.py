@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from waterflow.errors import InvalidJobError, MemoryLimitError
+from waterflow.errors import MemoryLimitError
 from waterflow.executor.engine import Engine
 from waterflow.executor.pending import Pending
 from waterflow.executor.terms import Terms
@@ -47,10 +47,6 @@ class Lowering:
         lowest form has room, it waits for it. A job whose quota was lowered below its lowest form is asked to make way; raises
         MemoryLimitError where nobody could ever ask it. Raises as ``Engine.claim`` does otherwise.
         """
-        if self._variants.compiles:
-            raise InvalidJobError(
-                f"step {self._name!r}: native code has no lower form; pass compile=None, or below_need='wait'"
-            )
         for _ in range(_ATTEMPTS):
             seen = self._engine.changes
             try:

@@ -29,7 +29,6 @@ from waterflow.partition.operators import running_statistics, storage_id, writte
 from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
-from waterflow.partition.regions import Compiled
 from waterflow.partition.spec import GraphInput, StepSpec
 from waterflow.partition.spill import Spilled
 from waterflow.partition.surroundings import no_collections
@@ -123,7 +122,6 @@ class CapturedStep:
     exact: bool = True  # the bits of the captured operations
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
     spilled: Spilled | None = None  # what it holds in host memory from its forward to its backward pass
-    compiled: Compiled | None = None  # what of it is native code, where that was asked for
     layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture says
     exactly: CapturedStep | None = (
         None  # the same with the bits of the captured operations, where this one rounds otherwise

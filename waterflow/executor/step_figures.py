@@ -9,7 +9,6 @@ from waterflow.executor.variants import Variant
 from waterflow.partition.plan import Plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
-from waterflow.partition.regions import Compiled
 
 logger = logging.getLogger("waterflow")
 
@@ -26,7 +25,6 @@ class StepFigures:
         self.most_spilled = 0  # bytes that a step held in host memory
         self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
         self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
-        self.compiled: Compiled | None = None  # what of the last step was native code, where that was asked for
         self._last_plan: Plan | None = None
 
     @property
@@ -39,10 +37,9 @@ class StepFigures:
     def _note(self, variant: Variant) -> None:
         if self._last_plan is variant.planned.plan:
             return
-        for what, does in (("recomputed", "recomputes"), ("compiled", "compiles")):
-            if (now := getattr(variant.captured, what)) != getattr(self, what):
-                setattr(self, what, now)
-                logger.info("step %r %s: %s", self.name, does, now or "nothing")
+        if (now := variant.captured.recomputed) != self.recomputed:
+            self.recomputed = now
+            logger.info("step %r recomputes: %s", self.name, now or "nothing")
         self._last_plan = variant.planned.plan
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         self.measured_height = max(self.measured_height, variant.planned.measured_height)

@@ -18,7 +18,6 @@ from waterflow.executor.audited import Code, codes
 from waterflow.executor.batch_copies import Ranges, copies_of
 from waterflow.executor.binding import Owner, bind
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
-from waterflow.executor.compiling import Compile, as_captured, compiling
 from waterflow.executor.first_updates import Begun, FirstUpdates, HalfBegun, Members, members_of
 from waterflow.executor.lower_forms import Low, LowerForms, Whole
 from waterflow.executor.recomputing import recomputing
@@ -83,7 +82,7 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 class Variant:
     """The step for batches of one shape: what was captured for it, bound to this job.
 
-    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes, spills or is compiled. ``whole`` is the
+    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes or spills. ``whole`` is the
     step where there is room for it, and ``low`` tells for what room this is a lower form.
     """
 
@@ -143,13 +142,13 @@ class Variants:
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
     profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
-    are brought to that height; ``compile`` makes native code of them. Where they need not be ``exact`` they may round otherwise
+    are brought to that height. Where they need not be ``exact`` they may round otherwise
     than the user's operations.
     """
 
     def __init__(
         self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None, recompute: Recompute = None, exact: bool = True, compile: Compile = None,
+        hold: Hold | None, recompute: Recompute = None, exact: bool = True,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
@@ -159,11 +158,9 @@ class Variants:
         self._hold = hold
         self._recompute = recompute
         self._exact = exact
-        self._compile = compile
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
         self._low: dict[Hashable, Low] = {}  # forms for steps that may hold less than they need
         self._last: Whole | None = None
-        self._too_high: dict[Hashable, CapturedStep] = {}  # steps whose native code holds more than there is
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
@@ -187,11 +184,7 @@ class Variants:
         """The variant in a form that is at most ``height`` bytes high; None for steps that are not to, or cannot.
 
         What profiles have shown to come on top of the graph's memory counts. Raises MemoryLimitError where there is none.
-        A compiled step goes back to how it was captured, which holds less.
         """
-        if (told := variant.captured.compiled) is not None and told.regions:
-            self._too_high[variant.structure, variant.key] = as_captured(variant.plain, told)
-            return self._make(variant.key, leaves, batch_spec)
         if self._recompute != "auto" or not variant.plain.capture.apart:
             return None
         beyond = variant.planned.plan.height - height
@@ -211,11 +204,6 @@ class Variants:
         low = self._low.get(key)
         if low is not None and low.of == name:
             captured = low.form
-        if self._compile is not None:
-            always, threads = self._compile == "inductor-always", self._threads
-            captured = self._too_high.get((structure, key)) or captures.get(
-                (structure, key, always, threads, plain.exact), lambda: compiling(plain, threads, always)
-            )
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
@@ -249,11 +237,6 @@ class Variants:
         return next((one for one in known if one.captured is captured), None) or PlannedStep(captured)
 
     # -- below what the step needs
-
-    @property
-    def compiles(self) -> bool:
-        """Whether steps become native code, which has no lower forms."""
-        return self._compile is not None
 
     def at_most(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, means: BelowNeed, room: int

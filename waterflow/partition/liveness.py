@@ -142,8 +142,6 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
             at = position[node]
             hidden.append(Hidden(len(made) + len(temporaries), question, None))
             temporaries.append(Lifetime(at, at, answer.temporary, writes=(at,)))
-    native = ((position[node], node.meta["temporary"]) for node in instructions if node.meta.get("temporary"))
-    temporaries += [Lifetime(at, at, beside, writes=(at,)) for at, beside in native]
     at_losses = ((position[node], found.temporary) for node, found in reduced.items() if found.temporary)
     temporaries += [Lifetime(at, at, beside, writes=(at,)) for at, beside in at_losses]
     return Followed(made, temporaries, of, asked, tuple(hidden))

@@ -111,8 +111,6 @@ class Program {
     outputs_ = std::move(slots);
     shared_ = std::move(shared);
   }
-  // What its instructions call lives as long as it does.
-  void keep(std::shared_ptr<void> called) { kept_.push_back(std::move(called)); }
   void set_written(std::vector<int32_t> slots) { written_ = std::move(slots); }
   // Why its steps cannot be device graphs.
   void set_not_graphed(std::string reason) { not_graphed_ = std::move(reason); }
@@ -152,7 +150,6 @@ class Program {
   std::vector<int32_t> outputs_;
   std::vector<bool> shared_;
   std::vector<int32_t> written_;  // inputs that the step changes in place
-  std::vector<std::shared_ptr<void>> kept_;
   std::string not_graphed_;
 };
 

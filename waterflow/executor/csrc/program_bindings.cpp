@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "binding.h"
-#include "compiled.h"
 #include "program.h"
 #include "short_products.h"
 
@@ -76,9 +75,6 @@ void bind_programs(py::module_& m) {
 #ifdef WATERFLOW_TEST_HOOKS
   m.def("plant_wrong_bit", &plant_wrong_bit, py::arg("name"));
 #endif
-  py::class_<CompiledRegion, std::shared_ptr<CompiledRegion>>(m, "CompiledRegion")
-      .def(py::init<const std::string&>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("number", &CompiledRegion::number);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<int32_t, int32_t, int32_t>(), py::arg("inputs"), py::arg("fixed"), py::arg("slots"))
       .def(
@@ -118,7 +114,6 @@ void bind_programs(py::module_& m) {
           py::arg("drops"))
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
-      .def("keep", [](Program& self, std::shared_ptr<CompiledRegion> region) { self.keep(std::move(region)); })
       .def("set_not_graphed", &Program::set_not_graphed)
       .def_property_readonly("not_graphed", &Program::not_graphed)
       .def("__len__", &Program::size);
