@@ -12,7 +12,6 @@ from torch import fx
 
 from waterflow import _C
 from waterflow.errors import CaptureError
-from waterflow.executor.faster_layers import faster_layer
 from waterflow.executor.faster_products import faster_product
 from waterflow.executor.shortcuts import Mask, aliases, bypassed, masks, short_form, wraps_numbers
 from waterflow.partition.capture import Capture
@@ -252,7 +251,7 @@ class _Lowering:
             target = taking_generator(target) or target
         schema = target._schema
         values = [given.get(argument.name, argument.default_value) for argument in schema.arguments]
-        target = short_form(target if self.exact else faster_layer(faster_product(target, values), values), values)
+        target = short_form(target if self.exact else faster_product(target, values), values)
         schema = target._schema
         arguments: list[tuple[Any, ...]] = []
         moved: set[int] = set()

@@ -16,7 +16,6 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #define WATERFLOW_FUSED __attribute__((target("avx2,fma")))
-#define WATERFLOW_FUSED_INLINE inline __attribute__((target("avx2,fma"), always_inline))
 
 namespace waterflow {
 
