@@ -1,10 +1,8 @@
-"""What jobs hold: with updates that come early or at the step's end, and with a batch on the device per job or per lane.
+"""What jobs hold, with updates that come early or at the step's end.
 
 Heights are those of placed memory, of captured steps that never run, at a usual batch. "held" is what N jobs hold all the
-time for their batches; a batch per lane lies in the step's own height instead, and takes its time at the step's beginning.
-The largest batch of N copies is that in 32 * 2**30 bytes, two lanes on one arena: before (updates at the end, a batch
-per job), with early updates, and with both. Samples of all copies per millisecond are those of the simulated run: a model,
-whose time is the bytes that operations move, at 900 GB/s on each lane; batches come over a bus of 12 GB/s.
+time for their batches. The largest batch of N copies is that in 32 * 2**30 bytes, two lanes on one arena. Samples of all
+copies per millisecond are those of the simulated run: a model, whose time is the bytes that operations move, at 900 GB/s on each lane; batches come over a bus of 12 GB/s.
 """
 
 from __future__ import annotations
@@ -20,16 +18,14 @@ from waterflow import batch_size
 MEMORY = 32 * 2**30
 STEPS = 6
 BATCHES = {"resnet50": 64, "bert": 32, "gpt2": 8, "dlrm": 512, "lstm": 20, "mlp_dropout": 64}
-WAYS: dict[str, tuple[bool, batch_size.Batches]] = {
-    "before": (False, "job"), "early updates": (True, "job"), "and a batch per lane": (True, "lane"),
-}  # fmt: skip
+WAYS = {"before": False, "early updates": True}
 
 
 def measure(name: str, batch: int, largest: bool) -> list[dict[str, Any]]:
     """One model, each way."""
     rows = []
-    for way, (early, batches) in WAYS.items():
-        sizes = sizes_of(name, early, batches)
+    for way, early in WAYS.items():
+        sizes = sizes_of(name, early)
         step = sizes.at(batch)
         row: dict[str, Any] = {
             "model": f"{name}, batch {batch}", "way": way, "height MiB": step.offsets.height / 2**20,
@@ -45,13 +41,13 @@ def measure(name: str, batch: int, largest: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def sizes_of(name: str, early: bool, batches: batch_size.Batches) -> batch_size.StepSizes:
+def sizes_of(name: str, early: bool) -> batch_size.StepSizes:
     """A model of the zoo at any batch size."""
     zoo = FULL[name]
     model = zoo.build()
     optimizer = zoo.optimizer(model.parameters())
     step = wf.Step(model, step=zoo.step, optimizer=optimizer, name=name, early_updates=early)
-    return batch_size.StepSizes(step, zoo.batch(8, None), batches)
+    return batch_size.StepSizes(step, zoo.batch(8, None))
 
 
 def main() -> int:

@@ -5,8 +5,7 @@
 The job is a stack of linear layers with AdamW; its size is that of all tensors of its checkpoint: parameters and optimizer
 state (two sums for each parameter), and 15 KB of random numbers. Times are seconds on the wall, best and median. Moving:
 from the moment at which the first process is asked for the job's state, its steps under way included, to the end of the first
-step in the other one, which runs already and waits. There are three kinds of it: "ready" has made the model and captured
-the step while the first process went on training; "warm" has trained another job and knows nothing of this one; "cold" has
+step in the other one, which runs already and waits. There are two kinds of it: "warm" has trained another job and knows nothing of this one; "cold" has
 imported the package and no more. The state goes through a file in the folder given, which need not be a disk: /dev/shm is
 the default where it is there.
 """
@@ -114,9 +113,7 @@ def target(pipe: Connection, megabytes: float, kind: str) -> None:
     torch.set_num_threads(1)
     with wf.Engine(memory="2GiB", lanes=1) as engine:
         runner = wf.JobRunner(job_of(megabytes), engine)
-        if kind == "ready":
-            runner.prepare()
-        elif kind == "warm":
+        if kind == "warm":
             train_another()
         pipe.send("up")
         path = pipe.recv()
@@ -181,7 +178,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; seconds")
     suspend(given.megabytes, given.times)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        for kind in ("ready", "warm", "cold"):
+        for kind in ("warm", "cold"):
             move(given.megabytes, max(3, math.ceil(given.times / 2)), Path(folder), kind)
 
 

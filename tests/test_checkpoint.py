@@ -303,7 +303,6 @@ def test_a_suspended_checkpoint_goes_on_elsewhere(engine: Engine) -> None:
         checkpoint = runner.suspend(timeout=30)
         assert runner.snapshot(timeout=30) is checkpoint  # nothing has changed since
         other = JobRunner(make(), engine)
-        other.prepare()
         result = other.run(resume=checkpoint)
         assert_equal(other, undisturbed, (result, expected))
         runner.stop("moved")
@@ -316,28 +315,6 @@ def test_a_suspended_checkpoint_goes_on_elsewhere(engine: Engine) -> None:
     assert (result.status, result.steps) == ("cancelled", 17)
     # What it had trained is back in its model.
     assert result.state_dict is not None and result.state_dict["first.weight"].shape == (16, 6)
-
-
-@pytest.mark.parametrize("name", ["list", "iterators", "stateful", "shared", "drawn_loader"])
-def test_made_ready_it_trains_the_same(name: str, engine: Engine) -> None:
-    make = JOBS[name]
-    undisturbed = JobRunner(make(), engine)
-    expected = undisturbed.run()
-    ready = JobRunner(make(), engine)
-    ready.prepare()
-    assert ready.step is not None and ready.step.steps == 0
-    assert_equal(ready, undisturbed, (ready.run(), expected))
-
-
-def test_made_ready_for_another_seed(engine: Engine) -> None:
-    make = base(seed=None, data=drawn_loader)
-    first = JobRunner(make(), engine, seed=11)
-    answers, join = ask_at(first, 12, lambda: first.snapshot(timeout=30))
-    expected = first.run()
-    join()
-    ready = JobRunner(make(), engine, seed=12)
-    ready.prepare()
-    assert_equal(ready, first, (ready.run(resume=answers[0]), expected))
 
 
 def test_memory_is_given_back_while_a_job_is_suspended() -> None:

@@ -27,7 +27,7 @@ from waterflow.planner.recomputing import largest_recomputed
 from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
 from waterflow.planner.sets import Need, in_turns, largest_set
-from waterflow.planner.sizes import Batches, SizedStep, StepSizes
+from waterflow.planner.sizes import SizedStep, StepSizes
 from waterflow.step_queue import STEPS_AHEAD
 from waterflow.together import step_and_batch
 
@@ -288,7 +288,6 @@ def _limit(memory: int | float | str, available: int | None = None) -> int:
 
 __all__ = [
     "GPU",
-    "Batches",
     "Clock",
     "JobBatch",
     "LargestBatch",

@@ -15,7 +15,7 @@ from waterflow.asked import Asked
 from waterflow.boundary import Boundary
 from waterflow.building import model_of, optimizer_of
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import CaptureError, CheckpointError, JobCancelled, JobTimeoutError
+from waterflow.errors import CheckpointError, JobCancelled, JobTimeoutError
 from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
@@ -117,18 +117,6 @@ class JobRunner(Asked):
         """The same with those that are under way."""
         return self.steps + len(self._steps)
 
-    def prepare(self) -> None:
-        """Before ``run()``, and on any thread: make model and data, and capture the step, so that it begins at once.
-
-        Of the data the first batch is read and not trained on, where it can be read again. ``run(resume=)`` then goes on from
-        a checkpoint that is newer than this object, as one that moves here from another process.
-        """
-        with self._user_code.here(), self._in_order():
-            self._build()
-        assert self.step is not None and self._batches is not None
-        with contextlib.suppress(CaptureError, CheckpointError):  # it runs eagerly; its data can be read only once
-            self.step.plan_for(self._batches.first())
-
     def run(self, resume: Checkpoint | None = None) -> JobResult:
         """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind.
 
@@ -162,8 +150,7 @@ class JobRunner(Asked):
         try:
             with self._user_code.here():
                 with self._in_order():
-                    if self.step is None:
-                        self._build()
+                    self._build()
                     if self._resume is not None:
                         self._go_on_from(self._resume)
                         self._resume = None

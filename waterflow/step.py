@@ -171,9 +171,9 @@ class Step(StepFigures):
         """
         return self._variants.plan(*flatten(batch), recompute).renamed(self.name)
 
-    def footprint_for(self, batch: Batch, recompute: int | None = None, with_batch: bool = False) -> Footprint:
-        """What such a step asks of memory, its batch included if asked; ``offsets()`` tell where. Else as ``plan_for``."""
-        return self._variants.captured(*flatten(batch), recompute).footprint(with_batch)
+    def footprint_for(self, batch: Batch, recompute: int | None = None) -> Footprint:
+        """What such a step asks of memory; ``offsets()`` tell where. Else as ``plan_for``."""
+        return self._variants.captured(*flatten(batch), recompute).footprint()
 
     def recomputed_for(self, batch: Batch, recompute: int | None = None) -> Recomputed | None:
         """What a step on batches like this one would make again; None for nothing. As ``plan_for`` otherwise."""

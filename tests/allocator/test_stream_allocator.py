@@ -522,7 +522,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(allocator: StreamAllocator
         allocator.end_use(block, other)
 
 
-@pytest.mark.parametrize("options", [{"alignment": 48}, {"limit": -1}, {"looks": 0}, {"alignment": 1 << 22}])
+@pytest.mark.parametrize("options", [{"alignment": 48}, {"limit": -1}, {"alignment": 1 << 22}])
 def test_settings_that_cannot_be(device: SimulatedDevice, options: dict[str, int]) -> None:
     with pytest.raises(ValueError):
         StreamAllocator(device, **options)  # type: ignore[arg-type]

@@ -81,42 +81,6 @@ def test_another_job_stands_beside() -> None:
     assert 2**20 - 2 * (found.step.alone - found.step.persistent) / found.size < needed <= 2**20
 
 
-def test_a_batch_per_lane_is_held_in_mid_step_alone() -> None:
-    by_job, by_lane = sizes_of().at(100), sizes_of(batches="lane").at(100)
-    size = 100 * (32 + 8) * 4
-    assert (by_job.batch, by_job.copied) == (size, 0) and (by_lane.batch, by_lane.copied) == (0, size)
-    assert by_lane.persistent == by_job.persistent and by_lane.alone <= by_job.alone
-    # The input is read by the first layer, in its backward pass, too; the target until the loss's gradient is there.
-    reads = {life.size: life.reads for life in by_lane.offsets.lives if life.birth == 0 and life.writes == (0,)}
-    assert reads[12800][0] == 0 and reads[12800][-1] > reads[3200][-1] > 0
-    # Nothing of it is among what the step else makes.
-    assert sum(x.size for x in by_lane.offsets.lives) == sum(x.size for x in by_job.offsets.lives) + size
-    by_lane.offsets.check()
-
-
-@pytest.mark.parametrize("copies", [2, 4, 8])
-def test_copies_with_a_batch_per_lane(copies: int) -> None:
-    by_job, by_lane = sizes_of(), sizes_of(batches="lane")
-    found, other = (largest_batch(sizes, memory="1MiB", copies=copies) for sizes in (by_lane, by_job))
-
-    def needed(size: int) -> int:
-        return -(-copies * by_lane.at(size).persistent // 64) * 64 + by_lane.at(size).offsets.height
-
-    assert needed(found.size) <= 2**20 < needed(found.size + 1)
-    assert found.size > other.size
-    assert found.run is not None and found.run.peak <= 2**20
-    assert found.limit_for(2) > other.limit_for(2)
-    # Its price: no copy runs in the background of a step.
-    options: Any = {
-        "memory": "1MiB",
-        "copies": 1,
-        "steps": 5,
-        "clock": Clock(dataclasses.replace(gpu("v100-32g"), bus_rate=1)),
-    }
-    late, early = (run_copies(sizes, other.size, **options) for sizes in (by_lane, by_job))
-    assert sum(late.busy) == sum(early.busy) + 5 * by_lane.at(other.size).copied
-
-
 @pytest.mark.slow
 def test_normalization_over_the_batch() -> None:
     sizes = sizes_of(norm=True)
@@ -133,8 +97,6 @@ def test_what_cannot_vary() -> None:
     sizes = sizes_of()
     with pytest.raises(wf.InvalidJobError, match="copies=0"):
         largest_batch(sizes, memory=10**6, copies=0)
-    with pytest.raises(wf.InvalidJobError, match='"job" or a "lane"; got \'each\''):
-        sizes_of(batches="each")
     with pytest.raises(wf.InvalidJobError, match="dimension that can vary"):
         StepSizes(sizes.step, (torch.tensor(1.0),))
 

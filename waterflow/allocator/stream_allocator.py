@@ -74,12 +74,11 @@ class StreamAllocator:
         alignment: int = 64,
         small_segment: int = 2 << 20,
         medium_segment: int = 20 << 20,
-        looks: int = 8,
         fault: Any = Fault.none,
     ) -> None:
         self.device = device
         self.native = _C.StreamAllocator(
-            device, NO_LIMIT if limit is None else limit, alignment, small_segment, medium_segment, looks, fault
+            device, NO_LIMIT if limit is None else limit, alignment, small_segment, medium_segment, fault
         )
 
     def add_stream(self) -> int:

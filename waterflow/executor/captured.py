@@ -152,19 +152,13 @@ class CapturedStep:
         """The leaves of the batch that a step changes in place."""
         return frozenset(one.leaf for one in self.changed_inputs if one.kind == "batch")
 
-    def footprint(self, with_batch: bool = False) -> Footprint:
-        """What the step asks of memory, as far as the graph knows it.
-
-        ``with_batch``: its batch, too, from the step's first operation to the last that reads it.
-        """
-        graph, instructions = self.capture.graph, self.lowered.instructions
-        placeholders = (node for node in graph.nodes if node.op == "placeholder")
-        batch = {node for node, given in zip(placeholders, self.capture.inputs) if given.kind == "batch"}
-        followed = follow(graph, instructions, batch if with_batch else ())
-        held, copied = (0, self.predicted.batch) if with_batch else (self.predicted.batch, 0)
+    def footprint(self) -> Footprint:
+        """What the step asks of memory, as far as the graph knows it."""
+        instructions = self.lowered.instructions
+        followed = follow(self.capture.graph, instructions)
         return Footprint(
-            tuple(followed.lives()), tuple(map(operation_cost, instructions)), self.predicted.persistent, held, copied,
-            self.predicted.forward, tuple(map(line_of, instructions)), followed.asked, followed.hidden,
+            tuple(followed.lives()), tuple(map(operation_cost, instructions)), self.predicted.persistent,
+            self.predicted.batch, self.predicted.forward, tuple(map(line_of, instructions)), followed.asked, followed.hidden,
         )  # fmt: skip
 
     def inexact(self) -> CapturedStep:

@@ -154,23 +154,6 @@ class Batches:
         self._passes = place["passes"]
         self._go_on = place
 
-    def first(self) -> Any:
-        """The next batch, which will be given again. Raises CheckpointError for data that can be read only once."""
-        place = self.place()
-        if isinstance(self.source, Iterator) and place["source"] is None:  # a function's: it makes another one
-            numbers = torch.Generator()
-            numbers.set_state(self._seeded)
-            other = Batches(None, self._given, numbers)
-            try:
-                return next(other.epoch())
-            finally:
-                other.close()
-        try:
-            return next(self.epoch())
-        finally:
-            self.close()
-            self.go_on_from(place)
-
     def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
         if place["source"] is not None:
             if place["read"]:  # its iterator has drawn again what had been drawn

@@ -284,14 +284,6 @@ class Reader:
         """The last batch was not trained on: it will be given again."""
         self.go_to((self.place[0], self.place[1] - 1))
 
-    def first(self) -> Any:
-        """The next batch, which will be given again."""
-        place = self.place
-        try:
-            return next(self.epoch())
-        finally:
-            self.go_to(place)
-
     def close(self) -> None:
         """The job reads no more, wherever it stands. Calling it twice is no error."""
         self.data.leave(self)

@@ -63,8 +63,7 @@ class SimulatedJob:
     """What is to be known of a job: where its step's memory lies, what it holds beside that, in bytes, and its steps.
 
     ``ends`` are the ends of its groups; None: every operation is a group. ``batch`` comes in the background, while the
-    step before runs; ``copied`` bytes come at the beginning of each step, whose first group takes longer by that.
-    ``forward`` is how many of its operations belong to the forward pass, where somebody asks for it.
+    step before runs. ``forward`` is how many of its operations belong to the forward pass, where somebody asks for it.
     """
 
     name: str
@@ -74,7 +73,6 @@ class SimulatedJob:
     steps: int = 1
     ends: tuple[int, ...] | None = None
     forward: int | None = None
-    copied: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def prepare(
                 f"{format_bytes(arena)}; lower its batch size or raise memory=",
                 needed=held + job.offsets.height * arenas, limit=memory,
             )  # fmt: skip
-        key = (id(job.offsets), job.batch, job.ends, job.copied)
+        key = (id(job.offsets), job.batch, job.ends)
         if key not in steps:
             steps[key] = simulated_step(job, clock)
         native.append((steps[key], job.steps))
@@ -184,8 +182,6 @@ def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.Si
         afters.append(after[end - 1])
         flat += [touch for operation in touches[begin:end] for touch in operation]
         first.append(len(flat))
-    if job.copied:
-        groups[0].insert(0, (clock.copy_ns(job.copied), 0, 0))
     return _C.SimulatedStep(peaks, afters, groups, first, flat, clock.copy_ns(job.batch))
 
 

@@ -16,8 +16,7 @@ class Footprint:
     """A captured step with batches of one size. Bytes.
 
     ``lives`` is all that the step makes, ``costs`` what each operation asks of the device; ``persistent`` counts parameters, buffers
-    and optimizer state, ``batch`` one batch. Where the batch is among the lives, ``batch`` is 0 and ``copied`` counts what
-    has to come with each step. The first ``forward`` operations are the forward pass. ``lines`` has what
+    and optimizer state, ``batch`` one batch. The first ``forward`` operations are the forward pass. ``lines`` has what
     made each operation: the user's ``file:line``, or else its module or its own name.
     ``hidden`` names the lives whose sizes were ``asked``, as no shape tells them.
     """
@@ -26,7 +25,6 @@ class Footprint:
     costs: tuple[Cost, ...]
     persistent: int
     batch: int
-    copied: int = 0
     forward: int | None = None
     lines: tuple[str, ...] = field(default=(), compare=False, repr=False)
     asked: tuple[Question, ...] = field(default=(), compare=False, repr=False)
@@ -105,4 +103,3 @@ def _bytes(footprint: Footprint) -> Iterator[int]:
         yield from (cost.bytes, cost.flops, cost.launches)
     yield footprint.persistent
     yield footprint.batch
-    yield footprint.copied

@@ -80,13 +80,13 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collectio
     return follow(graph, instructions, given).lives()
 
 
-def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[fx.Node] = ()) -> Followed:
+def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
     """The same, storages apart from temporaries."""
     position = {node: i for i, node in enumerate(instructions)}
     inputs = {
         storage_id(t)
         for node in graph.nodes
-        if node.op in ("placeholder", "get_attr") and node not in given
+        if node.op in ("placeholder", "get_attr")
         for t in tensors_in(node.meta.get("val"))
     }
     hiding, asked = questions(instructions)
@@ -101,9 +101,9 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
     for node in graph.nodes:
         tensors = list(tensors_in(node.meta.get("val")))
         of[node] = list(map(storage_id, tensors))
-        if node.op != "call_function" and node not in given:
+        if node.op != "call_function":
             continue
-        at = position.get(node) if node.op == "call_function" else 0
+        at = position.get(node)
         for tensor, storage in zip(tensors, of[node]):
             if storage in inputs:
                 continue
@@ -130,7 +130,6 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[f
     kept = {storage for source in output.all_input_nodes for storage in of[source]}
     for storage in kept & death.keys():
         death[storage] = len(instructions) - 1
-    kept -= {storage for node in given for storage in of[node]}  # its caller has a copy
     made = {s: Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth}
     numbers = {storage: number for number, storage in enumerate(made)} if told else {}
     temporaries: list[Lifetime] = []

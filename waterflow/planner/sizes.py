@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,7 +20,6 @@ from waterflow.partition.recompute import Recomputed
 if TYPE_CHECKING:
     from waterflow.step import Step
 
-Batches = Literal["job", "lane"]
 _MOST_LINES = 4
 _ANY_HEIGHT = 1 << 62
 _APART = 8  # times: the further, the less a rounded size tilts a line
@@ -52,13 +51,8 @@ class SizedStep:
 
     @property
     def batch(self) -> int:
-        """One batch that is held between steps; 0 where it comes with the step and is part of what that makes."""
+        """One batch."""
         return self.footprint.batch
-
-    @property
-    def copied(self) -> int:
-        """What comes with each step."""
-        return self.footprint.copied
 
     @property
     def held(self) -> int:
@@ -96,7 +90,7 @@ class SizedStep:
         """The job that trains such steps, each operation a group, or ``grouped`` as planned."""
         return SimulatedJob(
             name, self.offsets, self.held - self.batch, self.batch, steps, ends=self.groups if grouped else None,
-            forward=self.footprint.forward, copied=self.copied,
+            forward=self.footprint.forward,
         )  # fmt: skip
 
 
@@ -108,22 +102,14 @@ class StepSizes:
     on lines through them, and ``captured`` shows whether they really do; where a capture says otherwise, a new line begins,
     and after a few of them every size is captured. Not thread-safe, as the step is not.
 
-    With ``batches="job"`` each job holds ``batches_held`` batches on the device all the time, and the next one comes while a
-    step runs.
-    With ``"lane"`` only a job in mid-step does: its batch comes at the step's beginning, which waits for it, lies in the
-    lane's end of the arena, and gives its ground back behind the last operation that reads it.
+    Each job holds ``batches_held`` batches on the device all the time, and the next one comes while a step runs.
 
     The second size is larger than the given one, or, with ``downwards``, smaller, for batches that are too large as they
     are. A step that recomputes to stay below so many bytes has other graphs for other sizes: each is captured.
     """
 
-    def __init__(
-        self, step: Step, batch: Any, batches: Batches = "job", downwards: bool = False, batches_held: int = 1
-    ) -> None:
-        if batches not in ("job", "lane"):
-            raise InvalidJobError(f'batches are held by a "job" or a "lane"; got {batches!r}')
+    def __init__(self, step: Step, batch: Any, downwards: bool = False, batches_held: int = 1) -> None:
         self.step = step
-        self.batches = batches
         self.batches_held = batches_held
         self.on_capture: Callable[[], None] = lambda: None
         self._leaves, self._form = pytree.tree_flatten(batch)
@@ -247,11 +233,11 @@ class StepSizes:
 
     def _capture(self, size: int) -> SizedStep:
         self.on_capture()
-        batch, with_batch, most = self._batch(size), self.batches == "lane", self.step.recompute
+        batch, most = self._batch(size), self.step.recompute
         if self._height is not None or not isinstance(most, int):
-            return self._sized(size, self.step.footprint_for(batch, self._height, with_batch))
+            return self._sized(size, self.step.footprint_for(batch, self._height))
         lowest = self.lowest(size)
-        found = self.step.footprint_for(batch, max(most, lowest), with_batch)
+        found = self.step.footprint_for(batch, max(most, lowest))
         return self._sized(size, found, lowest - most)
 
     def _sized(self, size: int, footprint: Footprint, beyond: int | None = None) -> SizedStep:
@@ -270,7 +256,7 @@ class StepSizes:
         if not isinstance(self.step.recompute, int):
             return self
         batch = pytree.tree_unflatten(self._leaves, self._form)
-        made = StepSizes(self.step, batch, self.batches, batches_held=self.batches_held)
+        made = StepSizes(self.step, batch, batches_held=self.batches_held)
         made._height, made.on_capture = _ANY_HEIGHT, self.on_capture
         return made
 
@@ -280,7 +266,7 @@ class StepSizes:
         Raises MemoryLimitError, whose ``needed`` is the lowest height that was found.
         """
         batch = self._batch(size)
-        found = self.step.footprint_for(batch, height, self.batches == "lane")
+        found = self.step.footprint_for(batch, height)
         return self._sized(size, found), self.step.recomputed_for(batch, height)
 
     def cost(self, size: int) -> Recomputed | None:

@@ -152,12 +152,11 @@ void bind_allocator(py::module_& m) {
 
   py::class_<StreamAllocator, std::shared_ptr<StreamAllocator>>(m, "StreamAllocator")
       .def(py::init([](std::shared_ptr<Device> device, int64_t limit, int64_t alignment, int64_t small_segment,
-                       int64_t medium_segment, int32_t looks, Fault fault) {
+                       int64_t medium_segment, Fault fault) {
              AllocatorOptions options{.alignment = alignment,
                                       .limit = limit,
                                       .small_segment = small_segment,
                                       .medium_segment = medium_segment,
-                                      .looks = looks,
                                       .fault = fault};
              // Its end waits for the device, whose work may want the interpreter lock.
              return std::shared_ptr<StreamAllocator>(new StreamAllocator(std::move(device), options),
@@ -169,8 +168,8 @@ void bind_allocator(py::module_& m) {
            }),
            py::arg("device"), py::arg("limit") = NO_LIMIT, py::arg("alignment") = 64,
            py::arg("small_segment") = AllocatorOptions().small_segment,
-           py::arg("medium_segment") = AllocatorOptions().medium_segment, py::arg("looks") = AllocatorOptions().looks,
-           py::arg("fault") = Fault::none, py::keep_alive<1, 2>())
+           py::arg("medium_segment") = AllocatorOptions().medium_segment, py::arg("fault") = Fault::none,
+           py::keep_alive<1, 2>())
       .def("add_stream", &StreamAllocator::add_stream, py::arg("stream"), unlocked())
       .def("remove_stream", &StreamAllocator::remove_stream, py::arg("stream"), unlocked())
       .def("allocate", &StreamAllocator::allocate, py::arg("bytes"), py::arg("stream"), py::arg("job") = 0, unlocked())

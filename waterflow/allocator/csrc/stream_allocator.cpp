@@ -22,7 +22,6 @@ AllocatorOptions checked(AllocatorOptions options) {
   }
   if (options.limit < 0)
     throw UsageError("a limit is at least 0 bytes; " + std::to_string(options.limit) + " was given");
-  if (options.looks < 1) throw UsageError("the search needs at least one look");
   return options;
 }
 

@@ -14,60 +14,54 @@
 
 namespace waterflow {
 
-std::vector<std::pair<const char*, int>> ambient_parts(const std::string& device_type) {
+std::string ambient(const std::string& device_type) {
   const auto kind = c10::Device(device_type).type();
   const auto& context = at::globalContext();
-  std::vector<std::pair<const char*, int>> parts;
-  parts.reserve(48);
-  const auto add = [&](const char* name, auto value) { parts.emplace_back(name, static_cast<int>(value)); };
-  const auto add_autocast = [&](const char* name, const char* name_of_type, at::DeviceType device) {
-    add(name, at::autocast::is_autocast_enabled(device));
-    add(name_of_type, at::autocast::get_autocast_dtype(device));
+  std::string key;
+  key.reserve(96);
+  const auto add = [&](auto value) {
+    key.push_back(static_cast<char>(static_cast<int>(value)));
+    key.push_back(static_cast<char>(static_cast<int>(value) >> 8));
   };
-  add_autocast("autocast", "type of autocast", at::kCPU);
-  add_autocast("autocast on GPUs", "type of autocast on GPUs", at::kCUDA);
-  if (kind != at::kCPU && kind != at::kCUDA) add_autocast("autocast there", "type of autocast there", kind);
-  add("cache of autocast", at::autocast::is_autocast_cache_enabled());
-  add("inference mode", c10::InferenceMode::is_enabled());
-  add("detection of anomalies", torch::autograd::AnomalyMode::is_enabled());
-  add("check for NaN", torch::autograd::AnomalyMode::should_check_nan());
-  add("hooks for saved tensors", at::SavedTensorDefaultHooks::is_enabled());
-  add("function modes", at::impl::PythonTorchFunctionTLS::get_disabled_state());
-  add("default type", c10::get_default_dtype_as_scalartype());
-  add("denormal numbers", denormals_here());
-  add("deterministic algorithms", context.deterministicAlgorithms());
-  add("deterministic algorithms, warnings", context.deterministicAlgorithmsWarnOnly());
-  add("deterministic memory", context.deterministicFillUninitializedMemory());
-  add("flash attention", context.userEnabledFlashSDP());
-  add("efficient attention", context.userEnabledMemEfficientSDP());
-  add("plain attention", context.userEnabledMathSDP());
-  add("cuDNN attention", context.userEnabledCuDNNSDP());
-  add("oneDNN", context.userEnabledMkldnn());
-  add("NNPACK", context.userEnabledNNPACK());
-  add("cuDNN", context.userEnabledCuDNN());
-  add("cuDNN benchmarks", context.benchmarkCuDNN());
-  add("deterministic cuDNN", context.deterministicCuDNN());
-  add("deterministic oneDNN", context.deterministicMkldnn());
+  const auto add_autocast = [&](at::DeviceType device) {
+    add(at::autocast::is_autocast_enabled(device));
+    add(at::autocast::get_autocast_dtype(device));
+  };
+  add_autocast(at::kCPU);
+  add_autocast(at::kCUDA);
+  if (kind != at::kCPU && kind != at::kCUDA) add_autocast(kind);
+  add(at::autocast::is_autocast_cache_enabled());
+  add(c10::InferenceMode::is_enabled());
+  add(torch::autograd::AnomalyMode::is_enabled());
+  add(torch::autograd::AnomalyMode::should_check_nan());
+  add(at::SavedTensorDefaultHooks::is_enabled());
+  add(at::impl::PythonTorchFunctionTLS::get_disabled_state());
+  add(c10::get_default_dtype_as_scalartype());
+  add(denormals_here());
+  add(context.deterministicAlgorithms());
+  add(context.deterministicAlgorithmsWarnOnly());
+  add(context.deterministicFillUninitializedMemory());
+  add(context.userEnabledFlashSDP());
+  add(context.userEnabledMemEfficientSDP());
+  add(context.userEnabledMathSDP());
+  add(context.userEnabledCuDNNSDP());
+  add(context.userEnabledMkldnn());
+  add(context.userEnabledNNPACK());
+  add(context.userEnabledCuDNN());
+  add(context.benchmarkCuDNN());
+  add(context.deterministicCuDNN());
+  add(context.deterministicMkldnn());
   using Backend = at::Float32Backend;
   using Op = at::Float32Op;
-  add("precision", context.float32Precision(Backend::GENERIC, Op::ALL));
-  add("precision on GPUs", context.float32Precision(Backend::CUDA, Op::ALL));
-  add("precision of convolutions on GPUs", context.float32Precision(Backend::CUDA, Op::CONV));
-  add("precision of recurrent layers on GPUs", context.float32Precision(Backend::CUDA, Op::RNN));
-  add("precision of products on GPUs", context.float32Precision(Backend::CUDA, Op::MATMUL));
-  add("precision of oneDNN", context.float32Precision(Backend::MKLDNN, Op::ALL));
-  add("precision of oneDNN's convolutions", context.float32Precision(Backend::MKLDNN, Op::CONV));
-  add("precision of oneDNN's recurrent layers", context.float32Precision(Backend::MKLDNN, Op::RNN));
-  add("precision of oneDNN's products", context.float32Precision(Backend::MKLDNN, Op::MATMUL));
-  return parts;
-}
-
-std::string ambient(const std::string& device_type) {
-  std::string key;
-  for (const auto& [name, value] : ambient_parts(device_type)) {
-    key.push_back(static_cast<char>(value));
-    key.push_back(static_cast<char>(value >> 8));
-  }
+  add(context.float32Precision(Backend::GENERIC, Op::ALL));
+  add(context.float32Precision(Backend::CUDA, Op::ALL));
+  add(context.float32Precision(Backend::CUDA, Op::CONV));
+  add(context.float32Precision(Backend::CUDA, Op::RNN));
+  add(context.float32Precision(Backend::CUDA, Op::MATMUL));
+  add(context.float32Precision(Backend::MKLDNN, Op::ALL));
+  add(context.float32Precision(Backend::MKLDNN, Op::CONV));
+  add(context.float32Precision(Backend::MKLDNN, Op::RNN));
+  add(context.float32Precision(Backend::MKLDNN, Op::MATMUL));
   return key;
 }
 

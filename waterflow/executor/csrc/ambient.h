@@ -2,13 +2,8 @@
 #pragma once
 
 #include <string>
-#include <utility>
-#include <vector>
 
 namespace waterflow {
-
-// Each of them with its name.
-std::vector<std::pair<const char*, int>> ambient_parts(const std::string& device_type);
 
 // One key of all of them, two bytes each. Equal keys: a step that is traced under either records the same.
 std::string ambient(const std::string& device_type);

@@ -116,7 +116,6 @@ void bind_guards(py::module_& m) {
       .def("put", &StateBytes::put, py::call_guard<py::gil_scoped_release>(), "Bring a copy back.")
       .def("is_as", &StateBytes::is_as, py::call_guard<py::gil_scoped_release>(), "Whether each bit is that of a copy.")
       .def("then", &StateBytes::then, "One of the tensors, as it was when a copy was made.");
-  m.def("ambient_parts", &ambient_parts, "The same, each with its name.");
   m.def("denormals_here", &denormals_here, "The calling thread's bits for denormal numbers.");
   m.def(
       "under_denormals",

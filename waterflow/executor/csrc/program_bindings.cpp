@@ -115,7 +115,6 @@ void bind_programs(py::module_& m) {
       .def("set_outputs", &Program::set_outputs)
       .def("set_written", &Program::set_written)
       .def("set_not_graphed", &Program::set_not_graphed)
-      .def_property_readonly("not_graphed", &Program::not_graphed)
       .def("__len__", &Program::size);
 
   py::class_<Binding, std::shared_ptr<Binding>> binding(m, "Binding");
