@@ -1,8 +1,9 @@
 """What jobs hold, with updates that come early or at the step's end.
 
-Heights are those of placed memory, of captured steps that never run, at a usual batch. "held" is what N jobs hold all the
-time for their batches. The largest batch of N copies is that in 32 * 2**30 bytes, two lanes on one arena. Samples of all
-copies per millisecond are those of the simulated run: a model, whose time is the bytes that operations move, at 900 GB/s on each lane; batches come over a bus of 12 GB/s.
+Heights are those of placed memory, of captured steps that never run, at a usual batch. "held" is what N jobs hold all
+the time for their batches. The largest batch of N copies is that in 32 * 2**30 bytes, two lanes on one arena. Samples
+of all copies per millisecond are those of the simulated run: a model, whose time is the bytes that operations move, at
+900 GB/s on each lane; batches come over a bus of 12 GB/s.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m benchmarks.suspend [--megabytes 100] [--times 7]
 
-The job is a stack of linear layers with AdamW; its size is that of all tensors of its checkpoint: parameters and optimizer
-state (two sums for each parameter), and 15 KB of random numbers. Times are seconds on the wall, best and median. Moving:
-from the moment at which the first process is asked for the job's state, its steps under way included, to the end of the first
-step in the other one, which runs already and waits. There are two kinds of it: "warm" has trained another job and knows nothing of this one; "cold" has
-imported the package and no more. The state goes through a file in the folder given, which need not be a disk: /dev/shm is
-the default where it is there.
+The job is a stack of linear layers with AdamW; its size is that of all tensors of its checkpoint: parameters and
+optimizer state (two sums for each parameter), and 15 KB of random numbers. Times are seconds on the wall, best and
+median. Moving: from the moment at which the first process is asked for the job's state, its steps under way included,
+to the end of the first step in the other one, which runs already and waits. There are two kinds of it: "warm" has
+trained another job and knows nothing of this one; "cold" has imported the package and no more. The state goes through a
+file in the folder given, which need not be a disk: /dev/shm is the default where it is there.
 """
 
 from __future__ import annotations

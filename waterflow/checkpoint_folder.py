@@ -179,7 +179,8 @@ def _result(job: Job, content: dict[str, Any]) -> JobResult:
             model.load_state_dict(state)
     except RuntimeError as error:
         raise _other_result(job, f"another model: {error}") from None
-    return JobResult(**content)
+    known = {field.name for field in fields(JobResult)}  # what an earlier version told beside is left out
+    return JobResult(**{name: value for name, value in content.items() if name in known})
 
 
 def _other_result(job: Job, told: str) -> CheckpointError:

@@ -17,7 +17,6 @@ from benchmarks.zoo import SMALL
 from tests.partition.graphs import capture_of, instructions_of, interpret, tensors_in
 from waterflow.partition import probe
 from waterflow.partition.liveness import lifetimes, operation_memory
-from waterflow.partition.offsets import resident
 from waterflow.partition.operators import storage_id
 
 # Their operators hide memory, which is asked of the kernels: see the probe.
@@ -211,21 +210,3 @@ def test_random_programs(choices: list[tuple[int, int, int]]) -> None:
     assert all(m.peak <= peak for m, peak in zip(predicted, real))
     if not any(node.target is operator.getitem for node in graph.nodes):
         assert [m.peak for m in predicted] == real
-
-
-@pytest.mark.slow
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=14))
-def test_inputs_that_a_step_brings_along(choices: list[tuple[int, int, int]]) -> None:
-    """They are there from the first operation to the last that has any view of them; all else stays as it is."""
-    x = torch.arange(8.0)
-    graph = traced(program(choices), x)
-    graph.eliminate_dead_code()
-    instructions = instructions_of(graph)
-    placeholder = next(node for node in graph.nodes if node.op == "placeholder")
-    own = set(storages(placeholder.meta["val"]))
-    using = [any(own & set(storages(source.meta["val"])) for source in n.all_input_nodes) for n in instructions]
-    there = [at == 0 or any(using[at:]) for at in range(len(instructions))]
-    found = lifetimes(graph, instructions, {placeholder})
-    assert sum(life.size for life in found) == sum(life.size for life in lifetimes(graph, instructions)) + 32
-    expected = [peak + 32 * now for (peak, _), now in zip(slow_memory(graph, instructions), there)]
-    assert resident(found, len(instructions)) == expected

@@ -258,7 +258,7 @@ class Engine(Claims):
         )
 
     def look(self, ended: int | None = None) -> None:
-        """Look at how the lanes do, where it is time to; a step has ended, of this job if it is one's alone."""
+        """Look at how the lanes do, where it is time to. ``ended``: the job whose step has ended, if one has."""
         terms = list(self._terms.items()) if self.coordinator is not None else []
         opportunistic = any(on.opportunistic for _, on in terms)
         if self.coordinator is not None and opportunistic:

@@ -79,7 +79,7 @@ class Footprint:
         given = iter([line(one, another) for one, another in zip(_bytes(self), _bytes(other), strict=True)])
         lives = tuple(replace(life, size=next(given)) for life in self.lives)
         costs = tuple(Cost(next(given), next(given), next(given)) for _ in self.costs)
-        held = next(given), next(given), next(given)
+        held = next(given), next(given)
         return Footprint(lives, costs, *held, self.forward, self.lines, asked, self.hidden)
 
     def asking(self) -> Footprint:

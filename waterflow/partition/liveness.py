@@ -6,7 +6,7 @@ first and dies behind the last operation that uses any of its views. Inputs outl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -71,13 +71,12 @@ class Followed:
         return [*self.storages.values(), *self.temporaries]
 
 
-def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node], given: Collection[fx.Node] = ()) -> list[Lifetime]:
+def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime]:
     """The storages that a step makes, and the temporaries of operators that are probed, each with its life.
 
-    Of the inputs those that are ``given`` to the step as its own live, too, from its first operation to their last use.
     Other kernels' own temporaries are not known before the step has been profiled.
     """
-    return follow(graph, instructions, given).lives()
+    return follow(graph, instructions).lives()
 
 
 def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
