@@ -65,17 +65,6 @@ def test_one_job_by_hand() -> None:
     )  # fmt: skip
 
 
-def test_a_batch_that_comes_with_the_step() -> None:
-    offsets = launches(plan((0, 0, 64), (0, 2, 128), (1, 1, 64), traffic=(10, 20, 30)))
-    job = SimulatedJob("a", offsets, persistent=100, steps=2, copied=5)
-    done = simulate([job], memory=400, clock=BYTE)
-    # The lane waits for it in each step, and nothing is held between them.
-    assert (done.makespan, done.busy, done.peak, done.arena) == (2 * (5 + 60), (130, 0), 100 + 192, 256)
-    plain = dataclasses.replace(job, copied=0)
-    both = simulate([job, plain], memory=800, clock=BYTE)
-    assert sum(both.busy) == 120 + 130, "steps with and without the copy are not taken for each other"
-
-
 def test_two_jobs_that_fit_side_by_side_wait_for_nothing() -> None:
     offsets = launches(plan((0, 2, 128), (1, 1, 64), traffic=(10, 20, 30)))
     done = simulate([SimulatedJob("a", offsets), SimulatedJob("b", offsets)], memory=384, clock=BYTE)
@@ -122,8 +111,7 @@ def test_operations_of_a_group_keep_their_own_shares() -> None:
     # arithmetic, as they are on the average, would run at full speed, for 20.
     half = step(Cost(bytes=10, launches=10))
     mixed = (Cost(bytes=10), Cost(flops=10))
-    # The same where a copy over the bus comes first: 10 at full speed, then 15.
-    for one in (step(*mixed), step(*mixed, ends=(2,)), step(Cost(bytes=10), copied=10)):
+    for one in (step(*mixed), step(*mixed, ends=(2,))):
         done = simulate([one, half], memory=256, run_ahead=1, clock=BYTE)
         assert (done.makespan, done.alone, done.overlapped, max(done.busy)) == (25, 40, 25, 25), one
     # A stalled group takes longer behind its operations, and uses nothing then.

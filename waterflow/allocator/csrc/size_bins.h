@@ -11,7 +11,6 @@ namespace waterflow {
 
 class SizeBins {
  public:
-  static constexpr int32_t SOME = 8;  // enough to come near the smallest
   static constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
 
   explicit SizeBins(int64_t alignment);

@@ -33,6 +33,7 @@ struct AllocatorOptions {
   int64_t limit = NO_LIMIT;                    // bytes taken from the device
   int64_t small_segment = int64_t{2} << 20;    // taken at once for a request of up to half of it
   int64_t medium_segment = int64_t{20} << 20;  // the same; larger requests get a segment each
+  int32_t looks = 8;                           // chunks of one bin that are compared
   Fault fault = Fault::none;
   bool merge_at_once = false;  // what is released is never put aside for the next request of its size
 };

@@ -73,7 +73,7 @@ Chunk* StreamAllocator::cut(Chunk* chunk, const Request& request, SetId rest) {
 }
 
 Chunk* StreamAllocator::from_own(const Request& request) {
-  Chunk* chunk = sets_.best(request.stream, request.size, SizeBins::SOME);
+  Chunk* chunk = sets_.best(request.stream, request.size, options_.looks);
   if (chunk == nullptr) return nullptr;
   if (options_.fault != Fault::no_rerecord) return sets_.take_front(chunk, request.size);
   const bool own = chunk->uses.all([&](Use use) { return use.slot == request.stream; });
@@ -83,7 +83,7 @@ Chunk* StreamAllocator::from_own(const Request& request) {
 }
 
 Chunk* StreamAllocator::from_synchronized(const Request& request) {
-  Chunk* chunk = sets_.best(SYNCHRONIZED, request.size, SizeBins::SOME);
+  Chunk* chunk = sets_.best(SYNCHRONIZED, request.size, options_.looks);
   if (chunk == nullptr) return nullptr;
   sets_.remove(chunk);
   return cut(chunk, request, SYNCHRONIZED);
@@ -95,7 +95,7 @@ Chunk* StreamAllocator::from_others(const Request& request) {
   std::array<int64_t, 3> least{};
   for (SetId set = APART; set < sets_.sets(); ++set) {
     if (set == SYNCHRONIZED || set == request.stream) continue;
-    Chunk* chunk = sets_.best(set, request.size, SizeBins::SOME);
+    Chunk* chunk = sets_.best(set, request.size, options_.looks);
     if (chunk == nullptr) continue;
     std::array<int64_t, 3> cost{0, 0, chunk->size};
     for (int32_t i = 0; i < chunk->uses.size(); ++i) {
