@@ -45,6 +45,13 @@ ORDER = [
 # Libraries that only these files may import, for whoever does without them must not need them. Files of the command
 # line that deal with studies may import Optuna inside of functions.
 ONLY = {"optuna": {"study", "study_coordinator", "optuna_private"}, "ray": {"cluster/ray"}}
+# Modules, identifiers and options that are gone (docs/releases.md); what was tried stays in docs/experiments.md.
+GONE = {
+    "executor.compiling", "compiling.py", "compile_worker", "executor.fusing", "fusing.py", "fused_group", "partition.regions",
+    "regions.py", "partition.stacking", "stacking.py", "stacking_rules", "faster_layers",
+    "FusedPending", "fused_steps", "stand_alone", "bind_stacked", "bind_readings", "call_off", "CompiledRegion", "lstm_layer",
+    "lstm_layer_backward", "ambient_parts", "with_batch", 'mode="fused"', 'compile="inductor"', 'batches="lane"',
+}  # fmt: skip
 INSIDE_FUNCTIONS = {"optuna": {"cli", "config", "demo", "terminal"}}
 
 
@@ -143,6 +150,18 @@ def test_the_package_does_not_print() -> None:
         f"{path}:{node.lineno} prints; use the logger, or the terminal of the command line"
         for path in SOURCES for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ])  # fmt: skip
+
+
+def test_what_is_gone_is_named_nowhere() -> None:
+    told = {ROOT / "docs/experiments.md", ROOT / "docs/releases.md", Path(__file__)}
+    texts = [ROOT / "README.md", *(ROOT / path for path in (*SOURCES, *NATIVE, *BENCHMARKS, *TESTS))]
+    texts += [path for folder in ("docs", "examples") for path in (ROOT / folder).glob("*.*") if path.suffix != ".png"]
+    names = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in sorted(GONE)))
+    assert_none([
+        f"{path.relative_to(ROOT)}:{number} names {found[0]}, which is gone"
+        for path in sorted({*texts} - told) for number, line in enumerate(path.read_text().splitlines(), 1)
+        for found in names.finditer(line)
     ])  # fmt: skip
 
 
