@@ -50,7 +50,7 @@ GONE = {
     "executor.compiling", "compiling.py", "compile_worker", "executor.fusing", "fusing.py", "fused_group", "partition.regions",
     "regions.py", "partition.stacking", "stacking.py", "stacking_rules", "faster_layers",
     "FusedPending", "fused_steps", "stand_alone", "bind_stacked", "bind_readings", "call_off", "CompiledRegion", "lstm_layer",
-    "lstm_layer_backward", "ambient_parts", "with_batch", 'mode="fused"', 'compile="inductor"', 'batches="lane"',
+    "lstm_layer_backward", "dropout_rates", "RatesMatter", "partition.derived", "derived.py", "wraps_numbers", "ambient_parts", "with_batch", 'mode="fused"', 'compile="inductor"', 'batches="lane"',
 }  # fmt: skip
 INSIDE_FUNCTIONS = {"optuna": {"cli", "config", "demo", "terminal"}}
 

@@ -114,25 +114,6 @@ def test_any_height(share: float, options: dict[str, Any]) -> None:
         assert eager.step is not None and trained.step.measured_height < eager.step.measured_height
 
 
-def test_dropout_rates_stay_inputs() -> None:
-    """A schedule of rates, which repeated operations follow, too."""
-
-    def during(model: nn.Module, _: Any) -> Any:
-        def act(number: int) -> None:
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.1 * number
-
-        return act
-
-    _, lowest = heights()
-    eager = compare(make_deep, BATCHES, during=during)
-    torch.manual_seed(5)
-    model, optimizer = make_deep()
-    torch.manual_seed(5)
-    assert_same(run_steps(model, optimizer, BATCHES, during=during, recompute=lowest), eager)
-
-
 def jobs(**options: Any) -> list[wf.Job]:
     def make(seed: int) -> wf.Job:
         return wf.Job(

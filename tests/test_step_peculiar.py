@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.optim import SGD, AdamW, Optimizer
 
 import waterflow as wf
@@ -111,6 +112,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "traced": (
         lambda: nn.Sequential(nn.Linear(6, 8), torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8)), nn.Linear(8, 4)),
         "torch.jit",
+    ),
+    "weight norm by a hook": (
+        lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 4)),
+        "the hook WeightNorm sets an attribute of a Linear in each step; use torch.nn.utils.parametrizations.weight_norm",
+    ),
+    "spectral norm by a hook": (
+        lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 4)), "parametrizations.spectral_norm",
+    ),
+    "pruned": (
+        lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(6, 8), "weight", amount=0.4), nn.Linear(8, 4)),
+        "the hook L1Unstructured sets an attribute of a Linear in each step; torch.nn.utils.prune.remove",
     ),
     "scripted with parameters": (lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))), "torch.jit"),
 }  # fmt: skip

@@ -310,11 +310,10 @@ def batches(*shape: int, count: int = 8) -> list[Any]:
     ]
 
 
-def calls_of(trained: Trained) -> tuple[list[Any], Any]:
+def calls_of(trained: Trained) -> list[Any]:
     assert trained.step is not None
     captured = next(iter(trained.step._variants._variants.values())).captured  # type: ignore[attr-defined]
-    calls = [n for n in captured.capture.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    return calls, captured.capture.dropout_rates
+    return [n for n in captured.capture.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
 
 
 def make_mixed() -> Any:
@@ -334,8 +333,8 @@ def test_a_step_of_our_kernels_ends_with_the_same_bits(lanes: int | None) -> Non
             assert trained.step is not None
             assert trained.step.planned_requests > 0 and trained.step.missed_requests == 0
     assert_same_runs(trained, expected)
-    calls, rates = calls_of(trained)
-    assert len(masks(calls, rates)) == 5
+    calls = calls_of(trained)
+    assert len(masks(calls)) == 5
     used = set()
     for node in calls:
         values = [dict(node.kwargs).get(a.name, a.default_value) for a in node.target._schema.arguments]
@@ -366,7 +365,7 @@ def test_what_is_no_mask_stays_as_it_is(rule: Any, made: int | None) -> None:
     data = batches(4, 6)
     trained = train_step(make, data)
     assert_same_runs(trained, train_eager(make, data))
-    assert made is None or len(masks(*calls_of(trained))) == made
+    assert made is None or len(masks(calls_of(trained))) == made
 
 
 # -- called without the dispatcher

@@ -27,7 +27,6 @@ def spec_of(name: str, **options: Any) -> tuple[StepSpec, list[Any], Any]:
         "clip_norm": None,
         "clip_value": None,
         "autocast": None,
-        "rates_matter": True,
     } | options
     spec = StepSpec(
         model=holder, compute_loss=compute, optimizer=zoo.optimizer(model.parameters()), device=torch.device("cpu"),

@@ -9,7 +9,6 @@ import torch
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.captured import CapturedStep
-from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import no_gradient
 from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP
@@ -54,9 +53,6 @@ class Owner:
         elif given.kind == "rate":
             single = spec.device.type == "cuda"
             binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
-        elif given.kind == "wrapped" or (given.kind == "number" and given.group < 0):
-            rate = float(spec.model.get_submodule(given.name).p)  # type: ignore[arg-type]
-            binding.set_number(slot, rate if given.key == "drop" else 1.0 - rate, given.kind == "wrapped")
         elif given.kind == "number":
             key, index = GROUP_NUMBERS[given.key]
             binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number, False)
@@ -124,7 +120,7 @@ def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
         if isinstance(entry, Setting):
             guards.setting(entry.container)
         elif isinstance(entry.container, type):
-            guards.cls(entry.container, PASSING)
+            guards.cls(entry.container)
         else:
             guards.entry(entry.container, entry.name)
 

@@ -21,7 +21,6 @@ from waterflow.executor.lowering import Lowered, lower
 from waterflow.executor.thread_generators import redirect
 from waterflow.partition.capture import Capture, capture_step
 from waterflow.partition.costs import operation_cost
-from waterflow.partition.dropout_rates import RatesMatter
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.liveness import OperationMemory, follow, operation_memory
@@ -261,7 +260,7 @@ class CaptureCache:
                 entry = self._entries.get(key)
                 if entry is not None:
                     self._entries.move_to_end(key)
-                    self.hits += not isinstance(entry, RatesMatter)
+                    self.hits += 1
                     break
                 waiting = self._building.get(key)
                 if waiting is None:
@@ -288,7 +287,7 @@ class CaptureCache:
             with self._lock:
                 if entry is not None:
                     self._entries[key] = entry
-                    self.captures += not isinstance(entry, RatesMatter)
+                    self.captures += 1
                     while len(self._entries) > self._size:
                         self._entries.popitem(last=False)
                 self._building.pop(key).set()

@@ -13,7 +13,7 @@ from torch import fx
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.faster_products import faster_product
-from waterflow.executor.shortcuts import Mask, aliases, bypassed, masks, short_form, wraps_numbers
+from waterflow.executor.shortcuts import Mask, aliases, bypassed, masks, short_form
 from waterflow.partition.capture import Capture
 from waterflow.partition.fake_rules import is_update
 from waterflow.partition.operators import is_random, is_view, storage_id, taking_generator, tensors_in
@@ -64,7 +64,7 @@ class _Lowering:
         for slot, node in enumerate(placeholders):
             self.slots[node] = slot
         calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
-        self.masks = masks(calls, self.capture.dropout_rates)
+        self.masks = masks(calls)
         self.done = {node for mask in self.masks.values() for node in (mask.filled, mask.divided)}
         self.numbers = self._group_numbers(calls)
         for node in nodes:
@@ -137,19 +137,6 @@ class _Lowering:
                     slots[where] = len(self.inputs)
                     self.inputs.append(given)
                 found[node, argument.name] = slots[where]
-        by_name = {node.name: node for node in calls}
-        rates: dict[GraphInput, int] = {}
-        for (node_name, argument_name), (module, share) in self.capture.dropout_rates.items():
-            if node_name not in by_name:
-                continue  # cleaned away
-            if argument_name == "other" and by_name[node_name] in self.done:
-                continue  # the mask's other number is the same
-            wrapped = wraps_numbers(by_name[node_name].target)
-            given = GraphInput("wrapped" if wrapped else "number", name=module, key=share)
-            if given not in rates:
-                rates[given] = len(self.inputs)
-                self.inputs.append(given)
-            found[by_name[node_name], argument_name] = rates[given]
         return found
 
     # -- views that outlive the step
@@ -291,14 +278,13 @@ class _Lowering:
     def _add_mask(self, program: _C.Program, mask: Mask, results: list[int], drops: set[int]) -> None:
         """One operator for all three nodes of a mask, where the first of them stands."""
         like = self.slots[mask.empty.args[0]]
-        rate = self.numbers.get((mask.filled, "p"))
         schema = torch.ops.waterflow.dropout_mask.default._schema
         program.add(
             name=schema.name,
             overload=schema.overload_name,
             arguments=[
                 ("slot", like, like in drops),
-                ("constant", mask.kept) if rate is None else ("slot", rate, False),
+                ("constant", mask.kept),
                 ("generator",),
             ],
             results=results,

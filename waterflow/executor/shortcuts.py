@@ -7,7 +7,7 @@ and call torch's where tensors turn out to be others than they are made for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,11 +97,10 @@ def _share(filled: fx.Node) -> Any:
     return filled.args[1] if len(filled.args) > 1 else 0.5  # the default is left out
 
 
-def masks(calls: Sequence[fx.Node], rates: Mapping[tuple[str, str], Any]) -> dict[fx.Node, Mask]:
+def masks(calls: Sequence[fx.Node]) -> dict[fx.Node, Mask]:
     """The masks that one operator can make, by the node of their empty tensor.
 
-    Nothing stands between the three nodes, nobody else looks at the first two, and both numbers are one: the same
-    constant or, in ``rates``, the same module's.
+    Nothing stands between the three nodes, nobody else looks at the first two, and both numbers are one constant.
     """
     found = {}
     for empty, filled, divided in zip(calls, calls[1:], calls[2:]):
@@ -117,16 +116,10 @@ def masks(calls: Sequence[fx.Node], rates: Mapping[tuple[str, str], Any]) -> dic
             and type(_share(filled)) is float
             and list(empty.users) == [filled]
             and list(filled.users) == [divided]
-            and rates.get((filled.name, "p")) == rates.get((divided.name, "other"))
             and _is_plain(empty.args[0], (torch.float32, torch.float64))
         ):
             found[empty] = Mask(empty, filled, divided)
     return found
-
-
-def wraps_numbers(target: Any) -> bool:
-    """Whether numbers in the arguments of ``target`` are wrapped into tensors by its short form."""
-    return target in _OF_TENSORS
 
 
 def _are_counters(nodes: Sequence[fx.Node]) -> bool:

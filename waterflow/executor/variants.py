@@ -23,7 +23,6 @@ from waterflow.executor.lower_forms import Low, LowerForms, Whole
 from waterflow.executor.recomputing import recomputing
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.ambient import ambient_key
-from waterflow.partition.dropout_rates import RatesMatter, rates
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.layouts import surprises
 from waterflow.partition.plan import Plan
@@ -312,12 +311,7 @@ class Variants:
             self._captures[key[:3]] = before + 1
             return build(spec, leaves, batch_spec, looked, self._name)
 
-        try:
-            found = captures.get((structure, key), make)
-        except RatesMatter:
-            structure = (structure, rates(spec.model))
-            spec = replace(spec, rates_matter=True)
-            found = captures.get((structure, key), make)
+        found = captures.get((structure, key), make)
         for _ in range(MOST_SURPRISES if runs and not found.layouts_hold else 0):
             if not surprises(found.capture.graph):
                 break

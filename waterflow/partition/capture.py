@@ -6,7 +6,6 @@ optimizer class. Everything that lives longer than the step is a positional inpu
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -29,8 +28,6 @@ from waterflow.partition import default_generators, fake_rules
 from waterflow.partition.carried import Carried
 from waterflow.partition.cleanup import clean_up
 from waterflow.partition.closed_world import ClosedWorld
-from waterflow.partition.derived import Derived
-from waterflow.partition.dropout_rates import StandIns, find_rates, standing_in
 from waterflow.partition.early_updates import update_early
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import check_history, gradients_of, no_gradient, to_be_changed
@@ -43,6 +40,7 @@ from waterflow.partition.spec import GraphInput, StepSpec, split_result
 from waterflow.partition.structure import check_plain, check_unchanged, lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
+    check_hooks,
     in_forward,
     no_reports,
     noting_lines,
@@ -70,7 +68,6 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     metrics: tuple[str, ...]
     update_groups: dict[str, int]
-    dropout_rates: dict[tuple[str, str], tuple[str, str]]
     early_updates: int  # places before the step's end where parameters change
     apart: bool  # no two of the step's tensors lie on the same bytes
     seconds: float
@@ -103,6 +100,7 @@ def capture_step(
     check_plain(("a tensor of the batch", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     if looked is None:
         _, looked = structure_key(spec)
+    check_hooks(looked.modules())
     with _one_at_a_time, _C.ThreadGenerators([]):  # the graph is drawn for whoever runs it
         start = time.perf_counter()
         try:
@@ -114,7 +112,6 @@ def capture_step(
         tracer.tag_phases(graph)
         tracer.check_strangers(graph, constants)
         groups = update_groups(graph, tracer.inputs, tracer.group_names)
-        rates = find_rates(graph, tracer.stand_ins)
         clean_up(graph)
         sum_in_place(graph)
         apart = lie_apart(spec, looked)
@@ -125,7 +122,6 @@ def capture_step(
             inputs=tuple(tracer.inputs),
             metrics=tuple(tracer.metric_names),
             update_groups=groups,
-            dropout_rates=rates,
             gradients=tracer.gradients,
             reached=tracer.reached,
             entries=tracer.world.entries,
@@ -169,7 +165,6 @@ class _StepTracer:
         self.fakes: list[torch.Tensor] = []
         self.fakes_by_id: dict[int, torch.Tensor] = {}  # what stands for a real tensor
         self.metric_names: list[str] = []
-        self.stand_ins = StandIns()
         self._carried = Carried()
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
@@ -247,7 +242,6 @@ class _StepTracer:
         spec = self.spec
         trained = {id(p) for p in self._trained.values()}
         self.world.reads.stand_ins = frozenset(map(id, self.fakes))
-        self.derived = Derived([*self.looked.modules()], self.fakes_by_id)
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             shown = Substitution(self.fakes_by_id)
             with cast, shown, noting_lines(self._graph(), spec.model), self.world.watching():
@@ -255,7 +249,6 @@ class _StepTracer:
             check_unchanged(self.batch, self.batch_spec, self.batch_leaves)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
-            self.derived.keep()
             self._mark()
             leaves = [self.tensors[name] for name in self._trained]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
@@ -350,9 +343,7 @@ class _StepTracer:
         # Backward passes for a GPU else run on threads of their own, on which nobody observes user code.
         with undisturbed(self.looked, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
             try:
-                none: contextlib.nullcontext[StandIns] = contextlib.nullcontext(StandIns())
-                model_rates = none if self.spec.rates_matter else standing_in(self.spec.model)
-                with model_rates as self.stand_ins, default_generators.shown(), self.mode, no_reports():
+                with default_generators.shown(), self.mode, no_reports():
                     self._lay_out()
                     return way(self)
             except CaptureError:

@@ -10,7 +10,6 @@ from typing import Any
 
 from waterflow import _C
 from waterflow.partition.code_key import BOOKKEEPING, guards_of, in_library, is_at_its_name, mutable_bases
-from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.exact import exact
 from waterflow.partition.tokens import token_of
 
@@ -54,7 +53,7 @@ def _read(cls: type) -> Body:
     users, keep = [], []
     for base in mutable_bases(cls):
         for name, value in list(vars(base).items()):
-            if name in BOOKKEEPING or type(value) is PASSING:
+            if name in BOOKKEEPING:
                 continue
             token: Hashable = exact(value) if type(value) in _VALUES else token_of(value)
             if token is None:

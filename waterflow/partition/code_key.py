@@ -13,7 +13,6 @@ from typing import Any
 from torch._library import custom_ops
 
 from waterflow import _C
-from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.libraries import is_library
 
 # Class attributes that no forward pass computes with.
@@ -128,7 +127,7 @@ def is_at_its_name(cls: type) -> bool:
 def guards_of(cls: type) -> _C.Guards:
     """Guards of what a class and its bases say."""
     guards = _C.Guards()
-    guards.cls(cls, PASSING)
+    guards.cls(cls)
     return guards
 
 

@@ -37,7 +37,6 @@ from waterflow.errors import CaptureError
 from waterflow.partition.class_key import body_of
 from waterflow.partition.code_key import bodies, in_library, layout_of, mutable_bases, reads_of, slots_of
 from waterflow.partition.contents import CONTENTS, DESCRIPTORS, NO_ATTRIBUTES
-from waterflow.partition.dropout_rates import has_free_rate, stands_in
 from waterflow.partition.exact import exact
 from waterflow.partition.looks import MEMO, MISSING, Look, cell_contents, pairs_of, slot_value
 from waterflow.partition.operators import lazy_bits
@@ -240,15 +239,14 @@ class Fingerprint:
         for kind in _TENSOR_DICTS[:2]:
             for name, tensor in list(state[kind].items()):
                 tensors.append((kind, name, None if tensor is None else self.entry(name, tensor)))
-        free = id(module) in self._own and has_free_rate(module)
         attributes: list[Hashable] = []
         for name, value in list(state.items()):  # another thread may be tracing a part that both hold
-            if name in _MODULE_DICTS or name in _SILENT or stands_in(value):
+            if name in _MODULE_DICTS or name in _SILENT:
                 continue
             if name in _HOOKS and isinstance(value, dict):
                 attributes.append((name, self._hooks(value, [state.get(one, {}) for one in _HOOKS[name]])))
             else:
-                attributes.append((name, "a rate" if free and name == "p" else self.entry(name, value)))
+                attributes.append((name, self.entry(name, value)))
         slots = self._slots(module, type(module))
         children = tuple((name, self.entry(name, child)) for name, child in list(state["_modules"].items()))
         return ("module", self.of(type(module)), tuple(tensors), tuple(attributes), slots, children)

@@ -15,8 +15,6 @@ from torch import nn
 
 from waterflow import _C
 from waterflow.partition.code_key import BOOKKEEPING
-from waterflow.partition.derived import set_by_torch
-from waterflow.partition.dropout_rates import PASSING
 from waterflow.partition.exact import exact
 
 Kind = Literal["dict", "entries", "items", "cell", "object", "slots", "function", "class", "memory"]
@@ -25,6 +23,8 @@ _NONE: Mapping[int, Any] = types.MappingProxyType({})
 # Where torch keeps, of functions that Dynamo is to leave alone, what it made at their first call; whoever calls first sets it.
 MEMO = "__dynamo_disable"
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+# What torch's recurrent layers set in each forward pass.
+_SET_BY_TORCH = ("_flat_weights", "_flat_weight_refs", "_flat_weights_names")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Look:
         elif kind == "function":
             guards.function(container)
         elif kind == "class":
-            guards.cls(container, PASSING)
+            guards.cls(container)
         for key in self.keys:
             (guards.entry if kind == "entries" else guards.member)(container, key)
 
@@ -154,7 +154,7 @@ class Look:
                 continue
             self._put(key, old)
             same = equal(old, new) or (new is not None and stand_ins.get(id(old)) is new)
-            if not (same or (self.owner is not None and key in set_by_torch(self.owner))):
+            if not (same or (isinstance(self.owner, nn.RNNBase) and key in _SET_BY_TORCH)):
                 changed = key.__name__ if self.kind == "slots" else str(key)
         ordered = self.kind == "dict" and not isinstance(self.container, OrderedDict)  # those have a look of their own
         if ordered and [id(key) for key, _ in self.contents()] != [id(key) for key, _ in before]:

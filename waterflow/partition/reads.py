@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from waterflow.partition import pure_code
 from waterflow.partition.code_key import in_library
-from waterflow.partition.dropout_rates import has_free_rate
 from waterflow.partition.exact import exact
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.settings import Ask, same
@@ -143,8 +142,6 @@ class Reads:
         self.read(owner)
         if name in _WAYS_OUT:
             raise Refused(f"reads {name}, from which everything else can be reached")
-        if name == "__dict__" and isinstance(owner, nn.Module) and has_free_rate(owner):
-            raise Refused("reads the __dict__ of a dropout, whose rate is an input")
         if name in _SAID_NOWHERE and isinstance(owner, (type, types.FunctionType)) and not in_library(owner):
             raise Refused(f"reads {name} of {name_of(owner)}, which no key holds")
         if isinstance(owner, type):

@@ -38,7 +38,6 @@ class Rewriting:
         self.again: dict[fx.Node, fx.Node] = {}  # what stands for nodes of such storages once they are there again
         self.passing: dict[fx.Node, fx.Node] = {}  # and for those that only the chain under way makes
         self.flat: dict[int, torch.Tensor] = {}  # the memory of what is made again, as bytes
-        self.rates: dict[tuple[str, str], tuple[str, str]] = {}
         self.mode = FakeTensorMode()
 
     def before(self, at: int) -> None:
@@ -60,9 +59,8 @@ class Rewriting:
                 self.graph.erase_node(node)
         self.graph.lint()
         names = {node.name: copy.name for node, copy in self.copies.items()}
-        rates = {(names.get(name, name), argument): of for (name, argument), of in self.capture.dropout_rates.items()}
         groups = {names.get(name, name): group for name, group in self.capture.update_groups.items()}
-        return replace(self.capture, graph=self.graph, update_groups=groups, dropout_rates=rates | self.rates)
+        return replace(self.capture, graph=self.graph, update_groups=groups)
 
     def _comes_later(self, node: fx.Node) -> bool:
         """Whether the backward pass looks here at something that is gone: it then looks where it uses it."""
@@ -149,9 +147,6 @@ class _Repeating(Rewriting):
             for user in node.users:
                 if user.target is operator.getitem and self._is_wanted(user, at):
                     self._remember(user, self._again(user, user.args, {node: made}), at)
-            for (name, argument), rate in self.capture.dropout_rates.items():
-                if name == node.name:
-                    self.rates[made.name, argument] = rate
         self.passing.clear()
 
     def _is_wanted(self, node: fx.Node, at: int) -> bool:

@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 
 from waterflow.errors import CaptureError
 
-InputKind = Literal[
-    "parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "wrapped", "flag", "stranger"
-]
+InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag", "stranger"]
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,8 @@ class GraphInput:
     """One positional input of a captured graph.
 
     ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
-    ``group`` the optimizer's group; a number without one is the dropout rate of the module ``name``, or a tensor that
-    ``wrapped`` it;
-    ``leaf`` the position among the batch's leaves, or among the tensors that the step reads and the model does not
-    hold as parameters or buffers (``stranger``).
+    ``group`` the optimizer's group; ``leaf`` the position among the batch's leaves, or among the tensors that the step
+    reads and the model does not hold as parameters or buffers (``stranger``).
     """
 
     kind: InputKind
@@ -48,7 +44,6 @@ class StepSpec:
     clip_value: float | None
     autocast: torch.dtype | None
     device: torch.device
-    rates_matter: bool = False  # dropout rates are constants of the graph, not inputs
     early_updates: bool = True  # parameters may change before the step's end, where that saves memory
     gathered: frozenset[str] = (
         frozenset()

@@ -12,7 +12,7 @@ import random
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -60,6 +63,25 @@ def undisturbed(looked: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> I
         raise CaptureError(f"a step draws from {changed}")
     if changed:
         raise CaptureError(f"a step changes {changed}, which is no buffer; register it as a buffer if it is a tensor")
+
+
+# Hooks of torch's that put a tensor into an attribute before each forward pass, and what does without one.
+_SETTING_HOOKS: dict[type, str] = {
+    WeightNorm: "use torch.nn.utils.parametrizations.weight_norm",
+    SpectralNorm: "use torch.nn.utils.parametrizations.spectral_norm",
+    BasePruningMethod: "torch.nn.utils.prune.remove makes what it computes a parameter",
+}
+
+
+def check_hooks(modules: Iterable[nn.Module]) -> None:
+    """Raise CaptureError for weight norm, spectral norm and pruning by hooks, which change modules in each step."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            for kind, remedy in _SETTING_HOOKS.items():
+                if isinstance(hook, kind):
+                    raise CaptureError(
+                        f"the hook {type(hook).__name__} sets an attribute of a {type(module).__name__} in each step; {remedy}"
+                    )
 
 
 _NUMPY_STATE = (lambda: np.random.get_state(legacy=False), np.random.set_state)

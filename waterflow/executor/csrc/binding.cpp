@@ -8,10 +8,6 @@
 namespace waterflow {
 void Binding::set_input(int32_t slot, const at::Tensor& tensor) { frame_->slots.at(slot) = tensor; }
 
-void Binding::set_number(int32_t slot, double number, bool wrapped) {
-  frame_->slots.at(slot) = wrapped ? c10::IValue(wrapped_number(number)) : c10::IValue(number);
-}
-
 void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype) {
   reads_.push_back({slot, held_(dict), held_(key), index, kind, dtype, {}, {}});
 }

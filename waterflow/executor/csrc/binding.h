@@ -22,7 +22,6 @@ class Binding {
   Binding& operator=(const Binding&) = delete;
 
   void set_input(int32_t slot, const at::Tensor& tensor);
-  void set_number(int32_t slot, double number, bool wrapped);  // wrapped into a tensor, or as it is
   void set_generator(at::Generator generator) { frame_->generator = std::move(generator); }
   // What must stay as it is for the program to be this job's.
   Guards& guards() { return guards_; }

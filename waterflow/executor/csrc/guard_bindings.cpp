@@ -13,9 +13,7 @@
 namespace waterflow {
 namespace {
 
-PyTypeObject* type_of(const py::object& type) {
-  return type.is_none() ? nullptr : reinterpret_cast<PyTypeObject*>(type.ptr());
-}
+PyTypeObject* type_of(const py::type& type) { return reinterpret_cast<PyTypeObject*>(type.ptr()); }
 
 bool carries_more(PyObject* tensor) {
   PyObject* attributes = attributes_of(tensor);
@@ -70,10 +68,7 @@ void bind_guards(py::module_& m) {
              TORCH_CHECK_TYPE(PyFunction_Check(function.ptr()), "not a function");
              self.function(function.ptr());
            })
-      .def(
-          "cls",
-          [](Guards& self, const py::type& cls, const py::object& passing) { self.cls(cls.ptr(), type_of(passing)); },
-          py::arg("cls"), py::arg("passing") = py::none())
+      .def("cls", [](Guards& self, const py::type& cls) { self.cls(cls.ptr()); })
       .def("bytes", [](Guards& self, const py::object& object,
                        const py::type& base) { self.bytes(object.ptr(), type_of(base)); })
       .def("truth",

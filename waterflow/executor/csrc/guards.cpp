@@ -41,13 +41,12 @@ bool is_true(PyObject* dict, PyObject* key) {
 
 bool empty(PyObject* hooks) { return hooks == nullptr || hooks == Py_None || PyObject_Size(hooks) == 0; }
 
-// Whether a dict has these entries, in this order; values of the type `passing` do not count.
-bool same_pairs(PyObject* dict, const std::vector<std::pair<PyObject*, PyObject*>>& pairs, PyTypeObject* passing) {
+// Whether a dict has these entries, in this order.
+bool same_pairs(PyObject* dict, const std::vector<std::pair<PyObject*, PyObject*>>& pairs) {
   Py_ssize_t position = 0;
   PyObject *key, *value;
   auto pair = pairs.begin();
   while (PyDict_Next(dict, &position, &key, &value)) {
-    if (passing != nullptr && Py_TYPE(value) == passing) continue;
     if (pair == pairs.end() || pair->first != key || pair->second != value) return false;
     ++pair;
   }
@@ -195,17 +194,15 @@ void Guards::function(PyObject* function) {
   functions_.push_back(watch);
 }
 
-void Guards::cls(PyObject* cls, PyTypeObject* passing) {
+void Guards::cls(PyObject* cls) {
   auto* type = reinterpret_cast<PyTypeObject*>(held_(cls));
-  Class watch{type, passing, held_(type->tp_mro), {}, {}, version_of(type)};
+  Class watch{type, held_(type->tp_mro), {}, {}, version_of(type)};
   names_of(type, watch.names);
   for (auto* name : watch.names) held_(name);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(type->tp_mro); ++i) {
     auto* base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, i));
     if (PyType_HasFeature(base, Py_TPFLAGS_IMMUTABLETYPE) || base->tp_dict == nullptr) continue;
-    Pairs pairs = pairs_of(base->tp_dict);
-    std::erase_if(pairs, [&](const auto& pair) { return passing != nullptr && Py_TYPE(pair.second) == passing; });
-    watch.bodies.emplace_back(base->tp_dict, std::move(pairs));
+    watch.bodies.emplace_back(base->tp_dict, pairs_of(base->tp_dict));
   }
   classes_.push_back(std::move(watch));
 }
@@ -233,7 +230,7 @@ void Guards::setting(PyObject* function) {
 bool Guards::holds(const Dict& watch) {
   const uint64_t version = version_of(watch.dict);
   if (version != 0 && version == watch.version) return true;
-  if (watch.whole && !same_pairs(watch.dict, watch.all, nullptr)) return false;
+  if (watch.whole && !same_pairs(watch.dict, watch.all)) return false;
   for (const auto& [name, value] : watch.named) {
     if (PyDict_GetItemWithError(watch.dict, name) != value) {
       if (PyErr_Occurred()) throw py::error_already_set();
@@ -286,7 +283,7 @@ bool Guards::holds(const Class& watch) {
   if (version != 0 && version == watch.version) return true;
   if (watch.type->tp_mro != watch.bases) return false;
   for (const auto& [body, pairs] : watch.bodies) {
-    if (!same_pairs(body, pairs, watch.passing)) return false;
+    if (!same_pairs(body, pairs)) return false;
   }
   watch.version = version;
   return true;

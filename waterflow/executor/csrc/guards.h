@@ -44,11 +44,10 @@ class Guards {
   void member(PyObject* object, PyObject* descriptor);  // a slot
   void object(PyObject* object);                        // its class and its own attributes
   void function(PyObject* function);                    // its code, defaults and names
-  // What a class and its bases say, but for values of the type `passing`, which come and go.
-  void cls(PyObject* cls, PyTypeObject* passing);
-  void bytes(PyObject* object, PyTypeObject* base);  // the memory that `base`, a type of C's, says the object has
-  void truth(PyObject* dict, PyObject* key);         // an entry that may change, but not to or from zero
-  void hooks(PyObject* parameter);                   // there are none, and there must be none
+  void cls(PyObject* cls);                              // what a class and its bases say
+  void bytes(PyObject* object, PyTypeObject* base);     // the memory that `base`, a type of C's, says the object has
+  void truth(PyObject* dict, PyObject* key);            // an entry that may change, but not to or from zero
+  void hooks(PyObject* parameter);                      // there are none, and there must be none
   // What a function of Python's, torch's or NumPy's says when it is called without arguments, compared by value.
   void setting(PyObject* function);
 
@@ -85,7 +84,6 @@ class Guards {
   };
   struct Class {
     PyTypeObject* type;
-    PyTypeObject* passing;
     PyObject* bases;
     PyObject* names[2];
     std::vector<std::pair<PyObject*, Pairs>> bodies;

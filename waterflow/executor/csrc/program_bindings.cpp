@@ -124,7 +124,6 @@ void bind_programs(py::module_& m) {
       .value("rate", Binding::Kind::rate);
   binding.def(py::init<std::shared_ptr<Program>>())
       .def("set_input", &Binding::set_input)
-      .def("set_number", &Binding::set_number)
       .def("set_generator",
            [](Binding& self, std::optional<at::Generator> given) {
              self.set_generator(given.value_or(at::Generator()));
