@@ -48,9 +48,10 @@ ONLY = {"optuna": {"study", "study_coordinator", "optuna_private"}, "ray": {"clu
 # Modules, identifiers and options that are gone (docs/releases.md); what was tried stays in docs/experiments.md.
 GONE = {
     "executor.compiling", "compiling.py", "compile_worker", "executor.fusing", "fusing.py", "fused_group", "partition.regions",
-    "regions.py", "partition.stacking", "stacking.py", "stacking_rules", "faster_layers",
-    "FusedPending", "fused_steps", "stand_alone", "bind_stacked", "bind_readings", "call_off", "CompiledRegion", "lstm_layer",
-    "lstm_layer_backward", "dropout_rates", "RatesMatter", "partition.derived", "derived.py", "wraps_numbers", "ambient_parts", "with_batch", 'mode="fused"', 'compile="inductor"', 'batches="lane"',
+    "regions.py", "partition.stacking", "stacking.py", "stacking_rules", "faster_layers", "dropout_rates", "partition.derived",
+    "derived.py", "FusedPending", "fused_steps", "stand_alone", "bind_stacked", "bind_readings", "call_off", "CompiledRegion",
+    "lstm_layer", "lstm_layer_backward", "RatesMatter", "wraps_numbers", "ambient_parts", "with_batch", 'mode="fused"',
+    'compile="inductor"', 'batches="lane"',
 }  # fmt: skip
 INSIDE_FUNCTIONS = {"optuna": {"cli", "config", "demo", "terminal"}}
 
