@@ -16,6 +16,8 @@ from tests import weight
 from tests.imports import ROOT, imports_of
 from tests.tiers import without_reason
 
+pytestmark = pytest.mark.needs_time("the code of all files is parsed")
+
 PACKAGE = ROOT / "waterflow"
 SOURCES = sorted(p.relative_to(ROOT) for p in PACKAGE.rglob("*.py"))
 NATIVE = sorted(p.relative_to(ROOT) for kind in ("*.cpp", "*.h") for p in PACKAGE.rglob(kind))
@@ -145,7 +147,6 @@ def test_files_are_short() -> None:
     assert_none([f"{path} has {n} lines; over 400 it is usually two" for path, n in lengths.items() if n > 400])
 
 
-@pytest.mark.needs_time("the first one here parses all files")
 def test_the_package_does_not_print() -> None:
     assert_none([
         f"{path}:{node.lineno} prints; use the logger, or the terminal of the command line"

@@ -247,6 +247,7 @@ def test_a_failed_job_shows_and_leaves_the_others(folder: Path):
     assert [j["status"] for j in report["jobs"]] == ["completed", "failed"]
 
 
+@pytest.mark.needs_time("the first model of a process imports much of torch")
 @pytest.mark.parametrize("loss", ["torch.nn.functional.mse_loss", "torch.nn.CrossEntropyLoss", "code.py:looks"])
 def test_losses(folder: Path, loss: str):
     pieces = PIECES.replace("cross_entropy", loss)

@@ -291,6 +291,7 @@ def test_attributes_that_hold_values_are_seen(holder: str, engine: Engine | None
 weight_of_penalty = 0.0
 
 
+@pytest.mark.needs_time("the first capture of a process imports much of torch")
 @pytest.mark.parametrize("holder", ["global", "cell", "attribute"])
 def test_values_that_the_step_function_reads_are_seen(holder: str, engine: Engine | None) -> None:
     """Annealed weights of a loss are often a global, or a variable of the function around."""

@@ -39,11 +39,13 @@ def reason_of(item: pytest.Item) -> str:
 def habits_of(item: pytest.Item) -> set[str]:
     """How a test depends on time by its source: what it calls in the tests' own files, its fixtures included."""
     function = getattr(item, "function", None)
-    if function is None:
-        return set()
-    own = item.path.relative_to(ROOT)
+    return _habits_of(item.path.relative_to(ROOT), function.__qualname__.split(".")[0]) if function else set()
+
+
+@functools.cache
+def _habits_of(own: Path, test: str) -> set[str]:
     found: set[str] = set()
-    ways = [(own, function.__qualname__.split(".")[0])]
+    ways = [(own, test)]
     seen = set(ways)
     while ways:
         path, name = ways.pop()

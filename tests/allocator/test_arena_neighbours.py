@@ -139,6 +139,7 @@ def test_what_is_kept_is_safe_from_the_neighbour() -> None:
     assert all(torch.equal(result, copy) for result, copy in kept)
 
 
+@pytest.mark.needs_time("real steps beside each other, again and again")
 @pytest.mark.parametrize("arenas", [None, False, True])
 def test_a_step_within_a_step(arenas: bool | None) -> None:
     """An operator of a planned step trains another model: alone, and in engines with and without arenas."""

@@ -31,6 +31,7 @@ def write(at: int, count: int, value: int) -> None:
     ctypes.memset(at, value, count)
 
 
+@pytest.mark.needs_time("a compiler reads the header")
 def test_the_table_is_what_the_header_declares(tmp_path: Path) -> None:
     headers = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
     if not headers:

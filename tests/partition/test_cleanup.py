@@ -45,6 +45,7 @@ def run(capture: Capture, spec: StepSpec, leaves: list[Any]) -> list[torch.Tenso
     return [*outputs, *inputs]
 
 
+@pytest.mark.needs_time("real models are captured")
 @pytest.mark.parametrize("name", FAST)
 def test_results_stay_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clean = capturing.capture_step(*spec_of(name))

@@ -59,6 +59,7 @@ def traced(step: Any, *inputs: torch.Tensor) -> fx.Graph:
         return make_fx(step)(*fakes).graph
 
 
+@pytest.mark.needs_time("real models are captured")
 @pytest.mark.parametrize("name", sorted(set(SMALL) - HIDING - {"inception_v3", "nasnet"}))
 def test_zoo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_REDUCED", {})  # the oracle looks at shapes alone
@@ -196,6 +197,7 @@ def executed(graph: fx.Graph, x: torch.Tensor) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.needs_time("random programs, in short")
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=14))
 def test_random_programs(choices: list[tuple[int, int, int]]) -> None:
     x = torch.arange(8.0)
