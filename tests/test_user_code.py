@@ -95,6 +95,18 @@ def test_what_was_broken_off_does_not_begin() -> None:
         pytest.fail("it began")
 
 
+def test_who_collects_what_another_thread_left_waits_for_no_order() -> None:
+    """As where an order arrives between the way in and the block."""
+    code = UserCode()
+    left = code.here()
+    thread = threading.Thread(target=left.__enter__)
+    thread.start()
+    thread.join()
+    code.break_off()
+    left.gen.close()  # type: ignore[attr-defined]
+    assert not code._inside
+
+
 @pytest.mark.slow
 def test_an_order_that_is_swallowed_is_given_again() -> None:
     code, swallowed = UserCode(), []

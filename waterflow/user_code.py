@@ -73,7 +73,8 @@ class UserCode:
                     del self._inside[thread]
                 pending = thread not in self._inside and thread in self._ordered
                 self._ordered -= {thread} if pending else set()
-            if pending:
+            # Where an order arrived on the way in, this runs when the collector comes to it: perhaps on a thread that has none.
+            if pending and threading.get_ident() == thread:
                 _await_order(thread)
 
     def break_off(self) -> None:
