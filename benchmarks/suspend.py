@@ -54,9 +54,9 @@ def job_of(megabytes: float) -> wf.Job:
 class Running:
     """A job that trains on a thread of its own."""
 
-    def __init__(self, runner: wf.JobRunner, **settings: Any) -> None:
+    def __init__(self, runner: wf.JobRunner) -> None:
         self.runner = runner
-        self.thread = threading.Thread(target=lambda: runner.run(**settings), daemon=True)
+        self.thread = threading.Thread(target=runner.run, daemon=True)
         self.thread.start()
 
     def await_steps(self, steps: int) -> float:
@@ -112,7 +112,6 @@ def target(pipe: Connection, megabytes: float, kind: str) -> None:
     """The process that a job moves to."""
     torch.set_num_threads(1)
     with wf.Engine(memory="2GiB", lanes=1) as engine:
-        runner = wf.JobRunner(job_of(megabytes), engine)
         if kind == "warm":
             train_another()
         pipe.send("up")
@@ -120,7 +119,7 @@ def target(pipe: Connection, megabytes: float, kind: str) -> None:
         begun = time.monotonic()
         checkpoint = wf.Checkpoint.load(path)
         loaded = time.monotonic()
-        running = Running(runner, resume=checkpoint)
+        running = Running(wf.JobRunner(job_of(megabytes), engine, resume=checkpoint))
         first = running.await_steps(checkpoint.steps + 1)
         pipe.send(
             {"load and check": loaded - begun, "model, state, capture, first steps": first - loaded, "end": first}

@@ -302,8 +302,8 @@ def test_a_suspended_checkpoint_goes_on_elsewhere(engine: Engine) -> None:
     def move() -> wf.JobResult:
         checkpoint = runner.suspend(timeout=30)
         assert runner.snapshot(timeout=30) is checkpoint  # nothing has changed since
-        other = JobRunner(make(), engine)
-        result = other.run(resume=checkpoint)
+        other = JobRunner(make(), engine, resume=checkpoint)
+        result = other.run()
         assert_equal(other, undisturbed, (result, expected))
         runner.stop("moved")
         return result

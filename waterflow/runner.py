@@ -117,12 +117,9 @@ class JobRunner(Asked):
         """The same with those that are under way."""
         return self.steps + len(self._steps)
 
-    def run(self, resume: Checkpoint | None = None) -> JobResult:
-        """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind.
-
-        With ``resume`` from there on; raises CheckpointError for the state of another job.
-        """
-        return run_job(self, lambda: self._run(resume), self._user_code)
+    def run(self) -> JobResult:
+        """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind."""
+        return run_job(self, self._run, self._user_code)
 
     def abandon(self, error: JobTimeoutError) -> JobResult:
         """End the job from another thread, as its own one does not come back from the user's code. Calling it twice is no error."""
@@ -135,15 +132,7 @@ class JobRunner(Asked):
         """Where it is, in words."""
         return f"in epoch {min(self._epoch + 1, self.job.epochs)} of {self.job.epochs}, after {self.steps} steps"
 
-    def _run(self, resume: Checkpoint | None) -> JobResult:
-        if resume is not None:
-            seed = self._start_at(resume)
-            if seed != self._seed and self.step is not None:  # what was made is of other numbers
-                self.step.close()
-                self.step = None
-            self._set_seed(seed)
-            if isinstance(self._batches, Reader):
-                self._batches.go_to((resume.epoch, resume.batch))
+    def _run(self) -> JobResult:
         status: Status = "completed"
         self._thread = threading.get_ident()
         error: BaseException | None = None
