@@ -47,16 +47,17 @@ class Watched:
         self.backend = backend
         self.process = process
         self.events: list[BackendEvent] = []
+        self.seen = 0  # of them
 
     def until(self, condition: Callable[[BackendEvent], bool], seconds: float = 20.0) -> Any:
-        """Poll until an event meets the condition; it is returned."""
+        """Poll until an event meets the condition; it is returned, and those behind it are still to be looked at."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            fresh = self.backend.poll(0.1)
-            self.events += fresh
-            for event in fresh:
-                if condition(event):
+            while self.seen < len(self.events):
+                self.seen += 1
+                if condition(event := self.events[self.seen - 1]):
                     return event
+            self.events += self.backend.poll(0.1)
         raise AssertionError(f"not within {seconds} s; there was {self.events}")
 
     def event(self, kind: type, id: str, seconds: float = 20.0, **fields: Any) -> Any:
@@ -79,6 +80,7 @@ class Watched:
         while not all(node.alive for node in self.backend.nodes()):
             assert time.monotonic() < deadline, self.backend.nodes()
             self.events += self.backend.poll(0.1)
+        self.seen = len(self.events)
         return [node.name for node in self.backend.nodes()]
 
 
