@@ -225,16 +225,6 @@ def test_of_opportunistic_jobs_that_wait_for_one_another_one_makes_way() -> None
         assert engine.claimed() == 700 * MiB
 
 
-def test_one_that_no_other_holds_up_does_not_make_way_in_vain() -> None:
-    with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
-        engine.opportunistic_limit = 500 * MiB
-        only = engine.add_job("only")
-        engine.set_terms(only, Terms("opportunistic", make_way=lambda: None, at_boundary=threading.get_ident()))
-        engine.claim(only, needs("only", 400 * MiB, MiB))
-        with pytest.raises(MemoryLimitError):
-            engine.claim(only, needs("only", 700 * MiB, MiB))
-
-
 # -- those who cannot
 
 

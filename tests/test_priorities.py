@@ -150,18 +150,6 @@ def test_an_opportunistic_claim_leaves_room_for_a_guaranteed_step() -> None:
         engine.claim(other, needs("other", 200 * MiB, 100 * MiB), patient=False)
 
 
-def test_a_limit_for_all_opportunistic_jobs() -> None:
-    with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
-        engine.opportunistic_limit = 300 * MiB
-        first, second = engine.add_job("first"), engine.add_job("second")
-        for each in (first, second):
-            engine.set_terms(each, Terms("opportunistic"))
-        engine.claim(first, needs("first", 100 * MiB, 100 * MiB), patient=False)
-        with pytest.raises(MemoryLimitError):
-            engine.claim(second, needs("second", 100 * MiB, 150 * MiB), patient=False)
-        engine.claim(second, needs("second", 100 * MiB, 50 * MiB), patient=False)
-
-
 @pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_a_lowered_quota_suspends_a_job_until_it_is_raised() -> None:
     alone = wf.train([job("job", epochs=40)], lanes=1)[0]

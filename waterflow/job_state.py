@@ -17,7 +17,7 @@ from waterflow.job import Job
 from waterflow.step import Step
 
 HOST = torch.device("cpu")
-_COUNTS = ("planned_requests", "missed_requests", "most_spilled")
+_COUNTS = ("planned_requests", "missed_requests")
 
 
 class JobState:

@@ -73,9 +73,6 @@ def _of_engine(engine: Engine) -> Iterator[Metric]:
     seconds = _family("gauge", "job_step_seconds", "A step as it was profiled", ["job"])
     held = _family("gauge", "job_memory_held_bytes", "State and one batch", ["job"])
     height = _family("gauge", "job_memory_step_bytes", "What a step reaches above that", ["job"])
-    host = _family(
-        "gauge", "job_memory_host_bytes", "What a step holds in host memory, as it may hold less than it needs", ["job"]
-    )
     spills = _family("counter", "job_spills", "Requests for memory that went past the plan", ["job"])
     for step in sorted(steps_of(engine), key=lambda step: (step.name, id(step))):
         name = step.name if step.job is None else f"{step.name}#{step.job}"  # names may repeat
@@ -88,8 +85,7 @@ def _of_engine(engine: Engine) -> Iterator[Metric]:
         seconds.add_metric([name], plan.seconds)
         held.add_metric([name], plan.persistent + plan.batch)
         height.add_metric([name], plan.height)
-        host.add_metric([name], plan.spilled)
-    yield from (steps, seconds, held, height, host, spills)
+    yield from (steps, seconds, held, height, spills)
 
 
 def _of_cluster(status: Status) -> Iterator[Metric]:

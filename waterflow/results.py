@@ -36,7 +36,7 @@ def result_of(
         traceback="".join(traceback.format_exception(error)) if error is not None else None,
         **({} if step is None else {
             "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
-            "missed_requests": step.missed_requests, "recomputed": step.recomputed, "spilled": step.most_spilled,
+            "missed_requests": step.missed_requests, "recomputed": step.recomputed,
             "state_dict": step.model.state_dict(),
         }),
     )  # fmt: skip

@@ -30,7 +30,6 @@ from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import GraphInput, StepSpec
-from waterflow.partition.spill import Spilled
 from waterflow.partition.surroundings import no_collections
 from waterflow.partition.survivors import LeavesTensors
 
@@ -58,6 +57,10 @@ class PlannedStep:
         self._missed = 0  # steps in a row that did not ask as planned
         self._again = 0
 
+    def graph_height(self, height: int) -> int:
+        """What the graph may have for the step to be ``height`` high: what profiles have shown to come on top of it counts."""
+        return height - max(0, self.plan.height - self.captured.predicted.height)
+
     def add_profile(self, profile: StepProfile) -> None:
         """Take in the record of one profiled step. Two consecutive equal ones, or several unequal, make the plan.
 
@@ -83,7 +86,7 @@ class PlannedStep:
             predicted = self.captured.predicted
             self.plan = make_plan(
                 predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds,
-                requests=requests, forward=predicted.forward, spilled=predicted.spilled,
+                requests=requests, forward=predicted.forward,
             )  # fmt: skip
             self.native = _native(self.plan)
             self.measured_height = self.plan.height
@@ -121,7 +124,6 @@ class CapturedStep:
     keep: list[Any]  # what the key counts by identity
     exact: bool = True  # the bits of the captured operations
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
-    spilled: Spilled | None = None  # what it holds in host memory from its forward to its backward pass
     layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture says
     exactly: CapturedStep | None = (
         None  # the same with the bits of the captured operations, where this one rounds otherwise

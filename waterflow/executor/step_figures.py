@@ -22,7 +22,6 @@ class StepFigures:
         self.steps = 0
         self.predicted_height = 0
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
-        self.most_spilled = 0  # bytes that a step held in host memory
         self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
         self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
         self._last_plan: Plan | None = None
@@ -43,7 +42,6 @@ class StepFigures:
         self._last_plan = variant.planned.plan
         self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
         self.measured_height = max(self.measured_height, variant.planned.measured_height)
-        self.most_spilled = max(self.most_spilled, variant.planned.plan.spilled)
 
     def _note_run(self, run: _C.StepRun, variant: Variant, profiled: bool) -> None:
         """A captured step has ended well."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from waterflow.partition.costs import bytes_moved
-from waterflow.partition.operators import is_view, lies_in_host, storage_id, tensors_in, written_by
+from waterflow.partition.operators import is_view, storage_id, tensors_in, written_by
 from waterflow.partition.probe import Question, answers, questions, reduced_losses
 
 
@@ -108,7 +108,7 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
                 continue
             if at is not None and storage not in birth:
                 birth[storage] = death[storage] = at
-                size[storage] = 0 if lies_in_host(node) else tensor.untyped_storage().nbytes()
+                size[storage] = tensor.untyped_storage().nbytes()
                 reads[storage], writes[storage] = [], [at]
         if at is not None and (found := told.get(node) or reduced.get(node)) is not None:
             for tensor, actual in zip(tensors, found.results):

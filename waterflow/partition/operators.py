@@ -75,11 +75,6 @@ def is_view(target: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def lies_in_host(node: fx.Node) -> bool:
-    """Whether what an operation returns is in host memory, beside the device's: see ``spill.py``."""
-    return schema_name(node.target) == "waterflow::to_host"
-
-
 def is_random(target: Any) -> bool:
     """Whether the operation draws from a generator."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

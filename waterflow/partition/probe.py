@@ -164,8 +164,6 @@ def _described(value: Any, numbers: dict[fx.Node, int]) -> Any:
         return tuple(_described(item, numbers) for item in value)
     if not isinstance(value, fx.Node):
         return value
-    if schema_name(value.target) in ("waterflow::to_host", "waterflow::from_host"):  # what was there before
-        return _described(value.args[0], numbers)
     if value.target is operator.getitem and value.args[0] in numbers:
         return _ResultOf(numbers[value.args[0]], value.args[1])  # type: ignore[index, arg-type]
     like = value.meta["val"]

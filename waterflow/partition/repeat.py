@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,13 @@ def repeat(capture: Capture, table: StorageTable, chosen: Recomputation) -> Capt
     return _Repeating(capture, table, chosen).run()
 
 
-class Rewriting:
-    """Copies the graph with further operations in it: in the backward pass they stand for storages that are ``gone`` before."""
+class _Repeating:
+    """Copies the graph with repeated operations in it: in the backward pass they stand for storages that are gone before."""
 
-    def __init__(self, capture: Capture, table: StorageTable, gone: Container[int]) -> None:
+    def __init__(self, capture: Capture, table: StorageTable, chosen: Recomputation) -> None:
         self.capture = capture
         self.table = table
-        self.gone = gone
+        self.chosen = chosen
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.again: dict[fx.Node, fx.Node] = {}  # what stands for nodes of such storages once they are there again
@@ -41,16 +41,12 @@ class Rewriting:
         self.rates: dict[tuple[str, str], tuple[str, str]] = {}
         self.mode = FakeTensorMode()
 
-    def before(self, at: int) -> None:
-        """Put in what is to come before operation ``at`` of the table."""
-        raise NotImplementedError
-
     def run(self) -> Capture:
         """The rewritten step."""
         at = 0
         for node in self.capture.graph.nodes:
             if node.op == "call_function" and not self.table.passes_on(node):
-                self.before(at)
+                self._before(at)
                 at += 1
             elif self._comes_later(node):
                 continue
@@ -64,14 +60,37 @@ class Rewriting:
         groups = {names.get(name, name): group for name, group in self.capture.update_groups.items()}
         return replace(self.capture, graph=self.graph, update_groups=groups, dropout_rates=rates | self.rates)
 
+    def _before(self, at: int) -> None:
+        """The operations that are repeated there."""
+        for number in self.chosen.chains.get(at, ()):
+            node = self.table.operations[number]
+            made = self._again(node, repeated_arguments(node))
+            self._remember(node, made, at)
+            for user in node.users:
+                if user.target is operator.getitem and self._is_wanted(user, at):
+                    self._remember(user, self._again(user, user.args, {node: made}), at)
+            for (name, argument), rate in self.capture.dropout_rates.items():
+                if name == node.name:
+                    self.rates[made.name, argument] = rate
+        self.passing.clear()
+
+    def _is_wanted(self, node: fx.Node, at: int) -> bool:
+        """Whether the chain before operation ``at`` runs for what this node returns, or uses it on the way."""
+        numbers = self.table.of(node)
+        return all(self.chosen.dropped.get(n) == at or self.table.is_transient(n) for n in numbers)
+
+    def _remember(self, node: fx.Node, made: fx.Node, at: int) -> None:
+        if self._is_wanted(node, at):
+            self._home(node)[node] = made
+
     def _comes_later(self, node: fx.Node) -> bool:
         """Whether the backward pass looks here at something that is gone: it then looks where it uses it."""
         if node.op != "call_function" or node.meta["phase"] == "forward":
             return False
-        return any(number in self.gone for number in self.table.of(node))
+        return any(number in self.chosen.dropped for number in self.table.of(node))
 
     def _home(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
-        return self.again if any(number in self.gone for number in self.table.of(node)) else self.passing
+        return self.again if any(number in self.chosen.dropped for number in self.table.of(node)) else self.passing
 
     def _source(self, node: fx.Node) -> fx.Node:
         """What stands for a node of the captured graph now. Views of what was made again are made when they are used."""
@@ -116,49 +135,18 @@ class Rewriting:
             return value
         number = storage_id(value)
         if number not in tensors:
-            tensors[number] = self.memory(value.untyped_storage().nbytes(), value.device)
-        return self.placed(value, self.flat[storage_id(tensors[number])])
+            tensors[number] = self._memory(value.untyped_storage().nbytes(), value.device)
+        return self._placed(value, self.flat[storage_id(tensors[number])])
 
-    def memory(self, size: int, device: torch.device) -> torch.Tensor:
+    def _memory(self, size: int, device: torch.device) -> torch.Tensor:
         """Fake memory, as bytes."""
         with self.mode:
             flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.flat[storage_id(flat)] = flat
         return flat
 
-    def placed(self, value: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    def _placed(self, value: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """A fake tensor in the form of ``value``, in other memory."""
         with self.mode:
             made = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
             return with_lazy_bits(made, value)
-
-
-class _Repeating(Rewriting):
-    """Puts repeated operations into the copy."""
-
-    def __init__(self, capture: Capture, table: StorageTable, chosen: Recomputation) -> None:
-        super().__init__(capture, table, chosen.dropped)
-        self.chosen = chosen
-
-    def before(self, at: int) -> None:
-        """The operations that are repeated there."""
-        for number in self.chosen.chains.get(at, ()):
-            node = self.table.operations[number]
-            made = self._again(node, repeated_arguments(node))
-            self._remember(node, made, at)
-            for user in node.users:
-                if user.target is operator.getitem and self._is_wanted(user, at):
-                    self._remember(user, self._again(user, user.args, {node: made}), at)
-            for (name, argument), rate in self.capture.dropout_rates.items():
-                if name == node.name:
-                    self.rates[made.name, argument] = rate
-        self.passing.clear()
-
-    def _is_wanted(self, node: fx.Node, at: int) -> bool:
-        """Whether the chain before operation ``at`` runs for what this node returns, or uses it on the way."""
-        numbers = self.table.of(node)
-        return all(self.chosen.dropped.get(n) == at or self.table.is_transient(n) for n in numbers)
-
-    def _remember(self, node: fx.Node, made: fx.Node, at: int) -> None:
-        if self._is_wanted(node, at):
-            self._home(node)[node] = made
