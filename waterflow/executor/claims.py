@@ -68,7 +68,7 @@ class Claims(MakingWay):
         if terms.limit is not None and wanted + height > terms.limit:
             if terms.quota_changed and mine is not None and terms.at_boundary == threading.get_ident():
                 self._leave(job, plan)
-            raise self._above_quota(plan, wanted, terms.limit)
+            raise self._quota_refused(plan, wanted, terms.limit)
         owner, began = threading.get_ident(), time.monotonic()
         self._note(job, wanted, height)
         try:
@@ -103,11 +103,8 @@ class Claims(MakingWay):
                     making_way |= self._ask_for_turn(job, wanted, height, terms, began)
                     stuck = not patient or (not making_way and self._nobody_goes_on(job))
                     if patient and mine is not None and terms.at_boundary == owner:
-                        lowered = terms.limit is not None and wanted + height > terms.limit
-                        others_gone = (
-                            stuck and terms.opportunistic and self._fits(job, wanted, height, without=self._claims)
-                        )
-                        if lowered or others_gone:  # rather than fail, it comes back when there is room
+                        comes_back = terms.opportunistic and self._fits(job, wanted, height, without=self._claims)
+                        if (stuck and comes_back) or not terms.allow(wanted + height):  # rather than fail
                             self._tell(job)
                         if job in self._told:
                             raise MakeWay(plan)
@@ -159,7 +156,7 @@ class Claims(MakingWay):
             needed=wanted + plan.height, limit=self.limit,
         )  # fmt: skip
 
-    def _above_quota(self, plan: Plan, wanted: int, quota: int) -> MemoryLimitError:
+    def _quota_refused(self, plan: Plan, wanted: int, quota: int) -> MemoryLimitError:
         return MemoryLimitError(
             f"job {plan.name!r} needs {format_bytes(wanted)} for its state and a step of {format_bytes(plan.height)}, more than "
             f"its quota of {format_bytes(quota)}. Lower the batch size or raise quota=.",
@@ -271,8 +268,8 @@ class Claims(MakingWay):
     def above_quota(self, job: int) -> bool:
         """Whether a job holds more than it may."""
         with self._guard:
-            limit, mine = self.terms_of(job).limit, self._claims.get(job)
-            return limit is not None and mine is not None and mine.bytes + mine.height > limit
+            mine = self._claims.get(job)
+            return mine is not None and not self.terms_of(job).allow(mine.bytes + mine.height)
 
     def lower(self, job: int, height: int) -> None:
         """The steps of ``job`` are at most so high from now on; none of the others is under way. Does not wait."""
@@ -365,8 +362,7 @@ class Claims(MakingWay):
         mine = [c for c in others if c.opportunistic]
         highest = max([height, *(c.height for c in mine)])
         beside = max((c.height for c in others if not c.opportunistic), default=0)
-        within_quota = terms.limit is None or wanted + height <= terms.limit
-        return within_quota and total + highest + beside <= self.room
+        return terms.allow(wanted + height) and total + highest + beside <= self.room
 
     def _largest(self, job: int, height: int) -> int:
         return max([height, *(c.height for j, c in self._claims.items() if j != job)])

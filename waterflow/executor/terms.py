@@ -39,6 +39,10 @@ class Terms:
         """The most bytes that the job may hold; None: what there is."""
         return self.quota if self.opportunistic else None
 
+    def allow(self, held: int) -> bool:
+        """Whether the job may hold so many bytes."""
+        return self.limit is None or held <= self.limit
+
 
 class MakeWay(Exception):
     """Instead of waiting for the memory of ``plan``, the job is to make way; what it was about to do has not begun."""
