@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,6 @@ from waterflow.executor.engine import Engine
 from waterflow.executor.pending import Pending
 from waterflow.executor.variants import Variant, Variants
 from waterflow.partition.plan import Plan, format_bytes
-
-logger = logging.getLogger("waterflow")
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def claim(
     does not fit alone learns what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
     """
     seen = engine.changes
-    variant = _within_quota(engine, job, name, batches, variants, variant, leaves, batch_spec, under_way)
+    variant = _within_quota(engine, job, batches, variants, variant, leaves, batch_spec, under_way)
     variant.seen = seen
     while variant.claimed is not (plan := variant.planned.plan):
         try:
@@ -95,7 +92,7 @@ def claim(
 
 
 def _within_quota(
-    engine: Engine, job: int, name: str, batches: int, variants: Variants, variant: Variant,
+    engine: Engine, job: int, batches: int, variants: Variants, variant: Variant,
     leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[Pending],
 ) -> Variant:  # fmt: skip
     """The variant in the form that the job's quota has room for; as it is where there is none, which its claim then finds."""
@@ -110,8 +107,6 @@ def _within_quota(
     if fitting is None:
         variant.claimed = None
         return variant
-    if fitting is not variant:
-        logger.info("step %r, by its quota: %s", name, fitting.captured.recomputed or "whole")
     if engine.above_quota(job):
         if under_way:
             engine.native.wait(under_way[-1].run)

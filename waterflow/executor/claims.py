@@ -46,11 +46,11 @@ class Claims(MakingWay):
         """Bytes for jobs: the limit without the reserve."""
         return self.limit - self.reserve
 
-    def claim(self, job: int, plan: Plan, *, batches: int = 1, patient: bool = True) -> None:
+    def claim(self, job: int, plan: Plan, *, batches: int = 1) -> None:
         """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
 
         What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
-        does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``. Raises
+        does not fit into an empty device, or when everyone who holds memory waits for more. Raises
         MakeWay on the thread that stands at a boundary of the job (``Terms.at_boundary``) where it is to leave first.
         """
         terms = self.terms_of(job)
@@ -101,8 +101,8 @@ class Claims(MakingWay):
                     self._waiting[owner] = (job, wanted, height)
                     making_way = self._ask_for_room(job, wanted, height)
                     making_way |= self._ask_for_turn(job, wanted, height, terms, began)
-                    stuck = not patient or (not making_way and self._nobody_goes_on(job))
-                    if patient and mine is not None and terms.at_boundary == owner:
+                    stuck = not making_way and self._nobody_goes_on(job)
+                    if mine is not None and terms.at_boundary == owner:
                         comes_back = terms.opportunistic and self._fits(job, wanted, height, without=self._claims)
                         if (stuck and comes_back) or not terms.allow(wanted + height):  # rather than fail
                             self._tell(job)
