@@ -53,7 +53,8 @@ GONE = {
     "regions.py", "partition.stacking", "stacking.py", "stacking_rules", "faster_layers", "dropout_rates", "partition.derived",
     "derived.py", "FusedPending", "fused_steps", "stand_alone", "bind_stacked", "bind_readings", "call_off", "CompiledRegion",
     "lstm_layer", "lstm_layer_backward", "RatesMatter", "wraps_numbers", "ambient_parts", "with_batch", 'mode="fused"',
-    'compile="inductor"', 'batches="lane"',
+    'compile="inductor"', 'batches="lane"', "below_need", "BelowNeed", "memory_control", "MemoryControl", "lower_forms",
+    "goes_lower", "give_shares", "opportunistic_limit", "height_for",
 }  # fmt: skip
 INSIDE_FUNCTIONS = {"optuna": {"cli", "config", "demo", "terminal"}}
 

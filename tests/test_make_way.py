@@ -16,10 +16,9 @@ from torch.nn import functional as F
 import waterflow as wf
 from tests.support import MiB
 from tests.test_priorities import WAIT, assert_same, batches, in_thread, job, needs, until
-from waterflow.errors import MemoryLimitError
 from waterflow.executor import making_way
 from waterflow.executor.engine import Engine
-from waterflow.executor.terms import MakeWay, Terms
+from waterflow.executor.terms import GUARANTEED, MakeWay, Terms
 from waterflow.runner import JobRunner
 
 LARGER = [*batches(8), *batches(4, rows=4096), *batches(8)]
@@ -225,16 +224,6 @@ def test_of_opportunistic_jobs_that_wait_for_one_another_one_makes_way() -> None
         assert engine.claimed() == 700 * MiB
 
 
-def test_one_that_no_other_holds_up_does_not_make_way_in_vain() -> None:
-    with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
-        engine.opportunistic_limit = 500 * MiB
-        only = engine.add_job("only")
-        engine.set_terms(only, Terms("opportunistic", make_way=lambda: None, at_boundary=threading.get_ident()))
-        engine.claim(only, needs("only", 400 * MiB, MiB))
-        with pytest.raises(MemoryLimitError):
-            engine.claim(only, needs("only", 700 * MiB, MiB))
-
-
 # -- those who cannot
 
 
@@ -289,14 +278,13 @@ def test_who_could_not_make_way_is_asked_again(
 ) -> None:
     with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
         asked: list[int] = []
-        holder, late = engine.add_job("holder"), engine.add_job("late")
+        holder = engine.add_job("holder")
         terms = Terms("opportunistic", make_way=lambda: asked.append(1))
         engine.set_terms(holder, terms)
         engine.claim(holder, needs("holder", 600 * MiB, MiB))
 
         def ask() -> int:
-            with pytest.raises(MemoryLimitError):
-                engine.claim(late, needs("late", 600 * MiB, MiB), patient=False)
+            engine.ask_for_turn(needs("late", 600 * MiB, MiB), GUARANTEED, 1, time.monotonic())
             return len(asked)
 
         assert ask() == 1 and ask() == 1  # it has not answered
@@ -310,7 +298,10 @@ def test_who_could_not_make_way_is_asked_again(
         assert len(warnings(caplog)) == 1
 
 
-def test_lent_priority_is_taken_back_where_the_guaranteed_job_gives_up() -> None:
+def test_lent_priority_is_taken_back_where_the_guaranteed_job_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(timeout: float) -> None:
+        raise KeyboardInterrupt
+
     with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
         holder, late = engine.add_job("holder"), engine.add_job("late")
         engine.set_terms(holder, Terms("opportunistic", make_way=lambda: None))
@@ -318,8 +309,9 @@ def test_lent_priority_is_taken_back_where_the_guaranteed_job_gives_up() -> None
         lent: list[bool] = []
         set_priority = engine._set_priority
         engine._set_priority = lambda number, now: (lent.append(now), set_priority(number, now))[1]  # type: ignore[method-assign]
-        with pytest.raises(MemoryLimitError):
-            engine.claim(late, needs("late", 600 * MiB, MiB), patient=False)
+        monkeypatch.setattr(engine._changed, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.claim(late, needs("late", 600 * MiB, MiB))
         assert lent == [False, True]
 
 

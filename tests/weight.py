@@ -10,7 +10,7 @@ from collections import Counter
 
 from tests.imports import ROOT
 
-BUDGET = 39_200  # lines of the package; what is raised here must be said by an issue's text
+BUDGET = 38_780
 _SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

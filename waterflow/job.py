@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from waterflow.calls import explained_class
 from waterflow.errors import InvalidJobError, told
-from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
+from waterflow.priority import Priority, check_priority
 
 if TYPE_CHECKING:
     import pandas
@@ -60,11 +60,10 @@ class Job:
         priority: ``"opportunistic"`` takes what guaranteed jobs leave: lanes and memory that they do not use, at a rate at which
             their steps take no longer; it makes way where they need its memory, and comes back.
         quota: Memory, in bytes, as text like ``"4GiB"`` or as a share of the engine's limit: what is kept for a guaranteed job,
-            used or not; the most that an opportunistic one may hold.
-        below_need: What an opportunistic job does where its quota, or the room that is left, is less than it needs. ``"wait"``: it leaves
-            to host memory until there is enough. ``"spill"``: it goes on, with as many activations in host memory from its forward to
-            its backward pass as it takes; ``"recompute"``: it makes them again; bitwise the same, and waits only where that is not
-            enough. Parameters and optimizer state stay on the device. Without effect on guaranteed jobs.
+            used or not; the most that an opportunistic one may hold. Where that is less than its step needs, the step makes
+            activations again, or holds them in host memory where that is not enough, with the same bits. Where no form of it is so
+            low, or it is not captured, a job whose quota was lowered goes to host memory until there is enough; one that begins
+            so is refused.
         train_mode: ``"auto"``: a model that comes in training mode keeps the flags of all its modules; for one that comes in
             evaluation mode as a whole, as ``from_pretrained`` returns it, ``train()`` is called, and a warning says so.
             ``"as_is"``: all flags stay as they come.
@@ -94,7 +93,6 @@ class Job:
     read_ahead: bool | None = None
     priority: Priority = "guaranteed"
     quota: int | float | str | None = None
-    below_need: BelowNeed = "wait"
     train_mode: Literal["auto", "as_is"] = "auto"
     timeout: float | None = None
 
@@ -146,7 +144,6 @@ class Job:
         if self.train_mode not in ("auto", "as_is"):
             raise InvalidJobError(f"job {self.name!r}: train_mode must be 'auto' or 'as_is'; got {self.train_mode!r}")
         check_priority(f"job {self.name!r}", self.priority)
-        check_below_need(f"job {self.name!r}", self.below_need)
         if self.read_ahead not in (None, True, False):
             raise InvalidJobError(f"job {self.name!r}: read_ahead must be True, False or None; got {self.read_ahead!r}")
         if self.loss is not None and self.step is not None:

@@ -16,7 +16,7 @@ from waterflow.executor.pending import Pending
 from waterflow.executor.terms import MakeWay, Terms, parse_quota
 from waterflow.job import Job
 from waterflow.partition.plan import Plan
-from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
+from waterflow.priority import Priority, check_priority
 from waterflow.step import Step
 
 IN_A_STUDY = "it belongs to a deterministic study, whose other jobs would wait for it; study with deterministic=False"
@@ -25,7 +25,7 @@ IN_A_STUDY = "it belongs to a deterministic study, whose other jobs would wait f
 class Residence:
     """Of one job, for as long as it runs. ``set`` may be called from any thread.
 
-    An opportunistic job makes way where a guaranteed one needs its memory, and where its quota is lowered below what it holds: its
+    An opportunistic job makes way where a guaranteed one needs its memory, and where its quota is lowered below any form of its step: its
     state goes to host memory at the next step boundary, and it goes on, bitwise as if nothing had been, when there is room.
     """
 
@@ -34,7 +34,7 @@ class Residence:
         quota = parse_quota(f"job {job.name!r}", job.quota, engine.limit if engine is not None else None)
         # Others wait for its turn in a deterministic study, which one that stands still would not take.
         stays = engine is not None and engine.clock is not None
-        self.terms = Terms(job.priority, quota, None if stays else self.leave, IN_A_STUDY, below_need=job.below_need)
+        self.terms = Terms(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
         self.times_left = 0
         self._left = self._kept_away = False
         self._since = 0.0
@@ -48,19 +48,11 @@ class Residence:
             return
         self._engine.set_terms(step.job, self.terms)
 
-    def set(
-        self,
-        priority: Priority | None = None,
-        quota: int | float | str | None = None,
-        below_need: BelowNeed | None = None,
-    ) -> None:
-        """From the next step on. A quota below what the job needs suspends it until it is raised again; see also ``Job.below_need``."""
+    def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
+        """From the next step on. Below what the job needs it goes on with reduced steps, or is suspended; see ``Job.quota``."""
         if priority is not None:
             check_priority(f"job {self._name!r}", priority)
             self.terms.priority = priority
-        if below_need is not None:
-            check_below_need(f"job {self._name!r}", below_need)
-            self.terms.below_need = below_need
         if quota is not None:
             limit = self._engine.limit if self._engine is not None else None
             self.terms.quota = parse_quota(f"job {self._name!r}", quota, limit)
@@ -123,7 +115,7 @@ class Residence:
             return
         # Without turns others make way for a guaranteed one when it claims its memory.
         if engine is not None and (self.terms.opportunistic or engine.quantum is not None):
-            plan = self._wanted or step.least_plan(self.terms.below_need if self.terms.goes_lower else "wait")
+            plan = step.least_plan(self._wanted, self.terms.limit)
             if not engine.would_fit(plan, self.terms, step.batches_ahead):
                 engine.ask_for_turn(plan, self.terms, step.batches_ahead, self._since)
                 engine.look()
@@ -137,7 +129,6 @@ class Residence:
         self._step = None
         if self._engine is not None:
             self._engine.take_back_priority()
-            self._engine.ended(self.terms)
 
     def came_back(self) -> None:
         """It goes on."""

@@ -37,7 +37,6 @@ from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten
 from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
-from waterflow.priority import BelowNeed
 
 logger = logging.getLogger("waterflow")
 
@@ -192,9 +191,14 @@ class Step(StepFigures):
         made_here.discard(self)
         self._variants.clear()
 
-    def least_plan(self, below_need: BelowNeed) -> Plan:
-        """What the job would claim that does so where it may hold less than it needs. Raises RuntimeError before the first call."""
-        return (self._variants.lowest_plan(below_need) if self.opaque_reason is None else None) or self.plan
+    def least_plan(self, wanted: Plan | None, quota: int | None) -> Plan:
+        """What a job that has left needs to come back: ``wanted``, or its last step in the form that ``quota`` has room for.
+
+        Raises RuntimeError before the first call.
+        """
+        if self.opaque_reason is None:
+            wanted = self._variants.least_plan(wanted, quota, self.batches_ahead)
+        return wanted or self.plan
 
     def hold_batches(self, count: int) -> None:
         """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""

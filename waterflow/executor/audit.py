@@ -160,11 +160,8 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
             raise ProvesNothing(f"the machine has no {format_bytes(ways.bytes)} free for it")
         return ways.difference()
     with engine.looking(job):  # nobody claims anything meanwhile
-        room = engine.height_for(job, plan.persistent + batches * plan.batch, ways.bytes)
-        if ways.bytes > room:
-            raise ProvesNothing(
-                f"it takes {format_bytes(ways.bytes)} of memory, of which there are {format_bytes(max(0, room))}"
-            )
+        if not engine.has_room(job, plan.persistent + batches * plan.batch, ways.bytes):
+            raise ProvesNothing(f"it takes {format_bytes(ways.bytes)} of memory, more than there is for it")
         try:
             return engine.run_audit(job, ways)
         except _C.Cancelled as error:

@@ -57,6 +57,10 @@ class PlannedStep:
         self._missed = 0  # steps in a row that did not ask as planned
         self._again = 0
 
+    def graph_height(self, height: int) -> int:
+        """What the graph may have for the step to be ``height`` high: what profiles have shown to come on top of it counts."""
+        return height - max(0, self.plan.height - self.captured.predicted.height)
+
     def add_profile(self, profile: StepProfile) -> None:
         """Take in the record of one profiled step. Two consecutive equal ones, or several unequal, make the plan.
 

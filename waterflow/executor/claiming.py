@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import MemoryLimitError
-from waterflow.executor.below_need import Lowering, has_room
 from waterflow.executor.engine import Engine
 from waterflow.executor.pending import Pending
 from waterflow.executor.variants import Variant, Variants
@@ -67,17 +66,8 @@ def claim(
     A step that may recompute becomes as low as it has to be to fit alone. Raises as ``Engine.claim`` does; a job that
     does not fit alone learns what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
     """
-    terms = engine.terms_of(job)
-    if terms.goes_lower:
-        variant = Lowering(engine, job, name, batches, variants, leaves, batch_spec, under_way).claim(variant)
-        variant.claimed = variant.planned.plan
-        return variant
     seen = engine.changes
-    if variant.low is not None:
-        if terms.opportunistic and not has_room(engine, job, variant, batches) and engine.leave(job):
-            variant.seen = seen
-            return variant
-        variant = variants.whole(variant, leaves, batch_spec)
+    variant = _within_quota(engine, job, batches, variants, variant, leaves, batch_spec, under_way)
     variant.seen = seen
     while variant.claimed is not (plan := variant.planned.plan):
         try:
@@ -99,3 +89,27 @@ def claim(
             variant = lower
             variant.seen = seen
     return variant
+
+
+def _within_quota(
+    engine: Engine, job: int, batches: int, variants: Variants, variant: Variant,
+    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[Pending],
+) -> Variant:  # fmt: skip
+    """The variant in the form that the job's quota has room for; as it is where there is none, which its claim then finds."""
+    whole = variant.whole.planned.plan
+    needed = whole.persistent + batches * whole.batch
+    most = engine.most_height(job, needed)
+    room = whole.height if most is None else min(most, whole.height)
+    goes_whole = room == whole.height and variant.planned is not variant.whole.planned
+    if goes_whole and engine.terms_of(job).opportunistic and not engine.has_room(job, needed, room):
+        return variant  # it goes on as it is until there is
+    fitting = variants.within(variant, leaves, batch_spec, room)
+    if fitting is None:
+        variant.claimed = None
+        return variant
+    if engine.above_quota(job):
+        if under_way:
+            engine.native.wait(under_way[-1].run)
+        engine.lower(job, fitting.planned.plan.height)
+        variants.claim_again()
+    return fitting

@@ -22,8 +22,8 @@ _LEAST_MEANT = 1 << 16  # bytes: whoever writes a limit below that meant GiB
 class Claims(MakingWay):
     """The book of an engine's memory. Thread-safe.
 
-    Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one, and at most
-    ``opportunistic_limit`` together. Where a guaranteed job finds no room, they make way for it at their next step boundary.
+    Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one. Where a
+    guaranteed job finds no room, they make way for it at their next step boundary.
     With a ``quantum`` (seconds) jobs of one class take turns where not all of them fit: who has waited so long is given the memory of
     those who have had it for so long.
     """
@@ -33,7 +33,7 @@ class Claims(MakingWay):
         self.limit, self.reserve = limit, reserve
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
-        self.opportunistic_limit: int | None = None
+        self.changes = 0  # of claims and terms: steps then look at what they claim
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
@@ -46,34 +46,29 @@ class Claims(MakingWay):
         """Bytes for jobs: the limit without the reserve."""
         return self.limit - self.reserve
 
-    def claim(self, job: int, plan: Plan, *, batches: int = 1, patient: bool = True) -> None:
+    def claim(self, job: int, plan: Plan, *, batches: int = 1) -> None:
         """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
 
         What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
-        does not fit into an empty device, or when everyone who holds memory waits for more; at once if not ``patient``. Raises
+        does not fit into an empty device, or when everyone who holds memory waits for more. Raises
         MakeWay on the thread that stands at a boundary of the job (``Terms.at_boundary``) where it is to leave first.
         """
         terms = self.terms_of(job)
         needed, height = plan.persistent + plan.batch * batches, plan.height
         mine = self._claims.get(job)
         if mine is not None and needed <= mine.needed and height <= mine.height:
-            if terms.goes_lower and self._above(mine, terms):  # a step that has no lower form
-                self.leave(job)
+            if self.above_quota(job):
+                self._leave(job, plan)
             return
         if needed + height > self.room:
             raise self.too_large(plan, needed)
         if mine is not None and max(needed, mine.needed) + max(height, mine.height) <= self.room:
             needed, height = max(needed, mine.needed), max(height, mine.height)  # its other steps go on
         wanted = self._wanted(terms, needed, height)
-        if terms.opportunistic and terms.quota is not None and wanted + height > terms.quota:
-            if (
-                terms.quota_changed
-                and mine is not None
-                and terms.at_boundary == threading.get_ident()
-                and self.leave(job)
-            ):
-                raise MakeWay(plan)
-            raise self._above_quota(plan, wanted, terms.quota)
+        if terms.limit is not None and wanted + height > terms.limit:
+            if terms.quota_changed and mine is not None and terms.at_boundary == threading.get_ident():
+                self._leave(job, plan)
+            raise self._quota_refused(plan, wanted, terms.limit)
         owner, began = threading.get_ident(), time.monotonic()
         self._note(job, wanted, height)
         try:
@@ -106,14 +101,13 @@ class Claims(MakingWay):
                     self._waiting[owner] = (job, wanted, height)
                     making_way = self._ask_for_room(job, wanted, height)
                     making_way |= self._ask_for_turn(job, wanted, height, terms, began)
-                    stuck = not patient or (not making_way and self._nobody_goes_on(job))
-                    if patient and mine is not None and terms.at_boundary == owner:
-                        if stuck and terms.opportunistic and self._fits(job, wanted, height, without=self._claims):
-                            self._tell(job)  # rather than fail, it comes back when others have ended
+                    stuck = not making_way and self._nobody_goes_on(job)
+                    if mine is not None and terms.at_boundary == owner:
+                        comes_back = terms.opportunistic and self._fits(job, wanted, height, without=self._claims)
+                        if (stuck and comes_back) or not terms.allow(wanted + height):  # rather than fail
+                            self._tell(job)
                         if job in self._told:
                             raise MakeWay(plan)
-                    if stuck and patient and self._take_back_shares():
-                        continue
                     if stuck:
                         raise self._stuck(job, plan, wanted)
                     if not making_way:
@@ -162,7 +156,7 @@ class Claims(MakingWay):
             needed=wanted + plan.height, limit=self.limit,
         )  # fmt: skip
 
-    def _above_quota(self, plan: Plan, wanted: int, quota: int) -> MemoryLimitError:
+    def _quota_refused(self, plan: Plan, wanted: int, quota: int) -> MemoryLimitError:
         return MemoryLimitError(
             f"job {plan.name!r} needs {format_bytes(wanted)} for its state and a step of {format_bytes(plan.height)}, more than "
             f"its quota of {format_bytes(quota)}. Lower the batch size or raise quota=.",
@@ -190,6 +184,14 @@ class Claims(MakingWay):
         with self._guard:
             wanted = self._wanted(terms, plan.persistent + plan.batch * batches, plan.height)
             return self._fits(-1, wanted, plan.height, terms)
+
+    def has_room(self, job: int, needed: int, height: int) -> bool:
+        """Whether ``job`` has memory for so high a step, with ``needed`` bytes between its steps, or could claim it now."""
+        with self._guard:
+            mine = self._claims.get(job)
+            if mine is not None and needed <= mine.needed and height <= mine.height:
+                return True
+            return self._fits(job, max(needed, mine.needed if mine is not None else 0), height)
 
     def release(self, job: int) -> None:
         """Give back what a job claimed, and forget its terms."""
@@ -248,41 +250,26 @@ class Claims(MakingWay):
                 self.native.set_opportunistic(job, terms.opportunistic)
             except ValueError:  # it has left, and comes back on these terms
                 return
-            self._enter(job, terms)
+            self._terms[job] = terms
             self._stay.pop(job, None)
             self.changes += 1
             if (claim := self._claims.get(job)) is not None:
                 claim.opportunistic = terms.opportunistic
-                # Those that go lower see to it when they hand in their next step.
-                if self._above(claim, terms) and not terms.goes_lower:
-                    self._tell(job)
             self._changed.notify_all()
 
-    def _above(self, claim: Claim, terms: Terms) -> bool:
-        return terms.opportunistic and terms.limit is not None and claim.bytes + claim.height > terms.limit
+    # -- quotas that are lowered
 
-    # -- below what a job needs
-
-    def height_for(self, job: int, needed: int, most: int) -> int:
-        """The largest height up to ``most`` that ``job`` may have now with ``needed`` bytes between its steps; below 0: none.
-
-        What it has it keeps, up to its quota.
-        """
+    def most_height(self, job: int, needed: int) -> int | None:
+        """What the quota of ``job`` leaves for its steps, with ``needed`` bytes between them; None: what there is."""
         with self._guard:
             limit, mine = self.terms_of(job).limit, self._claims.get(job)
-            low, high = -1, most
-            if mine is not None:
-                needed = max(needed, mine.needed)
-                low = min(mine.height, most, limit - needed if limit is not None else most)
-            if low < high and self._fits(job, needed, high):
-                return high
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._fits(job, needed, middle):
-                    low = middle
-                else:
-                    high = middle - 1
-            return low
+            return None if limit is None else limit - max(needed, mine.needed if mine is not None else 0)
+
+    def above_quota(self, job: int) -> bool:
+        """Whether a job holds more than it may."""
+        with self._guard:
+            mine = self._claims.get(job)
+            return mine is not None and not self.terms_of(job).allow(mine.bytes + mine.height)
 
     def lower(self, job: int, height: int) -> None:
         """The steps of ``job`` are at most so high from now on; none of the others is under way. Does not wait."""
@@ -292,17 +279,12 @@ class Claims(MakingWay):
                 self.changes += 1
                 self._changed.notify_all()
 
-    def above_quota(self, job: int) -> bool:
-        """Whether a job holds more than it may."""
-        with self._guard:
-            claim = self._claims.get(job)
-            return claim is not None and self._above(claim, self.terms_of(job))
-
-    def leave(self, job: int) -> bool:
-        """Ask a job to make way at its next step boundary; whether it can."""
+    def _leave(self, job: int, plan: Plan) -> None:
+        """A job that holds more than its quota is to make way: at once where it stands at a boundary, if it can."""
         with self._guard:
             self._tell(job)
-            return job in self._told
+            if job in self._told and self.terms_of(job).at_boundary == threading.get_ident():
+                raise MakeWay(plan)
 
     def _wanted(self, terms: Terms, needed: int, height: int) -> int:
         """Bytes to claim between steps: what a guaranteed job's quota leaves beside its step is kept for it."""
@@ -380,10 +362,7 @@ class Claims(MakingWay):
         mine = [c for c in others if c.opportunistic]
         highest = max([height, *(c.height for c in mine)])
         beside = max((c.height for c in others if not c.opportunistic), default=0)
-        together = wanted + sum(c.bytes for c in mine) + highest
-        within_quota = terms.limit is None or wanted + height <= terms.limit
-        within_limit = self.opportunistic_limit is None or together <= self.opportunistic_limit
-        return within_quota and within_limit and total + highest + beside <= self.room
+        return terms.allow(wanted + height) and total + highest + beside <= self.room
 
     def _largest(self, job: int, height: int) -> int:
         return max([height, *(c.height for j, c in self._claims.items() if j != job)])

@@ -25,13 +25,12 @@ from waterflow.executor.claims import Claims
 from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
-from waterflow.executor.memory_control import MemoryControl
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_memory, reserve_of
 from waterflow.executor.starving import Starving
 from waterflow.executor.switching import shorten_switches
-from waterflow.executor.terms import Need, Terms, parse_quota
+from waterflow.executor.terms import Terms, parse_quota
 from waterflow.partition.plan import Plan
-from waterflow.priority import BelowNeed, Priority, check_below_need, check_priority
+from waterflow.priority import Priority, check_priority
 
 logger = logging.getLogger("waterflow")
 
@@ -138,7 +137,6 @@ class Engine(Claims):
         self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
         self._starving = Starving(self.decisions, self.native.queued, self.lanes)
-        self._memory = MemoryControl(self.decisions, self.give_shares)
         if mode == "turns":
             self.native.set_active_lanes(1)
         elif mode == "auto" and self.lanes > 1:
@@ -184,20 +182,18 @@ class Engine(Claims):
         super().set_terms(job, terms)
 
     def set_priority(
-        self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None,
-        below_need: BelowNeed = "wait",
-    ) -> None:  # fmt: skip
-        """For a ``Step`` of this engine in a loop of its own, what ``Job(priority=, quota=, below_need=)`` is for others.
+        self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None
+    ) -> None:
+        """For a ``Step`` of this engine in a loop of its own, what ``Job(priority=, quota=)`` is for others.
 
-        It cannot make way: its memory stays where it is while its loop runs. With ``below_need`` it goes on with lower steps where
-        its quota is lowered below its need; its next call raises MemoryLimitError where they cannot be so low.
+        It cannot make way: its memory stays where it is while its loop runs, also where not even a reduced step has room in a
+        quota that was lowered.
         """
         check_priority("set_priority()", priority)
-        check_below_need("set_priority()", below_need)
         if step.job is None or step.engine is not self:
             raise InvalidJobError("set_priority() takes a Step of this engine: make it with Step(..., engine=engine)")
         parsed = parse_quota("set_priority()", quota, self.limit)
-        self.set_terms(step.job, Terms(priority, parsed, below_need=below_need))
+        self.set_terms(step.job, Terms(priority, parsed))
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""
@@ -265,38 +261,13 @@ class Engine(Claims):
             self.coordinator.look()
             if ended is not None:
                 self._starving.ended(ended)
-                first = self.terms_of(ended).first
-                self._memory.ended(first if first is not None else ended)
             if self._starving.now() >= self._starving.next_look:
                 waiting = {job for job, on in terms if on.opportunistic}
                 self._starving.look(waiting, self.coordinator.present, self.names)
-        if self.coordinator is not None and self._memory.now() >= self._memory.next_look:
-            self._memory.look(self._needs, self.names)
-        if opportunistic:
             return
         in_use = self._lanes_in_use
         if in_use is not None and in_use.now() >= in_use.next_look:
             in_use.look(len(self._claims))
-
-    def _needs(self) -> tuple[dict[int, Need], int, int]:
-        """Of the jobs that may be lowered, if there are no guaranteed ones and no turns; the room for them; the others' height."""
-        with self._guard:
-            claims, terms = self._claims.copy(), self._terms.copy()
-            whole = [(on, self._whole[job], claims.pop(job, None)) for job, on in terms.items()
-                     if job in self._whole and on.goes_lower and on.make_way is not None]  # fmt: skip
-            whole += [(on, away, None) for on, away in self._away.items() if on.goes_lower]
-            waiting = [self.terms_of(job) for job, _, _ in self._waiting.values()]
-        free = all(claim.opportunistic for claim in claims.values()) and all(on.opportunistic for on in waiting)
-        if self.quantum is not None or not free:
-            return {}, 0, 0
-        room = min(self.room, self.opportunistic_limit or self.room) - sum(claim.bytes for claim in claims.values())
-        needs = {}
-        for on, (needed, height), claim in whole:
-            held = max(needed, claim.bytes) if claim is not None else needed
-            most = min(height, on.quota - held) if on.quota is not None else height
-            if on.first is not None and most > 0:
-                needs[on.first] = Need(held, most, claim.height if claim is not None else None, on.share)
-        return needs, room, max((claim.height for claim in claims.values()), default=0)
 
     def _tell_refusals(self) -> None:
         for job, why in self.native.take_graph_refusals():

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
 
 from waterflow import _C
 from waterflow.executor.terms import GUARANTEED, Terms
@@ -32,10 +31,6 @@ class MakingWay:
         self._lent: set[int] = set()  # opportunistic jobs that count as guaranteed while one of those waits for them
         self._stay: dict[int, float] = {}  # could not make way, and are not asked again before
         self._known_to_stay: set[int] = set()  # of whom the user was told
-        # Of jobs that go lower: bytes between whole steps, and their height; the same of those that made way.
-        self._whole: dict[int, tuple[int, int]] = {}
-        self._away: dict[Terms, tuple[int, int]] = {}
-        self.changes = 0  # of claims and terms: who runs below its need then looks again
 
     def terms_of(self, job: int) -> Terms:
         """Those of a job; nobody's are guaranteed."""
@@ -89,50 +84,8 @@ class MakingWay:
                 self.names.get(job, job), why,
             )  # fmt: skip
 
-    # -- shares of the memory, of jobs that go lower
-
-    def note_need(self, job: int, needed: int, height: int) -> None:
-        """What its last step takes where it is whole."""
-        with self._guard:
-            self._whole[job] = needed, height
-
-    def give_shares(self, shares: Mapping[int | None, int | None]) -> None:
-        """The most bytes that each of these jobs (``Terms.first``) may have from now on; None: all that there is."""
-        with self._guard:
-            for terms in [*self._terms.values(), *self._away]:
-                if terms.first in shares and terms.share != shares[terms.first]:
-                    terms.share = shares[terms.first]
-                    self.changes += 1
-            self._changed.notify_all()
-
-    def ended(self, terms: Terms) -> None:
-        """A job that had these will not come back."""
-        with self._guard:
-            self._away.pop(terms, None)
-            self._whole = {job: whole for job, whole in self._whole.items() if self._terms.get(job) is not terms}
-
-    def take_back_shares(self) -> bool:
-        """Where somebody cannot go on with them; whether there were any."""
-        with self._guard:
-            return self._take_back_shares()
-
-    def _take_back_shares(self) -> bool:
-        shared = {terms.first for terms in [*self._terms.values(), *self._away] if terms.share is not None}
-        self.give_shares(dict.fromkeys(shared))
-        return bool(shared)
-
-    def _enter(self, job: int, terms: Terms) -> None:
-        if (whole := self._away.pop(terms, None)) is not None:
-            self._whole[job] = whole
-        elif job not in self._terms:
-            terms.share = None
-        terms.first = terms.first if terms.first is not None else job
-        self._terms[job] = terms
-
     def _forget(self, job: int) -> None:
-        terms, whole = self._terms.pop(job, None), self._whole.pop(job, None)
-        if terms is not None and whole is not None and job in self._told:
-            self._away[terms] = whole
+        self._terms.pop(job, None)
         self._stay.pop(job, None)
         for known in (self._told, self._lent, self._known_to_stay):
             known.discard(job)

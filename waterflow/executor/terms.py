@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from waterflow.errors import InvalidJobError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.partition.plan import Plan
-from waterflow.priority import BelowNeed, Priority
+from waterflow.priority import Priority
 
 
 @dataclass(eq=False)
@@ -17,9 +17,7 @@ class Terms:
 
     ``make_way`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
     wait. None: it cannot, as ``stays`` tells. ``at_boundary`` is the thread that stands between two steps of the job: where that
-    waits for memory, it can leave from there. ``below_need`` says what an opportunistic job does where it may hold less than it needs;
-    such a job may have no more than ``share`` either, which the engine sets among them. ``first`` is the first of the numbers that the
-    job has in its engine: each time it comes back it has another.
+    waits for memory, it can leave from there.
     """
 
     priority: Priority = "guaranteed"
@@ -29,9 +27,6 @@ class Terms:
         "it trains in a loop of its own; end that loop, or hand it in as a Job, whose state can go to host memory"
     )
     at_boundary: int | None = None
-    below_need: BelowNeed = "wait"
-    share: int | None = None
-    first: int | None = None
     quota_changed: bool = False  # while the job was there: what is above it then waits, and is not refused
 
     @property
@@ -40,28 +35,13 @@ class Terms:
         return self.priority == "opportunistic"
 
     @property
-    def goes_lower(self) -> bool:
-        """Whether its steps may go on below its need."""
-        return self.opportunistic and self.below_need != "wait"
-
-    @property
     def limit(self) -> int | None:
-        """The most bytes that an opportunistic job may hold."""
-        bounds = self.quota, self.share if self.goes_lower else None
-        return min((bound for bound in bounds if bound is not None), default=None)
+        """The most bytes that the job may hold; None: what there is."""
+        return self.quota if self.opportunistic else None
 
-
-@dataclass(frozen=True)
-class Need:
-    """Of a job that goes lower: its bytes between steps, and the height of whole ones, of what its quota allows.
-
-    ``held`` is the height of the steps that it has memory for; None: for none. ``share`` is that of its terms.
-    """
-
-    bytes: int
-    height: int
-    held: int | None = None
-    share: int | None = None
+    def allow(self, held: int) -> bool:
+        """Whether the job may hold so many bytes."""
+        return self.limit is None or held <= self.limit
 
 
 class MakeWay(Exception):

@@ -12,15 +12,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, InvalidJobError, WaterflowError
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError, WaterflowError
 from waterflow.executor import updated_elsewhere
 from waterflow.executor.audited import Code, codes
 from waterflow.executor.batch_copies import Ranges, copies_of
 from waterflow.executor.binding import Owner, bind
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.first_updates import Begun, FirstUpdates, HalfBegun, Members, members_of
-from waterflow.executor.lower_forms import Low, LowerForms, Whole
-from waterflow.executor.recomputing import recomputing
+from waterflow.executor.recomputing import form_for
 from waterflow.executor.sharing import Hold, holders
 from waterflow.partition.ambient import ambient_key
 from waterflow.partition.fingerprint import Fingerprint
@@ -29,7 +28,6 @@ from waterflow.partition.plan import Plan
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import state_of, structure_key
 from waterflow.partition.survivors import LeavesTensors
-from waterflow.priority import BelowNeed
 
 if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
@@ -77,12 +75,29 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise
 
 
+def _form(plain: CapturedStep, height: int | None, offload: bool = False) -> CapturedStep:
+    """The form of a captured step that is at most ``height`` bytes high; found, or made."""
+    if height is None or not (plain.capture.apart or offload):
+        return plain
+    key = plain.capture.number, plain.exact, height, offload
+    return captures.get(key, lambda: form_for(plain, height, offload=offload))
+
+
+@dataclass
+class Whole:
+    """A step on batches of one kind as it is where there is room; ``plain`` is what was captured, and no form is below ``lowest``."""
+
+    key: Hashable
+    plain: CapturedStep
+    planned: PlannedStep
+    lowest: int = 0
+
+
 @dataclass
 class Variant:
     """The step for batches of one shape: what was captured for it, bound to this job.
 
-    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes or spills. ``whole`` is the
-    step where there is room for it, and ``low`` tells for what room this is a lower form.
+    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes; ``whole`` is the step where there is room.
     """
 
     key: Key
@@ -97,7 +112,6 @@ class Variant:
     owner: Owner
     moved: Members
     whole: Whole
-    low: Low | None = None
     seen: int | None = None  # of its engine's changes
     # Memory of which a batch is copied, as it may change before the batch is read for the last time; and of which no batch
     # may be, as operations that are made again would read it when it has changed.
@@ -158,7 +172,8 @@ class Variants:
         self._recompute = recompute
         self._exact = exact
         self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
-        self._low: dict[Hashable, Low] = {}  # forms for steps that may hold less than they need
+        # Of steps that have less room than they need: the whole form, the room, and the form that was made for it.
+        self._reduced: dict[Hashable, tuple[CapturedStep, int, CapturedStep]] = {}
         self._last: Whole | None = None
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
@@ -186,11 +201,10 @@ class Variants:
         """
         if self._recompute != "auto" or not variant.plain.capture.apart:
             return None
-        beyond = variant.planned.plan.height - height
-        above_graph = max(0, variant.planned.plan.height - variant.captured.predicted.height)
         before = self._heights.get(variant.key)
-        wanted = height - above_graph if before is None else before - max(1, beyond)
-        self._form(variant.plain, variant.structure, variant.key, max(0, wanted))
+        beyond = variant.planned.plan.height - height
+        wanted = variant.planned.graph_height(height) if before is None else before - max(1, beyond)
+        _form(variant.plain, max(0, wanted))
         self._heights[variant.key] = wanted
         return self._make(variant.key, leaves, batch_spec)
 
@@ -198,11 +212,9 @@ class Variants:
         spec = replace(self._spec, update=key[1], gathered=key[3])
         plain, structure, looked = self._capture(spec, key, leaves, batch_spec, runs=True)
         (code := codes.of(structure[0])).check()
-        form = captured = self._form(plain, structure, key, self._height(key))
-        name = structure, key, self._height(key), plain.exact
-        low = self._low.get(key)
-        if low is not None and low.of == name:
-            captured = low.form
+        form = captured = _form(plain, self._height(key))
+        if (reduced := self._reduced.get(key)) is not None and reduced[0] is form:
+            captured = reduced[2]
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
@@ -215,10 +227,8 @@ class Variants:
         if key not in self._variants and len(self._variants) >= MOST_SHAPES:
             self._variants.pop(next(iter(self._variants)))
         planned = self._planned(key, captured)
-        whole = Whole(name, plain, form, planned if form is captured else self._planned(key, form))
+        self._last = whole = Whole(key, plain, planned if form is captured else self._planned(key, form))
         made = Variant(key, plain, captured, planned, binding, slots, positions, structure, code, owner, moved, whole)
-        made.low = low if low is not None and captured is low.form else None
-        self._last = whole
         if captured.capture.early_updates or captured.recomputed is not None:
             buffers = dict(spec.model.named_buffers())
             written = [buffers[name] for name in captured.written_buffers]
@@ -237,35 +247,49 @@ class Variants:
 
     # -- below what the step needs
 
-    def at_most(
-        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, means: BelowNeed, room: int
-    ) -> Variant:
-        """The variant in a form at most ``room`` bytes high. Raises MemoryLimitError, whose ``needed`` is the lowest height."""
-        self._low[variant.key] = self._lower_forms(variant.key).at_most(variant.whole, means, room)
-        return self._make(variant.key, leaves, batch_spec)
-
-    def at_least(
-        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, means: BelowNeed
-    ) -> Variant:
-        """The variant in its lowest form."""
-        self._low[variant.key] = self._lower_forms(variant.key).lowest(variant.whole, means)
-        return self._make(variant.key, leaves, batch_spec)
-
-    def whole(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
-        """The variant as it runs where there is room for it."""
-        if self._low.pop(variant.key, None) is None:
+    def within(
+        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int
+    ) -> Variant | None:
+        """The variant at most ``room`` bytes high: whole where it is, else in a reduced form; None where there is none."""
+        whole = variant.whole.planned.captured
+        known = self._reduced.get(variant.key)  # goes on with what its own profile has shown
+        start = variant.captured if known is not None and known[0] is whole and known[1] == room else whole
+        form = self._brought(variant.whole, start, room)
+        if form is variant.captured:
             return variant
+        if form is None:
+            return None
+        self._reduced[variant.key] = whole, room, form
+        if form is not whole:
+            logger.info("step %r goes on below its need: %s", self._name, form.spilled or form.recomputed)
         return self._make(variant.key, leaves, batch_spec)
 
-    def lowest_plan(self, means: BelowNeed) -> Plan | None:
-        """What the last step would claim in its lowest form, or whole if it is to wait; also behind ``clear``. None: there was none."""
-        last = self._last
-        if last is not None and means == "wait":
-            return last.planned.plan
-        return self._lower_forms(last.name).lowest_plan(last, means) if last is not None else None
+    def least_plan(self, wanted: Plan | None, quota: int | None, batches: int) -> Plan | None:
+        """What is to be claimed to go on, also behind ``clear``: ``wanted``, where that is more than the last step takes.
 
-    def _lower_forms(self, key: Hashable) -> LowerForms:
-        return LowerForms(lambda form: self._planned(key, form))
+        Else what that takes, in the form that ``quota`` has room for if there is one.
+        """
+        last = self._last
+        if last is None or (wanted is not None and wanted.peak > last.planned.plan.peak):
+            return wanted
+        plan = last.planned.plan
+        if quota is None:
+            return plan
+        form = self._brought(last, last.planned.captured, quota - plan.persistent - batches * plan.batch)
+        return plan if form is None else self._planned(last.key, form).plan
+
+    def _brought(self, whole: Whole, form: CapturedStep, room: int) -> CapturedStep | None:
+        """``form``, or one that is low enough for ``room`` by the profiles that there are."""
+        while (planned := self._planned(whole.key, form)).plan.height > room:
+            height = planned.graph_height(room)
+            if height < whole.lowest:
+                return None
+            try:
+                form = _form(whole.plain, height, offload=True)
+            except MemoryLimitError as error:
+                whole.lowest = error.needed
+                return None
+        return form
 
     def plan(
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
@@ -285,16 +309,10 @@ class Variants:
         with as_refusal():
             plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
             codes.of(structure[0]).check()
-            return self._form(plain, structure, key, self._height(key) if height is None else height)
+            return _form(plain, self._height(key) if height is None else height)
 
     def _height(self, key: Hashable) -> int | None:
         return self._recompute if isinstance(self._recompute, int) else self._heights.get(key)
-
-    def _form(self, plain: CapturedStep, structure: Hashable, key: Hashable, height: int | None) -> CapturedStep:
-        """The form of a captured step that is at most ``height`` bytes high; found, or made."""
-        if height is None or not plain.capture.apart:
-            return plain
-        return captures.get((structure, key, height, plain.exact), lambda: recomputing(plain, height))
 
     def _capture(
         self, spec: StepSpec, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, runs: bool = False
