@@ -1,7 +1,7 @@
 """Planned memory: an offset for everything that a step makes, counted from its lane's end of the arena.
 
 Memory rises through the forward pass and falls through the backward pass, so a step is nearly a stack. How nearly is a
-matter of the order in which its pieces are placed (``csrc/offsets.cpp``; ``docs/experiments.md`` compares orders).
+matter of the order in which its pieces are placed (``csrc/offsets.cpp``; ``docs/experiments/memory.md`` compares orders).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ enum class OrderFault {
 // Each event carries the peak of the group that it closes. A group waits for the facing lane's latest event whose peak
 // crosses the ground that it grows into, and for no other: whatever was issued there before that event is behind it,
 // and what was issued after it stays out of that ground. Comparing the heights at events instead is wrong, for a group
-// may rise and fall between two of them (docs/experiments.md).
+// may rise and fall between two of them (docs/experiments/lanes.md).
 //
 // Pure book-keeping: no clock, no threads, no torch. Not thread-safe: the engine's lock guards it. Peaks are bytes from
 // a lane's own end of the arena; ends are 0 and 1. An end belongs to one stream.
