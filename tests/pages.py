@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def mentioned(page: Path) -> set[str]:
     return {" ".join(text.split()) for text in _MENTIONED.findall(outside_fences(page.read_text()))}
 
 
-def program_of(page: str, blocks: list[Block], left_out: set[str]) -> str:
+def program_of(page: str, blocks: list[Block], left_out: Callable[[str], bool]) -> str:
     """One Python program with each line where the page has it; a shell's fence is called at its first line."""
     lines = [""] * max(block.line + block.text.count("\n") for block in blocks)
     for block in blocks:
@@ -84,7 +84,7 @@ def program_of(page: str, blocks: list[Block], left_out: set[str]) -> str:
             lines[block.line - 1 : block.line - 1 + len(text)] = text
         elif block.info in SHELLS:
             for command in block.commands():
-                if command.text in left_out:
+                if left_out(command.text):
                     text[command.at : command.at + command.lines] = [""] * command.lines
             trap = f"set -e; trap 'echo \"{page}:$LINENO: $BASH_COMMAND\" >&2' ERR"
             script = "\n".join([trap, *[""] * (block.line - 2), *text])
