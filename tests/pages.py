@@ -67,7 +67,11 @@ def sections_of(page: Path) -> dict[str, list[Block]]:
 def hidden_code(page: Path) -> list[str]:
     """Lines that show code where no test looks."""
     lines = enumerate(outside_fences(page.read_text()).splitlines(), 1)
-    return [f"{page.name}:{number} shows code without a fence: {line}" for number, line in lines if _HIDDEN.match(line)]
+    return [
+        f"{page.relative_to(ROOT)}:{number} shows code without a fence: {line}"
+        for number, line in lines
+        if _HIDDEN.match(line)
+    ]
 
 
 def mentioned(page: Path) -> set[str]:
