@@ -2,8 +2,8 @@
 
 A change is what differs from COMMIT, untracked files included. By default that is where the branch left its upstream; a branch
 without one is compared with main, and main with its last commit. A file of the package concerns the tests of its folder and all tests that
-import it; a test file concerns itself; what a helper of the tests holds, all that import it. The architecture and the bits
-are always looked at.
+import it; a test file concerns itself; what a helper of the tests holds, all that import it; a page and an example
+concern what runs them. The architecture and the bits are always looked at.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def concerned(paths: list[Path]) -> list[Path]:
             found |= {each for each in files if each.name.startswith(f"test_{path.stem}")}
         elif path.name == "conftest.py":
             found.add(path.parent)
+        elif path.suffix == ".md" or path.parts[0] == "examples":
+            found.add(Path("tests/test_pages.py"))
     return sorted(path for path in found if path.name.startswith("test_") or (ROOT / path).is_dir())
 
 

@@ -55,6 +55,7 @@ def test_helpers_and_fixtures_are_followed(request: pytest.FixtureRequest) -> No
         ("benchmarks/goals.py", {"tests/test_throughput.py"}),
         ("tests/planted_programs.py", {"tests/test_planted_leaks.py", "tests/test_planted_faults.py"}),
         ("tests/test_step.py", {"tests/test_step.py"}),
+        ("docs/howto.md", {"tests/test_pages.py"}),
     ],
 )
 def test_a_change_leads_to_its_tests(path: str, concerned: set[str]) -> None:
