@@ -148,19 +148,17 @@ void StreamAllocator::find_owner(Chunk* chunk) {
       uses[0].tick = clocks_.now(slot);
       if (sets_.put_aside(chunk, slot)) return;
     }
-    live_.erase(chunk->address);
-    sets_.insert(chunk, sets_.home(uses, -1));
-    return;
+  } else {
+    Uses last;
+    for (int32_t i = 0; i < uses.size(); ++i) {
+      Use use = uses[i];
+      if (use.tick == OPEN) use.tick = clocks_.now(use.slot);
+      clocks_.add_use(last, use);
+    }
+    uses = last;
   }
   live_.erase(chunk->address);
-  Uses last;
-  for (int32_t i = 0; i < uses.size(); ++i) {
-    Use use = uses[i];
-    if (use.tick == OPEN) use.tick = clocks_.now(use.slot);
-    clocks_.add_use(last, use);
-  }
-  uses = last;
-  sets_.insert(chunk, sets_.home(uses, -1));
+  sets_.insert(chunk, sets_.home(uses));
 }
 
 void StreamAllocator::release(uintptr_t address) {
