@@ -33,7 +33,6 @@ class AllocatorReport:
     held: int
     peak: int
     grown: int
-    peak_grown: int
     spilled: int
     synchronized: int
     apart: int

@@ -46,7 +46,6 @@ py::dict as_dict(const AllocatorReport& report) {
   made["held"] = report.held;
   made["peak"] = report.peak;
   made["grown"] = report.grown;
-  made["peak_grown"] = report.peak_grown;
   made["spilled"] = report.spilled;
   made["synchronized"] = report.synchronized;
   made["apart"] = report.apart;

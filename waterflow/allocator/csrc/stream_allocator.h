@@ -44,9 +44,9 @@ struct Spilled {
 };
 
 struct AllocatorReport {
-  int64_t held = 0, peak = 0;         // bytes handed out, alignment included
-  int64_t grown = 0, peak_grown = 0;  // bytes taken from the device
-  int64_t spilled = 0;                // bytes of host memory handed out
+  int64_t held = 0, peak = 0;  // bytes handed out, alignment included
+  int64_t grown = 0;           // bytes taken from the device
+  int64_t spilled = 0;         // bytes of host memory handed out
   int64_t synchronized = 0, apart = 0;
   std::vector<std::pair<StreamId, int64_t>> unsynchronized;  // free bytes by stream
   int64_t largest_free = 0;
@@ -155,7 +155,7 @@ class StreamAllocator {
   mutable FreeSets sets_;  // questions may merge what releases have put off: that changes no answer but sizes of pieces
   std::vector<std::unique_ptr<Segment>> segments_;
   int64_t limit_;
-  int64_t held_ = 0, peak_ = 0, grown_ = 0, peak_grown_ = 0, spilled_ = 0, requests_ = 0;
+  int64_t held_ = 0, peak_ = 0, grown_ = 0, spilled_ = 0, requests_ = 0;
   std::array<int64_t, TIERS> tiers_{};
   Spill spill_;
   GiveBack give_back_;

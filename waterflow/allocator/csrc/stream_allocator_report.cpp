@@ -87,7 +87,6 @@ AllocatorReport StreamAllocator::report() const {
   made.held = held_;
   made.peak = peak_;
   made.grown = grown_;
-  made.peak_grown = peak_grown_;
   made.spilled = spilled_;
   made.synchronized = sets_.bytes(SYNCHRONIZED);
   made.apart = sets_.bytes(APART);

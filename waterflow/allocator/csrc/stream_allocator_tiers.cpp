@@ -116,7 +116,6 @@ Chunk* StreamAllocator::new_segment(int64_t bytes) {
     return nullptr;
   }
   grown_ += bytes;
-  peak_grown_ = std::max(peak_grown_, grown_);
   auto segment = std::make_unique<Segment>();
   segment->base = base;
   segment->bytes = bytes;
