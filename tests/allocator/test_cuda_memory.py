@@ -54,32 +54,45 @@ def _built(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.slow
-def test_every_device_has_memory_from_its_first_request_on(tmp_path: Path) -> None:
+def test_without_a_pool_the_driver_serves(tmp_path: Path) -> None:
     run(tmp_path, """
         at = malloc(1000, 0, None)
-        assert at % 512 == 0 and fake.held()["contexts"] == 1
+        assert at and fake.count("cuMemAlloc") == 1 and fake.held() == {"plain": 1, "contexts": 1}
         ctypes.memset(at, 1, 1000)
-        assert _C.cuda_figures(0)["allocated"] == 1000 and _C.cuda_figures(0)["reserved"] == PAGE
+        assert _C.cuda_figures(0)["allocated"] == 1000 and _C.cuda_figures(0)["reserved"] == 1000
+        free(at, 1000, 0, None)
+        assert fake.held() == {"contexts": 1} and _C.cuda_figures(0)["allocated"] == 0
         assert malloc(0, 0, None) is None
         free(None, 0, 0, None)
         record(None, None)
         other = malloc(10, 1, None)
-        assert fake.held()["contexts"] == 2
-        _C.cuda_limit(0, 100 * PAGE)
-        late = malloc(1000, 0, None)
-        for block, size, device in ((at, 1000, 0), (late, 1000, 0), (other, 10, 1)):
-            free(block, size, device, None)
-            assert _C.cuda_trim(device) >= 0
-        assert _C.cuda_figures(0)["allocated"] == 0 and fake.used == 0
+        assert fake.held() == {"plain": 1, "contexts": 2}
+        free(other, 10, 1, None)
+        _C.cuda_pool(0, 0, False)
+        before = malloc(10, 0, None)
+        assert fake.count("cuMemAlloc") == 2 and before % 512 == 0
         with pytest.raises(ValueError, match="there is no CUDA device 9"):
             _C.cuda_malloc(10, 9, 0)
+    """)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_blocks_from_before_the_pool_go_back_to_the_driver(tmp_path: Path) -> None:
+    run(tmp_path, """
+        early = malloc(1000, 0, None)
+        _C.cuda_pool(0, 100 * PAGE, False)
+        late = malloc(1000, 0, None)
+        free(early, 1000, 0, None)
+        assert fake.held().get("plain") is None
+        free(late, 1000, 0, None)
+        assert _C.cuda_trim(0) > 0 and fake.held() == {"contexts": 1, "streams": 0} or fake.used == 0
     """)  # fmt: skip
 
 
 @pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_streams_take_from_each_other_only_behind_a_wait(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_limit(0, 40 * PAGE)
+        _C.cuda_pool(0, 40 * PAGE, False)
         a, b = fake.new_stream(), fake.new_stream()
         first = malloc(30 * PAGE, 0, a)
         fake.stall(a)
@@ -99,7 +112,7 @@ def test_streams_take_from_each_other_only_behind_a_wait(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_record_stream_keeps_a_block_from_others(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_limit(0, 40 * PAGE)
+        _C.cuda_pool(0, 40 * PAGE, False)
         a, b = fake.new_stream(), fake.new_stream()
         block = malloc(30 * PAGE, 0, a)
         record(block, b)
@@ -115,7 +128,7 @@ def test_record_stream_keeps_a_block_from_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_handle_that_comes_back_is_another_stream(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_limit(0, 40 * PAGE)
+        _C.cuda_pool(0, 40 * PAGE, False)
         fake.reuse_streams()
         a = fake.new_stream()
         block = malloc(30 * PAGE, 0, a)
@@ -131,9 +144,9 @@ def test_a_handle_that_comes_back_is_another_stream(tmp_path: Path) -> None:
 def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
     run(tmp_path, """
         fake.memory(8 * PAGE)
-        with pytest.raises(RuntimeError, match=r"no room for 18.0 MiB on stream 0; 0 bytes are held"):
+        with pytest.raises(RuntimeError, match="device 0 has no 18.0 MiB left beside the 0 bytes"):
             _C.cuda_malloc(9 * PAGE, 0, 0)
-        _C.cuda_limit(0, 4 * PAGE)
+        _C.cuda_pool(0, 4 * PAGE, False)
         held = _C.cuda_malloc(3 * PAGE, 0, 0)
         with pytest.raises(RuntimeError) as error:
             _C.cuda_malloc(5 * PAGE, 0, 0)
@@ -148,8 +161,7 @@ def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_does_not_fit_goes_to_pinned_memory_where_that_is_allowed(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_limit(0, 4 * PAGE)
-        _C.cuda_spill(0)
+        _C.cuda_pool(0, 4 * PAGE, True)
         held = _C.cuda_malloc(4 * PAGE, 0, 0)
         spilled = _C.cuda_malloc(3 * PAGE, 0, 0)
         assert _C.cuda_figures(0)["pinned"] >= 3 * PAGE and fake.held()["pinned"] == 1
@@ -164,7 +176,7 @@ def test_what_does_not_fit_goes_to_pinned_memory_where_that_is_allowed(tmp_path:
 @pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_limit(0, 0)
+        _C.cuda_pool(0, 0, False)
         device = _C.cuda_device(0)
         arena = _C.CudaArena(device, 4 * PAGE)
         arena.resize(4 * PAGE)
@@ -188,7 +200,7 @@ def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path)
 @pytest.mark.slow
 def test_a_graphs_memory_is_its_own_until_it_is_released(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_limit(0, 0)
+        _C.cuda_pool(0, 0, False)
         captured, other, pool = fake.new_stream(), fake.new_stream(), (0, 1)
         outside = _C.cuda_malloc(1000, 0, captured)
         _C.cuda_begin_pool(0, pool, [captured])
@@ -217,7 +229,7 @@ def test_a_graphs_memory_is_its_own_until_it_is_released(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_foreign_block_is_refused_without_an_exception(tmp_path: Path) -> None:
     out = run(tmp_path, """
-        _C.cuda_limit(0, 0)
+        _C.cuda_pool(0, 0, False)
         free(12345, 10, 0, None)
         block = malloc(10, 0, None)
         free(block, 10, 0, None)
@@ -231,7 +243,7 @@ def test_a_foreign_block_is_refused_without_an_exception(tmp_path: Path) -> None
 def test_many_threads(tmp_path: Path) -> None:
     run(tmp_path, """
         import random
-        _C.cuda_limit(0, 200 * PAGE)
+        _C.cuda_pool(0, 200 * PAGE, False)
         streams = [fake.new_stream() for _ in range(4)]
         wrong = []
         def work(seed):

@@ -48,9 +48,7 @@ def install(device: int | torch.device | None = None, limit: int = 0, spill: boo
             logger.warning("cudnn.benchmark is switched off: %s", BENCHMARK)
         _C.cuda_device(index)  # a driver that does not do is found before anything has changed
         _put_in()
-    _C.cuda_limit(index, limit)
-    if spill:
-        _C.cuda_spill(index)
+    _C.cuda_pool(index, limit, spill)
     _installed.add(index)
     return True
 

@@ -67,7 +67,7 @@ size_t total = size_t{1} << 30, used = 0;
 uint64_t next_handle = 0x1000;
 unsigned long long next_stream_id = 1;
 int retained[DEVICES];
-std::map<uint64_t, size_t> reservations, pinned;
+std::map<uint64_t, size_t> reservations, pinned, plain;
 std::map<uint64_t, Physical> physical;
 std::map<uint64_t, Mapping> mappings;
 std::map<uint64_t, Stream> streams;
@@ -310,6 +310,28 @@ FAKE int cuMemSetAccess(unsigned long long at, size_t bytes, const AccessDesc* a
   }
   return mprotect(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE) == 0 ? OK : INVALID;
 }
+FAKE int cuMemAlloc_v2(unsigned long long* at, size_t bytes) {
+  CALL("cuMemAlloc", text(bytes));
+  NOT_IN_CAPTURE
+  NEEDS_CONTEXT
+  if (bytes == 0) return INVALID;
+  if (bytes > total - used) return NO_MEMORY;
+  used += bytes;
+  *at = reinterpret_cast<uint64_t>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  plain.emplace(*at, bytes);
+  return OK;
+}
+FAKE int cuMemFree_v2(unsigned long long at) {
+  CALL("cuMemFree");
+  NOT_IN_CAPTURE
+  NEEDS_CONTEXT
+  auto found = plain.find(at);
+  if (found == plain.end()) return INVALID;
+  munmap(reinterpret_cast<void*>(at), found->second);
+  used -= found->second;
+  plain.erase(found);
+  return OK;
+}
 FAKE int cuMemHostAlloc(void** at, size_t bytes, unsigned flags) {
   CALL("cuMemHostAlloc", text(bytes) + "," + text(flags));
   NOT_IN_CAPTURE
@@ -473,7 +495,7 @@ FAKE void fake_stall(void* stream, int on) { stream_of(stream)->stalled = on != 
 FAKE void fake_reuse_streams(int on) { stream_handle_shift = on; }
 FAKE const char* fake_calls() { return calls.c_str(); }
 FAKE void fake_forget_calls() { calls.clear(), counts.clear(); }
-// What is held: reservations, handles, mappings, own streams, events, pinned, contexts, graphs and
+// What is held: reservations, handles, mappings, own streams, events, pinned, plain, contexts, graphs and
 // executables, captures; by index.
 FAKE int64_t fake_held(int what) {
   const size_t held[] = {reservations.size(),
@@ -482,6 +504,7 @@ FAKE int64_t fake_held(int what) {
                          streams.size() - streams.count(0),
                          events.size(),
                          pinned.size(),
+                         plain.size(),
                          static_cast<size_t>(retained[0] + retained[1]),
                          graphs.size() + executables.size(),
                          captures.size()};

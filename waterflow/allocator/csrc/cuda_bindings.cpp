@@ -36,9 +36,8 @@ void bind_cuda_memory(py::module_& m) {
     return hooks;
   });
   m.def(
-      "cuda_limit", [](int device, int64_t bytes) { CudaMemory::of(device).set_limit(bytes); }, py::arg("device"),
-      py::arg("bytes"), unlocked());
-  m.def("cuda_spill", [](int device) { CudaMemory::of(device).allow_spill(); });
+      "cuda_pool", [](int device, int64_t limit, bool spill) { CudaMemory::of(device).pool(limit, spill); },
+      py::arg("device"), py::arg("limit"), py::arg("spill"), unlocked());
   m.def("cuda_figures", [](int device) {
     const auto now = CudaMemory::of(device).figures();
     py::dict made;
@@ -110,6 +109,7 @@ void bind_cuda(py::module_& m) {
       .def("synchronize_all", &CudaDevice::synchronize_all, unlocked())
       .def("allocate_pinned", &CudaDevice::allocate_pinned, py::arg("bytes"), unlocked())
       .def("free_pinned", &CudaDevice::free_pinned, py::arg("at"), unlocked())
+      .def_property_readonly("index", &CudaDevice::index)
       .def_property_readonly("capacity", &CudaDevice::capacity)
       .def_property_readonly("grown", &CudaDevice::grown)
       .def_property_readonly("pinned", &CudaDevice::pinned)

@@ -70,6 +70,7 @@ CudaDevice::~CudaDevice() {
     }
     for (const auto& [at, end] : reserved_) driver_.unreserve(at, end - at);
     for (const auto& [at, bytes] : pinned_) driver_.free_host(reinterpret_cast<void*>(at));
+    for (const auto& [at, bytes] : plain_) driver_.free(at);
   } catch (const CudaError&) {
     // The driver has gone already, and everything with it.
   }
@@ -276,6 +277,32 @@ void CudaDevice::free_pinned(uintptr_t at) {
   }
 }
 
+uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
+  Current current(*this);
+  CaptureAllowed capture(driver_);
+  cu::Address at = 0;
+  const auto result = driver_.allocate(&at, static_cast<size_t>(bytes));
+  if (result == cu::OUT_OF_MEMORY) return 0;
+  if (result) driver_.fail(result, "cuMemAlloc(" + std::to_string(bytes) + " bytes)");
+  Guard guard(lock_);
+  plain_.emplace(at, bytes);
+  plain_total_ += bytes;
+  return at;
+}
+
+bool CudaDevice::free_plain(uintptr_t at) {
+  Current current(*this);
+  {
+    Guard guard(lock_);
+    auto found = plain_.find(at);
+    if (found == plain_.end()) return false;
+    plain_total_ -= found->second;
+    plain_.erase(found);
+  }
+  if (const auto result = driver_.free(at)) driver_.fail(result, "cuMemFree(" + hex(at) + ")");
+  return true;
+}
+
 int64_t CudaDevice::grown() const {
   Guard guard(lock_);
   return grown_;
@@ -284,6 +311,11 @@ int64_t CudaDevice::grown() const {
 int64_t CudaDevice::pinned() const {
   Guard guard(lock_);
   return pinned_total_;
+}
+
+int64_t CudaDevice::plain() const {
+  Guard guard(lock_);
+  return plain_total_;
 }
 
 int64_t CudaDevice::free_memory() const {

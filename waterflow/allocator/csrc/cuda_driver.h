@@ -88,6 +88,8 @@ static_assert(sizeof(Address) == sizeof(void*));
   X(map, "cuMemMap", (cu::Address at, size_t bytes, size_t offset, cu::Handle handle, unsigned long long flags))    \
   X(unmap, "cuMemUnmap", (cu::Address at, size_t bytes))                                                            \
   X(set_access, "cuMemSetAccess", (cu::Address at, size_t bytes, const cu::Access* access, size_t count))           \
+  X(allocate, "cuMemAlloc_v2", (cu::Address * at, size_t bytes))                                                    \
+  X(free, "cuMemFree_v2", (cu::Address at))                                                                         \
   X(allocate_host, "cuMemHostAlloc", (void** at, size_t bytes, unsigned flags))                                     \
   X(free_host, "cuMemFreeHost", (void* at))                                                                         \
   X(create_stream, "cuStreamCreate", (cu::Stream * stream, unsigned flags))                                         \

@@ -41,30 +41,37 @@ CudaMemory& CudaMemory::of(int device) {
 }
 
 CudaMemory::CudaMemory(int device)
-    : device_(std::make_shared<CudaDevice>(CudaDriver::load(), device)),
-      graphs_(device_),
-      heap_(device_, {.alignment = ALIGNMENT, .limit = device_->capacity()}) {}
+    : device_(std::make_shared<CudaDevice>(CudaDriver::load(), device)), graphs_(device_) {}
 
-void CudaMemory::set_limit(int64_t limit) {
+void CudaMemory::pool(int64_t limit, bool spill) {
+  std::lock_guard<std::mutex> guard(lock_);
   if (limit < 0) throw std::invalid_argument("a limit is at least 0 bytes; got " + std::to_string(limit));
-  trim();  // a limit may not lie below what is in use
-  heap_.set_limit(limit == 0 ? device_->capacity() : limit);
+  if (limit == 0) limit = device_->capacity();
+  if (StreamAllocator* heap = heap_.load()) {
+    trim();  // a limit may not lie below what is in use
+    heap->set_limit(limit);
+    return;
+  }
+  AllocatorOptions options;
+  options.alignment = ALIGNMENT;
+  options.limit = limit;
+  auto* const heap = new StreamAllocator(device_, options);
+  if (spill) {
+    heap->set_spill(
+        [device = device_](int64_t bytes) {
+          const uintptr_t at = device->allocate_pinned(bytes);
+          return Spilled{at, at == 0 ? 0 : bytes, false};
+        },
+        [device = device_](uintptr_t at, int64_t) { device->free_pinned(at); });
+  }
+  heap_.store(heap);
 }
 
-void CudaMemory::allow_spill() {
-  heap_.set_spill(
-      [device = device_](int64_t bytes) {
-        const uintptr_t at = device->allocate_pinned(bytes);
-        return Spilled{at, at == 0 ? 0 : bytes, false};
-      },
-      [device = device_](uintptr_t at, int64_t) { device->free_pinned(at); });
-}
-
-StreamId CudaMemory::stream_of(cu::Stream stream) {
+StreamId CudaMemory::stream_of(StreamAllocator& heap, cu::Stream stream) {
   const StreamId id = device_->adopt_stream(stream);
   std::lock_guard<std::mutex> guard(lock_);
   if (static_cast<size_t>(id) >= told_.size()) told_.resize(static_cast<size_t>(id) + 1);
-  if (!told_[static_cast<size_t>(id)]) heap_.add_stream(id);
+  if (!told_[static_cast<size_t>(id)]) heap.add_stream(id);
   told_[static_cast<size_t>(id)] = 1;
   return id;
 }
@@ -86,41 +93,60 @@ void* CudaMemory::allocate(size_t bytes, cu::Stream stream) {
   const auto size = static_cast<int64_t>(bytes);
   bool captured = false;
   uintptr_t at = graphs_.allocate(size, stream, &captured);
-  if (!captured) at = heap_.allocate(size, stream_of(stream));
+  if (!captured) {
+    StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+    if (heap != nullptr) {
+      at = heap->allocate(size, stream_of(*heap, stream));
+    } else if ((at = device_->allocate_plain(size)) != 0) {
+      ++plain_blocks_;
+    }
+  }
   if (at == 0) return nullptr;
   count(captured ? pooled_ : others_, bytes);
-  raise(peak_reserved_, device_->grown());
+  raise(peak_reserved_, device_->grown() + device_->plain());
   return reinterpret_cast<void*>(at);
 }
 
 void CudaMemory::release(void* address, size_t bytes) {
   if (address == nullptr) return;
   const auto at = reinterpret_cast<uintptr_t>(address);
-  if (!release_planned(address) && !graphs_.free(at)) heap_.release(at);
+  if (!release_planned(address) && !graphs_.free(at)) {
+    StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+    if (plain_blocks_ > 0 && device_->free_plain(at)) {
+      --plain_blocks_;
+    } else if (heap != nullptr) {
+      heap->release(at);
+    } else {
+      throw UsageError("address " + std::to_string(at) + " was not handed out here");
+    }
+  }
   allocated_.fetch_sub(static_cast<int64_t>(bytes), std::memory_order_relaxed);
 }
 
 void CudaMemory::record_stream(void* address, cu::Stream stream) {
-  if (address == nullptr) return;
-  const StreamId id = stream_of(stream);
+  StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+  if (address == nullptr || heap == nullptr) return;  // giving a plain block back waits for the device
+  const StreamId id = stream_of(*heap, stream);
   try {
-    heap_.use(reinterpret_cast<uintptr_t>(address), id);
+    heap->use(reinterpret_cast<uintptr_t>(address), id);
   } catch (const UsageError&) {
     // Planned memory is for its lane alone, and a graph's for the graph: neither goes to another stream.
   }
 }
 
 int64_t CudaMemory::trim() {
-  const int64_t bytes = heap_.trim();
+  StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+  if (heap == nullptr) return 0;
+  const int64_t bytes = heap->trim();
   device_->synchronize_all();  // what was in use still is free now
-  return bytes + heap_.trim();
+  return bytes + heap->trim();
 }
 
 CudaFigures CudaMemory::figures() {
   CudaFigures now;
   now.allocated = allocated_;
   now.peak_allocated = peak_;
-  now.reserved = device_->grown();
+  now.reserved = device_->grown() + device_->plain();
   raise(peak_reserved_, now.reserved);
   now.peak_reserved = peak_reserved_;
   now.pinned = device_->pinned();
@@ -132,7 +158,12 @@ CudaFigures CudaMemory::figures() {
 
 void CudaMemory::reset_peaks() {
   peak_ = allocated_.load();
-  peak_reserved_ = device_->grown();
+  peak_reserved_ = device_->grown() + device_->plain();
+}
+
+std::string CudaMemory::map() const {
+  StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+  return heap != nullptr ? heap->map() : "";
 }
 
 }  // namespace waterflow

@@ -24,19 +24,19 @@ struct CudaFigures {
 };
 
 // One per device and process, made when it is first asked for and never destroyed: blocks outlive everything.
-// Thread-safe.
+// Thread-safe. Until it is told to pool memory every request is one of the driver's, which is slow and always right.
 class CudaMemory {
  public:
   // Throws CudaError where there is no such device.
   static CudaMemory& of(int device);
   static CudaMemory* existing(int device);  // null where nothing has asked for it yet
 
-  // What is not planned may take at most `limit` bytes from now on (0: all of the device's).
-  void set_limit(int64_t limit);
-  // From now on pinned memory of the host serves what does not fit.
-  void allow_spill();
+  // From now on the multi-stream allocator serves what is not planned, out of at most `limit` bytes (0: the device's);
+  // with `spill` pinned memory of the host serves what does not fit. A second call changes only the limit.
+  void pool(int64_t limit, bool spill);
+  bool pools() const { return heap_.load() != nullptr; }
 
-  // Null where there is no memory left for a graph; throws OutOfMemory with a map for anything else.
+  // Null where there is no memory left; throws OutOfMemory with a map where there is a pool.
   void* allocate(size_t bytes, cu::Stream stream);
   // Throws UsageError for what none of ours handed out.
   void release(void* address, size_t bytes);
@@ -48,18 +48,19 @@ class CudaMemory {
   const std::shared_ptr<CudaDevice>& device() const { return device_; }
   CudaFigures figures();
   void reset_peaks();
-  std::string map() const { return heap_.map(); }  // of what the multi-stream allocator holds
+  std::string map() const;  // of what the multi-stream allocator holds
 
  private:
   explicit CudaMemory(int device);
-  StreamId stream_of(cu::Stream stream);
+  StreamId stream_of(StreamAllocator& heap, cu::Stream stream);
   void count(std::atomic<int64_t>& kind, size_t bytes);
 
   const std::shared_ptr<CudaDevice> device_;
   GraphPools graphs_;
-  StreamAllocator heap_;
   std::mutex lock_;
+  std::atomic<StreamAllocator*> heap_{nullptr};
   std::vector<char> told_;  // by stream: the multi-stream allocator knows it
+  std::atomic<int64_t> plain_blocks_{0};
   std::atomic<int64_t> allocated_{0}, peak_{0}, peak_reserved_{0}, planned_{0}, pooled_{0}, others_{0};
 };
 
