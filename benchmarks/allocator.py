@@ -76,9 +76,7 @@ def pair(sizes: list[int], holes: int) -> Callable[[], float]:
     for address in blocks[::2]:
         allocator.release(address)
     allocator.check()
-    log = wf.allocator.RequestLog(
-        [row for i, size in enumerate(sizes) for row in ([0, i, 0, 0, size], [1, i, 0, 0, 0])]
-    )
+    log = wf.allocator.RequestLog([row for i, size in enumerate(sizes) for row in ([0, i, 0, size], [1, i, 0, 0])])
     return lambda: log.replay(allocator, 400_000 // len(sizes), [stream]) / len(sizes) * 1e9
 
 

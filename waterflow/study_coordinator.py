@@ -40,7 +40,7 @@ from waterflow.optuna_private import (
 )
 from waterflow.planner.sets import Need, largest_set
 from waterflow.progress import ProgressLine
-from waterflow.runner import JobRunner, StopJob, draw_seed
+from waterflow.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
 from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.study_values import UnfitJobError, check_job, value_of
 from waterflow.time_limit import TimeLimit
@@ -107,7 +107,7 @@ class Coordinator:
         engine.clock = self._clock
         self._at_once = max_concurrent if max_concurrent != "auto" else engine.lanes
         self._auto = (
-            AutoConcurrency(engine.lanes, lambda: [engine.native.progress_ns]) if max_concurrent == "auto" else None
+            AutoConcurrency(engine.lanes, lambda: engine.native.progress_ns) if max_concurrent == "auto" else None
         )
         self._gc_after_trial = gc_after_trial
         self._trial_timeout = trial_timeout
@@ -284,24 +284,18 @@ class Coordinator:
         return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()
 
     def _train(self, worker: _Worker, job: Job) -> Any:
-        trial = worker.trial
         check_job(self._study, job)
         if self._clock is not None and job.timeout is not None:
             raise UnfitJobError(
                 f"job {job.name!r} has timeout={job.timeout:g}, which follows the clock, and the study is deterministic=True; "
                 "leave one of them out"
             )
-        single = len(self._study.directions) == 1
 
-        def on_epoch(epoch: int, metrics: Metrics) -> None:
-            if not single:
-                return
-            with self._turn(worker):
-                trial.report(next(iter(metrics.values())), epoch)
-                if trial.should_prune():
-                    raise StopJob
+        def turn() -> contextlib.AbstractContextManager[None]:
+            return self._turn(worker)
 
-        worker.runner = JobRunner(job, self._engine, on_epoch, seed=worker.seed, in_order=lambda: self._turn(worker))
+        on_epoch = reporting(self._study, worker.trial, turn)
+        worker.runner = JobRunner(job, self._engine, on_epoch, seed=worker.seed, in_order=turn)
         result = worker.result = worker.runner.run()
         if result.status == "pruned":
             raise optuna.TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
@@ -364,6 +358,19 @@ class Coordinator:
             with contextlib.suppress(Exception):
                 self._study.tell(worker.trial, state=TrialState.FAIL)
         self._running.clear()
+
+
+def reporting(study: optuna.Study, trial: Trial, turn: InOrder = contextlib.nullcontext) -> OnEpoch:
+    """What a trial's job calls after each evaluation: a study of one objective hears the first number, and may prune it."""
+
+    def on_epoch(epoch: int, metrics: Metrics) -> None:
+        if len(study.directions) == 1:
+            with turn():
+                trial.report(next(iter(metrics.values())), epoch)
+                if trial.should_prune():
+                    raise StopJob
+
+    return on_epoch
 
 
 def _best(study: optuna.Study) -> str:

@@ -72,7 +72,7 @@ def spread(
     devices.check([TrialTask(shared, 0, objective, 0)])
     caller = _Caller(study, shared, objective, devices, catch, keep_weights, at_once, trial_timeout)
     began = time.perf_counter()
-    with ProgressLine(n_trials, "trials", show_progress_bar) as progress, caller.interruptible(study):
+    with ProgressLine(n_trials, "trials", show_progress_bar) as progress, caller.interruptible():
         then = [caller.told, *callbacks, lambda *_: progress.advance()]
         with caller.adopting(study, then) as adopted:
             left = None if n_trials is None else n_trials - adopted
@@ -230,7 +230,7 @@ class _Caller:
         return result.returned
 
     @contextlib.contextmanager
-    def interruptible(self, study: Any) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Ctrl-C inside lets threads that wait for trials end, and the trials."""
         before: Callable[[int, Any], Any] | Any = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(before):

@@ -15,16 +15,11 @@ from waterflow.errors import JobTimeoutError, StudyError
 from waterflow.executor.engine import Engine
 from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers
-from waterflow.job import Job, JobResult, Metrics
-from waterflow.optuna_private import (
-    TrialPruned,
-    set_in_loop,
-    stopped,
-    trial_of,
-)
+from waterflow.job import Job, JobResult
+from waterflow.optuna_private import TrialPruned, set_in_loop, stopped, trial_of
 from waterflow.priority import Priority
-from waterflow.runner import JobRunner, StopJob
-from waterflow.study_coordinator import Objective
+from waterflow.runner import JobRunner
+from waterflow.study_coordinator import Objective, reporting
 from waterflow.study_values import check_job, value_of
 from waterflow.task import Task
 from waterflow.time_limit import TimeLimit
@@ -138,14 +133,7 @@ class TrialRunner:
 
     def _train(self, trial: Any, job: Job) -> JobResult:
         check_job(self._task.study, job)
-        single = len(self._task.study.directions) == 1
-
-        def on_epoch(epoch: int, metrics: Metrics) -> None:
-            if single:
-                trial.report(next(iter(metrics.values())), epoch)
-                if trial.should_prune():
-                    raise StopJob
-
+        on_epoch = reporting(self._task.study, trial)
         runner = JobRunner(job, self.engine, on_epoch, seed=self._task.seed, resume=self._resume)
         with self._lock:
             self._inner = runner

@@ -45,4 +45,4 @@ def save(name: str, table: Table, setup: FuzzSetup, error: str) -> Path:
 def load(path: Path) -> tuple[Table, FuzzSetup]:
     """What ``save`` wrote."""
     case = json.loads(path.read_text())
-    return np.array(case["table"], dtype=np.int64).reshape(-1, 5), FuzzSetup(**case["setup"])
+    return np.array(case["table"], dtype=np.int64).reshape(-1, 4), FuzzSetup(**case["setup"])

@@ -85,11 +85,11 @@ def run_on_oracle(table: np.ndarray, setup: FuzzSetup) -> int:
     blocks: dict[int, tuple[int, int, list[int]]] = {}
     marks: dict[int, int] = {}
     served = 0
-    for kind, number, at, job, value in table.tolist():
+    for kind, number, at, value in table.tolist():
         stream = streams[at]
         if kind == 0 and number not in blocks:
             try:
-                address = allocator.allocate(value, stream, job)
+                address = allocator.allocate(value, stream)
             except MemoryLimitError:
                 continue
             for other, size, _ in blocks.values():

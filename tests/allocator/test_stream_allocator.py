@@ -181,8 +181,8 @@ def test_failing_tells_the_rule_and_shows_the_map(allocator: StreamAllocator) ->
     a = allocator.add_stream()
     allocator.allocate(60 * MiB, a)
     before = allocator.report()
-    with pytest.raises(MemoryLimitError, match=r"(?s)job 7 asked for 10.0 MiB on stream 0; 60.0 MiB are held.*\n\[#"):
-        allocator.allocate(10 * MiB, a, job=7)
+    with pytest.raises(MemoryLimitError, match=r"(?s)no room for 10.0 MiB on stream 0; 60.0 MiB are held.*\n\[#"):
+        allocator.allocate(10 * MiB, a)
     after = allocator.report()
     assert (after.held, after.grown, after.requests) == (before.held, before.grown, before.requests)
     assert after.tiers["fail"] == 1
@@ -201,7 +201,7 @@ class Host:
         self.next = 1 << 50
         self.given: dict[int, int] = {}
 
-    def spill(self, size: int, stream: int, job: int) -> tuple[int, int, bool]:
+    def spill(self, size: int) -> tuple[int, int, bool]:
         at, self.next = self.next, self.next + 2 * size
         self.given[at] = size
         return at, size, False
@@ -210,21 +210,21 @@ class Host:
         assert self.given.pop(at) == size
 
 
-def test_only_who_may_spill_does(allocator: StreamAllocator, device: SimulatedDevice) -> None:
+def test_what_does_not_fit_is_spilled(allocator: StreamAllocator, device: SimulatedDevice) -> None:
     a, b = allocator.add_stream(), allocator.add_stream()
     fill(allocator, a)
     host = Host()
-    allocator.set_spill(host.spill, host.give_back)
-    allocator.allow_spill(1)
     with pytest.raises(MemoryLimitError):
         allocator.allocate(100, a)
+    held = allocator.report().held
+    allocator.set_spill(host.spill, host.give_back)
     with Tiers(allocator) as tiers:
-        at = allocator.allocate(100, a, job=1)
+        at = allocator.allocate(100, a)
     assert tiers == {"spill": 1} and at in host.given
-    assert allocator.report().spilled == 128 and allocator.job(1).spilled == 128 and allocator.job(1).held == 0
+    assert allocator.report().spilled == 128 and allocator.report().held == held
     allocator.release(at)
     waits = device.waits
-    assert allocator.allocate(120, b, job=1) == at and device.waits == waits + 1  # behind its last use
+    assert allocator.allocate(120, b) == at and device.waits == waits + 1  # behind its last use
     allocator.release(at)
     assert allocator.trim() == 0 and host.given
     device.finish_all()
@@ -235,9 +235,8 @@ def test_only_who_may_spill_does(allocator: StreamAllocator, device: SimulatedDe
 def test_a_spill_hook_may_release(allocator: StreamAllocator) -> None:
     a = allocator.add_stream()
     blocks = fill(allocator, a)
-    allocator.allow_spill(0)
 
-    def spill(size: int, stream: int, job: int) -> tuple[int, int, bool]:
+    def spill(size: int) -> tuple[int, int, bool]:
         if not blocks:
             return 0, 0, False
         allocator.release(blocks.pop())
@@ -251,9 +250,8 @@ def test_a_spill_hook_may_release(allocator: StreamAllocator) -> None:
 def test_a_spill_hook_may_fail(allocator: StreamAllocator) -> None:
     a = allocator.add_stream()
     fill(allocator, a)
-    allocator.allow_spill(0)
 
-    def spill(size: int, stream: int, job: int) -> tuple[int, int, bool]:
+    def spill(size: int) -> tuple[int, int, bool]:
         raise OSError("no pinned memory")
 
     allocator.set_spill(spill)
@@ -409,39 +407,7 @@ def test_alignment_is_the_devices(device: SimulatedDevice) -> None:
     assert allocator.report().held == 512 + 1024 + 512
 
 
-# -- limits and accounts
-
-
-def test_memory_is_accounted_to_jobs_and_streams(allocator: StreamAllocator) -> None:
-    a, b = allocator.add_stream(), allocator.add_stream()
-    one = allocator.allocate(1024, a, job=1)
-    allocator.allocate(2048, b, job=1)
-    allocator.allocate(64, b, job=2)
-    assert allocator.job(1).held == 3072 and allocator.job(2).held == 64
-    assert allocator.held_by_stream(a) == 1024 and allocator.held_by_stream(b) == 2112
-    allocator.release(one)
-    assert (allocator.job(1).held, allocator.job(1).peak) == (2048, 3072)
-    assert allocator.held_by_stream(a) == 0 and allocator.job(99).held == 0
-    with pytest.raises(ValueError, match=r"job 2 still holds 64 bytes"):
-        allocator.remove_job(2)
-    allocator.check()
-
-
-def test_a_jobs_limit(allocator: StreamAllocator) -> None:
-    a = allocator.add_stream()
-    allocator.set_job_limit(1, 2048)
-    block = allocator.allocate(1024, a, job=1)
-    with pytest.raises(MemoryLimitError, match=r"holds 1.0 KiB of the 2.0 KiB that it may") as caught:
-        allocator.allocate(1025, a, job=1)
-    assert caught.value.needed == 1088 and caught.value.limit == 2048
-    allocator.allocate(1024, a, job=1)
-    allocator.allocate(PAGE, a, job=2)
-    with pytest.raises(ValueError, match=r"2.0 KiB that it holds"):
-        allocator.set_job_limit(1, 2047)
-    assert allocator.job(1).limit == 2048
-    allocator.release(block)
-    allocator.set_job_limit(1, None)
-    assert allocator.job(1).limit is None
+# -- limits
 
 
 def test_the_hard_limit(allocator: StreamAllocator, device: SimulatedDevice) -> None:
@@ -509,7 +475,6 @@ def test_what_is_wrong_is_refused_and_changes_nothing(allocator: StreamAllocator
         (lambda: allocator.remove_stream(gone), "was removed"),
         (lambda: allocator.set_limit(-1), "at least 0"),
         (lambda: allocator.set_limit(5), "release memory first"),
-        (lambda: allocator.set_job_limit(0, 5), "release memory first"),
         (lambda: allocator.map(0), "at least one character"),
     ]
     for call, message in wrong:
@@ -562,7 +527,7 @@ def test_a_log_is_replayed_on_any_device(allocator: StreamAllocator, kind: str) 
     a, b = allocator.add_stream(), allocator.add_stream()
     early = allocator.allocate(100, a)
     allocator.record_log()
-    one, two = allocator.allocate(1000, a, job=1), allocator.allocate(3 * MiB, b, job=2)
+    one, two = allocator.allocate(1000, a), allocator.allocate(3 * MiB, b)
     mark = allocator.mark(a)
     allocator.wait(b, mark)
     allocator.use(one, b)
@@ -573,15 +538,14 @@ def test_a_log_is_replayed_on_any_device(allocator: StreamAllocator, kind: str) 
     allocator.release(early)
     table = allocator.take_log()
     assert table.tolist() == [
-        [0, 2, a, 1, 1000], [0, 3, b, 2, 3 * MiB], [4, mark, a, 0, 0], [5, mark, b, 0, 0],
-        [2, 2, b, 0, 0], [3, 2, b, 0, 0], [1, 2, -1, 0, 0],
+        [0, 2, a, 1000], [0, 3, b, 3 * MiB], [4, mark, a, 0], [5, mark, b, 0],
+        [2, 2, b, 0], [3, 2, b, 0], [1, 2, -1, 0],
     ]  # fmt: skip
     log = RequestLog(table)
     assert log.requests == 2 and log.peak == 1000 + 3 * MiB
     target = StreamAllocator(SimulatedDevice(1 << 40) if kind == "simulated" else CpuDevice(64 * MiB))
     assert log.replay(target, 3) > 0 and log.replay_malloc(3) > 0
     assert target.report().requests == 6 and target.report().held == 0
-    assert target.job(2).peak == 3 * MiB
     target.check()
     with pytest.raises(MemoryLimitError):
         log.replay(StreamAllocator(SimulatedDevice(PAGE)))
@@ -594,11 +558,11 @@ def test_a_log_is_replayed_on_any_device(allocator: StreamAllocator, kind: str) 
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([[9, 0, 0, 0, 0]], "unknown kind"),
-        ([[0, 1, 0, 0, -1]], "less than nothing"),
-        ([[0, 1, 0, 0, 1], [0, 1, 0, 0, 1]], "makes again the request 1"),
-        ([[1, 1, 0, 0, 0]], "row 0 of the request log names what is not held"),
-        ([[5, 3, 0, 0, 0]], "waits for an unknown mark, 3"),
+        ([[9, 0, 0, 0]], "unknown kind"),
+        ([[0, 1, 0, -1]], "less than nothing"),
+        ([[0, 1, 0, 1], [0, 1, 0, 1]], "makes again the request 1"),
+        ([[1, 1, 0, 0]], "row 0 of the request log names what is not held"),
+        ([[5, 3, 0, 0]], "waits for an unknown mark, 3"),
     ],
 )
 def test_logs_that_cannot_be(rows: list[list[int]], message: str) -> None:

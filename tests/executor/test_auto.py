@@ -19,7 +19,7 @@ class Lanes:
     auto: AutoConcurrency = field(init=False)
 
     def __post_init__(self) -> None:
-        self.auto = AutoConcurrency(self.count, lambda: [int(self.busy * 1e9), 0], lambda: self.now)
+        self.auto = AutoConcurrency(self.count, lambda: int(self.busy * 1e9), lambda: self.now)
 
     def work(self, share: float, running: int | None = None, memory: bool = True, seconds: float = 0.5) -> int:
         """Lanes are busy for this share of the time; what may be under way afterwards."""

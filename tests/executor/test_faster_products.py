@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
-from waterflow.executor import measured
+from waterflow.executor import faster_products
 from waterflow.executor.captured import captures
 
 BATCHES = [(torch.randn(128, 64), torch.randint(64, (128,))) for _ in range(4)]
@@ -27,9 +27,9 @@ def job(**changes: Any) -> wf.Job:
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     captures.clear()
-    monkeypatch.setattr(measured, "_found", {})
+    monkeypatch.setattr(faster_products, "_found", {})
     seen: list[Any] = []
-    monkeypatch.setattr(measured, "measure", lambda *ways: seen.append(ways) or True)
+    monkeypatch.setattr(faster_products, "measure", lambda *ways: seen.append(ways) or True)
     return seen
 
 

@@ -5,7 +5,7 @@ from waterflow.allocator.devices import CpuDevice, Device, Race, SimulatedDevice
 from waterflow.allocator.fuzzing import FuzzResult, FuzzSetup, fuzz_table, run_fuzz
 from waterflow.allocator.planned import time_planned_requests
 from waterflow.allocator.request_log import RequestLog, record_requests
-from waterflow.allocator.stream_allocator import AllocatorReport, JobMemory, StreamAllocator
+from waterflow.allocator.stream_allocator import AllocatorReport, StreamAllocator
 
 __all__ = [
     "AllocatorReport",
@@ -13,7 +13,6 @@ __all__ = [
     "Device",
     "FuzzResult",
     "FuzzSetup",
-    "JobMemory",
     "Race",
     "RequestLog",
     "SimulatedDevice",

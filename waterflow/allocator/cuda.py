@@ -99,9 +99,12 @@ def _index(device: Any) -> int:
     return int(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0
 
 
-def planned_request_nanoseconds(device: Any = None, batches: int = 50, count: int = 1000) -> list[float]:
+def planned_request_nanoseconds() -> list[float]:
     """What a planned request and its release cost, without torch's own share of it: one figure per batch."""
-    return [float(one) for one in _C.time_planned_requests(_C.cuda_device(_index(device)), batches, count)]
+    count = 1000
+    rows = [(512, 512 * i, i, 2 * count) for i in range(count)]
+    plan = _C.RequestPlan(rows, list(range(count + 1)), [2 * count] * count, 512)
+    return [float(one) for one in _C.time_planned_requests(plan, _C.cuda_device(_index(None)))]
 
 
 # -- what stands in for functions of torch.cuda that ask torch's own allocator

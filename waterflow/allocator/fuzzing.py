@@ -18,10 +18,10 @@ MiB = 1 << 20
 class FuzzSetup:
     """What a table of random operations runs on; sizes are bytes.
 
-    ``overflow`` is what the spill hook may give beyond ``capacity``. On the CPU, streams are threads that stall before a
-    ``stall_share`` of their work for up to ``stall_us`` microseconds. ``threads`` make the requests, each those of its
-    streams; with one, a run on the simulated device goes the same way every time. A ``fault`` is planted by its name; where
-    nothing is ``checked``, nobody finds it.
+    ``overflow`` is what the spill hook may give beyond ``capacity``, to half of the sizes. On the CPU, streams are
+    threads that stall before a ``stall_share`` of their work for up to ``stall_us`` microseconds. ``threads`` make the
+    requests, each those of its streams; with one, a run on the simulated device goes the same way every time. A
+    ``fault`` is planted by its name; where nothing is ``checked``, nobody finds it.
     """
 
     simulated: bool = True
@@ -63,4 +63,4 @@ def run_fuzz(table: npt.ArrayLike, setup: FuzzSetup) -> FuzzResult:
     """Run a table of operations; never raises for what it finds."""
     arguments: dict[str, Any] = asdict(setup)
     arguments["fault"] = getattr(Fault, setup.fault)
-    return FuzzResult(**_C.run_fuzz(np.asarray(table, dtype=np.int64).reshape(-1, 5), **arguments))
+    return FuzzResult(**_C.run_fuzz(np.asarray(table, dtype=np.int64).reshape(-1, 4), **arguments))

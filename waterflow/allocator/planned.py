@@ -6,12 +6,11 @@ from waterflow import _C
 from waterflow.partition.plan import Plan
 
 
-def time_planned_requests(plan: Plan, *, batches: int = 100, top: bool = False) -> list[float]:
-    """Nanoseconds of one request with its release, through torch's allocator, the mean of each of ``batches`` of 1,000.
+def time_planned_requests(plan: Plan) -> list[float]:
+    """Nanoseconds of one request with its release, through torch's allocator: the mean of each of 100 batches of 1,000.
 
-    The plan's step is replayed at the bottom of an arena, or at its ``top``. Raises ValueError for a plan without planned
-    requests.
+    Raises ValueError for a plan without planned requests.
     """
     if plan.requests is None:
         raise ValueError(f"the plan of {plan.name!r} has no planned requests: profile the step first, by three calls")
-    return [float(t) for t in _C.time_planned_requests(plan.requests.native(), top, batches)]
+    return [float(t) for t in _C.time_planned_requests(plan.requests.native())]

@@ -13,7 +13,7 @@ from waterflow import _C
 from waterflow.allocator.stream_allocator import StreamAllocator
 from waterflow.errors import MemoryLimitError
 
-# The columns of a table are kind, id, stream, job and bytes; these are the kinds.
+# The columns of a table are kind, id, stream and bytes; these are the kinds.
 REQUEST, RELEASE, USE, END_USE, MARK, WAIT = range(6)
 
 
@@ -21,7 +21,7 @@ class RequestLog:
     """A table of requests that was checked. Raises ValueError for a row that names what is not there."""
 
     def __init__(self, table: npt.ArrayLike) -> None:
-        self.table = np.ascontiguousarray(np.asarray(table, dtype=np.int64).reshape(-1, 5))
+        self.table = np.ascontiguousarray(np.asarray(table, dtype=np.int64).reshape(-1, 4))
         self._native = _C.RequestLog(self.table)
 
     @property
@@ -64,7 +64,7 @@ class RequestLog:
 def record_requests(work: Callable[[], Any]) -> tuple[Any, RequestLog]:
     """Call ``work()``; returns its result, and what this thread asked torch's allocators for meanwhile.
 
-    One stream, one job. Blocks from before are not known, so their release does not show.
+    One stream. Blocks from before are not known, so their release does not show.
     """
     result, table = _C.record_requests(work)
     return result, RequestLog(table)

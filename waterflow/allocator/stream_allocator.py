@@ -15,9 +15,9 @@ from waterflow.errors import MemoryLimitError
 NO_LIMIT = 2**63 - 1
 Fault = _C.Fault  # planted mistakes; for tests
 
-# A spill hook: (bytes, stream, job) to (address, bytes, False) with memory of the host, to (0, 0, True) where something
+# A spill hook: bytes to (address, bytes, False) with memory of the host, to (0, 0, True) where something
 # was released and the request may be tried again, or to (0, 0, False).
-Spill = Callable[[int, int, int], tuple[int, int, bool]]
+Spill = Callable[[int], tuple[int, int, bool]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class AllocatorReport:
     held: int
     peak: int
     grown: int
-    peak_grown: int
     spilled: int
     synchronized: int
     apart: int
@@ -47,21 +46,11 @@ class AllocatorReport:
     tiers: dict[str, int]
 
 
-@dataclass(frozen=True)
-class JobMemory:
-    """One job's bytes: held now, at most, allowed (None: without a limit), and in memory of the host."""
-
-    held: int
-    peak: int
-    limit: int | None
-    spilled: int
-
-
 class StreamAllocator:
     """Memory of one device for many streams, handed out when the host asks, long before the device comes to it.
 
     Requests search, in this order: what the stream itself freed, what all streams have waited for, what another freed
-    (behind an asynchronous wait), new memory from the device, all that is free put together, the job's spill hook.
+    (behind an asynchronous wait), new memory from the device, all that is free put together, the spill hook.
     Thread-safe. What is wrong with a call (a foreign address, a second release, a removed stream, a limit below what is
     held) raises ValueError and changes nothing. All sizes are bytes.
     """
@@ -92,13 +81,13 @@ class StreamAllocator:
         self.native.remove_stream(stream)
         self.device.remove_stream(stream)
 
-    def allocate(self, size: int, stream: int, job: int = 0) -> int:
+    def allocate(self, size: int, stream: int) -> int:
         """The address of ``size`` bytes for work that is issued on ``stream`` from now on.
 
         Raises MemoryLimitError with a map of the memory where there is no room.
         """
         try:
-            return int(self.native.allocate(size, stream, job))
+            return int(self.native.allocate(size, stream))
         except _C.OutOfMemory as error:
             raise MemoryLimitError(str(error), needed=error.needed, limit=error.limit) from None
 
@@ -140,33 +129,12 @@ class StreamAllocator:
         """Trims if need be; raises ValueError below what is in use."""
         self.native.set_limit(NO_LIMIT if limit is None else limit)
 
-    def set_job_limit(self, job: int, limit: int | None) -> None:
-        """The most that one job may hold; raises ValueError below what it holds."""
-        self.native.set_job_limit(job, NO_LIMIT if limit is None else limit)
-
-    def allow_spill(self, job: int, allowed: bool = True) -> None:
-        """Whether the spill hook may serve this job."""
-        self.native.allow_spill(job, allowed)
-
     def set_spill(self, spill: Spill | None, give_back: Callable[[int, int], None] | None = None) -> None:
         """``spill`` helps where nothing else does, and may release memory; ``give_back(address, bytes)`` ends its own.
 
         ``give_back`` must not call the allocator.
         """
         self.native.set_spill(spill, give_back)
-
-    def job(self, job: int) -> JobMemory:
-        """What one job holds."""
-        held, peak, limit, spilled = self.native.job(job)
-        return JobMemory(held, peak, None if limit == NO_LIMIT else limit, spilled)
-
-    def remove_job(self, job: int) -> None:
-        """Forget a job; raises ValueError while it holds memory."""
-        self.native.remove_job(job)
-
-    def held_by_stream(self, stream: int) -> int:
-        """Bytes that were asked for on this stream and not released."""
-        return int(self.native.held_by_stream(stream))
 
     def report(self) -> AllocatorReport:
         """Everything at once."""
@@ -186,4 +154,4 @@ class StreamAllocator:
 
     def take_log(self) -> npt.NDArray[np.int64]:
         """What was noted, for ``RequestLog``."""
-        return np.asarray(self.native.take_log())
+        return np.array(self.native.take_log(), dtype=np.int64).reshape(-1, 4)

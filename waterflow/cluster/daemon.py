@@ -63,10 +63,7 @@ def make_backend(config: ClusterConfig, folder: Path) -> Backend:
     return LocalBackend(config.nodes, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS)
 
 
-def serve(
-    folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]], None],
-    backend: Callable[[ClusterConfig, Path], Backend] = make_backend,
-) -> None:  # fmt: skip
+def serve(folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]], None]) -> None:
     """Be the cluster of a state folder until somebody takes it down, or a signal ends this process alone.
 
     ``ready`` is called with what the address file says. Raises ClusterError where it cannot begin; what ended it otherwise.
@@ -83,7 +80,7 @@ def serve(
         token = make_token(token_file(folder))
         policy = POLICIES[config.policy]()
         tenants = [Tenant(name, quota) for name, quota in config.tenants]
-        made = backend(config, folder)
+        made = make_backend(config, folder)
         try:
             service = Service(store, made, policy, tenants)
             endpoint = _endpoint(service, token, config, folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 
 class AutoConcurrency:
@@ -20,7 +20,7 @@ class AutoConcurrency:
     GAIN = 0.05
 
     def __init__(
-        self, lanes: int, progress_ns: Callable[[], Sequence[int]], now: Callable[[], float] = time.perf_counter
+        self, lanes: int, progress_ns: Callable[[], int], now: Callable[[], float] = time.perf_counter
     ) -> None:
         self.limit = lanes
         self.most = 4 * lanes
@@ -28,7 +28,7 @@ class AutoConcurrency:
         self._progress_ns = progress_ns
         self._now = now
         self._since = now()
-        self._busy = sum(progress_ns())
+        self._busy = progress_ns()
         self._before_raise: float | None = None
         self._hold_until = 0.0
 
@@ -37,7 +37,7 @@ class AutoConcurrency:
         now = self._now()
         if now - self._since < self.WINDOW_SECONDS:
             return self.limit
-        busy = sum(self._progress_ns())
+        busy = self._progress_ns()
         share = (busy - self._busy) * 1e-9 / (now - self._since) / self._lanes
         self._since, self._busy = now, busy
         if running < self.limit:

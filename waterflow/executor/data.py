@@ -40,7 +40,6 @@ class Batches:
         self._what = "shared data" if name is None else f"data of job {name!r}"
         self._generator = generator
         self._given = data
-        self._seeded = generator.get_state()
         order = self._order = torch.Generator()
         order.set_state(generator.get_state())
         self._make: Callable[[], Any] = data if is_function(data) else lambda: data  # type: ignore[assignment]

@@ -45,9 +45,8 @@ class StepSpec:
     autocast: torch.dtype | None
     device: torch.device
     early_updates: bool = True  # parameters may change before the step's end, where that saves memory
-    gathered: frozenset[str] = (
-        frozenset()
-    )  # parameters that have gradients from earlier calls, of which this is the last
+    # Parameters that have gradients from earlier calls, of which this is the last.
+    gathered: frozenset[str] = frozenset()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer trains and the model holds, by name."""

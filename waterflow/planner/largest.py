@@ -36,15 +36,14 @@ class LargestUnder:
 
 @no_collections()
 def largest_batch_under(
-    policy: Policy, sizes: StepSizes, *, memory: int | float | str, copies: int, most: int | None = None,
-    confirmed: int = _CONFIRMED, steps: int = _STEPS,
-) -> LargestUnder:  # fmt: skip
+    policy: Policy, sizes: StepSizes, *, memory: int | float | str, copies: int, most: int | None = None
+) -> LargestUnder:
     """The largest batch with which ``copies`` jobs of this step train side by side under ``policy``.
 
     Where memory is fragmented, or groups are cut anew for each size, a batch may fit though a smaller one does not. The
     search goes in growing strides from a guess to a size that fits and a larger one that does not, and halves between
     them. With ``most``, above which nothing can fit (the largest batch alone), it also looks at 32 sizes evenly up to
-    there. It ends where ``confirmed`` sizes in a row above the best do not fit: the best of what was looked at.
+    there. It ends where four sizes in a row above the best do not fit: the best of what was looked at.
 
     Raises MemoryLimitError where not even the smallest batch fits, CaptureError for a step that cannot be captured.
     """
@@ -53,7 +52,7 @@ def largest_batch_under(
         raise InvalidJobError(f"at least one copy of a job has to be there; got copies={copies}")
 
     def jobs(size: int) -> list[SimulatedJob]:
-        return [sizes.at(size).job(f"{sizes.step.name}-{i}", steps) for i in range(copies)]
+        return [sizes.at(size).job(f"{sizes.step.name}-{i}", _STEPS) for i in range(copies)]
 
     looked: dict[int, bool] = {}
 
@@ -71,7 +70,7 @@ def largest_batch_under(
             f"{format_bytes(limit)} under {policy.name}: {refused}; train fewer at a time or raise memory=",
             needed=step.alone + (copies - 1) * (step.persistent + step.batch), limit=limit,
         )  # fmt: skip
-    best = _search(fits, smallest, max(most * 9 // 10 if most else sizes.given, smallest), confirmed, most or 0)
+    best = _search(fits, smallest, max(most * 9 // 10 if most else sizes.given, smallest), _CONFIRMED, most or 0)
     return LargestUnder(policy.name, copies, limit, best, policy.run(jobs(best), limit), tuple(sorted(looked.items())))
 
 

@@ -98,9 +98,8 @@ def largest_batch(
 
 
 def largest_mix(
-    jobs: Sequence[StepSizes], *, memory: int | float | str, steps: int | None = None, clock: Clock | None = None,
-    claimed: bool = False,
-) -> LargestMix:  # fmt: skip
+    jobs: Sequence[StepSizes], *, memory: int | float | str, clock: Clock | None = None, claimed: bool = False
+) -> LargestMix:
     """The largest batches with which different jobs train side by side; see ``largest_batch``.
 
     All batches are the same share of the largest one that the job trains alone, so that none is starved.
@@ -112,14 +111,14 @@ def largest_mix(
     each = tuple(alone[id(job)] for job in jobs)
     found = _largest(jobs, [one.size for one in each], limit, lambda steps: _needed(steps, (), limit, claimed))
     named = [(f"{job.step.name}-{i}", step) for i, (job, step) in enumerate(zip(jobs, found))]
-    count = steps if steps is not None else _enough_steps(found)
+    count = _enough_steps(found)
     run = simulate([step.job(name, count) for name, step in named], memory=limit, clock=clock)
     return LargestMix(limit, each, tuple(found), run)
 
 
 def run_copies(
     sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
-    steps: int | None = None, grouped: bool = False, seed: int = 0, clock: Clock | None = None,
+    steps: int | None = None, grouped: bool = False, clock: Clock | None = None,
 ) -> Simulated:  # fmt: skip
     """Simulate ``steps`` steps of ``copies`` jobs with batches of this size, and the jobs ``beside`` them.
 
@@ -128,7 +127,7 @@ def run_copies(
     step = sizes.at(size)
     count = steps if steps is not None else _enough_steps([step] * copies)
     jobs = [*(step.job(f"{sizes.step.name}-{i}", count, grouped) for i in range(copies)), *beside]
-    return simulate(jobs, memory=parse_memory(memory), seed=seed, clock=clock)
+    return simulate(jobs, memory=parse_memory(memory), clock=clock)
 
 
 def _enough_steps(steps: Sequence[SizedStep]) -> int:

@@ -36,7 +36,6 @@ class AddressTable {
     places_[hole] = Place();
     --size_;
   }
-  size_t size() const { return size_; }
   template <class Visit>
   void each(Visit&& visit) const {
     for (const auto& place : places_) {

@@ -21,7 +21,7 @@ using Table = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using unlocked = py::call_guard<py::gil_scoped_release>;
 
 std::vector<int64_t> plain(const Table& table) {
-  if (table.ndim() != 2 || table.shape(1) != COLUMNS) throw UsageError("a table has rows of five numbers");
+  if (table.ndim() != 2 || table.shape(1) != COLUMNS) throw UsageError("a table has rows of four numbers");
   return {table.data(), table.data() + table.size()};
 }
 
@@ -46,7 +46,6 @@ py::dict as_dict(const AllocatorReport& report) {
   made["held"] = report.held;
   made["peak"] = report.peak;
   made["grown"] = report.grown;
-  made["peak_grown"] = report.peak_grown;
   made["spilled"] = report.spilled;
   made["synchronized"] = report.synchronized;
   made["apart"] = report.apart;
@@ -172,7 +171,7 @@ void bind_allocator(py::module_& m) {
            py::keep_alive<1, 2>())
       .def("add_stream", &StreamAllocator::add_stream, py::arg("stream"), unlocked())
       .def("remove_stream", &StreamAllocator::remove_stream, py::arg("stream"), unlocked())
-      .def("allocate", &StreamAllocator::allocate, py::arg("bytes"), py::arg("stream"), py::arg("job") = 0, unlocked())
+      .def("allocate", &StreamAllocator::allocate, py::arg("bytes"), py::arg("stream"), unlocked())
       .def("release", &StreamAllocator::release, py::arg("address"), unlocked())
       .def("use", &StreamAllocator::use, py::arg("address"), py::arg("stream"), unlocked())
       .def("end_use", &StreamAllocator::end_use, py::arg("address"), py::arg("stream"), unlocked())
@@ -181,21 +180,17 @@ void bind_allocator(py::module_& m) {
       .def("waited", &StreamAllocator::waited, py::arg("stream"), py::arg("mark"), unlocked())
       .def("trim", &StreamAllocator::trim, unlocked())
       .def("set_limit", &StreamAllocator::set_limit, py::arg("bytes"), unlocked())
-      .def("set_job_limit", &StreamAllocator::set_job_limit, py::arg("job"), py::arg("bytes"), unlocked())
-      .def("allow_spill", &StreamAllocator::allow_spill, py::arg("job"), py::arg("allowed"), unlocked())
       .def(
           "set_spill",
-          [](StreamAllocator& self,
-             const std::function<std::tuple<uintptr_t, int64_t, bool>(int64_t, StreamId, JobId)>& spill,
+          [](StreamAllocator& self, const std::function<std::tuple<uintptr_t, int64_t, bool>(int64_t)>& spill,
              StreamAllocator::GiveBack give_back) {
-            auto hook = [spill](int64_t bytes, StreamId stream, JobId job) {
-              const auto [address, given, retry] = spill(bytes, stream, job);
+            auto hook = [spill](int64_t bytes) {
+              const auto [address, given, retry] = spill(bytes);
               return Spilled{address, given, retry};
             };
             self.set_spill(spill ? StreamAllocator::Spill(hook) : nullptr, std::move(give_back));
           },
           py::arg("spill"), py::arg("give_back"))
-      .def("remove_job", &StreamAllocator::remove_job, py::arg("job"), unlocked())
       .def("report",
            [](const StreamAllocator& self) {
              AllocatorReport made;
@@ -205,28 +200,11 @@ void bind_allocator(py::module_& m) {
              }
              return as_dict(made);
            })
-      .def("job",
-           [](const StreamAllocator& self, JobId job) {
-             JobMemory memory;
-             {
-               py::gil_scoped_release release;
-               memory = self.job(job);
-             }
-             return py::make_tuple(memory.held, memory.peak, memory.limit, memory.spilled);
-           })
-      .def("held_by_stream", &StreamAllocator::held_by_stream, py::arg("stream"), unlocked())
       .def("limit", &StreamAllocator::limit, unlocked())
       .def("map", &StreamAllocator::map, py::arg("width") = 64, unlocked())
       .def("check", &StreamAllocator::check, unlocked())
       .def("record_log", &StreamAllocator::record_log, py::arg("on"), unlocked())
-      .def("take_log", [](StreamAllocator& self) {
-        std::vector<int64_t> rows;
-        {
-          py::gil_scoped_release release;
-          rows = self.take_log();
-        }
-        return as_table(rows);
-      });
+      .def("take_log", &StreamAllocator::take_log, unlocked());
 
   bind_logs(m);
   bind_fuzz(m);

@@ -49,14 +49,7 @@ void AllocatorChain::put_in(Link link, ChainedAllocator* allocator) {
   }
   if (!known) self.original = now;
   self.links[link] = self.ever[link] = allocator;
-  c10::Allocator* top = self.original;
-  for (auto* one : self.links) {
-    if (one == nullptr) continue;
-    one->inner_ = top;
-    top = one;
-  }
-  self.top = top;
-  set(top);
+  connect();
 }
 
 void AllocatorChain::take_out(Link link) {
@@ -64,6 +57,11 @@ void AllocatorChain::take_out(Link link) {
   std::lock_guard<std::mutex> guard(self.lock);
   if (self.links[link] == nullptr || c10::GetCPUAllocator() != self.top) return;
   self.links[link] = nullptr;
+  connect();
+}
+
+void AllocatorChain::connect() {
+  auto& self = chain();
   c10::Allocator* top = self.original;
   for (auto* one : self.links) {
     if (one == nullptr) continue;

@@ -28,6 +28,9 @@ class AllocatorChain {
   static void put_in(Link link, ChainedAllocator* allocator);
   static void take_out(Link link);
   static bool in_place(Link link);  // whether torch's requests come by it
+
+ private:
+  static void connect();  // each link to the one below, and torch to the topmost; the lock is held
 };
 
 }  // namespace waterflow

@@ -71,15 +71,6 @@ constexpr SetId SYNCHRONIZED = -1;  // every live stream runs after its uses
 constexpr SetId APART = -2;         // no one stream runs after all of them
 constexpr SetId LIVE = -3;          // handed out
 
-struct Account {
-  int64_t id = 0;
-  int64_t held = 0, peak = 0;
-  int64_t limit = std::numeric_limits<int64_t>::max();
-  int64_t spilled = 0;
-  int32_t waiting = 0;  // requests that have opened the allocator's lock
-  bool may_spill = false;
-};
-
 struct Chunk;
 
 struct Segment {
@@ -99,7 +90,6 @@ struct Chunk {
   Chunk *before = nullptr, *after = nullptr;  // neighbours in the segment
   Chunk *older = nullptr, *newer = nullptr;   // in the order in which they came into the set
   Segment* segment = nullptr;
-  Account* job = nullptr;
   Slot stream = -1;  // that asked for it
   int64_t id = 0;    // of the request
   Uses uses;         // free: the last of each stream, none of which happens before another

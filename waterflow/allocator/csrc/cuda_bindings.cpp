@@ -2,7 +2,6 @@
 #include <torch/extension.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "cuda_abi.h"
 #include "cuda_arena.h"
@@ -56,44 +55,6 @@ void bind_cuda_memory(py::module_& m) {
   m.def("cuda_trim", [](int device) { return CudaMemory::of(device).trim(); }, unlocked());
   m.def("cuda_map", [](int device) { return CudaMemory::of(device).map(); });
   m.def("cuda_device", [](int device) { return CudaMemory::of(device).device(); });
-
-  m.def(
-      "time_planned_requests",
-      [](std::shared_ptr<CudaDevice> device, int64_t batches, int64_t count) {
-        using clock = std::chrono::steady_clock;
-        std::vector<PlannedRequest> requests;
-        std::vector<int32_t> first, ends;
-        for (int32_t i = 0; i < count; ++i) {
-          requests.push_back({512, 512 * int64_t{i}, i, static_cast<int32_t>(2 * count)});
-          first.push_back(i);
-          ends.push_back(static_cast<int32_t>(2 * count));
-        }
-        first.push_back(static_cast<int32_t>(count));
-        const auto plan = std::make_shared<RequestPlan>(std::move(requests), std::move(first), std::move(ends), 512);
-        CudaArena arena(device, plan->height());
-        arena.resize(plan->height());
-        if (!arena.back(0, plan->height())) throw CudaError("no memory for the arena", cu::OUT_OF_MEMORY);
-        Placer& placer = arena.placer(0);
-        LaneScope scope(&placer);
-        std::vector<void*> held(static_cast<size_t>(count));
-        std::vector<double> nanoseconds;
-        for (int64_t batch = 0; batch < batches; ++batch) {
-          placer.begin(plan);
-          const auto start = clock::now();
-          for (int32_t i = 0; i < count; ++i) {
-            placer.instruction(i);
-            held[static_cast<size_t>(i)] = waterflow_malloc(512, device->index(), nullptr);
-          }
-          for (void* const at : held) waterflow_free(at, 512, device->index(), nullptr);
-          const std::chrono::duration<double, std::nano> taken = clock::now() - start;
-          nanoseconds.push_back(taken.count() / static_cast<double>(count));
-          placer.finish();
-          if (placer.any_live()) throw std::logic_error("a planned request was not given back");
-        }
-        return nanoseconds;
-      },
-      py::arg("device"), py::arg("batches"), py::arg("count"), unlocked(),
-      "Nanoseconds of a planned request and its release, through torch's functions, by batch.");
 
   // What torch does with the functions above, for tests: a caller in C++.
   m.def("cuda_malloc", [](size_t bytes, int device, uintptr_t stream) {

@@ -58,12 +58,11 @@ void CudaMemory::pool(int64_t limit, bool spill) {
   auto* const heap = new StreamAllocator(device_, options);
   if (spill) {
     heap->set_spill(
-        [device = device_](int64_t bytes, StreamId, JobId) {
+        [device = device_](int64_t bytes) {
           const uintptr_t at = device->allocate_pinned(bytes);
           return Spilled{at, at == 0 ? 0 : bytes, false};
         },
         [device = device_](uintptr_t at, int64_t) { device->free_pinned(at); });
-    heap->allow_spill(0, true);
   }
   heap_.store(heap);
 }

@@ -34,12 +34,6 @@ void bind_devices(py::module_& m) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::register_exception<Race>(m, "Race", PyExc_RuntimeError);
 
-  py::class_<Stretch>(m, "Stretch")
-      .def(py::init([](StreamId stream, int64_t tick) { return Stretch{stream, tick}; }), py::arg("stream"),
-           py::arg("tick"))
-      .def_readonly("stream", &Stretch::stream)
-      .def_readonly("tick", &Stretch::tick);
-
   py::class_<Device, PythonDevice, std::shared_ptr<Device>>(m, "Device")
       .def(py::init<>())
       .def_property_readonly("granularity", &Device::granularity)
@@ -62,8 +56,6 @@ void bind_devices(py::module_& m) {
       .def("advance", &SimulatedDevice::advance, py::arg("event"))
       .def("advance_stream", &SimulatedDevice::advance_stream, py::arg("stream"))
       .def("finish_all", &SimulatedDevice::finish_all)
-      .def("ordered", &SimulatedDevice::ordered, py::arg("before"), py::arg("stream"))
-      .def("now", &SimulatedDevice::now, py::arg("stream"))
       .def_property_readonly("capacity", &SimulatedDevice::capacity)
       .def_property_readonly("grown", &SimulatedDevice::grown)
       .def_property_readonly("accesses", &SimulatedDevice::accesses)

@@ -96,14 +96,14 @@ void FreeSets::remove(Chunk* chunk) {
   chunk->set = LIVE;
 }
 
-SetId FreeSets::home(const Uses& uses, Slot preferred) const {
+SetId FreeSets::home(const Uses& uses) const {
   auto runs_after_all = [&](Slot slot) { return uses.all([&](Use use) { return clocks_.ordered(use, slot); }); };
   if (uses.all([&](Use use) { return clocks_.ordered_for_all(use); })) return SYNCHRONIZED;
   if (uses.size() == 1) return uses[0].slot;
   for (int32_t i = uses.size() - 1; i >= 0; --i) {
     if (runs_after_all(uses[i].slot)) return uses[i].slot;
   }
-  return preferred >= 0 && runs_after_all(preferred) ? preferred : APART;
+  return APART;
 }
 
 void FreeSets::split(Chunk* chunk, int64_t size, SetId rest) {

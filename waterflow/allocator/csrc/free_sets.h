@@ -56,8 +56,8 @@ class FreeSets {
   // Puts a free chunk into a set and merges it with neighbours of the same set.
   void insert(Chunk* chunk, SetId set);
   void remove(Chunk* chunk);
-  // Where a chunk with these uses belongs; `preferred` if that stream runs after all of them.
-  SetId home(const Uses& uses, Slot preferred) const;
+  // Where a chunk with these uses belongs.
+  SetId home(const Uses& uses) const;
   // Takes the first `size` bytes of a chunk out of its set, for a stream that runs after its uses.
   Chunk* take_front(Chunk* chunk, int64_t size);
   // Cuts a chunk that is in no set down to `size`; the rest goes into `rest`.
@@ -71,7 +71,6 @@ class FreeSets {
   void merge_segment(Segment& segment, Slot slot);
 
   int64_t bytes(SetId set) const { return with(set).bytes + with(set).aside; }
-  int64_t count(SetId set) const { return with(set).count; }
   int64_t free_bytes() const;
   int64_t largest() const;
   // The latest tick of this slot that any chunk was freed with.

@@ -53,7 +53,7 @@ class Run {
   void thread(int32_t number);
   void row(int32_t thread, int64_t index);
   int32_t thread_of(const int64_t* row) const;
-  void request(Block& block, int64_t id, StreamId stream, JobId job, int64_t bytes);
+  void request(Block& block, int64_t id, StreamId stream, int64_t bytes);
   void release(Block& block, int64_t id);
   void use(Block& block, int64_t id, StreamId stream);
   void renew(size_t stream);
@@ -102,12 +102,11 @@ Run::Run(const std::vector<int64_t>& table, const FuzzSetup& setup) : table_(tab
   options.alignment = setup.alignment;
   options.fault = setup.fault;
   allocator_ = std::make_unique<StreamAllocator>(device_, options);
-  allocator_->set_spill([this](int64_t bytes, StreamId, JobId) { return spill(bytes); },
+  allocator_->set_spill([this](int64_t bytes) { return spill(bytes); },
                         [device = device_](uintptr_t address, int64_t bytes) {
                           device->shrink(address, bytes);
                           device->unreserve(address, bytes);
                         });
-  allocator_->allow_spill(2, true);
   for (int32_t i = 0; i < setup.streams; ++i) {
     streams_.push_back(device_->add_stream());
     allocator_->add_stream(streams_.back());
@@ -123,6 +122,7 @@ Run::Run(const std::vector<int64_t>& table, const FuzzSetup& setup) : table_(tab
 }
 
 Spilled Run::spill(int64_t bytes) {
+  if (bytes / setup_.alignment % 2 != 0) return {};
   const int64_t unit = device_->granularity();
   const int64_t size = (bytes + unit - 1) / unit * unit;
   const uintptr_t base = device_->reserve(size);
@@ -176,10 +176,10 @@ void Run::claim(uintptr_t address, int64_t bytes) {
   held_.emplace(address, address + static_cast<uintptr_t>(bytes));
 }
 
-void Run::request(Block& block, int64_t id, StreamId stream, JobId job, int64_t bytes) {
+void Run::request(Block& block, int64_t id, StreamId stream, int64_t bytes) {
   if (block.address != 0) return;
   try {
-    block.address = allocator_->allocate(bytes, stream, job);
+    block.address = allocator_->allocate(bytes, stream);
   } catch (const OutOfMemory&) {
     return;
   }
@@ -231,7 +231,7 @@ void Run::row(int32_t thread, int64_t index) {
   Block& block = blocks_[id];
   switch (row[0]) {
     case FUZZ_REQUEST:
-      request(block, row[1], stream, row[3], row[4]);
+      request(block, row[1], stream, row[3]);
       break;
     case FUZZ_RELEASE:
       release(block, row[1]);
@@ -254,11 +254,11 @@ void Run::row(int32_t thread, int64_t index) {
       if (const Mark mark = marks_[id]; mark >= 0) allocator_->wait(stream, mark);
       break;
     case FUZZ_STALL:
-      if (cpu_) cpu_->stall(stream, row[4]);
+      if (cpu_) cpu_->stall(stream, row[3]);
       break;
     case FUZZ_ADVANCE:
       if (simulated_) simulated_->advance_stream(stream);
-      if (cpu_ && row[4] == 1) cpu_->finish(stream);
+      if (cpu_ && row[3] == 1) cpu_->finish(stream);
       break;
     case FUZZ_TRIM:
       allocator_->trim();

@@ -113,13 +113,4 @@ bool GraphPools::free(uintptr_t at) {
   return true;
 }
 
-int64_t GraphPools::grown() const {
-  Guard guard(lock_);
-  int64_t bytes = 0;
-  for (const auto& [id, pool] : pools_) {
-    for (const auto& segment : pool.segments) bytes += segment.bytes;
-  }
-  return bytes;
-}
-
 }  // namespace waterflow

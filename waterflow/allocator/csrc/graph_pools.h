@@ -37,7 +37,6 @@ class GraphPools {
   // False in `*mine`: not for a pool. 0 where the device has no memory left.
   uintptr_t allocate(int64_t bytes, cu::Stream stream, bool* mine);
   bool free(uintptr_t at);  // false where it lies in no pool
-  int64_t grown() const;
 
  private:
   struct Segment {
@@ -59,7 +58,7 @@ class GraphPools {
   void drop_if_over(GraphPoolId id);
 
   const std::shared_ptr<CudaDevice> device_;
-  mutable std::mutex lock_;
+  std::mutex lock_;
   std::map<GraphPoolId, Pool> pools_;
   std::vector<std::pair<GraphPoolId, GraphFilter>> active_;
   std::map<uintptr_t, Block> live_;

@@ -7,6 +7,8 @@
 #include "allocator_chain.h"
 #include "cpu_arena.h"
 #include "cpu_pool.h"
+#include "cuda_abi.h"
+#include "cuda_arena.h"
 #include "lane_allocator.h"
 #include "meter.h"
 #include "planned_ranges.h"
@@ -17,15 +19,15 @@ namespace py = pybind11;
 namespace waterflow {
 namespace {
 
-// Nanoseconds of one planned request with its release, through torch's allocator as a lane asks it, in batches of
-// 1,000.
-std::vector<double> time_planned_requests(const std::shared_ptr<RequestPlan>& plan, bool down, int32_t batches) {
+// Nanoseconds of one planned request with its release, as a lane asks for it: the means of batches of 1,000.
+template <class Take, class Give>
+std::vector<double> time_requests(Arena& arena, const std::shared_ptr<RequestPlan>& plan, const Take& take,
+                                  const Give& give) {
   using clock = std::chrono::steady_clock;
-  constexpr int32_t kBatch = 1000;
-  LaneAllocatorInstalled installed;
-  CpuArena arena(plan->height());
+  constexpr int32_t kBatch = 1000, kBatches = 100;
   arena.resize(plan->height());
-  Placer& placer = arena.placer(down ? 1 : 0);
+  if (!arena.back(0, plan->height())) throw std::runtime_error("the device has no memory for the plan's arena");
+  Placer& placer = arena.placer(0);
   LaneScope scope(&placer);
   std::vector<std::vector<int32_t>> dies(plan->size());  // behind each request: those that are given back
   for (int32_t i = 0, last = 0; i < plan->size(); ++i) {
@@ -33,20 +35,19 @@ std::vector<double> time_planned_requests(const std::shared_ptr<RequestPlan>& pl
     while (last + 1 < plan->size() && plan->request(last + 1).birth <= plan->request(i).death) ++last;
     dies[last].push_back(i);
   }
-  std::vector<c10::DataPtr> held(plan->size());
-  auto* const allocator = c10::GetCPUAllocator();
+  std::vector<decltype(take(int64_t{}))> held(plan->size());
   std::vector<double> times;
   clock::duration spent{};
   int32_t made = 0;
-  while (static_cast<int32_t>(times.size()) < batches) {
+  while (times.size() < kBatches) {
     placer.begin(plan);
     for (int32_t instruction = 0; instruction < plan->instructions(); ++instruction) {
       const int32_t first = plan->first(instruction), end = plan->first(instruction + 1);
       const auto start = clock::now();
       placer.instruction(instruction);
       for (int32_t i = first; i < end; ++i) {
-        held[i] = allocator->allocate(plan->request(i).bytes);
-        for (int32_t dead : dies[i]) held[dead].clear();
+        held[i] = take(plan->request(i).bytes);
+        for (int32_t dead : dies[i]) give(held[dead], plan->request(dead).bytes);
       }
       spent += clock::now() - start;
       made += end - first;
@@ -55,9 +56,27 @@ std::vector<double> time_planned_requests(const std::shared_ptr<RequestPlan>& pl
       spent = {};
       made = 0;
     }
+    placer.finish();
     if (placer.counts().missed != 0) throw std::logic_error("a plan that is replayed as it is has missed requests");
   }
   return times;
+}
+
+// Through torch's allocator of the CPU, or its functions for a GPU.
+std::vector<double> time_planned_requests(const std::shared_ptr<RequestPlan>& plan,
+                                          const std::shared_ptr<CudaDevice>& device) {
+  if (device) {
+    CudaArena arena(device, plan->height());
+    const int index = device->index();
+    return time_requests(
+        arena, plan, [index](int64_t bytes) { return waterflow_malloc(bytes, index, nullptr); },
+        [index](void* at, int64_t bytes) { waterflow_free(at, bytes, index, nullptr); });
+  }
+  LaneAllocatorInstalled installed;
+  CpuArena arena(plan->height());
+  return time_requests(
+      arena, plan, [allocator = c10::GetCPUAllocator()](int64_t bytes) { return allocator->allocate(bytes); },
+      [](c10::DataPtr& held, int64_t) { held.clear(); });
 }
 
 }  // namespace
@@ -76,7 +95,7 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("height", &RequestPlan::height)
       .def_property_readonly("planned", &RequestPlan::planned)
       .def("__len__", &RequestPlan::size);
-  m.def("time_planned_requests", &time_planned_requests, py::arg("plan"), py::arg("down"), py::arg("batches"),
+  m.def("time_planned_requests", &time_planned_requests, py::arg("plan"), py::arg("device") = nullptr,
         py::call_guard<py::gil_scoped_release>());
   m.def("stranded_bytes", &stranded_bytes, "Addresses kept for what steps left behind and somebody still holds.");
 

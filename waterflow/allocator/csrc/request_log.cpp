@@ -11,9 +11,11 @@
 namespace waterflow {
 namespace {
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+using Clock = std::chrono::steady_clock;
+
+double nanoseconds_each(Clock::time_point start, int64_t repeats) {
+  const std::chrono::duration<double, std::nano> taken = Clock::now() - start;
+  return taken.count() / static_cast<double>(std::max<int64_t>(repeats, 1));
 }
 
 int32_t dense(std::unordered_map<int64_t, int32_t>& numbers, int64_t name) {
@@ -29,13 +31,13 @@ RequestLog::RequestLog(const std::vector<int64_t>& table) {
   std::unordered_map<int64_t, int64_t> live;  // bytes
   int64_t held = 0;
   for (size_t at = 0; at < table.size(); at += COLUMNS) {
-    const int64_t kind = table[at], id = table[at + 1], stream = table[at + 2], bytes = table[at + 4];
+    const int64_t kind = table[at], id = table[at + 1], stream = table[at + 2], bytes = table[at + 3];
     auto wrong = [&](const char* what) {
       throw UsageError("row " + std::to_string(at / COLUMNS) + " of the request log " + what + " " +
                        std::to_string(id));
     };
     if (kind < ROW_REQUEST || kind > ROW_WAIT) wrong("is of an unknown kind, with id");
-    Row row{static_cast<RowKind>(kind), 0, 0, table[at + 3], bytes};
+    Row row{static_cast<RowKind>(kind), 0, 0, bytes};
     if (kind != ROW_RELEASE) row.stream = dense(streams, stream);
     if (kind == ROW_REQUEST) {
       if (bytes < 0) wrong("asks for less than nothing, with id");
@@ -60,7 +62,7 @@ RequestLog::RequestLog(const std::vector<int64_t>& table) {
   std::vector<std::pair<int32_t, int64_t>> left;
   for (const auto& [id, bytes] : live) left.emplace_back(requests[id], bytes);
   std::sort(left.begin(), left.end());
-  for (const auto& [id, bytes] : left) rows_.push_back({ROW_RELEASE, id, 0, 0, bytes});
+  for (const auto& [id, bytes] : left) rows_.push_back({ROW_RELEASE, id, 0, bytes});
   requests_ = static_cast<int32_t>(requests.size());
   marks_ = static_cast<int32_t>(marks.size());
   streams_ = static_cast<int32_t>(streams.size());
@@ -85,7 +87,7 @@ double RequestLog::replay(StreamAllocator& allocator, Device& device, int64_t re
       const auto stream = [&] { return streams[static_cast<size_t>(row.stream)]; };
       switch (row.kind) {
         case ROW_REQUEST:
-          addresses[id] = allocator.allocate(row.bytes, stream(), row.job);
+          addresses[id] = allocator.allocate(row.bytes, stream());
           break;
         case ROW_RELEASE:
           allocator.release(std::exchange(addresses[id], 0));
@@ -114,28 +116,28 @@ double RequestLog::replay(StreamAllocator& allocator, Device& device, int64_t re
       device.remove_stream(stream);
     }
   };
-  const int64_t start = now_ns();
+  const auto start = Clock::now();
   try {
     for (int64_t i = 0; i < repeats; ++i) run();
   } catch (...) {
     leave();
     throw;
   }
-  const int64_t taken = now_ns() - start;
+  const double taken = nanoseconds_each(start, repeats);
   leave();
-  return static_cast<double>(taken) / static_cast<double>(std::max<int64_t>(repeats, 1));
+  return taken;
 }
 
 double RequestLog::replay_malloc(int64_t repeats) const {
   std::vector<void*> addresses(static_cast<size_t>(requests_));
-  const int64_t start = now_ns();
+  const auto start = Clock::now();
   for (int64_t i = 0; i < repeats; ++i) {
     for (const Row& row : rows_) {
       if (row.kind == ROW_REQUEST) addresses[static_cast<size_t>(row.id)] = std::malloc(static_cast<size_t>(row.bytes));
       if (row.kind == ROW_RELEASE) std::free(addresses[static_cast<size_t>(row.id)]);
     }
   }
-  return static_cast<double>(now_ns() - start) / static_cast<double>(std::max<int64_t>(repeats, 1));
+  return nanoseconds_each(start, repeats);
 }
 
 }  // namespace waterflow

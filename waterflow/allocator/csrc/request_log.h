@@ -10,9 +10,9 @@ namespace waterflow {
 
 class StreamAllocator;
 
-// Rows of five: kind, id, stream, job, bytes. Ids of requests (releases and uses name them) and of marks (waits name
+// Rows of four: kind, id, stream, bytes. Ids of requests (releases and uses name them) and of marks (waits name
 // them) are numbers of their own. Streams are numbers, too: a replay has streams of its own for them.
-constexpr int64_t COLUMNS = 5;
+constexpr int64_t COLUMNS = 4;
 enum RowKind : int64_t { ROW_REQUEST, ROW_RELEASE, ROW_USE, ROW_END_USE, ROW_MARK, ROW_WAIT };
 
 // A log with dense numbers, checked once; can be replayed any number of times.
@@ -36,7 +36,7 @@ class RequestLog {
   struct Row {
     RowKind kind;
     int32_t id, stream;
-    int64_t job, bytes;
+    int64_t bytes;
   };
   std::vector<Row> rows_;
   int32_t requests_ = 0, marks_ = 0, streams_ = 0;

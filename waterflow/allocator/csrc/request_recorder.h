@@ -10,7 +10,7 @@
 
 namespace waterflow {
 
-// What the operations of one thread, and of its backward passes, ask for, as a request log of one stream and one job.
+// What the operations of one thread, and of its backward passes, ask for, as a request log of one stream.
 // Blocks that were there before are not known to it, so their release does not show.
 class RequestRecorder : public Meter {
  public:
@@ -18,9 +18,9 @@ class RequestRecorder : public Meter {
     std::lock_guard<std::mutex> guard(lock_);
     if (bytes > 0) {
       const int64_t id = live_[pointer] = ++ids_;
-      table_.insert(table_.end(), {ROW_REQUEST, id, 0, 0, bytes});
+      table_.insert(table_.end(), {ROW_REQUEST, id, 0, bytes});
     } else if (auto found = live_.find(pointer); found != live_.end()) {
-      table_.insert(table_.end(), {ROW_RELEASE, found->second, 0, 0, 0});
+      table_.insert(table_.end(), {ROW_RELEASE, found->second, 0, 0});
       live_.erase(found);
     }
   }

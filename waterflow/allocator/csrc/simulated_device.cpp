@@ -118,9 +118,8 @@ void SimulatedDevice::shrink(uintptr_t at, int64_t bytes) {
     if (it->second.write) reads.push_back(*it->second.write);
     auto busy = std::find_if(reads.begin(), reads.end(), pending);
     if (busy == reads.end()) continue;
-    throw Race(
-        "memory is given back while " + stretch_text(*busy) + " may still use " + range_text(it->first, it->second.end),
-        *busy, {}, it->first, it->second.end);
+    throw Race("memory is given back while " + stretch_text(*busy) + " may still use " +
+               range_text(it->first, it->second.end));
   }
   split(begin);
   split(end);
@@ -262,8 +261,7 @@ void SimulatedDevice::must_be_ordered(const Last& last, StreamId stream, bool wr
     if (before(earlier, stream)) return;
     const Stretch later{stream, streams_[static_cast<size_t>(stream)].tick};
     throw Race(stretch_text(later) + (write ? " writes " : " reads ") + range_text(begin, end) +
-                   " and nothing orders " + "that after " + stretch_text(earlier) + ", which " + what + " it",
-               earlier, later, begin, end);
+               " and nothing orders that after " + stretch_text(earlier) + ", which " + what + " it");
   };
   if (last.write) check(*last.write, "wrote");
   if (!write) return;
@@ -333,19 +331,6 @@ int64_t SimulatedDevice::accesses() const {
 int64_t SimulatedDevice::waits() const {
   Guard guard(lock_);
   return waits_;
-}
-
-bool SimulatedDevice::ordered(Stretch before, StreamId stream) const {
-  Guard guard(lock_);
-  if (stream < 0 || static_cast<size_t>(stream) >= streams_.size()) {
-    throw std::invalid_argument("there is no stream " + std::to_string(stream));
-  }
-  return this->before(before, stream);
-}
-
-Stretch SimulatedDevice::now(StreamId stream) const {
-  Guard guard(lock_);
-  return {stream, streams_.at(static_cast<size_t>(stream)).tick};
 }
 
 void SimulatedDevice::check() const {

@@ -19,15 +19,11 @@ namespace waterflow {
 struct Stretch {
   StreamId stream = -1;
   int64_t tick = 0;
-  bool operator==(const Stretch& other) const { return stream == other.stream && tick == other.tick; }
 };
 
 // Two accesses to one byte, one of them a write, with nothing that orders them.
 struct Race : std::runtime_error {
-  Race(const std::string& text, Stretch first, Stretch second, uintptr_t begin, uintptr_t end)
-      : std::runtime_error(text), first(first), second(second), begin(begin), end(end) {}
-  Stretch first, second;
-  uintptr_t begin, end;  // the bytes in question
+  using std::runtime_error::runtime_error;
 };
 
 // Thread-safe. Work takes no time and completes when it is told to, so any stream can be stalled for as long as wanted.
@@ -65,10 +61,6 @@ class SimulatedDevice : public Device {
   int64_t grown() const;     // bytes that have memory behind them
   int64_t accesses() const;  // checked so far
   int64_t waits() const;     // issued so far
-  // Whether work in this stretch runs before what is issued on `stream` from now on.
-  bool ordered(Stretch before, StreamId stream) const;
-  // The stretch that work issued on `stream` now lies in.
-  Stretch now(StreamId stream) const;
   // Walks everything; throws std::logic_error at what cannot be.
   void check() const;
 

@@ -79,31 +79,20 @@ void StreamAllocator::remove_stream(StreamId stream) {
   });
 }
 
-Account* StreamAllocator::account(JobId job) {
-  if (last_job_ != nullptr && last_job_->id == job) return last_job_;
-  auto& found = jobs_[job];
-  if (!found) {
-    found = std::make_unique<Account>();
-    found->id = job;
-  }
-  return last_job_ = found.get();
-}
-
 int64_t StreamAllocator::rounded(int64_t bytes) const {
   constexpr int64_t MOST = int64_t{1} << 50;  // no device has that; sums stay far from overflow
   const int64_t size = std::min(std::max(bytes, int64_t{1}), MOST);
   return (size + options_.alignment - 1) & ~(options_.alignment - 1);
 }
 
-uintptr_t StreamAllocator::allocate(int64_t bytes, StreamId stream, JobId job) {
+uintptr_t StreamAllocator::allocate(int64_t bytes, StreamId stream) {
   if (bytes < 0) throw UsageError("a request is for at least 0 bytes; " + std::to_string(bytes) + " were asked for");
   Lock lock(lock_);
   const Slot slot = clocks_.slot_of(stream);
-  const Request request{bytes, rounded(bytes), slot, account(job)};
-  const bool within_limit = request.size <= request.job->limit - request.job->held;
-  Chunk* chunk = within_limit ? sets_.take_aside(slot, request.size) : nullptr;
+  const Request request{bytes, rounded(bytes), slot};
+  Chunk* chunk = sets_.take_aside(slot, request.size);
   const bool put_aside = chunk != nullptr;
-  if (chunk == nullptr && within_limit) chunk = from_own(request);
+  if (chunk == nullptr) chunk = from_own(request);
   if (chunk != nullptr) {
     ++tiers_[static_cast<size_t>(Tier::own)];
   } else {
@@ -114,7 +103,6 @@ uintptr_t StreamAllocator::allocate(int64_t bytes, StreamId stream, JobId job) {
 
 uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request, bool put_aside) {
   chunk->set = LIVE;
-  chunk->job = request.job;
   chunk->stream = request.stream;
   chunk->id = ++requests_;
   // What this stream issues runs after all earlier uses, so its own stands for them.
@@ -124,17 +112,12 @@ uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request, bool p
   if (!put_aside) live_.insert(chunk);
   if (chunk->segment->host) {
     spilled_ += chunk->size;
-    request.job->spilled += chunk->size;
   } else {
     held_ += chunk->size;
     peak_ = std::max(peak_, held_);
-    request.job->held += chunk->size;
-    request.job->peak = std::max(request.job->peak, request.job->held);
     clocks_.held(request.stream) += chunk->size;
   }
-  if (logging_) {
-    note(ROW_REQUEST, chunk->id, clocks_.stream(request.stream), request.job->id, request.bytes);
-  }
+  if (logging_) note(ROW_REQUEST, chunk->id, clocks_.stream(request.stream), request.bytes);
   return chunk->address;
 }
 
@@ -165,30 +148,27 @@ void StreamAllocator::find_owner(Chunk* chunk) {
       uses[0].tick = clocks_.now(slot);
       if (sets_.put_aside(chunk, slot)) return;
     }
-    live_.erase(chunk->address);
-    sets_.insert(chunk, sets_.home(uses, -1));
-    return;
+  } else {
+    Uses last;
+    for (int32_t i = 0; i < uses.size(); ++i) {
+      Use use = uses[i];
+      if (use.tick == OPEN) use.tick = clocks_.now(use.slot);
+      clocks_.add_use(last, use);
+    }
+    uses = last;
   }
   live_.erase(chunk->address);
-  Uses last;
-  for (int32_t i = 0; i < uses.size(); ++i) {
-    Use use = uses[i];
-    if (use.tick == OPEN) use.tick = clocks_.now(use.slot);
-    clocks_.add_use(last, use);
-  }
-  uses = last;
-  sets_.insert(chunk, sets_.home(uses, -1));
+  sets_.insert(chunk, sets_.home(uses));
 }
 
 void StreamAllocator::release(uintptr_t address) {
   Guard guard(lock_);
   Chunk* chunk = live_chunk(address);
-  if (logging_) note(ROW_RELEASE, chunk->id, -1, 0, 0);
+  if (logging_) note(ROW_RELEASE, chunk->id, -1);
   --chunk->segment->live;
   if (chunk->segment->host) {
     live_.erase(address);
     spilled_ -= chunk->size;
-    chunk->job->spilled -= chunk->size;
     for (int32_t i = 0; i < chunk->uses.size(); ++i) {
       if (chunk->uses[i].tick == OPEN) chunk->uses[i].tick = clocks_.now(chunk->uses[i].slot);
     }
@@ -196,7 +176,6 @@ void StreamAllocator::release(uintptr_t address) {
     return;
   }
   held_ -= chunk->size;
-  chunk->job->held -= chunk->size;
   clocks_.held(chunk->stream) -= chunk->size;
   find_owner(chunk);
 }
@@ -205,7 +184,7 @@ void StreamAllocator::use(uintptr_t address, StreamId stream) {
   Guard guard(lock_);
   const Slot slot = clocks_.slot_of(stream);
   Chunk* chunk = live_chunk(address);
-  if (logging_) note(ROW_USE, chunk->id, stream, 0, 0);
+  if (logging_) note(ROW_USE, chunk->id, stream);
   auto& uses = chunk->uses;
   for (int32_t i = 0; i < uses.size(); ++i) {
     if (uses[i].slot == slot) uses.erase(i--);
@@ -219,7 +198,7 @@ void StreamAllocator::end_use(uintptr_t address, StreamId stream) {
   Chunk* chunk = live_chunk(address);
   for (int32_t i = 0; i < chunk->uses.size(); ++i) {
     if (chunk->uses[i].slot != slot) continue;
-    if (logging_) note(ROW_END_USE, chunk->id, stream, 0, 0);
+    if (logging_) note(ROW_END_USE, chunk->id, stream);
     chunk->uses[i].tick = clocks_.now(slot);
     return;
   }
@@ -230,7 +209,7 @@ void StreamAllocator::end_use(uintptr_t address, StreamId stream) {
 Mark StreamAllocator::mark(StreamId stream) {
   Guard guard(lock_);
   const Mark made = clocks_.mark(clocks_.slot_of(stream));
-  if (logging_) note(ROW_MARK, made, stream, 0, 0);
+  if (logging_) note(ROW_MARK, made, stream);
   return made;
 }
 
@@ -238,7 +217,7 @@ void StreamAllocator::wait(StreamId stream, Mark mark) {
   Guard guard(lock_);
   const Slot slot = clocks_.slot_of(stream);
   const Use use = clocks_.at_mark(mark);
-  if (logging_) note(ROW_WAIT, mark, stream, 0, 0);
+  if (logging_) note(ROW_WAIT, mark, stream);
   if (clocks_.wait(slot, use)) sets_.promote();
 }
 
@@ -246,7 +225,7 @@ void StreamAllocator::waited(StreamId stream, Mark mark) {
   Guard guard(lock_);
   const Slot slot = clocks_.slot_of(stream);
   clocks_.waited(slot, clocks_.at_mark(mark));
-  if (logging_) note(ROW_WAIT, mark, stream, 0, 0);
+  if (logging_) note(ROW_WAIT, mark, stream);
   sets_.promote();
 }
 
@@ -254,11 +233,6 @@ void StreamAllocator::set_spill(Spill spill, GiveBack give_back) {
   Guard guard(lock_);
   spill_ = std::move(spill);
   give_back_ = std::move(give_back);
-}
-
-void StreamAllocator::allow_spill(JobId job, bool allowed) {
-  Guard guard(lock_);
-  account(job)->may_spill = allowed;
 }
 
 void StreamAllocator::set_limit(int64_t bytes) {
@@ -273,32 +247,8 @@ void StreamAllocator::set_limit(int64_t bytes) {
   limit_ = bytes;
 }
 
-void StreamAllocator::set_job_limit(JobId job, int64_t bytes) {
-  Guard guard(lock_);
-  if (bytes < 0) throw UsageError("a limit is at least 0 bytes; " + std::to_string(bytes) + " was given");
-  auto found = jobs_.find(job);
-  if (found != jobs_.end() && bytes < found->second->held) {
-    throw UsageError("a limit of " + bytes_text(bytes) + " for job " + std::to_string(job) + " is below the " +
-                     bytes_text(found->second->held) + " that it holds; release memory first");
-  }
-  account(job)->limit = bytes;
-}
-
-void StreamAllocator::remove_job(JobId job) {
-  Guard guard(lock_);
-  auto found = jobs_.find(job);
-  if (found == jobs_.end()) return;
-  if (found->second->held > 0 || found->second->spilled > 0 || found->second->waiting > 0) {
-    throw UsageError("job " + std::to_string(job) + " still holds " +
-                     bytes_text(found->second->held + found->second->spilled) +
-                     ", or waits for memory; release that first");
-  }
-  if (last_job_ == found->second.get()) last_job_ = nullptr;
-  jobs_.erase(found);
-}
-
-void StreamAllocator::note(int64_t kind, int64_t id, StreamId stream, int64_t job, int64_t bytes) {
-  log_.insert(log_.end(), {kind, id, stream, job, bytes});
+void StreamAllocator::note(int64_t kind, int64_t id, StreamId stream, int64_t bytes) {
+  log_.insert(log_.end(), {kind, id, stream, bytes});
 }
 
 void StreamAllocator::record_log(bool on) {

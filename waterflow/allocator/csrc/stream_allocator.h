@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "address_table.h"
@@ -20,7 +19,6 @@
 
 namespace waterflow {
 
-using JobId = int64_t;
 constexpr int64_t NO_LIMIT = std::numeric_limits<int64_t>::max();
 
 // Where a request found its memory, in the order of the search.
@@ -45,14 +43,10 @@ struct Spilled {
   bool retry = false;
 };
 
-struct JobMemory {
-  int64_t held = 0, peak = 0, limit = NO_LIMIT, spilled = 0;
-};
-
 struct AllocatorReport {
-  int64_t held = 0, peak = 0;         // bytes handed out, alignment included
-  int64_t grown = 0, peak_grown = 0;  // bytes taken from the device
-  int64_t spilled = 0;                // bytes of host memory handed out
+  int64_t held = 0, peak = 0;  // bytes handed out, alignment included
+  int64_t grown = 0;           // bytes taken from the device
+  int64_t spilled = 0;         // bytes of host memory handed out
   int64_t synchronized = 0, apart = 0;
   std::vector<std::pair<StreamId, int64_t>> unsynchronized;  // free bytes by stream
   int64_t largest_free = 0;
@@ -67,7 +61,7 @@ struct AllocatorReport {
 // Thread-safe. Every call names streams and addresses; what is wrong is refused with UsageError and changes nothing.
 class StreamAllocator {
  public:
-  using Spill = std::function<Spilled(int64_t bytes, StreamId stream, JobId job)>;
+  using Spill = std::function<Spilled(int64_t bytes)>;
   using GiveBack = std::function<void(uintptr_t address, int64_t bytes)>;
 
   explicit StreamAllocator(std::shared_ptr<Device> device, AllocatorOptions options = {});
@@ -80,7 +74,7 @@ class StreamAllocator {
   void remove_stream(StreamId stream);
 
   // Memory for work issued on `stream` from now on; throws OutOfMemory with a map where there is none.
-  uintptr_t allocate(int64_t bytes, StreamId stream, JobId job = 0);
+  uintptr_t allocate(int64_t bytes, StreamId stream);
   // Behind all that its streams were issued until now.
   void release(uintptr_t address);
   // `stream` uses it, too: until it is released, or until `end_use`, which knows of no later work.
@@ -96,16 +90,10 @@ class StreamAllocator {
   // Gives segments that are free and complete back to the device; returns bytes.
   int64_t trim();
   void set_limit(int64_t bytes);
-  void set_job_limit(JobId job, int64_t bytes);
-  void allow_spill(JobId job, bool allowed);
   // `spill` is called without the lock and may release memory; `give_back` gets its memory again.
   void set_spill(Spill spill, GiveBack give_back);
-  // Forgets a job that holds nothing.
-  void remove_job(JobId job);
 
   AllocatorReport report() const;
-  JobMemory job(JobId job) const;
-  int64_t held_by_stream(StreamId stream) const;
   int64_t held() const;
   int64_t idle() const;  // taken from the device and not handed out
   int64_t limit() const;
@@ -114,7 +102,7 @@ class StreamAllocator {
   // Walks everything; throws std::logic_error at what cannot be.
   void check() const;
 
-  // Requests from now on as rows of (kind, id, stream, job, bytes); see request_log.h.
+  // Requests from now on as rows of (kind, id, stream, bytes); see request_log.h.
   void record_log(bool on);
   std::vector<int64_t> take_log();
 
@@ -123,7 +111,6 @@ class StreamAllocator {
   struct Request {
     int64_t bytes, size;  // asked for; rounded up
     Slot stream;
-    Account* job;
   };
 
   // The tiers, in order; each returns a chunk of the request's size that is in no set, or null.
@@ -135,9 +122,6 @@ class StreamAllocator {
   Chunk* spill(const Request& request, Lock& lock);
   [[noreturn]] void fail(const Request& request);
 
-  // Does something that may take long with the lock open; the job stays meanwhile, the stream may not.
-  template <class Work>
-  void unlocked(const Request& request, Lock& lock, Work&& work);
   void must_still_be(const Request& request, StreamId stream) const;
   Chunk* search(const Request& request, Lock& lock);
   Chunk* device_tiers(const Request& request, Lock& lock);
@@ -151,14 +135,13 @@ class StreamAllocator {
   uintptr_t hand_out(Chunk* chunk, const Request& request, bool put_aside);
   void find_owner(Chunk* chunk);
 
-  Account* account(JobId job);
   Chunk* live_chunk(uintptr_t address) const;
   int64_t rounded(int64_t bytes) const;
   bool whole_free(const Segment& segment, bool complete) const;
   void drop_segment(size_t index);
   int64_t trim_locked();
   int64_t trimmable() const;
-  void note(int64_t kind, int64_t id, StreamId stream, int64_t job, int64_t bytes);
+  void note(int64_t kind, int64_t id, StreamId stream, int64_t bytes = 0);
   void check_segment(const Segment& segment) const;
   std::string map_locked(int32_t width) const;
 
@@ -171,10 +154,8 @@ class StreamAllocator {
   AddressTable live_;      // also of what is put aside
   mutable FreeSets sets_;  // questions may merge what releases have put off: that changes no answer but sizes of pieces
   std::vector<std::unique_ptr<Segment>> segments_;
-  std::unordered_map<JobId, std::unique_ptr<Account>> jobs_;
-  Account* last_job_ = nullptr;
   int64_t limit_;
-  int64_t held_ = 0, peak_ = 0, grown_ = 0, peak_grown_ = 0, spilled_ = 0, requests_ = 0;
+  int64_t held_ = 0, peak_ = 0, grown_ = 0, spilled_ = 0, requests_ = 0;
   std::array<int64_t, TIERS> tiers_{};
   Spill spill_;
   GiveBack give_back_;

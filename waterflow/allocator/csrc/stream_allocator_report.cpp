@@ -87,7 +87,6 @@ AllocatorReport StreamAllocator::report() const {
   made.held = held_;
   made.peak = peak_;
   made.grown = grown_;
-  made.peak_grown = peak_grown_;
   made.spilled = spilled_;
   made.synchronized = sets_.bytes(SYNCHRONIZED);
   made.apart = sets_.bytes(APART);
@@ -103,18 +102,6 @@ AllocatorReport StreamAllocator::report() const {
   made.requests = requests_;
   made.tiers = tiers_;
   return made;
-}
-
-JobMemory StreamAllocator::job(JobId job) const {
-  Guard guard(lock_);
-  auto found = jobs_.find(job);
-  if (found == jobs_.end()) return {};
-  return {found->second->held, found->second->peak, found->second->limit, found->second->spilled};
-}
-
-int64_t StreamAllocator::held_by_stream(StreamId stream) const {
-  Guard guard(lock_);
-  return clocks_.held(clocks_.slot_of(stream));
 }
 
 int64_t StreamAllocator::held() const {
@@ -181,7 +168,7 @@ void StreamAllocator::check_segment(const Segment& segment) const {
     if (chunk->set == LIVE) {
       ++live;
       must(live_.find(chunk->address) == chunk, "what is held cannot be found");
-      must(!chunk->uses.empty() && chunk->job != nullptr, "nobody uses what is held");
+      must(!chunk->uses.empty(), "nobody uses what is held");
       must(chunk->uses.all([&](Use use) { return use.tick == OPEN || use.tick <= clocks_.now(use.slot); }),
            "a use from the future");
     }
@@ -202,20 +189,15 @@ void StreamAllocator::check() const {
     check_segment(*segment);
     if (!segment->host) grown += segment->bytes;
   }
-  std::unordered_map<const Account*, int64_t> by_job;
   std::vector<int64_t> by_slot(static_cast<size_t>(clocks_.slots()));
   live_.each([&](const Chunk* chunk) {
     (chunk->segment->host ? spilled : held) += chunk->size;
     if (chunk->segment->host) return;
-    by_job[chunk->job] += chunk->size;
     by_slot[static_cast<size_t>(chunk->stream)] += chunk->size;
   });
   must(grown == grown_ && grown_ <= limit_, "the sum of segments is wrong");
   must(held == held_ && spilled == spilled_, "the sum of what is held is wrong");
   must(sets_.free_bytes() + held_ == grown_, "free and held do not make up the segments");
-  for (const auto& [id, job] : jobs_) {
-    must(by_job[job.get()] == job->held && job->held <= job->limit, "a job's sum is wrong");
-  }
   for (Slot slot = 0; slot < clocks_.slots(); ++slot) {
     must(by_slot[static_cast<size_t>(slot)] == clocks_.held(slot), "a stream's sum is wrong");
   }

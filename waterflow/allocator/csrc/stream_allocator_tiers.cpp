@@ -20,21 +20,6 @@ std::string bytes_text(int64_t bytes) {
   return text;
 }
 
-template <class Work>
-void StreamAllocator::unlocked(const Request& request, Lock& lock, Work&& work) {
-  ++request.job->waiting;
-  lock.unlock();
-  try {
-    work();
-  } catch (...) {
-    lock.lock();
-    --request.job->waiting;
-    throw;
-  }
-  lock.lock();
-  --request.job->waiting;
-}
-
 // The lock was open: somebody may have removed the stream that asks.
 void StreamAllocator::must_still_be(const Request& request, StreamId stream) const {
   if (clocks_.live(request.stream) && clocks_.stream(request.stream) == stream) return;
@@ -47,8 +32,7 @@ Chunk* StreamAllocator::counted(Tier tier, Chunk* chunk) {
 }
 
 Chunk* StreamAllocator::search(const Request& request, Lock& lock) {
-  const bool within_limit = request.size <= request.job->limit - request.job->held;
-  if (Chunk* chunk = within_limit ? device_tiers(request, lock) : nullptr) return chunk;
+  if (Chunk* chunk = device_tiers(request, lock)) return chunk;
   if (Chunk* chunk = counted(Tier::spill, spill(request, lock))) return chunk;
   ++tiers_[static_cast<size_t>(Tier::fail)];
   fail(request);
@@ -132,7 +116,6 @@ Chunk* StreamAllocator::new_segment(int64_t bytes) {
     return nullptr;
   }
   grown_ += bytes;
-  peak_grown_ = std::max(peak_grown_, grown_);
   auto segment = std::make_unique<Segment>();
   segment->base = base;
   segment->bytes = bytes;
@@ -210,11 +193,11 @@ bool StreamAllocator::reclaim(const Request& request, Lock& lock) {
   const StreamId stream = clocks_.stream(request.stream);
   std::vector<EventId> events;
   for (int32_t i = 0; i < uses.size(); ++i) events.push_back(clocks_.pin(uses[i]));
-  unlocked(request, lock, [&] {
-    for (EventId event : events) {
-      if (event != 0) device_->synchronize(event);
-    }
-  });
+  lock.unlock();
+  for (EventId event : events) {
+    if (event != 0) device_->synchronize(event);
+  }
+  lock.lock();
   clocks_.poll();
   for (size_t i = 0; i < events.size(); ++i) clocks_.unpin();
   must_still_be(request, stream);
@@ -225,18 +208,15 @@ bool StreamAllocator::reclaim(const Request& request, Lock& lock) {
 
 // Host memory: what was given for an earlier request and is free again, or what the hook gives now.
 Chunk* StreamAllocator::spill(const Request& request, Lock& lock) {
-  if (!request.job->may_spill) return nullptr;
   if (Chunk* chunk = free_host_memory(request)) return chunk;
   if (!spill_) return nullptr;
   const Spill hook = spill_;
   const StreamId stream = clocks_.stream(request.stream);
-  Spilled given;
-  unlocked(request, lock, [&] { given = hook(request.size, stream, request.job->id); });
+  lock.unlock();
+  const Spilled given = hook(request.size);
+  lock.lock();
   must_still_be(request, stream);
-  if (given.address == 0) {
-    const bool within_limit = request.size <= request.job->limit - request.job->held;
-    return given.retry && within_limit ? device_tiers(request, lock) : nullptr;
-  }
+  if (given.address == 0) return given.retry ? device_tiers(request, lock) : nullptr;
   if (given.bytes < request.size) {
     throw UsageError("a spill hook gave " + bytes_text(given.bytes) + " of host memory for a request of " +
                      bytes_text(request.size));
@@ -266,22 +246,14 @@ Chunk* StreamAllocator::free_host_memory(const Request& request) {
 }
 
 void StreamAllocator::fail(const Request& request) {
-  const auto& job = *request.job;
   sets_.settle();
-  std::string text = "job " + std::to_string(job.id) + " asked for " + bytes_text(request.bytes) + " on stream " +
-                     std::to_string(clocks_.stream(request.stream));
-  int64_t limit = limit_;
-  if (request.size > job.limit - job.held) {
-    limit = job.limit;
-    text += " and holds " + bytes_text(job.held) + " of the " + bytes_text(job.limit) +
-            " that it may. Raise its limit, or lower its batch size.";
-  } else {
-    text += "; " + bytes_text(held_) + " are held, " + bytes_text(grown_ - held_) + " are free in pieces of up to " +
-            bytes_text(sets_.largest()) +
-            (limit_ == NO_LIMIT ? ", and the device has no more" : ", and the limit is " + bytes_text(limit_)) +
-            ". Lower the batch size, raise the limit, or let the job spill.";
-  }
-  throw OutOfMemory(text + "\n" + map_locked(64), request.size, limit);
+  const std::string text =
+      "there is no room for " + bytes_text(request.bytes) + " on stream " +
+      std::to_string(clocks_.stream(request.stream)) + "; " + bytes_text(held_) + " are held, " +
+      bytes_text(grown_ - held_) + " are free in pieces of up to " + bytes_text(sets_.largest()) +
+      (limit_ == NO_LIMIT ? ", and the device has no more" : ", and the limit is " + bytes_text(limit_)) +
+      ". Lower the batch size, raise the limit, or let it spill.";
+  throw OutOfMemory(text + "\n" + map_locked(64), request.size, limit_);
 }
 
 }  // namespace waterflow

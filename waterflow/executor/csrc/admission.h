@@ -47,8 +47,6 @@ class Admission {
   int64_t held_by(Id job) const;
   int32_t groups_left(Id job) const;  // 0 for a job that is not in mid-step
   bool in_step(Id job) const { return running_.count(job) != 0; }
-  size_t steps() const { return running_.size(); }
-  bool safe() const { return safe(capacity_, nullptr); }
 
   // Waiting for memory. A job that a neighbour's whole step has overtaken goes first: no step starts before it.
   // Opportunistic ones do not hold up others.

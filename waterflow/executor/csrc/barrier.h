@@ -13,6 +13,9 @@ namespace waterflow {
 // engine's lock guards it.
 class CounterBarrier {
  public:
+  static constexpr int32_t kFirstGroup = 3;  // parties: the step before, the batch, room
+  static constexpr int32_t kLaterGroup = 2;  // the group before, room
+
   explicit CounterBarrier(int32_t parties) : parties_(check(parties)), waiting_for_(parties) {}
 
   // One party has come. True when this arrival opened the barrier.

@@ -2,6 +2,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+#include <array>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -96,46 +98,37 @@ py::list outputs(const StepRun& run) {
   return list;
 }
 
-at::Tensor profile_table(const StepRun& run) {
-  const auto& instructions = run.profiled.instructions;
-  auto table = at::empty({static_cast<int64_t>(instructions.size()), 4}, at::kLong);
-  auto* row = table.mutable_data_ptr<int64_t>();
-  for (const auto& entry : instructions) {
-    *row++ = entry.peak;
-    *row++ = entry.net;
-    *row++ = entry.nanoseconds;
-    *row++ = entry.requests;
-  }
+// A row of numbers for each entry.
+template <typename Entries, typename Row>
+at::Tensor table_of(const Entries& entries, const Row& row) {
+  constexpr auto columns = static_cast<int64_t>(std::tuple_size_v<decltype(row(entries[0]))>);
+  auto table = at::empty({static_cast<int64_t>(entries.size()), columns}, at::kLong);
+  auto* to = table.template mutable_data_ptr<int64_t>();
+  for (const auto& entry : entries) to = std::ranges::copy(row(entry), to).out;
   return table;
+}
+
+at::Tensor profile_table(const StepRun& run) {
+  return table_of(run.profiled.instructions,
+                  [](const auto& e) { return std::array{e.peak, e.net, e.nanoseconds, e.requests}; });
 }
 
 // (bytes, birth, death) of each request; the first request of each instruction, and the end; the tick of each one's
 // end.
 std::tuple<at::Tensor, std::vector<int32_t>, std::vector<int32_t>> request_table(const StepRun& run) {
   const auto& log = run.profiled.log;
-  auto table = at::empty({static_cast<int64_t>(log.requests.size()), 3}, at::kLong);
-  auto* row = table.mutable_data_ptr<int64_t>();
-  for (const auto& request : log.requests) {
-    *row++ = request.bytes;
-    *row++ = request.birth;
-    *row++ = request.death;
-  }
   auto first = log.first;
   first.push_back(static_cast<int32_t>(log.requests.size()));
-  return {table, first, log.ends};
+  const auto row = [](const auto& r) { return std::array<int64_t, 3>{r.bytes, r.birth, r.death}; };
+  return {table_of(log.requests, row), first, log.ends};
 }
 
 at::Tensor span_table(const std::vector<Span>& spans) {
-  auto table = at::empty({static_cast<int64_t>(spans.size()), 8}, at::kLong);
-  auto* row = table.mutable_data_ptr<int64_t>();
-  for (const auto& span : spans) {
-    for (int64_t value :
-         {span.job, span.step, span.group, span.lane, span.start_ns, span.end_ns, span.held, span.held_by_job}) {
-      *row++ = value;
-    }
-  }
-  return table;
+  return table_of(spans, [](const Span& s) {
+    return std::array{s.job, s.step, s.group, s.lane, s.start_ns, s.end_ns, s.held, s.held_by_job};
+  });
 }
+
 }  // namespace
 }  // namespace waterflow
 
@@ -285,7 +278,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
       .def_property_readonly("on_a_lane", &Engine::on_a_lane)
       .def_property_readonly("lanes", &Engine::lanes)
-      .def_property_readonly("has_arenas", &Engine::has_arenas)
       .def_property_readonly("pages_in_use", unlocked(&Engine::pages_in_use))
       .def_property_readonly("stranded", unlocked(&Engine::stranded))
       .def_property_readonly("placed", unlocked([](const Engine& self) {
@@ -319,7 +311,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              return span_table(self.take_spans());
            })
       .def("check", &Engine::check, py::call_guard<py::gil_scoped_release>())
-      .def_static("now_ns", &Engine::now_ns);
+      .def_static("now_ns", &now_ns);
 
   m.def("close_engines", [] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>());
   py::module_::import("atexit").attr("register")(m.attr("close_engines"));

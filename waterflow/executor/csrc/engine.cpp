@@ -10,11 +10,6 @@
 #include "graph_cache.h"
 
 namespace waterflow {
-int64_t Engine::now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind,
                std::optional<OnCuda> cuda)
     : process_(getpid()), capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
@@ -134,7 +129,7 @@ Engine::Id Engine::add_job() {
   std::lock_guard<std::mutex> guard(lock_);
   auto job = std::make_shared<Job>();
   job->id = next_id_++;
-  job->barriers.emplace_back(kFirstGroupParties);
+  job->barriers.emplace_back(CounterBarrier::kFirstGroup);
   job->barriers[0].arrive();  // there is no step before the first
   const Id id = job->id;
   jobs_.emplace(id, std::move(job));

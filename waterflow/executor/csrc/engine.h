@@ -98,9 +98,7 @@ struct OnCuda {
 };
 
 class Engine {
-  static constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
-  static constexpr int32_t kLaterGroupParties = 2;  // the group before, room
-  static constexpr size_t kGroupsAhead = 2;         // of the device, on each lane
+  static constexpr size_t kGroupsAhead = 2;  // of the device, on each lane
   static constexpr std::chrono::milliseconds kLook{1}, kLookForAbsence{20};
   static constexpr const char* kEarlierFailed = "an earlier step of this job failed";
 
@@ -157,7 +155,6 @@ class Engine {
     std::lock_guard<std::mutex> guard(lock_);
     return active_;
   }
-  bool has_arenas() const { return arenas_; }
   int64_t pages_in_use() const;  // bytes of arenas that may have pages
   int64_t peak_held() const { return locked(peak_held_); }
   size_t queued(Id job) const;
@@ -174,7 +171,6 @@ class Engine {
   const std::shared_ptr<GraphCache>& graphs() const { return graphs_; }
   int64_t stranded() const { return locked(stranded_); }            // steps that left something behind
   int64_t scheduling_ns() const { return locked(scheduling_ns_); }  // spent inside admission and barriers, all lanes
-  static int64_t now_ns();
 
   void record_spans(bool on, size_t most);
   std::vector<Span> take_spans();

@@ -106,9 +106,9 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   Admission& admission = lane.ground->admission;
   ArenaEnd& end = lane.ground->end(lane.end);
   const int32_t groups = run.plan->heights.groups();
-  while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(kLaterGroupParties);
+  while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(CounterBarrier::kLaterGroup);
   std::exception_ptr error;
-  run.in_arenas = has_arenas();
+  run.in_arenas = arenas_;
   const bool behind = device_ != nullptr && run.frame != nullptr;
   bool filled = false;
   pace_starts(job, run);

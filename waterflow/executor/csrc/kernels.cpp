@@ -47,15 +47,21 @@ at::Tensor result_like(const at::Tensor& tensor) {
   return at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), at::kFloat);
 }
 
+// What a loop writes, given all but where to and how many.
+template <typename Loop, typename... Given>
+at::Tensor filled(Loop* loop, const at::Tensor& like, Given... given) {
+  const auto result = result_like(like);
+  loop(given..., result.mutable_data_ptr<float>(), like.numel());
+  return result;
+}
+
 WATERFLOW_VECTORS void relu_floats(const float* __restrict from, float* __restrict to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i] < 0.0f ? 0.0f : from[i];
 }
 
 at::Tensor relu(const at::Tensor& self) {
   if (!is_straight(self)) return at::relu(self);
-  const auto result = result_like(self);
-  relu_floats(self.const_data_ptr<float>(), result.mutable_data_ptr<float>(), self.numel());
-  return result;
+  return filled(relu_floats, self, self.const_data_ptr<float>());
 }
 
 WATERFLOW_VECTORS void pass_floats(const float* __restrict gradients, const float* __restrict values, float threshold,
@@ -65,10 +71,8 @@ WATERFLOW_VECTORS void pass_floats(const float* __restrict gradients, const floa
 
 at::Tensor threshold_backward(const at::Tensor& gradient, const at::Tensor& self, const at::Scalar& threshold) {
   if (!are_straight(gradient, self)) return at::threshold_backward(gradient, self, threshold);
-  const auto result = result_like(self);
-  pass_floats(gradient.const_data_ptr<float>(), self.const_data_ptr<float>(), threshold.to<float>(),
-              result.mutable_data_ptr<float>(), self.numel());
-  return result;
+  return filled(pass_floats, self, gradient.const_data_ptr<float>(), self.const_data_ptr<float>(),
+                threshold.to<float>());
 }
 
 WATERFLOW_VECTORS void mul_floats(const float* __restrict a, const float* __restrict b, float* __restrict to,
@@ -78,10 +82,7 @@ WATERFLOW_VECTORS void mul_floats(const float* __restrict a, const float* __rest
 
 at::Tensor mul(const at::Tensor& self, const at::Tensor& other) {
   if (!are_straight(self, other)) return at::mul(self, other);
-  const auto result = result_like(self);
-  mul_floats(self.const_data_ptr<float>(), other.const_data_ptr<float>(), result.mutable_data_ptr<float>(),
-             self.numel());
-  return result;
+  return filled(mul_floats, self, self.const_data_ptr<float>(), other.const_data_ptr<float>());
 }
 
 WATERFLOW_VECTORS void add_floats(const float* __restrict a, const float* __restrict b, float* __restrict to,
@@ -91,10 +92,7 @@ WATERFLOW_VECTORS void add_floats(const float* __restrict a, const float* __rest
 
 at::Tensor add(const at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha) {
   if (!are_straight(self, other) || !alpha.equal(1)) return at::add(self, other, alpha);
-  const auto result = result_like(self);
-  add_floats(self.const_data_ptr<float>(), other.const_data_ptr<float>(), result.mutable_data_ptr<float>(),
-             self.numel());
-  return result;
+  return filled(add_floats, self, self.const_data_ptr<float>(), other.const_data_ptr<float>());
 }
 
 WATERFLOW_VECTORS void scale_floats(const float* __restrict from, float by, float* __restrict to, int64_t count) {
@@ -104,10 +102,8 @@ WATERFLOW_VECTORS void scale_floats(const float* __restrict from, float by, floa
 at::Tensor mul_number(const at::Tensor& self, const at::Scalar& other) {
   const bool whole = other.isIntegral(false);
   if (!is_straight(self) || has_single(self) || !(whole || other.isFloatingPoint())) return at::mul(self, other);
-  const auto result = result_like(self);
   const float by = whole ? static_cast<float>(other.toLong()) : static_cast<float>(other.toDouble());
-  scale_floats(self.const_data_ptr<float>(), by, result.mutable_data_ptr<float>(), self.numel());
-  return result;
+  return filled(scale_floats, self, self.const_data_ptr<float>(), by);
 }
 
 // -- copies

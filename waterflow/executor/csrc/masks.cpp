@@ -82,13 +82,16 @@ WATERFLOW_VECTORS void choose_doubles(const uint32_t* words, int64_t count, uint
   choose(words, count, high, low, yes, no, to);
 }
 
-// `yes` with probability p, else `no`, for each element in the order of memory. The generator's lock is held.
-void fill_mask(const at::TensorBase& mask, double p, double yes, double no, at::CPUGeneratorImpl& generator) {
+// `yes` with probability p, else `no`, for each element in the order of memory.
+void fill_mask(const at::TensorBase& mask, double p, double yes, double no,
+               const std::optional<at::Generator>& generator) {
   constexpr int64_t kBlock = 512;
   uint32_t words[2 * kBlock];
   const auto bound = static_cast<uint64_t>(std::ceil(std::ldexp(p, 53)));
   const auto high = static_cast<uint32_t>(bound >> 32), low = static_cast<uint32_t>(bound);
-  at::mt19937 engine = generator.engine();
+  auto* own = at::get_generator_or_default<at::CPUGeneratorImpl>(generator, at::detail::getDefaultCPUGenerator());
+  std::lock_guard<std::mutex> lock(own->mutex_);
+  at::mt19937 engine = own->engine();
   at::mt19937_data_pod state = engine.data();
   const bool floats = mask.scalar_type() == at::kFloat;
   void* data = mask.mutable_data_ptr();
@@ -104,7 +107,7 @@ void fill_mask(const at::TensorBase& mask, double p, double yes, double no, at::
     }
   }
   engine.set_data(state);
-  generator.set_engine(engine);
+  own->set_engine(engine);
 }
 
 // On other CPUs torch seeds a generator of MKL's from one word. Asks torch's allocators for nothing.
@@ -115,7 +118,7 @@ bool torch_draws_word_by_word() {
     auto &ours = *generator.get<at::CPUGeneratorImpl>(), &theirs = *other.get<at::CPUGeneratorImpl>();
     std::array<double, kTried> drawn{}, expected{};
     auto mask = at::from_blob(drawn.data(), {kTried}, at::kDouble);
-    fill_mask(mask, 0.7, 1, 0, ours);
+    fill_mask(mask, 0.7, 1, 0, generator);
     at::from_blob(expected.data(), {kTried}, at::kDouble).bernoulli_(0.7, other);
     return drawn == expected && ours.random64() == theirs.random64();
   }();
@@ -129,9 +132,7 @@ bool can_draw(const at::Tensor& like, double p) {
 
 at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> generator) {
   if (!can_draw(self, p)) return self.bernoulli_(p, std::move(generator));
-  auto* own = at::get_generator_or_default<at::CPUGeneratorImpl>(generator, at::detail::getDefaultCPUGenerator());
-  std::lock_guard<std::mutex> lock(own->mutex_);
-  fill_mask(self, p, 1, 0, *own);
+  fill_mask(self, p, 1, 0, generator);
   return self;
 }
 
@@ -139,13 +140,11 @@ at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> g
 at::Tensor dropout_mask(const at::Tensor& like, double keep, std::optional<at::Generator> generator) {
   if (!can_draw(like, keep)) return at::empty_like(like).bernoulli_(keep, std::move(generator)).div_(keep);
   const auto mask = at::Tensor(at::detail::empty_strided_cpu(like.sizes(), like.strides(), like.scalar_type()));
-  auto* own = at::get_generator_or_default<at::CPUGeneratorImpl>(generator, at::detail::getDefaultCPUGenerator());
-  std::lock_guard<std::mutex> lock(own->mutex_);
   if (like.scalar_type() == at::kFloat) {
     const auto divisor = static_cast<float>(keep);
-    fill_mask(mask, keep, 1.0f / divisor, 0.0f / divisor, *own);
+    fill_mask(mask, keep, 1.0f / divisor, 0.0f / divisor, generator);
   } else {
-    fill_mask(mask, keep, 1.0 / keep, 0.0 / keep, *own);
+    fill_mask(mask, keep, 1.0 / keep, 0.0 / keep, generator);
   }
   return mask;
 }

@@ -22,14 +22,14 @@ constexpr int64_t kMostInside = 2'000'000;  // of sleep inside an operation, whi
 constexpr int64_t kMostOwedNs = 2'000'000'000;
 constexpr double kLeastRate = 1e-3;  // less is none
 
+timespec as_timespec(int64_t ns) { return {ns / 1'000'000'000, ns % 1'000'000'000}; }
+
+}  // namespace
+
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
-
-timespec as_timespec(int64_t ns) { return {ns / 1'000'000'000, ns % 1'000'000'000}; }
-
-}  // namespace
 
 // A timer of the calling thread, whose signal interrupts what it does.
 class Slices {

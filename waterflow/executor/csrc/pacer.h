@@ -6,15 +6,17 @@
 
 namespace waterflow {
 
+int64_t now_ns();  // of a clock that never goes back
+
 // The share of time in which opportunistic work may run: while a guaranteed step is under way, and while none is.
 struct Rates {
   std::atomic<double> beside{1.0};
   std::atomic<double> between{1.0};
   std::atomic<int32_t> guaranteed{0};  // steps under way
   std::atomic<int64_t> ended_ns{0};    // the last of them
-  double at(int64_t now_ns) const {
+  double at(int64_t now) const {
     if (guaranteed.load(std::memory_order_relaxed) > 0) return beside.load(std::memory_order_relaxed);
-    if (now_ns - ended_ns.load(std::memory_order_relaxed) > kAwayNs) return 1.0;
+    if (now - ended_ns.load(std::memory_order_relaxed) > kAwayNs) return 1.0;
     return between.load(std::memory_order_relaxed);
   }
   static constexpr int64_t kAwayNs = 1'000'000'000;  // a guaranteed job without a step for longer is not there

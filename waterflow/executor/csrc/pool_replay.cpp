@@ -142,7 +142,7 @@ class Pool {
     }
     const StreamId stream = streams_[job.stream];
     for (int32_t piece : step.born[operation]) {
-      const uintptr_t at = job.addresses[piece] = allocator_.allocate(step.bytes[piece], stream, number);
+      const uintptr_t at = job.addresses[piece] = allocator_.allocate(step.bytes[piece], stream);
       if (check_) device_->access(stream, at, step.bytes[piece]);
       result_.reach = std::max(result_.reach, static_cast<int64_t>(at - base_) + step.bytes[piece]);
       result_.peak = std::max(result_.peak, allocator_.held());

@@ -160,21 +160,25 @@ void Program::take_results(const Instruction& instruction, Frame& frame) {
   for (auto slot : instruction.drops) slots[slot] = c10::IValue();
 }
 
+void Program::execute(int32_t index, Frame& frame) const {
+  try {
+    execute(instructions_[index], frame);
+  } catch (const c10::Error& error) {
+    frame.stack.clear();
+    throw NodeError(index, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    frame.stack.clear();
+    throw NodeError(index, error.what());
+  }
+}
+
 void Program::run(Frame& frame, int32_t begin, int32_t end, Placer* placer, Pace* pace) const {
   BelowAutograd below;
   ProductsScope products;
   for (int32_t i = begin; i < end; ++i) {
     if (pace != nullptr) pace->before_operation();
     if (placer != nullptr) placer->instruction(i);
-    try {
-      execute(instructions_[i], frame);
-    } catch (const c10::Error& error) {
-      frame.stack.clear();
-      throw NodeError(i, error.what_without_backtrace());
-    } catch (const std::exception& error) {
-      frame.stack.clear();
-      throw NodeError(i, error.what());
-    }
+    execute(i, frame);
   }
 }
 

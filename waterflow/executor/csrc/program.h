@@ -140,6 +140,8 @@ class Program {
 
  private:
   void execute(const Instruction& instruction, Frame& frame) const;
+  // The same for the one with this number; throws NodeError.
+  void execute(int32_t index, Frame& frame) const;
   static void call_directly(const Instruction& instruction, Frame& frame);
 
   int32_t inputs_;

@@ -8,8 +8,6 @@ namespace waterflow {
 namespace {
 
 constexpr int64_t kGranularity = 64;
-constexpr int32_t kFirstGroupParties = 3;  // the step before, the batch, room
-constexpr int32_t kLaterGroupParties = 2;  // the group before, room
 constexpr size_t kMostTold = 16;
 
 int64_t rounded_up(int64_t bytes) { return (bytes + kGranularity - 1) / kGranularity * kGranularity; }
@@ -78,7 +76,7 @@ void Simulation::add_job(std::shared_ptr<const SimulatedStep> step, int32_t step
     throw std::invalid_argument("no addresses are left");
   }
   for (int32_t g = 0; g < job->step->heights.groups(); ++g) {
-    job->barriers.emplace_back(g == 0 ? kFirstGroupParties : kLaterGroupParties);
+    job->barriers.emplace_back(g == 0 ? CounterBarrier::kFirstGroup : CounterBarrier::kLaterGroup);
   }
   job->barriers[0].arrive();  // there is no step before the first
   result_.steps.push_back(0);

@@ -11,18 +11,3 @@
 #define WATERFLOW_VECTORS
 #define WATERFLOW_INLINE inline
 #endif
-
-// Functions that are written in vectors of eight, where a product and a sum are rounded once.
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define WATERFLOW_FUSED __attribute__((target("avx2,fma")))
-
-namespace waterflow {
-
-inline bool can_fuse() {
-  static const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return can;
-}
-
-}  // namespace waterflow
-#endif
