@@ -41,7 +41,7 @@ NOT_RUN = {
     r"waterflow cluster status --watch": "shows until it is ended. Options are looked up",
 }
 # Sections that take more than about five seconds.
-SLOW = {"docs/howto.md: LoRA adapters over one frozen model"}
+SLOW = {"docs/howto.md: LoRA adapters over one frozen model", "docs/memory.md: Plans on the command line"}
 SECONDS = 300  # that a section may take
 PRELOADED = [
     "torch._dynamo",
