@@ -6,6 +6,7 @@ default, or one. Times hold all that a run takes. The README's table "Does it he
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -186,6 +187,14 @@ def lengths(count: int, how_many: int) -> Callable[[], Batches]:
     return lambda: batches
 
 
+def new_shapes(count: int) -> Batches:
+    """Batches of sizes that no call before has had."""
+    return Batches(count, [(8 + next(_SIZES), 64) for _ in range(count)])
+
+
+_SIZES = itertools.count()
+
+
 def slow() -> DataLoader:
     """A loader of 512 slow rows."""
     return DataLoader(SlowRows(512), 32, shuffle=True)
@@ -203,6 +212,8 @@ def loops() -> list[Loop]:
         Loop("8 MLPs, .item() in the step", 8, mlp, memory(300, *row), adamw, logged),
         Loop("4 transformers, 8 lengths", 4, encoder, lengths(100, 8), adamw, cross_entropy),
         Loop("4 transformers, 64 lengths", 4, encoder, lengths(100, 64), adamw, cross_entropy),
+        Loop("4 MLPs, Adagrad, slow loader", 4, mlp, slow, partial(Adagrad, lr=1e-2), cross_entropy),
+        Loop("1 MLP, ever new shapes", 1, mlp, partial(new_shapes, 50), adamw, cross_entropy),
         Loop("1 small MLP", 1, mlp, memory(1000, *row), adamw, cross_entropy),
         Loop("4 LoRA adapters, one base", 4, adapters(), memory(100, 32, 256), adamw, cross_entropy),
     ]
