@@ -97,7 +97,7 @@ class Whole:
 class Variant:
     """The step for batches of one shape: what was captured for it, bound to this job.
 
-    ``plain`` is what was captured, ``captured`` the same, or a form of it that recomputes; ``whole`` is the step where there is room.
+    ``plain`` is what was captured, ``captured`` the same or a lower form of it; ``whole`` is the step where there is room.
     """
 
     key: Key
