@@ -5,7 +5,12 @@ that the extension then meets.
 """
 
 import os
+import sys
+import sysconfig
 from pathlib import Path
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit("waterflow needs a Python with its global interpreter lock, such as 3.13; this build is free-threaded")
 
 import torch
 from setuptools import setup

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,25 @@ def test_version(version: str, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, (done.stdout[-500:], done.stderr[-4000:])
+
+
+def test_a_free_threaded_python_is_told_in_one_sentence() -> None:
+    told = "import sysconfig; sysconfig.get_config_var = lambda name: 1; exec(open('setup.py').read())"
+    root = PARTITION.parents[1]
+    done = subprocess.run([sys.executable, "-c", told], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "this build is free-threaded" in done.stderr
+
+
+def test_the_observer_is_not_built_for_frames_that_it_does_not_know() -> None:
+    compiler = shutil.which("c++") or pytest.skip("no compiler")
+    include = f"-I{sysconfig.get_path('include')}"
+    command = [
+        compiler,
+        "-std=c++17",
+        "-fsyntax-only",
+        include,
+        "-DPy_GIL_DISABLED",
+        str(PARTITION / "csrc/observer.cpp"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and "waterflow needs CPython 3.11, 3.12 or 3.13" in done.stderr

@@ -1,7 +1,9 @@
 #define Py_BUILD_CORE 1
 #include "observer.h"
 
-#if PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
+#if PY_VERSION_HEX >= 0x030E0000 || defined(Py_GIL_DISABLED)
+#error "waterflow needs CPython 3.11, 3.12 or 3.13 with its global lock: frames of others cannot be observed"
+#endif
 #include <frameobject.h>
 #include <internal/pycore_frame.h>
 
@@ -369,20 +371,3 @@ bool instruction_event([[maybe_unused]] PyObject* code, [[maybe_unused]] int32_t
 }
 
 }  // namespace waterflow::observer
-
-#else  // a Python whose frames we do not know
-
-namespace waterflow::observer {
-
-bool start(Observation*) {
-  PyErr_Format(cannot_observe, "frames of Python %s cannot be observed", PY_VERSION);
-  return false;
-}
-
-bool stop(Observation*) { return start(nullptr); }
-
-void instruction_event(PyObject*, int32_t) {}
-
-}  // namespace waterflow::observer
-
-#endif
