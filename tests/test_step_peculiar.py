@@ -86,7 +86,7 @@ def quantized() -> torch.Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "complex parameter": (
         lambda: Scaled(torch.complex(square()[0], square()[1]), lambda x, w: (x * w).abs()),
-        "trains complex parameters",
+        "no fused form for complex parameters",
     ),
     "parameter of a class": (
         lambda: Scaled(square().as_subclass(Doubling), lambda x, w: (x @ w) * w.sum().as_subclass(torch.Tensor)),

@@ -343,6 +343,7 @@ class Step(StepFigures):
 
         def work() -> None:
             if refused is not None:
+                self._variants.first.take_back()
                 self._eager_step.put_sums(self._variants.sums)
             made, height = self._eager_step.metered(batch, update, surrounding)
             returned.append(made)

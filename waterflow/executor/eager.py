@@ -15,6 +15,7 @@ from waterflow import _C
 from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.executor.user_thread import current_user_thread
+from waterflow.partition.optimizers import captured_form
 from waterflow.partition.spec import StepSpec, split_result
 from waterflow.partition.surroundings import in_forward, user_place
 
@@ -180,7 +181,8 @@ class EagerStep:
                 nn.utils.clip_grad_norm_(trained, spec.clip_norm)
             if spec.clip_value is not None:
                 nn.utils.clip_grad_value_(trained, spec.clip_value)
-            spec.optimizer.step()
+            with captured_form(spec.optimizer):
+                spec.optimizer.step()
             spec.optimizer.zero_grad(set_to_none=True)
         self.sums = {p: p.grad for p in trained if p.grad is not None}
         own = {*trained}

@@ -76,12 +76,13 @@ class FirstUpdates:
         """That update failed. Where it has ``ended``, state that it has not reached is taken back, as if it had not been laid out."""
         self._laid_out.update(begun)
         if ended:
-            self._take_back(begun)
+            self.take_back(begun)
         if begun:
             self._say_again()
 
-    def _take_back(self, begun: Begun) -> None:
-        for parameter, laid in begun.items():
+    def take_back(self, begun: Begun | None = None) -> None:
+        """What was laid out, for ``begun`` or for all, and no update has reached, is no longer there."""
+        for parameter, laid in [*(self._laid_out if begun is None else begun).items()]:
             entries = self._optimizer.state.get(parameter, {})
             same = all(entries.get(key) is value for key, value in laid.items())
             if same and not any(value.count_nonzero() for value in laid.values()):

@@ -178,7 +178,7 @@ class Variants:
         self._variants: dict[Hashable, Variant] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
-        self._first = FirstUpdates(spec.optimizer)
+        self.first = FirstUpdates(spec.optimizer)
         self._captures: dict[Hashable, int] = {}
         self._tried_again = False
 
@@ -219,9 +219,9 @@ class Variants:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
         moved = members_of(plain, spec.optimizer, dict(spec.model.named_parameters()))
-        owner = Owner(spec, self._accumulators, self._first.flags(moved), looked)
+        owner = Owner(spec, self._accumulators, self.first.flags(moved), looked)
         updated_elsewhere.check(plain.capture.reached, owner)
-        with _state_kept(spec.optimizer), self._first.laying_out(moved):
+        with _state_kept(spec.optimizer), self.first.laying_out(moved):
             binding, slots, positions = bind(captured, owner)
         binding.set_generator(self._generator)
         if key not in self._variants and len(self._variants) >= MOST_SHAPES:
@@ -351,19 +351,19 @@ class Variants:
 
     def begin_update(self, variant: Variant) -> Begun:
         """An update was handed in: returns the parameters that have their first one by it."""
-        begun = self._first.begin(variant.moved)
+        begun = self.first.begin(variant.moved)
         self._drop_half_begun(begun)
         return begun
 
     def undo_update(self, begun: Begun, gathered: frozenset[str] | None = None, ended: bool = False) -> None:
         """It failed: the next one is the first again; ``gathered`` have sums of gradients. ``ended``: nothing of it runs."""
-        self._first.undo(begun, ended)
+        self.first.undo(begun, ended)
         self._drop_half_begun(begun)
         self._gathered = self._gathered if gathered is None else gathered
 
     def _drop_half_begun(self, begun: Begun) -> None:
         for key, variant in [*self._variants.items()] if begun else ():
-            if self._first.half_begun(variant.moved) is not None:
+            if self.first.half_begun(variant.moved) is not None:
                 del self._variants[key]
 
     def claim_again(self) -> None:

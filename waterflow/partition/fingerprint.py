@@ -55,6 +55,7 @@ _BY_IDENTITY = (types.ModuleType, logging.Logger, io.IOBase)
 _MACHINERY = ("optuna.", "threading", "queue", "logging", "torch.optim", "torch.utils.data", "torch._ops", "torch._library",
               "waterflow.step", "waterflow.runner", "waterflow.executor.engine")  # fmt: skip
 _CODE: Any = (type, types.FunctionType, types.BuiltinFunctionType)
+_HANDLE = torch.utils.hooks.RemovableHandle  # of a hook; the class counts those that all threads register
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
@@ -179,6 +180,9 @@ class Fingerprint:
         if seen is not None:
             return ("seen", seen)
         self._meet(value)
+        if value is _HANDLE or issubclass(kind, _HANDLE):
+            self.leave(value)
+            return kind.__name__
         if issubclass(kind, _GENERATORS):
             self._check_generator(value)
             return self.by_identity(value)
@@ -193,13 +197,11 @@ class Fingerprint:
         if issubclass(kind, enum.Enum) and in_library(kind):
             return ("enum", self.identity(kind), value._name_, exact(value._value_))
         if issubclass(kind, threading.local):
-            raise CaptureError(
-                f"{self._where() or 'the step'} is a threading.local, which says something else on each thread"
-            )
+            where = self._where() or "the step"
+            raise CaptureError(f"{where} is a threading.local, which says something else on each thread")
         if issubclass(kind, Iterator):
-            raise CaptureError(
-                f"{self._where() or 'the step'} holds a {kind.__name__}, from which each step could draw"
-            )
+            where = self._where() or "the step"
+            raise CaptureError(f"{where} holds a {kind.__name__}, from which each step could draw")
         return self._object(value, kind)
 
     def _check_generator(self, value: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,38 @@ def check_optimizer(optimizer: Optimizer) -> None:
             raise CaptureError(f"parameter group {number} asks for the {form} form of {kind.__name__}")
         if group.get("differentiable"):
             raise CaptureError(f"parameter group {number} asks for a differentiable update")
+
+
+@contextlib.contextmanager
+def captured_form(optimizer: Optimizer) -> Iterator[None]:
+    """Within, ``step()`` computes in the form of a captured update, where its user asked for none and torch has it here."""
+    groups = [group for group in optimizer.param_groups if _can_be_fused(optimizer, group)]
+    for group in groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = None
+
+
+def _can_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    if type(optimizer) not in FUSED_OPTIMIZERS or group.get("differentiable"):
+        return False
+    if group.get("fused") is not None or group.get("foreach") is not None:
+        return False
+    moved = [p for p in group["params"] if p.grad is not None]
+    begun = {optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in moved}
+    half_begun = bool(group.get("momentum")) and len(begun) > 1
+    return not half_begun and all(has_fused_form(p) and not p.grad.is_sparse for p in moved)
+
+
+def has_fused_form(parameter: torch.Tensor) -> bool:
+    """Whether fused updates, which walk raw memory, can be of it: no complex one, and none that has gaps there."""
+    if parameter.layout != torch.strided or not parameter.is_floating_point():
+        return False
+    extent = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride()))
+    return extent == parameter.numel() or parameter.is_contiguous()
 
 
 def update_groups(

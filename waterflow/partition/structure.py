@@ -16,7 +16,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.partition.exact import exact
 from waterflow.partition.fingerprint import Fingerprint, tensor_key
-from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks
+from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks, has_fused_form
 from waterflow.partition.spec import StepSpec
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
@@ -113,10 +113,10 @@ def _dict_keys(spec: pytree.TreeSpec) -> Iterator[Hashable]:
 
 def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     """The capture key of everything but the batch, and what it was made from."""
-    if any(p.is_complex() for group in spec.optimizer.param_groups for p in group["params"]):
-        raise CaptureError("the optimizer trains complex parameters, for which it has no fused form")
     check_plain((f"parameter {name!r}", tensor) for name, tensor in spec.model.named_parameters())
     check_plain((f"buffer {name!r}", tensor) for name, tensor in spec.model.named_buffers())
+    if not all(has_fused_form(p) for group in spec.optimizer.param_groups for p in group["params"]):
+        raise CaptureError("the optimizer has no fused form for complex parameters, nor for views with gaps in memory")
     fingerprint = Fingerprint(spec.model)
     model = fingerprint.of(spec.model)
     compute = fingerprint.of(spec.compute_loss)
