@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from waterflow.cluster import hand_in
-from waterflow.partition.libraries import is_library
+from waterflow.partition.libraries import is_library_module
 
 
 def oracle() -> set[str]:
@@ -25,7 +25,7 @@ def oracle() -> set[str]:
         path = Path(file)
         own = any(path.is_relative_to(root) for root in roots) or name == file
         registered = sys.modules.get(module.__name__) is module
-        if own and not is_library(name.partition(".")[0]) and path.suffix == ".py" and registered:
+        if own and not is_library_module(name.partition(".")[0]) and path.suffix == ".py" and registered:
             chosen.add(module.__name__)
     return chosen
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from tests.support import compare, images
-from waterflow.partition.libraries import _recorded, is_library
+from waterflow.partition.libraries import _recorded, is_library_file, is_library_module
 
 SOURCE = """
 import torch
@@ -44,7 +44,7 @@ def _afresh(no_captures: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     for name in MODULES:
         sys.modules.pop(name, None)
     MODULES.clear()
-    is_library.cache_clear()
+    is_library_file.cache_clear()
     _recorded.cache_clear()
 
 
@@ -89,12 +89,13 @@ def test_what_nobody_has_installed_is_looked_into(tmp_path: Path, _afresh: None)
     """Too deeply for Python: then the step runs eagerly."""
     installed(tmp_path / "both", "other_library", recorded=True)
     own: Any = installed(tmp_path / "both", "own_module", recorded=False)
-    assert is_library("other_library") and not is_library("own_module")
+    assert is_library_module("other_library") and not is_library_module("own_module")
     compare(making(own), images(3), opaque="RecursionError")
 
 
 def test_which_packages_are_libraries() -> None:
-    for name in ("torch", "numpy", "os", "builtins", "waterflow", "pytest", "_pytest", "hypothesis", "transformers"):
-        assert is_library(name), name
+    names = "torch numpy os abc math builtins waterflow pytest _pytest hypothesis torch.ops torch._C._nn _frozen_importlib typing"
+    for name in names.split():
+        assert is_library_module(name), name
     for name in ("__main__", "tests", "benchmarks", "there_is_no_such_module"):
-        assert not is_library(name), name
+        assert not is_library_module(name), name

@@ -91,15 +91,13 @@ def library() -> Iterator[Callable[[], Any]]:
         module = types.ModuleType("keeping_library")
         module.__file__ = libraries.__file__
         sys.modules["keeping_library"] = module
-        exec(compile(SOURCE, "keeping_library.py", "exec"), module.__dict__)
+        exec(compile(SOURCE, libraries.__file__, "exec"), module.__dict__)
         return module
 
-    known, pure = libraries._KNOWN, pure_code.PACKAGES
-    libraries._KNOWN, pure_code.PACKAGES = known | {"keeping_library"}, pure | {"keeping_library"}
-    libraries.is_library.cache_clear()
+    pure = pure_code.PACKAGES
+    pure_code.PACKAGES = pure | {"keeping_library"}
     yield load
-    libraries._KNOWN, pure_code.PACKAGES = known, pure
-    libraries.is_library.cache_clear()
+    pure_code.PACKAGES = pure
     sys.modules.pop("keeping_library", None)
 
 

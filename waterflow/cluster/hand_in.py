@@ -19,7 +19,7 @@ from waterflow.cluster.payload import Jobs, pack
 from waterflow.cluster.together import memory_of
 from waterflow.errors import InvalidJobError
 from waterflow.job import Job
-from waterflow.partition.libraries import is_library
+from waterflow.partition.libraries import is_library_module
 from waterflow.task import Task
 
 _NEVER_OWN = frozenset({"waterflow", "__main__", "__mp_main__"} | sys.stdlib_module_names)
@@ -99,7 +99,7 @@ def _own_modules() -> list[ModuleType]:
         # Only these can be in a root: paths drop doubled slashes and single dots.
         if isinstance(file, str) and not (file.startswith(beginnings) or name == file or "//" in file or "/./" in file):
             continue
-        if is_library(package):
+        if is_library_module(package):
             continue
         path = Path(file)
         own = any(path.is_relative_to(root) for root in roots) or name == file  # what a config names by its path

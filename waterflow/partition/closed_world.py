@@ -21,7 +21,6 @@ import contextlib
 import enum
 import functools
 import operator
-import random
 import sys
 import types
 from collections import deque
@@ -36,9 +35,9 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition import pure_code, settings
-from waterflow.partition.code_key import codes_of_operators, codes_within, in_library, slots_of
+from waterflow.partition.code_key import codes_within, in_library, operators_with, slots_of
 from waterflow.partition.fingerprint import Fingerprint
-from waterflow.partition.libraries import is_library
+from waterflow.partition.libraries import is_library_code
 from waterflow.partition.looks import MISSING, pairs_of, slot_value
 from waterflow.partition.observer import CannotObserve, Event, line_of, observing
 from waterflow.partition.opcodes import Kind
@@ -52,10 +51,6 @@ _CONTAINERS: tuple[type, ...] = (
 _Cached = type(functools.lru_cache(lambda: None))
 # What reads no more of its arguments than their classes.
 _OF_CLASSES = frozenset(map(id, (isinstance, issubclass, callable)))
-_SHARED = {
-    id(random._inst): "Python's random numbers",  # type: ignore[attr-defined]
-    id(np.random.mtrand._rand): "NumPy's random numbers",  # type: ignore[attr-defined]
-}
 _BY_NAME = {id(getattr): "read", id(hasattr): "read", id(setattr): "write", id(delattr): "write"}
 
 
@@ -125,9 +120,9 @@ class ClosedWorld:
         judged. Other libraries are observed where they have a part in the step.
         """
         package = pure_code.package_of(space.get("__name__"))
-        if package in sys.stdlib_module_names or package in pure_code.PACKAGES or package.startswith("namedtuple_"):
-            return False
-        return package in self._libraries or not is_library(package)
+        if not is_library_code(code, space):
+            return not package.startswith("namedtuple_")
+        return package in self._libraries and package not in (sys.stdlib_module_names | pure_code.PACKAGES)
 
     def _raise_refusal(self) -> None:
         refusal, self._refusal = self._refusal, None  # whose traceback leads to here
@@ -247,8 +242,12 @@ class ClosedWorld:
             self._known = {code for one in self.reads.looked.functions() for code in codes_within(one.__code__)}
         if code.co_name == "<module>":  # a module that is imported for the first time, or text that a library executes
             self._known.update(codes_within(code))
-        elif code not in self._known and not in_library(function) and code not in codes_of_operators():
-            raise Refused(f"runs {code.co_qualname}, which it reaches in a way that a capture does not see")
+        elif code not in self._known and not in_library(function):
+            found = list(operators_with(code))
+            if not found:
+                raise Refused(f"runs {code.co_qualname}, which it reaches in a way that a capture does not see")
+            for one in found:
+                self.reads.of_operator(*one)
 
     # -- calls
 
@@ -301,7 +300,7 @@ class ClosedWorld:
 
     def _asks(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
         """Whether a call does nothing but to ask how the process is set, which becomes a guard of the capture."""
-        package = pure_code.package_of(getattr(called, "__module__", None) or "torch")
+        package = pure_code.package_of(pure_code.module_of(called))
         if package in ("numpy", "warnings", "_warnings"):
             self._depends_on(settings.of_numpy if package == "numpy" else settings.of_warnings)
         ask = settings.asks(called, package, given, named, ATOMS)
@@ -349,7 +348,7 @@ class ClosedWorld:
             if not pure_code.is_pure_method(owner, called.__name__):
                 what = name_of(type(owner))
                 raise Refused(f"calls {called.__name__} of a {what}, which is not known to be without state")
-            given = (*given, owner) if _walks(called) else given
+            given = (*given, owner) if pure_code.walks_over(owner, called.__name__) else given
         if called is iter or called is next or called is sorted:
             self._iterates(given[:1])
         self._all_whole(given, named)
@@ -392,9 +391,5 @@ def _check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
 
 
 def _check_generator(owner: Any, method: str) -> None:
-    if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
-        raise Refused(f"draws from {_SHARED.get(id(owner), 'random numbers of its own')} ({method})")
-
-
-def _walks(called: Any) -> bool:
-    return isinstance(called.__self__, (list, tuple, dict, deque)) and called.__name__ in ("sort", "extend", "update")
+    if (source := pure_code.random_source(owner)) is not None:
+        raise Refused(f"draws from {source} ({method})")

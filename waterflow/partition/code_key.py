@@ -13,7 +13,7 @@ from typing import Any
 from torch._library import custom_ops
 
 from waterflow import _C
-from waterflow.partition.libraries import is_library
+from waterflow.partition.libraries import is_library_class, is_library_function, is_library_space
 
 # Class attributes that no forward pass computes with.
 BOOKKEEPING = frozenset({
@@ -37,12 +37,10 @@ Read = tuple[str, ...]
 def in_library(value: Any) -> bool:
     """Whether a class, function or module belongs to a library, whose code does not change while a process runs."""
     if isinstance(value, types.ModuleType):
-        name: Any = value.__name__
-    elif isinstance(value, (type, types.FunctionType)):
-        name = value.__module__
-    else:
-        return False
-    return isinstance(name, str) and is_library(name.partition(".")[0])
+        return is_library_space(vars(value))
+    if isinstance(value, types.FunctionType):
+        return is_library_function(value)
+    return isinstance(value, type) and is_library_class(value)
 
 
 class _Reader:
@@ -159,11 +157,13 @@ def codes_within(code: types.CodeType) -> tuple[types.CodeType, ...]:
     return (code, *(one for part in inner for one in codes_within(part)))
 
 
-def codes_of_operators() -> set[types.CodeType]:
-    """The code of the operators that users have registered, whose calls are part of the graph: their shape rules and gradients."""
-    found: set[types.CodeType] = set()
-    for one in custom_ops.OPDEFS.values():
-        for function in (one._init_fn, one._abstract_fn, one._backward_fn, one._setup_context_fn):
-            if isinstance(function, types.FunctionType):
-                found.update(codes_within(function.__code__))
-    return found
+def operators_with(code: types.CodeType) -> Iterator[tuple[Any, str, types.FunctionType]]:
+    """The operators of users with this code in their shape rules and gradients, each with an attribute, and the function there.
+
+    Their calls are part of the graph.
+    """
+    for one in list(custom_ops.OPDEFS.values()):
+        for name in ("_init_fn", "_abstract_fn", "_backward_fn", "_setup_context_fn"):
+            function = vars(one).get(name)
+            if isinstance(function, types.FunctionType) and code in codes_within(function.__code__):
+                yield one, name, function

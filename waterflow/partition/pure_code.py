@@ -12,10 +12,14 @@ import functools
 import itertools
 import operator
 import os
+import random
 import types
 from typing import Any
 
+import numpy as np
 import torch
+
+from waterflow.partition.libraries import is_library_class, is_library_function, is_library_module
 
 # Their Python code runs unobserved. What it reads of its arguments, it may read all of.
 PACKAGES = frozenset({
@@ -62,6 +66,10 @@ OF_TORCH = frozenset({
 })  # fmt: skip
 _IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.BuiltinFunctionType,
          staticmethod)  # fmt: skip
+_SHARED = {
+    id(random._inst): "Python's random numbers",  # type: ignore[attr-defined]
+    id(np.random.mtrand._rand): "NumPy's random numbers",  # type: ignore[attr-defined]
+}
 _ITERTOOLS = frozenset(
     value for value in vars(itertools).values() if isinstance(value, type) and value is not itertools.count
 )
@@ -73,8 +81,8 @@ def package_of(module: Any) -> str:
 
 
 def is_pure_module(module: Any) -> bool:
-    """Whether code of a module may run unobserved."""
-    if package_of(module) not in PACKAGES:
+    """Whether code of a library's module may run unobserved."""
+    if package_of(module) not in PACKAGES or not is_library_module(module):
         return False
     return _within(module, _WITHOUT_STATE) or not _within(module, _WITH_STATE)
 
@@ -87,19 +95,23 @@ def is_pure_function(function: Any) -> bool:
     """Whether a C function that belongs to a module may be called."""
     if id(function) in _BUILTINS:
         return True
-    module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
-    if module == "builtins":
-        return False
-    if module is None or package_of(module) == "torch":  # torch's own functions of tensors have no module
-        return name not in OF_TORCH and (module is None or is_pure_module(module)) and _is_torchs(function)
-    return is_pure_module(module)
+    name = getattr(function, "__name__", "")
+    if function.__module__ is None:  # a method of a class itself
+        if isinstance(function.__self__, type):
+            return is_pure_class(function.__self__)
+        return any(getattr(owner, name, None) is function for owner in (torch.Tensor, *TYPES))
+    module = module_of(function)
+    return is_pure_module(module) and not (package_of(module) == "torch" and name in OF_TORCH)
 
 
-def _is_torchs(function: Any) -> bool:
+def module_of(function: Any) -> str:
+    """The library's module that a function is from; empty for other functions, whatever they say of themselves."""
     owner = getattr(function, "__self__", None)
-    if owner is None or isinstance(owner, type):
-        return True
-    return isinstance(owner, types.ModuleType) and package_of(owner.__name__) == "torch"
+    if isinstance(function, types.FunctionType):
+        module = function.__globals__.get("__name__") if is_library_function(function) else ""
+    else:
+        module = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(function, "__module__", None)
+    return module if isinstance(module, str) and is_library_module(module) else ""
 
 
 def is_pure_class(cls: type) -> bool:
@@ -108,7 +120,7 @@ def is_pure_class(cls: type) -> bool:
         return True
     if issubclass(cls, (torch.Generator, torch.jit.ScriptModule)) or cls.__module__ == "builtins":
         return False
-    return is_pure_module(cls.__module__)
+    return is_pure_module(cls.__module__) and is_library_class(cls)
 
 
 def is_pure_method(receiver: Any, name: str) -> bool:
@@ -117,3 +129,15 @@ def is_pure_method(receiver: Any, name: str) -> bool:
         return name not in OF_TENSORS
     defining = next((base for base in type(receiver).__mro__ if isinstance(vars(base).get(name), _IN_C)), None)
     return defining is not None and is_pure_class(defining)
+
+
+def walks_over(receiver: Any, name: str) -> bool:
+    """Whether a C method of a container reads what all of its items say."""
+    return isinstance(receiver, (list, tuple, dict, collections.deque)) and name in ("sort", "extend", "update")
+
+
+def random_source(value: Any) -> str | None:
+    """What an object draws from that keeps a state of random numbers outside of torch; None for any other object."""
+    if isinstance(value, (random.Random, np.random.RandomState, np.random.Generator)):
+        return _SHARED.get(id(value), "random numbers of its own")
+    return None

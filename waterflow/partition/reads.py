@@ -117,6 +117,16 @@ class Reads:
             return True
         return isinstance(value, (type, types.FunctionType)) and in_library(value)
 
+    def of_operator(self, operator: Any, name: str, function: types.FunctionType) -> None:
+        """``function``, a gradient or a shape rule of an operator that a user has registered, was run."""
+        given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+        if function.__closure__ or not all(map(is_atom, given)):
+            raise Refused(
+                f"runs {function.__qualname__} of a registered operator, which holds values that no key has; "
+                "pass them to the operator as arguments"
+            )
+        self.entries[id(vars(operator)), name] = Entry(vars(operator), name, function)
+
     def setting(self, ask: Ask, label: str, value: Any) -> None:
         """The process is set so that ``ask`` says ``value``, and the step's code may depend on it."""
         self.entries.setdefault((hash(label), label), Setting(ask, label, value))

@@ -48,4 +48,6 @@ def _replaced() -> Iterator[str]:
         for name, value in table.items():
             theirs = isinstance(value, types.FunctionType) and not in_library(value)
             if theirs and (name in _METHODS or table is not methods):
-                yield f"torch's {name} was replaced by {value.__qualname__} of {value.__module__}"
+                code = value.__code__
+                place = f"{code.co_filename}:{code.co_firstlineno}"
+                yield f"torch's {name} was replaced ({place}); let the step call {code.co_name} by a name of its own"
