@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import torch
 from torch import fx, nn
+from torch.ao import quantization
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import waterflow as wf
 from tests.support import assert_same, run_steps, same_bits, train_eager, train_step
 from waterflow import _C
-from waterflow.executor import audit, captured
+from waterflow.executor import audit, both_ways, captured
 from waterflow.executor.both_ways import BothWays
 from waterflow.executor.engine import Engine
 
@@ -162,6 +165,87 @@ def test_a_batch_that_the_step_changes_is_changed_once(engine: Engine | None) ->
     assert mine.step is not None and mine.step.audit.passed == 5
 
 
+class Resizing(nn.Module):
+    """A kernel gives a buffer the batch's size, in memory of its own where it was smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(36, 5)
+        self.register_buffer("buffer", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.add(x.flatten(1), 1.0, out=self.buffer)
+        return self.out(x.flatten(1)) * self.buffer.mean()
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_step_may_resize_what_it_is_given(engine: Engine | None) -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Resizing()
+        return model, SGD(model.parameters(), lr=0.1, fused=True)
+
+    given = [batches(1, rows)[0] for rows in (2, 900, 3, 2, 1800, 4, 900, 2)]
+    mine = train_step(make, given, audit=1, engine=engine)
+    assert_same(mine, train_eager(make, given))
+    assert mine.step is not None and mine.step.opaque_reason is None and mine.step.audit.passed == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_observers_get_their_size_in_the_first_step(engine: Engine | None) -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        quantization.prepare_qat(model.train(), inplace=True)
+        return model, SGD(model.parameters(), lr=0.1, fused=True)
+
+    mine = train_step(make, batches(), audit=1, engine=engine)
+    assert_same(mine, train_eager(make, batches()))
+    assert mine.step is not None and mine.step.audit.passed == 5
+
+
+def test_the_eager_step_is_given_the_very_tensors(engine: Engine | None) -> None:
+    def compute(model: nn.Module, batch: Any) -> torch.Tensor:
+        more = 1.0 if batch[0] is batch[1] else 2.0
+        return F.cross_entropy(model(batch[0]), batch[2]) * more
+
+    (x, y), (other, _) = batches(2)
+    given = [(x, again, y) for again in (x, other, x.clone(), other, x)]
+    mine = train_step(net_and(Adam), given, step=compute, audit=1, engine=engine)
+    assert_same(mine, train_eager(net_and(Adam), given, step=compute))
+    assert mine.step is not None and mine.step.opaque_reason is None and mine.step.audit.passed == 5
+
+
+def test_a_batch_that_other_jobs_read_is_not_changed(engine: Engine | None) -> None:
+    def compute(model: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0].mul_(2.0 if batch[0] is batch[1] else 3.0)
+        return F.cross_entropy(model(batch[1]), batch[2])
+
+    model, optimizer = net_and(Adam)()
+    step = wf.Step(model, step=compute, optimizer=optimizer, audit=1, engine=engine)
+    step.shared_batches = True
+    x, y = batches(1)[0]
+    before = x.clone()
+    for _ in range(3):
+        step((x, x, y))
+    assert same_bits(x, before) and step.opaque_reason is None and step.audit.passed == 3
+
+
+def frozen_and_adapter() -> tuple[nn.Module, Optimizer]:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2000).requires_grad_(False), nn.Linear(2000, 5))
+    return model, Adam(model[2].parameters(), fused=True)
+
+
+def test_what_is_frozen_is_not_copied(engine: Engine | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    difference = BothWays.difference
+    monkeypatch.setattr(BothWays, "difference", lambda self: looked.append(self._before.bytes) or difference(self))
+    mine = train_step(frozen_and_adapter, batches(), audit=1, engine=engine)
+    assert_same(mine, train_eager(frozen_and_adapter, batches()))
+    frozen, trained = 36 * 2000 * 4, 2005 * 5 * 4
+    assert mine.step is not None and mine.step.audit.passed == 5 and max(looked) < 3 * trained + 20_000 < frozen
+
+
 # -- which steps
 
 
@@ -194,6 +278,78 @@ def test_the_second_audit_is_that_of_whoever_comes_to_its_place(
 
 def test_each_job_has_audits_of_its_own_where_all_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps_of_one_net(monkeypatch, "all", 50, 2) == [2, 2]
+
+
+def tiny() -> tuple[nn.Module, Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, SGD(model.parameters(), lr=0.0, fused=True)
+
+
+def compute_tiny(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).mean()
+    return loss
+
+
+def audited_steps(monkeypatch: pytest.MonkeyPatch, said: str, steps: int, jobs: int) -> list[list[int]]:
+    """At which steps each of several equal jobs has its audits."""
+    monkeypatch.setenv("WATERFLOW_AUDIT", said)
+    monkeypatch.setattr(audit, "RARE", (20, 60))
+    data = torch.ones(1, 2)
+    found = []
+    for seed in range(jobs):
+        torch.manual_seed(seed)
+        model, optimizer = tiny()
+        step = wf.Step(model, step=compute_tiny, optimizer=optimizer)
+        passed = [0]
+        for _ in range(steps):
+            step(data)
+            passed.append(step.audit.passed)
+        found.append([number for number in range(1, steps + 1) if passed[number] > passed[number - 1]])
+    return found
+
+
+def test_behind_those_two_audits_become_ever_rarer(monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
+    found = audited_steps(monkeypatch, "first", 700, 3)
+    (first, second, *rare), *others = found
+    assert first == 1 and 2 <= second <= 50
+    for places in (rare, *others):
+        assert len(places) == 2 and 20 <= places[0] <= 60 and 200 <= places[1] <= 600
+    assert len({tuple(places) for places in (rare, *others)}) == 3  # drawn from the job's seed
+    assert audited_steps(monkeypatch, "first", 700, 3)[1:] == others
+    assert all(len(places) == 4 for places in audited_steps(monkeypatch, "all", 700, 2))
+
+
+def test_a_capture_that_comes_late_goes_on_with_the_jobs_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = audit.Audit(None, "one", torch.Generator().manual_seed(3), torch.device("cpu"))
+    places = []
+    for made.steps in (0, 99, 100, 501, 5_001, 5_000_001):
+        places.append(made._rarely())
+    assert places[0] == places[1] and 100 <= places[0] <= 500
+    assert [len(str(place)) for place in places[3:]] == [4, 5, 8]
+
+
+def test_a_late_difference_is_told(monkeypatch: pytest.MonkeyPatch, no_captures: Any, unlike: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.scale = nn.Linear(2, 1), 1.5
+            self.kind = type(unlike()[0]).kind
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(x) * (self.scale + self.kind)
+            return out
+
+    monkeypatch.setenv("WATERFLOW_AUDIT", "first")
+    blind(monkeypatch)
+    model = Scaled()
+    step = wf.Step(model, step=compute_tiny, optimizer=SGD(model.parameters(), lr=0.0, fused=True))
+    x = torch.ones(1, 2)
+    with pytest.raises(wf.AuditError):
+        for number in range(1, 6001):
+            if number == 300:
+                model.scale = 2.0
+            step(x)
+    assert 300 <= number <= 5000
 
 
 def test_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +454,17 @@ def test_a_job_without_a_state_that_is_known_to_be_right_fails(
     model, optimizer = make()
     with pytest.raises(wf.AuditError, match="Begin again: in this process the code now runs eagerly"):
         run_steps(model, optimizer, batches(), during=rescaled, audit=4, engine=engine)
+
+
+def test_a_frozen_tensor_that_only_eager_steps_change_ends_the_job(
+    planted: Any, unlike: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    planted(no_buffer)
+    monkeypatch.setattr(both_ways, "LARGE", 1)
+    model, optimizer = unlike()
+    with pytest.raises(wf.AuditError):
+        run_steps(model, optimizer, batches(), audit=1)
+    assert "The first difference is in buffer 'mean': only one of the two" in caplog.text
 
 
 def test_another_job_that_took_steps_of_faulty_code_fails(
@@ -418,17 +585,54 @@ def test_memory_is_that_of_the_tensors_alone() -> None:
     whole = torch.arange(40, dtype=torch.float32)
     odd = torch.arange(30, dtype=torch.uint8)
     tensors = [whole[3:7], whole[5:11].view(2, 3).t(), whole[20:21], odd[1:4], torch.tensor(2, dtype=torch.int64)]
-    memory = _C.StateBytes(tensors)
-    copy, before = memory.copy(), [t.clone() for t in tensors]
-    assert all(map(same_bits, before, (memory.then(copy, tensor) for tensor in tensors)))
-    assert memory.is_as(copy)
+    memory, before = _C.StateBytes(tensors), [t.clone() for t in tensors]
+    memory.keep()
+    assert all(map(same_bits, before, map(memory.kept, tensors)))
+    sum_before = memory.checksum()
+    assert memory.is_as()
     for tensor in tensors:
         tensor.add_(1)
     whole[0] = whole[12] = odd[7] = 100
-    assert not memory.is_as(copy)
-    memory.put(copy)
-    assert all(map(same_bits, before, tensors)) and memory.is_as(copy)
+    assert not memory.is_as() and memory.checksum() != sum_before
+    memory.put()
+    assert all(map(same_bits, before, tensors)) and memory.is_as() and memory.checksum() == sum_before
     assert whole[0] == whole[12] == odd[7] == 100
+
+
+def test_memory_of_tensors_that_were_resized_is_brought_back() -> None:
+    tensors = [torch.arange(6.0).view(2, 3), torch.empty(0), torch.arange(4), torch.zeros(()), torch.arange(5.0)]
+    memory, before = _C.StateBytes(tensors), [t.clone() for t in tensors]
+    memory.keep()
+    tensors[0].resize_(1000, 3).fill_(7.0)
+    tensors[1].resize_(8).fill_(7.0)
+    tensors[2].resize_(1).fill_(7)
+    tensors[4].data = torch.ones(7)
+    assert not memory.is_as() and all(map(same_bits, before, map(memory.kept, tensors)))
+    memory.put()
+    assert all(map(same_bits, before, tensors)) and memory.is_as()
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 4097])
+def test_a_checksum_tells_each_byte(size: int) -> None:
+    tensor = torch.arange(size).to(torch.uint8)
+    memory = _C.StateBytes([tensor])
+    sums = {memory.checksum()}
+    for place in {0, size // 2, size - 1}:
+        tensor[place] ^= 0x80
+        sums.add(memory.checksum())
+        tensor[place] ^= 0x80
+    assert len(sums) == 1 + len({0, size // 2, size - 1}) and memory.checksum() in sums
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_what_lies_in_memory_that_cannot_be_written_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4096))
+    tensor = torch.from_numpy(np.memmap(path, mode="r", dtype=np.float32))
+    memory = _C.StateBytes([tensor])
+    memory.keep()
+    memory.put()
+    assert memory.is_as()
 
 
 @pytest.fixture

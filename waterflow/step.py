@@ -76,9 +76,9 @@ class Step(StepFigures):
             with the same bits: until the step is at most so many bytes high (``"2GiB"``; without kernels' temporaries), or
             with ``"auto"`` until it fits into its engine's memory, where it does not. ``recomputed`` tells what it costs.
         audit: Every so many steps are done eagerly, too, before they are done, and compared bit by bit. Default: as ``WATERFLOW_AUDIT``
-            in the environment says. ``first``, its own default: each new capture at its first step and at one later step, once in
-            a process. ``all``: the same of each step's captures, whoever audited them before. ``off``: none. Where a difference
-            shows, a fault of waterflow, this code runs eagerly from then on. On the CPU alone; opaque steps are not audited.
+            in the environment says. ``first``, its own default: each new capture at its first step in a process and soon
+            behind it, then in each job ever more rarely. ``all``: all of that in each job. ``off``: none. Where a difference shows, a
+            fault of waterflow, this code runs eagerly from then on. On the CPU alone; opaque steps are not audited.
         name: Shown in messages and plans.
         engine: Whose lanes to run on. Default: the engine that the calling thread belongs to, if any.
 
@@ -244,6 +244,8 @@ class Step(StepFigures):
             before.wait()
         keep = not any(one.run.failed for one in self._under_way)
         own = self._variants.sums, self.engine, self.job, self.batches_ahead
+        if self.shared_batches and variant.captured.changed_leaves:
+            leaves = pytree.tree_leaves(batch := copied(batch))
         return self.audit.look(variant, leaves, batch, *own, keep)
 
     def _claimed(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:

@@ -32,6 +32,7 @@ from waterflow.partition.surroundings import surrounding_autocast
 logger = logging.getLogger("waterflow")
 
 EARLIEST, LATEST = 2, 50  # a job's steps, between which the second audit of a captured step lies
+RARE = 100, 500  # the same of a job's next one; of each one behind it ten times these
 SMALL = 16 << 20  # bytes that any machine has
 SHARE_OF_FREE = 0.5  # of the machine's memory, where no engine says how much there is
 _DEFAULT = "first"
@@ -62,7 +63,8 @@ class Audit:
         self._how_often = how_often(audit) if device.type == "cpu" else "off"
         self._name = name
         self._generator = generator
-        self._own: dict[int, tuple[Any, Audited]] = {}  # of captured steps, where each job has audits of its own
+        self._own: dict[int, Audited] = {}  # by number of the capture, where each job has audits of its own
+        self._rare: dict[int, int] = {}  # by number of the capture, where the job's next one of its rare audits is due
         self._trusted: set[Code] = set()
         self.steps = self.passed = 0  # captured ones that were handed in; those that equal the eager ones
         self.seconds = 0.0  # that audits took
@@ -82,16 +84,29 @@ class Audit:
         if isinstance(how_often, int):
             return (self.steps - 1) % how_often == 0
         exact = variant.plain.exactly or variant.plain
-        audited = exact.audited
-        if how_often == "all":
-            audited = self._own.setdefault(id(exact), (exact, Audited()))[1]
+        number = exact.capture.number
+        if (rare := self._rare.get(number)) is None:
+            rare = self._rare[number] = self._rarely()
+        if rare <= self.steps:
+            self._rare[number] = self._rarely()
+            return True
+        audited = exact.audited if how_often == "first" else self._own.setdefault(number, Audited())
         if audited.later < 0:
             return False
         if audited.begins():
-            seed = torch.initial_seed() if self._generator is None else self._generator.initial_seed()
-            audited.later = self.steps - 1 + random.Random(seed).randint(EARLIEST, LATEST)
+            audited.later = self.steps - 1 + random.Random(self._seed()).randint(EARLIEST, LATEST)
             return True
         return audited.ends(self.steps)
+
+    def _rarely(self) -> int:
+        """The first step behind this one at which a captured step is audited, in however long a job."""
+        first, last = RARE
+        while (place := random.Random(self._seed() + first).randint(first, last)) <= self.steps:
+            first, last = 10 * first, 10 * last
+        return place
+
+    def _seed(self) -> int:
+        return torch.initial_seed() if self._generator is None else self._generator.initial_seed()
 
     def refused(self, error: CaptureError) -> CaptureError:
         """Why a step is to run eagerly. Raises AuditError where captured steps of faulty code were taken on trust."""
@@ -129,6 +144,8 @@ class Audit:
             return None if ways.done is None else (ways.done, ways.profiled)
         if codes.end(variant.code, str(found)):
             logger.error(_report(self._name, variant, found))
+        if found.lost:
+            self._trusted.add(variant.code)
         raise Faulty(variant.code)
 
     def _both_ways(

@@ -16,12 +16,11 @@ ALIGNMENT = 16  # bytes: of the largest elements
 
 
 def copied(batch: Any) -> Any:
-    """The batch with copies in the place of its tensors."""
+    """The batch with copies in the place of its tensors; one copy of a tensor that is there twice."""
     leaves, form = pytree.tree_flatten(batch)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    for i, copy in zip(places, copies_of([leaves[i] for i in places])):
-        leaves[i] = copy
-    return pytree.tree_unflatten(leaves, form)
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    copies = dict(zip(tensors, copies_of([*tensors.values()])))
+    return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], form)
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import WaterflowError
-from waterflow.executor.batch_copies import copied
 from waterflow.executor.binding import Owner
 from waterflow.executor.captured import CapturedStep, line_of
 from waterflow.executor.eager import EagerStep
 from waterflow.partition.gradients import no_gradient
 from waterflow.partition.operators import storage_id
 from waterflow.partition.optimizers import FIRST_STEP_FLAG
+
+LARGE = 64 << 10  # bytes of a frozen tensor from which on there is a checksum of it, and no copy
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Difference:
     what: str
     how: str
     line: str = ""
+    lost: bool = False  # what was there before is not known any more
 
     def __str__(self) -> str:
         return f"{self.what}: {self.how}" + (f" ({self.line})" if self.line else "")
@@ -43,7 +45,7 @@ class ProvesNothing(Exception):
 class _Outcome:
     """What a step leaves beside the state's memory. ``odd``: something that no step with a captured form does."""
 
-    tensors: dict[str, torch.Tensor]  # what it returns, and batches that it changes
+    tensors: dict[str, torch.Tensor]  # what it returns
     numbers: torch.Tensor  # the generator's state
     odd: str = ""
 
@@ -74,29 +76,32 @@ class BothWays:
 
     def __post_init__(self) -> None:
         spec = self.owner.spec
-        leaves = enumerate(pytree.tree_leaves(self.batch))
-        self._leaves = {number: leaf for number, leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self._shares = False
-        tensors = [tensor for _, tensor in self._tensors()]
-        storages = set(map(storage_id, tensors))
-        # A batch that lies in the state's memory stays there for both ways; any other is a copy for each.
-        self._shares = any(storage_id(leaf) in storages for leaf in self._leaves.values())
-        self.keep = self.keep and not self._shares and not self.captured.changed_leaves
-        self._memory = _C.StateBytes([*tensors, *(self._leaves.values() if self._shares else ())])
+        held = dict(self._held())
+        self._unchanged = {name: _C.StateBytes([held.pop(name)]) for name in self._frozen()}
+        leaves = pytree.tree_leaves(self.batch)
+        storages = {
+            storage_id(tensor) for tensor in (*held.values(), *(leaves[i] for i in self.captured.changed_leaves))
+        }
+        self._read: dict[str, torch.Tensor] = {}  # of the batch
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                into = held if storage_id(leaf) in storages else self._read
+                into[f"tensor {number} of the batch"] = leaf
+        self._changed = held
+        self._before = _C.StateBytes([*held.values(), *self._read.values()])
         kind: Any = type(spec.optimizer)
         self._twin = kind.__new__(kind)
         self._eager = EagerStep(replace(spec, optimizer=self._twin), self.generator, self.name)
-        batches = sum(leaf.nbytes for leaf in self._leaves.values())
         gradients = sum(p.nbytes for p in spec.updated().values())
-        # The state twice, the batch for each way, and the higher of both steps; eagerly all gradients are there at once.
-        self.bytes = 2 * self._memory.bytes + 2 * batches + self.captured.predicted.height * 9 // 8 + gradients
+        # What is kept, before and behind a step, and the higher of both steps; eagerly all gradients are there at once.
+        self.bytes = 2 * self._before.bytes + self.captured.predicted.height * 9 // 8 + gradients
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a step may change, by name."""
+    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a step may change beside its batch, by name."""
         owner = self.owner
         names = {id(tensor): name for name, tensor in owner.tensors.items()}
         for name, tensor in owner.tensors.items():
-            yield f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}", tensor
+            yield _of_model(name, tensor), tensor
         for parameter, entries in owner.spec.optimizer.state.items():
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
@@ -106,30 +111,44 @@ class BothWays:
         for given in self.captured.changed_inputs:
             if given.kind == "stranger":
                 yield f"tensor {given.leaf} from outside", owner.looked.strangers[given.leaf]
-        if self._shares:
-            yield from ((_leaf(number), leaf) for number, leaf in self._leaves.items())
+
+    def _frozen(self) -> list[str]:
+        """What is large and no step changes, of which there is a checksum in the place of copies."""
+        written = {given.name for given in self.captured.changed_inputs}
+        frozen, storages = {}, set()
+        for name, tensor in self.owner.tensors.items():
+            if tensor.requires_grad or name in written or tensor.nbytes < LARGE:
+                storages.add(storage_id(tensor))
+            else:
+                frozen[_of_model(name, tensor)] = tensor
+        return [name for name, tensor in frozen.items() if storage_id(tensor) not in storages]
 
     # -- the two ways
 
     def difference(self) -> Difference | None:
         """What differs; None where each bit is the same. Raises ProvesNothing, and JobCancelled where the job is broken off."""
         generator = self.generator if self.generator is not None else torch.default_generator
-        before, numbers = self._memory.copy(), generator.get_state()
+        self._before.keep()
+        numbers = generator.get_state()
+        sums = {name: one.checksum() for name, one in self._unchanged.items()}
 
         def back() -> None:
-            self._memory.put(before)
+            self._before.put()
             generator.set_state(numbers)
 
         try:
             run, captured = self._run_captured(generator)
-            after = self._memory.copy()
+            after = self._kept()
             back()
             eager = self._run_eagerly(generator)
             found = self._compare(captured, after, eager)
+            for name, one in self._unchanged.items():
+                if one.checksum() != sums[name]:
+                    return Difference(name, "only one of the two steps changes it", self._line(name), lost=True)
             if found is None:
                 self.done = run if self.keep else None
                 return None
-            after = self._memory.copy()
+            after = self._kept()
             back()
             again = self._run_eagerly(generator)
             if self._compare(eager, after, again) is not None:
@@ -139,37 +158,32 @@ class BothWays:
             if self.done is None:
                 back()
 
+    def _kept(self) -> _C.StateBytes:
+        kept = _C.StateBytes([*self._changed.values()])
+        kept.keep()
+        return kept
+
     def _run_captured(self, generator: torch.Generator) -> tuple[_C.StepRun, _Outcome]:
-        given = copied(self.given) if self.captured.changed_leaves and not self._shares else self.given
         all_of_it = _C.GroupPlan(ends=[len(self.captured.lowered.instructions)], peak=[0], after=[0])
-        run = self.binding.run(all_of_it, given, self.slots, self.profiled)
+        run = self.binding.run(all_of_it, self.given, self.slots, self.profiled)
         run.run_alone()
         try:
             outputs = run.outputs()
         except Exception as error:  # the step fails, and will say so
             raise ProvesNothing(f"the captured step fails: {error}") from None
         tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics)), outputs))
-        tensors |= {_leaf(leaf): tensor for leaf, tensor in self._changed_leaves(given)}
         return run, _Outcome(tensors, generator.get_state())
-
-    def _changed_leaves(self, given: list[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        if not self._shares:
-            leaves = [one.leaf for one in self.captured.lowered.inputs if one.kind == "batch"]
-            yield from ((leaf, t) for leaf, t in zip(leaves, given) if leaf in self.captured.changed_leaves)
 
     def _run_eagerly(self, generator: torch.Generator) -> _Outcome:
         spec = self.owner.spec
-        batch = self.batch if self._shares else copied(self.batch)
-        leaves = pytree.tree_leaves(batch)
-        versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
         self._become_twin()
         self._eager.put_sums(self.sums)
         odd = ""
         result: Any = torch.empty(0)
-        with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers, *self._leaves.values()]):
+        with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers]):
             with _modules_kept(spec.model) as replaced:
                 try:
-                    result = self._eager.unmetered(batch, spec.update, self.surrounding)
+                    result = self._eager.unmetered(self.batch, spec.update, self.surrounding)
                 except (WaterflowError, MemoryError, torch.OutOfMemoryError):
                     raise
                 except Exception as error:
@@ -180,12 +194,9 @@ class BothWays:
             odd = odd or self._gather(moved)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         tensors = {"the loss": loss} | {_metric(name): value for name, value in metrics.items()}
-        tensors |= {_leaf(leaf): leaves[leaf] for leaf, _ in self._changed_leaves(self.given)}
-        changed = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf._version != versions[i]
-        ]
-        for leaf in set(changed) - self.captured.changed_leaves if not self._shares else ():
-            odd = odd or f"only the eager step changes {_leaf(leaf)}"
+        for name, leaf in self._read.items():
+            if not odd and _differing(self._before.kept(leaf), _raw(leaf)):
+                odd = f"only the eager step changes {name}"
         return _Outcome(tensors, generator.get_state(), odd)
 
     def _become_twin(self) -> None:
@@ -229,7 +240,7 @@ class BothWays:
 
     # -- comparing
 
-    def _compare(self, one: _Outcome, copy: torch.Tensor, other: _Outcome) -> Difference | None:
+    def _compare(self, one: _Outcome, then: _C.StateBytes, other: _Outcome) -> Difference | None:
         """An outcome, and the memory as it was then, with an outcome and the memory as it is."""
         if one.odd != other.odd:
             return Difference("what the step does", other.odd or one.odd)
@@ -240,9 +251,9 @@ class BothWays:
         for name in one.tensors:
             if how := _differing(one.tensors[name], other.tensors[name]):
                 return Difference(name, how, self._line(name))
-        if not self._memory.is_as(copy):
-            for name, tensor in self._tensors():
-                if tensor.numel() and (how := _differing(self._memory.then(copy, tensor), _raw(tensor))):
+        if not then.is_as():
+            for name, tensor in self._changed.items():
+                if how := _differing(then.kept(tensor), _raw(tensor)):
                     return Difference(name, how, self._line(name))
         if how := _differing(one.numbers, other.numbers):
             return Difference("the state of the random generator", how)
@@ -267,8 +278,8 @@ def _metric(name: str) -> str:
     return f"metric {name!r}"
 
 
-def _leaf(number: int) -> str:
-    return f"tensor {number} of the batch"
+def _of_model(name: str, tensor: torch.Tensor) -> str:
+    return f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}"
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

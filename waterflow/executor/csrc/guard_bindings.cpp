@@ -103,14 +103,17 @@ void bind_guards(py::module_& m) {
   m.def(
       "ambient", [](const std::string& device_type) { return py::bytes(ambient(device_type)); },
       "Settings of the process and the calling thread that a step's code can tell apart, all in one key.");
+  using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<StateBytes>(m, "StateBytes",
-                         "The memory that some tensors lie on: each byte once, and no byte of anybody else's.")
+                         "The sizes of some tensors and the memory that they lie on: each byte once, and no byte of "
+                         "anybody else's.")
       .def(py::init<const std::vector<at::Tensor>&>())
       .def_property_readonly("bytes", &StateBytes::bytes, "Bytes of a copy.")
-      .def("copy", &StateBytes::copy, py::call_guard<py::gil_scoped_release>(), "What lies there now.")
-      .def("put", &StateBytes::put, py::call_guard<py::gil_scoped_release>(), "Bring a copy back.")
-      .def("is_as", &StateBytes::is_as, py::call_guard<py::gil_scoped_release>(), "Whether each bit is that of a copy.")
-      .def("then", &StateBytes::then, "One of the tensors, as it was when a copy was made.");
+      .def("keep", &StateBytes::keep, unlocked(), "Copy what lies there now.")
+      .def("put", &StateBytes::put, unlocked(), "Bring the copy back, and the sizes; what is as it was is not written.")
+      .def("is_as", &StateBytes::is_as, unlocked(), "Whether sizes and each bit are as they were.")
+      .def("kept", &StateBytes::kept, "One of the tensors, as it was when it was copied.")
+      .def("checksum", &StateBytes::checksum, unlocked(), "A number of what lies there now.");
   m.def("denormals_here", &denormals_here, "The calling thread's bits for denormal numbers.");
   m.def(
       "under_denormals",
