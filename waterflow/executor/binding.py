@@ -11,7 +11,7 @@ from waterflow.errors import CaptureError
 from waterflow.executor.captured import CapturedStep
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import no_gradient
-from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP
+from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP, hooks_of
 from waterflow.partition.reads import Setting
 from waterflow.partition.spec import GraphInput, StepSpec
 
@@ -127,10 +127,10 @@ def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
 
 def _guard_optimizer(guards: _C.Guards, optimizer: torch.optim.Optimizer) -> None:
     """Its groups, which parameters they have in which order, their settings, and all entries of its state."""
-    for name in ("state", "param_groups"):
+    for name in ("state", "param_groups", "step"):
         guards.entry(optimizer.__dict__, name)
-    guards.dict(optimizer._optimizer_step_pre_hooks)
-    guards.dict(optimizer._optimizer_step_post_hooks)
+    for hooks in hooks_of(optimizer):
+        guards.dict(hooks)
     guards.items(optimizer.param_groups, list)
     for group in optimizer.param_groups:
         guards.entry(group, "params")

@@ -95,6 +95,12 @@ def _each_item(base: Any) -> _Say:
     return lambda looked, value: _items(looked, value, base)
 
 
+def _partial(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+    parts = tuple(vars(functools.partial)[name] for name in ("func", "args", "keywords"))
+    looked.look(value, "slots", parts)  # __setstate__ replaces them
+    return tuple(looked.of(slot_value(part, value)) for part in parts)
+
+
 def _number(base: Any) -> _Say:
     return lambda looked, value: (exact(base.__pos__(value)),)
 
@@ -120,7 +126,7 @@ CONTENTS: dict[Any, _Say] = {
     staticmethod: _attributes("__func__"),
     classmethod: _attributes("__func__"),
     property: _attributes("fget", "fset", "fdel"),
-    functools.partial: _attributes("func", "args", "keywords"),
+    functools.partial: _partial,
     weakref.ref: lambda looked, value: (looked.of(value()),),
     types.CellType: lambda looked, value: (looked.cell("", value),),
     **dict.fromkeys(DESCRIPTORS, _named),

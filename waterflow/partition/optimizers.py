@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from waterflow.errors import CaptureError
 from waterflow.partition.fake_rules import is_update
+from waterflow.partition.libraries import is_torchs_function
 from waterflow.partition.spec import GraphInput
 
 # Optimizers whose whole state can be laid out before their first step.
@@ -44,10 +45,26 @@ def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
     return keys if group["amsgrad"] else keys[:-1]
 
 
+def hooks_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
+    """The hooks that an optimizer's ``step()`` calls: its own, and those of all optimizers."""
+    yield from (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    yield from (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+
+
 def check_hooks(optimizer: Optimizer) -> None:
-    """Raise CaptureError for an optimizer with hooks of its ``step()``, which a captured update would not call."""
-    if optimizer._optimizer_step_pre_hooks.keys() - {WATCHER} or optimizer._optimizer_step_post_hooks:
-        raise CaptureError(f"the {type(optimizer).__name__} has step hooks, which must run every step")
+    """Raise CaptureError for an optimizer with hooks of its ``step()``, or another ``step()`` than torch's.
+
+    A captured update would not call them.
+    """
+    kind = type(optimizer)
+    if any(hooks.keys() - {WATCHER} for hooks in hooks_of(optimizer)):
+        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step")
+    own = [kind.step, vars(optimizer).get("step", kind.step)]  # schedulers wrap the instance's in a function of torch's
+    if kind in FUSED_OPTIMIZERS and not all(map(is_torchs_function, own)):
+        raise CaptureError(
+            f"step() of the {kind.__name__} was replaced, which must run every step; clip gradients with Step(clip_grad_norm=), "
+            "and do behind the step what is done behind step()"
+        )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

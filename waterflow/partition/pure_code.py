@@ -57,7 +57,7 @@ TYPES: frozenset[type] = frozenset({
 OF_TENSORS = frozenset({
     "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "numpy", "tolist", "__array__", "__dlpack__",
     "_is_view", "record_stream", "pin_memory", "storage_offset", "storage_type", "is_inference", "is_shared", "is_pinned",
-    "is_set_to",
+    "is_set_to", "__setstate__",  # of a functools.partial, too: it replaces what nobody puts back
 })  # fmt: skip
 OF_TORCH = frozenset({
     "state_dict", "load_state_dict",  # whose hooks no key holds
@@ -125,7 +125,7 @@ def is_pure_class(cls: type) -> bool:
 
 def is_pure_method(receiver: Any, name: str) -> bool:
     """Whether a C method reads and changes nothing but its receiver and its arguments."""
-    if isinstance(receiver, torch.Tensor):
+    if isinstance(receiver, torch.Tensor) or name == "__setstate__":
         return name not in OF_TENSORS
     defining = next((base for base in type(receiver).__mro__ if isinstance(vars(base).get(name), _IN_C)), None)
     return defining is not None and is_pure_class(defining)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
@@ -120,6 +121,7 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     fingerprint = Fingerprint(spec.model)
     model = fingerprint.of(spec.model)
     compute = fingerprint.of(spec.compute_loss)
+    _check_parametrized(fingerprint)
     numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
     hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
     if hooks:
@@ -144,6 +146,15 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     apart = lie_apart(spec, fingerprint)
     own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, spec.early_updates, apart)
     return (model, compute, optimizer, fingerprint.of_process(), exact(own)), fingerprint
+
+
+def _check_parametrized(looked: Fingerprint) -> None:
+    """Raise CaptureError where parametrized tensors are kept, by ``parametrize.cached()``, for longer than a step."""
+    looked.look(vars(parametrize), "entries", ("_cache_enabled",))
+    if parametrize._cache_enabled and any(isinstance(one, parametrize.ParametrizationList) for one in looked.modules()):
+        raise CaptureError(
+            "the step is called within parametrize.cached(), which keeps tensors; enter that within the step"
+        )
 
 
 def lie_apart(spec: StepSpec, looked: Fingerprint) -> bool:
