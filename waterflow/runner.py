@@ -193,12 +193,14 @@ class JobRunner(Asked):
             optimizer = optimizer_of(job, model)
             self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
         self._state = JobState(job, model, optimizer, self._scheduler)
-        self._make_step(model, optimizer)
         if not isinstance(job.data, SharedData):
             self._batches = Batches(job.name, job.data, self._data_numbers, read_ahead=job.read_ahead)
+        self._make_step(model, optimizer)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         step = step_of(self.job, model, optimizer, self._numbers, self.engine)
+        assert self._batches is not None
+        step.own_batches = self._batches.own
         self.residence.enter(step)
         with self._lock:
             self.step = step

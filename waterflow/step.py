@@ -20,7 +20,7 @@ from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
 from waterflow.executor import by_hand, eager, updated_elsewhere
 from waterflow.executor import step_checks as checks
 from waterflow.executor.audit import Audit
-from waterflow.executor.batch_copies import copied
+from waterflow.executor.batch_copies import OwnBatches
 from waterflow.executor.captured import input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
@@ -137,7 +137,8 @@ class Step(StepFigures):
         self._micro = 0
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
-        self._closed = self.shared_batches = False  # shared with other jobs: who changes a batch has a copy then
+        self._closed = False
+        self.own_batches: OwnBatches | None = None  # where other jobs may have the same
         self.job: int | None = None
         self.batches_ahead = 1
         self._worker = current_worker()
@@ -226,6 +227,9 @@ class Step(StepFigures):
         try:
             leaves, batch_spec, key = flatten(batch)
             variant = self._variants.find(leaves, batch_spec, key, update)
+            if self.own_batches is not None and variant.captured.changed_leaves:
+                batch = self.own_batches.of(batch)
+                leaves = pytree.tree_leaves(batch)
             variant = self._claimed(variant, leaves, batch_spec)  # before its audit, which may leave it done
             done = self._audited(variant, leaves, batch) if self.audit.due(variant) else None
         except CaptureError as error:
@@ -261,7 +265,7 @@ class Step(StepFigures):
         native, profiled = variant.planned.native, variant.planned.wants_profile
         behind = variant.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
-        run = variant.binding.run(native, variant.given(leaves, wait, self.shared_batches), variant.slots, profiled)
+        run = variant.binding.run(native, variant.given(leaves, wait), variant.slots, profiled)
         run.by_caller = by_caller
         return self._hand_in_captured(run, profiled, variant, update)
 
@@ -341,13 +345,15 @@ class Step(StepFigures):
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
-        batch = copied(batch) if self.shared_batches else batch
+
+        def train(batch: Batch) -> tuple[Any, int]:
+            return self._eager_step.metered(batch, update, surrounding)
 
         def work() -> None:
             if refused is not None:
                 self._variants.first.take_back()
                 self._eager_step.put_sums(self._variants.sums)
-            made, height = self._eager_step.metered(batch, update, surrounding)
+            made, height = train(batch) if self.own_batches is None else self.own_batches.run(train, batch)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
             if refused is not None and not self._variants.may_try_again(refused):

@@ -15,7 +15,6 @@ from torch import nn
 
 from waterflow.executor.engine import Engine
 from waterflow.executor.pending import Pending
-from waterflow.executor.shared_data import SharedData
 from waterflow.job import Job
 from waterflow.step import Step
 
@@ -54,7 +53,6 @@ def step_of(
         recompute=job.recompute, generator=numbers, name=job.name, engine=engine,
     )  # fmt: skip
     step.batches_ahead = STEPS_AHEAD
-    step.shared_batches = isinstance(job.data, SharedData)
     return step
 
 

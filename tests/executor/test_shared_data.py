@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import waterflow as wf
-from waterflow.executor.batch_copies import copies_of
+from waterflow.executor.batch_copies import OwnBatches, copies_of
 from waterflow.executor.shared_data import Reader
 
 ROWS, BATCH = 24, 4
@@ -533,11 +533,50 @@ def test_a_step_that_changes_its_batch_changes_no_other_jobs(step: Any) -> None:
     assert (wf.train([job("x", data, step=step)])[0].opaque_reason is not None) == (step is changes_eagerly)
 
 
-def test_a_step_that_only_reads_its_batch_is_given_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from waterflow.executor import variants
+def only_reads(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
 
-    monkeypatch.setattr(variants, "copies_of", lambda tensors: pytest.fail("a copy was made"))
-    losses([job("a", wf.SharedData(loader()))])
+
+def takes_out(model: nn.Module, batch: Any) -> torch.Tensor:
+    scale = batch[2].pop() if batch[2] else 1.0
+    return F.mse_loss(model(batch[0]), scale * batch[1])
+
+
+def eagerly(batches: list[Any], step: Any, epochs: int) -> tuple[float, ...]:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    found = []
+    for batch in batches * epochs:
+        loss = step(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return tuple(found)
+
+
+@pytest.mark.parametrize("step", [changes, changes_a_view, changes_eagerly, in_model, takes_out])
+def test_jobs_that_share_a_list_and_change_its_batches_end_as_alone(step: Any) -> None:
+    """Also where batches lie on one another's memory, and where one comes twice: a job finds there what it wrote."""
+    rows = torch.rand(4 * BATCH, 4)
+    batches = [(rows[i * BATCH // 2 :][:BATCH], torch.rand(BATCH, 2), [0.5, 0.9]) for i in range(4)]
+    batches.append(batches[1])
+    before = copy.deepcopy(batches)
+    fine = losses([job("fine", copy.deepcopy(batches), step=only_reads, epochs=2)])[0]
+    alone = losses([job("alone", copy.deepcopy(batches), step=step, epochs=2)])[0]
+    expected = eagerly(copy.deepcopy(batches), step, 2)
+    jobs = [job(name, batches, step=step, epochs=2) for name in "abc"] + [job("d", batches, step=only_reads, epochs=2)]
+    a, b, c, d = losses(jobs, max_concurrent=4)
+    assert str(batches) == str(before) and a == b == c == alone and d == fine
+    if step is not changes_eagerly:  # which sees the first batch apart from the others' memory
+        assert alone == expected
+
+
+def test_a_step_that_only_reads_its_batch_is_given_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("of", "run"):
+        monkeypatch.setattr(OwnBatches, name, lambda *_: pytest.fail("a copy was made"))
+    losses([job("a", wf.SharedData(loader())), job("b", [(torch.rand(BATCH, 4), torch.rand(BATCH, 2))] * 2)])
 
 
 def test_copies_lie_to_one_another_as_what_they_are_copies_of() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
+from waterflow.executor.engine import Engine
 
 X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 4, (32,), generator=torch.Generator().manual_seed(1))
@@ -205,3 +207,45 @@ def test_a_part_that_is_trained_later_on() -> None:
         with pytest.raises(wf.InvalidJobError, match="share a module"):
             for step in (first, second):
                 step((X, Y))
+
+
+def with_closure(tensor: torch.Tensor, writes: bool) -> Any:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = F.cross_entropy(model(batch[0]) + tensor, batch[1])
+        if writes:
+            tensor.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("writers", ["ab", "a", "b", ""])
+def test_a_tensor_of_a_closure_that_changes_is_not_shared(writers: str) -> None:
+    shared = torch.zeros(4)
+    made: list[wf.Step] = []
+
+    def run(name: str) -> None:
+        model = nn.Linear(8, 4)
+        step = with_closure(shared, name in writers)
+        made.append(wf.Step(model, step=step, optimizer=adamw(model.parameters()), engine=engine, name=name))
+        made[-1]((X, Y))
+
+    with Engine(memory="256MiB", lanes=2) as engine:
+        thread = threading.Thread(target=run, args="a")
+        thread.start()
+        thread.join()
+        told = r"'a' and 'b' share a tensor of shape \(4,\).*Give each its own"
+        with pytest.raises(wf.InvalidJobError, match=told) if writers else contextlib.nullcontext():
+            run("b")
+        made[0].close()
+        made[1]((X, Y))
+    assert [step.opaque_reason for step in made] == [None, None]
+
+
+def test_one_job_after_the_other_may_change_a_tensor() -> None:
+    shared = torch.zeros(4)
+    for name in "ab":
+        step = with_closure(shared, True)
+        made = wf.Job(name=name, model=lambda: nn.Linear(8, 4), step=step, optimizer=adamw, data=[(X, Y)], seed=0)
+        assert wf.train([made])[0].opaque_reason is None
+    assert shared.count_nonzero() == 4

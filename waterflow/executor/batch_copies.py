@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -68,6 +70,44 @@ def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         copy = tensor.detach().new_empty(0).set_(block, place, tensor.shape, tensor.stride())
         copies.append(with_lazy_bits(copy, tensor))
     return copies
+
+
+class OwnBatches:
+    """What a job has of batches that others have, too: copies, of those alone into which its steps write.
+
+    Where the data gives the same objects in each epoch, as a list does, they are ``kept``, and the job finds there what it wrote.
+    """
+
+    def __init__(self, kept: bool) -> None:
+        self._kept = kept
+        self._made: dict[int, Any] = {}  # of everything that was copied, by id, as deepcopy notes it
+        self._writes = False  # whether a step has, eagerly
+
+    def of(self, batch: Any) -> Any:
+        """What a step is given that writes into ``batch``."""
+        return deepcopy(batch, self._made) if self._kept else copied(batch)
+
+    def run(self, work: Callable[[Any], Any], batch: Any) -> Any:
+        """Do what may write into its batch: before it has, nobody knows."""
+        if self._writes:
+            return work(self.of(batch))
+        own = copied(batch)
+        before, form = pytree.tree_flatten(own)
+        versions = [_version(leaf) for leaf in before]
+        try:
+            return work(own)
+        finally:
+            now, formed = pytree.tree_flatten(own)
+            same = form == formed and all(map(operator.is_, before, now))
+            if self._kept and not (same and versions == [_version(leaf) for leaf in now]):
+                self._writes = True
+                self._made.update(zip(map(id, pytree.tree_leaves(batch)), before))
+                self._made[id(batch)] = own
+                self._made.setdefault(id(self._made), []).append(batch)  # an id is of what lives
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) else 0
 
 
 class Ranges:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from waterflow.errors import CheckpointError, InvalidJobError
-from waterflow.executor.batch_copies import copied
+from waterflow.executor.batch_copies import OwnBatches, copied
 from waterflow.executor.breakable_lock import BreakableLock
 from waterflow.executor.reading_ahead import in_workers, may_read_ahead, user_data
 from waterflow.executor.thread_generators import own_numbers
@@ -53,6 +53,7 @@ class Batches:
         self.source: Any = _own_loader(source, order) if isinstance(source, DataLoader) else source
         # Nothing is drawn here for a batch by workers, nor for one that is there already.
         self._draws = not in_workers(source) and type(source) not in (list, tuple)
+        self.own = OwnBatches(kept=True) if type(source) in (list, tuple) else None  # other jobs may read the same
         self.reads_ahead = may_read_ahead(source) if read_ahead is None else read_ahead
         self._turn = _turn_of(source)
         self._reading: Iterator[Any] | None = None

@@ -23,7 +23,7 @@ import torch
 
 from waterflow.calls import explained
 from waterflow.errors import InvalidJobError, JobCancelled
-from waterflow.executor.batch_copies import copied
+from waterflow.executor.batch_copies import OwnBatches, copied
 from waterflow.executor.data import Batches, is_function
 
 LOOK_AGAIN = 0.05  # seconds after which a job that waits looks whether it was stopped, or waits in vain
@@ -265,6 +265,7 @@ class Reader:
     at: int = 0  # the same place, as a number in the row of its party
     reads_ahead = True  # what lies in memory that is written again was copied
     moved: float = 0.0  # when it took its last batch
+    own = OwnBatches(kept=False)
 
     def epoch(self) -> Iterator[Any]:
         """One pass over the data; the next call gives the next one."""

@@ -1,12 +1,13 @@
-"""Modules that several steps hold at the same time: they may read them, and none of them may train them."""
+"""Modules and tensors that several steps hold at the same time: they may read them, and none of them may change them."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from waterflow.errors import InvalidJobError
 
@@ -22,12 +23,13 @@ _this = _Thread()
 
 
 class Hold:
-    """One step's hold on the modules that have tensors of their own. ``over()`` tells that its engine has ended."""
+    """One step's hold on modules that have tensors, and on tensors elsewhere. ``over()`` tells that its engine has ended."""
 
     def __init__(self, name: str, over: Callable[[], bool]) -> None:
         self.name = name
         self.owner = _this.token
         self.trains: frozenset[int] = frozenset()  # modules, by id
+        self.writes: set[int] = set()  # tensors that no model has, by id
         self._over = over
         self._released = False
 
@@ -42,11 +44,11 @@ class Hold:
 
 
 class Holders:
-    """Who holds which module. Thread-safe."""
+    """Who holds which module, and which tensor that no model has. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holds: weakref.WeakKeyDictionary[nn.Module, list[Hold]] = weakref.WeakKeyDictionary()
+        self._holds = WeakIdKeyDictionary()
 
     def check(self, hold: Hold, model: nn.Module, trained: Iterable[nn.Parameter], written: Iterable[str] = ()) -> None:
         """Hold a model's modules, from now on or again.
@@ -75,11 +77,28 @@ class Holders:
                         "copy.deepcopy(model)"
                     )
             for module in modules:
-                lasting = [other for other in self._holds.get(module, ()) if other is not hold and other.lasts]
-                self._holds[module] = [*lasting, hold]
+                self._keep(module, hold)
 
-    def _others(self, module: nn.Module, hold: Hold) -> Iterator[Hold]:
-        return (other for other in self._holds.get(module, ()) if other.owner is not hold.owner and other.lasts)
+    def check_tensors(self, hold: Hold, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+        """Hold tensors that the model does not have. Raises InvalidJobError where another thread's step, or this, writes one."""
+        hold.writes.update(map(id, written))
+        with self._lock:
+            for tensor in read:
+                for other in self._others(tensor, hold):
+                    if id(tensor) in hold.writes | other.writes:
+                        raise InvalidJobError(
+                            f"{other.name!r} and {hold.name!r} share a tensor of shape {tuple(tensor.shape)} that is in no "
+                            "model (of a closure, or a global) and changes in every step: each would see the other's "
+                            "changes. Give each its own, or make it a buffer of each model"
+                        )
+                self._keep(tensor, hold)
+
+    def _keep(self, held: nn.Module | torch.Tensor, hold: Hold) -> None:
+        lasting = [other for other in self._holds.get(held, ()) if other is not hold and other.lasts]
+        self._holds[held] = [*lasting, hold]
+
+    def _others(self, held: nn.Module | torch.Tensor, hold: Hold) -> Iterator[Hold]:
+        return (other for other in self._holds.get(held, ()) if other.owner is not hold.owner and other.lasts)
 
 
 def _with_tensors(model: nn.Module) -> Iterator[nn.Module]:

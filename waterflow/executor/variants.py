@@ -124,15 +124,12 @@ class Variant:
         """Whether there is memory for it, and nothing has changed since."""
         return self.claimed is self.planned.plan and self.seen == engine.changes
 
-    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None, shared: bool = False) -> list[Any]:
+    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
         """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.
 
-        ``before_copies`` is called before any is made: a step that still runs may change them, too. Of a batch that is
-        ``shared`` with other jobs, a step that changes it has copies.
+        ``before_copies`` is called before any is made: a step that still runs may change them, too.
         """
         given = [leaves[i] for i in self.leaves]
-        if shared and self.captured.changed_leaves:
-            given = copies_of(given)
         if not self.guarded:
             return given
         inside = [i for i, tensor in enumerate(given) if self.changed_early.have(tensor)]
@@ -218,6 +215,8 @@ class Variants:
         if self._hold is not None:
             trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
+            written = [looked.strangers[one.leaf] for one in captured.changed_inputs if one.kind == "stranger"]
+            holders.check_tensors(self._hold, looked.strangers, written)
         moved = members_of(plain, spec.optimizer, dict(spec.model.named_parameters()))
         owner = Owner(spec, self._accumulators, self.first.flags(moved), looked)
         updated_elsewhere.check(plain.capture.reached, owner)
