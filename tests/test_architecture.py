@@ -54,7 +54,7 @@ GONE = {
     "derived.py", "FusedPending", "fused_steps", "stand_alone", "bind_stacked", "bind_readings", "call_off", "CompiledRegion",
     "lstm_layer", "lstm_layer_backward", "RatesMatter", "wraps_numbers", "ambient_parts", "with_batch", 'mode="fused"',
     'compile="inductor"', 'batches="lane"', "below_need", "BelowNeed", "memory_control", "MemoryControl", "lower_forms",
-    "goes_lower", "give_shares", "opportunistic_limit", "height_for",
+    "goes_lower", "give_shares", "opportunistic_limit", "height_for", "set_spill", "allocate_pinned",
 }  # fmt: skip
 INSIDE_FUNCTIONS = {"optuna": {"cli", "config", "demo", "terminal"}}
 

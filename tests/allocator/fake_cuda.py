@@ -10,7 +10,7 @@ from pathlib import Path
 NATIVE = Path(__file__).parent / "native"
 SOURCE = NATIVE / "fake_cuda.cpp"
 PAGE = 2 << 20
-HELD = ("reservations", "handles", "mappings", "streams", "events", "pinned", "plain", "contexts", "graphs", "captures")
+HELD = ("reservations", "handles", "mappings", "streams", "events", "plain", "contexts", "graphs", "captures")
 
 
 class FakeCuda:

@@ -97,7 +97,6 @@ def test_bad_ranges_change_nothing(device: _C.CudaDevice) -> None:
         (lambda: device.shrink(base, 5 * PAGE), "not what was grown"),
         (lambda: device.unreserve(base, PAGE), "no reserved range"),
         (lambda: device.reserve(-1), "whole multiples of"),
-        (lambda: device.free_pinned(1), "no pinned memory of ours"),
         (lambda: _C.CudaDevice(7, 0, device.library), "there is no CUDA device 7; the driver sees 2"),
     ]:
         with pytest.raises(ValueError, match=error):
@@ -129,22 +128,11 @@ def test_a_failure_while_growing_takes_back_what_was_there(fake: FakeCuda, call:
     assert device.grow(base, 3 * PAGE)
 
 
-def test_pinned_memory(device: _C.CudaDevice, fake: FakeCuda) -> None:
-    at = device.allocate_pinned(3 * PAGE + 5)
-    write(at, 3 * PAGE + 5, 7)
-    assert device.pinned == 3 * PAGE + 5 and "cuMemHostAlloc(6291461,3)" in fake.calls()
-    fake.fail("cuMemHostAlloc", 1, OUT_OF_MEMORY)
-    assert device.allocate_pinned(PAGE) == 0
-    device.free_pinned(at)
-    assert device.pinned == 0 and fake.held() == {"contexts": 1}
-
-
 def test_everything_is_given_back_in_the_end(fake: FakeCuda) -> None:
     device = _C.CudaDevice(1, 0, fake.path)
     assert device.capacity == 1 << 30
     base = device.reserve(32 * PAGE)
     device.grow(base, 20 * PAGE)
-    device.allocate_pinned(100)
     stream = device.add_stream()
     device.record(stream)
     device.forget(device.record(stream))

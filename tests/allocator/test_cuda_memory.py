@@ -68,7 +68,7 @@ def test_without_a_pool_the_driver_serves(tmp_path: Path) -> None:
         other = malloc(10, 1, None)
         assert fake.held() == {"plain": 1, "contexts": 2}
         free(other, 10, 1, None)
-        _C.cuda_pool(0, 0, False)
+        _C.cuda_pool(0, 0)
         before = malloc(10, 0, None)
         assert fake.count("cuMemAlloc") == 2 and before % 512 == 0
         with pytest.raises(ValueError, match="there is no CUDA device 9"):
@@ -80,7 +80,7 @@ def test_without_a_pool_the_driver_serves(tmp_path: Path) -> None:
 def test_blocks_from_before_the_pool_go_back_to_the_driver(tmp_path: Path) -> None:
     run(tmp_path, """
         early = malloc(1000, 0, None)
-        _C.cuda_pool(0, 100 * PAGE, False)
+        _C.cuda_pool(0, 100 * PAGE)
         late = malloc(1000, 0, None)
         free(early, 1000, 0, None)
         assert fake.held().get("plain") is None
@@ -92,7 +92,7 @@ def test_blocks_from_before_the_pool_go_back_to_the_driver(tmp_path: Path) -> No
 @pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_streams_take_from_each_other_only_behind_a_wait(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_pool(0, 40 * PAGE, False)
+        _C.cuda_pool(0, 40 * PAGE)
         a, b = fake.new_stream(), fake.new_stream()
         first = malloc(30 * PAGE, 0, a)
         fake.stall(a)
@@ -112,7 +112,7 @@ def test_streams_take_from_each_other_only_behind_a_wait(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_record_stream_keeps_a_block_from_others(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_pool(0, 40 * PAGE, False)
+        _C.cuda_pool(0, 40 * PAGE)
         a, b = fake.new_stream(), fake.new_stream()
         block = malloc(30 * PAGE, 0, a)
         record(block, b)
@@ -128,7 +128,7 @@ def test_record_stream_keeps_a_block_from_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_handle_that_comes_back_is_another_stream(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_pool(0, 40 * PAGE, False)
+        _C.cuda_pool(0, 40 * PAGE)
         fake.reuse_streams()
         a = fake.new_stream()
         block = malloc(30 * PAGE, 0, a)
@@ -146,7 +146,7 @@ def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
         fake.memory(8 * PAGE)
         with pytest.raises(RuntimeError, match="device 0 has no 18.0 MiB left beside the 0 bytes"):
             _C.cuda_malloc(9 * PAGE, 0, 0)
-        _C.cuda_pool(0, 4 * PAGE, False)
+        _C.cuda_pool(0, 4 * PAGE)
         held = _C.cuda_malloc(3 * PAGE, 0, 0)
         with pytest.raises(RuntimeError) as error:
             _C.cuda_malloc(5 * PAGE, 0, 0)
@@ -158,25 +158,10 @@ def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
     """)  # fmt: skip
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_goes_to_pinned_memory_where_that_is_allowed(tmp_path: Path) -> None:
-    run(tmp_path, """
-        _C.cuda_pool(0, 4 * PAGE, True)
-        held = _C.cuda_malloc(4 * PAGE, 0, 0)
-        spilled = _C.cuda_malloc(3 * PAGE, 0, 0)
-        assert _C.cuda_figures(0)["pinned"] >= 3 * PAGE and fake.held()["pinned"] == 1
-        ctypes.memset(spilled, 1, 3 * PAGE)
-        _C.cuda_free(spilled, 3 * PAGE, 0, 0)
-        _C.cuda_free(held, 4 * PAGE, 0, 0)
-        _C.cuda_trim(0)
-        assert _C.cuda_figures(0)["reserved"] == 0 and "pinned" not in fake.held(), fake.held()
-    """)  # fmt: skip
-
-
 @pytest.mark.needs_time("it runs in a process of its own, which imports torch")
 def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_pool(0, 0, False)
+        _C.cuda_pool(0, 0)
         device = _C.cuda_device(0)
         arena = _C.CudaArena(device, 4 * PAGE)
         arena.resize(4 * PAGE)
@@ -200,7 +185,7 @@ def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path)
 @pytest.mark.slow
 def test_a_graphs_memory_is_its_own_until_it_is_released(tmp_path: Path) -> None:
     run(tmp_path, """
-        _C.cuda_pool(0, 0, False)
+        _C.cuda_pool(0, 0)
         captured, other, pool = fake.new_stream(), fake.new_stream(), (0, 1)
         outside = _C.cuda_malloc(1000, 0, captured)
         _C.cuda_begin_pool(0, pool, [captured])
@@ -229,7 +214,7 @@ def test_a_graphs_memory_is_its_own_until_it_is_released(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_foreign_block_is_refused_without_an_exception(tmp_path: Path) -> None:
     out = run(tmp_path, """
-        _C.cuda_pool(0, 0, False)
+        _C.cuda_pool(0, 0)
         free(12345, 10, 0, None)
         block = malloc(10, 0, None)
         free(block, 10, 0, None)
@@ -243,7 +228,7 @@ def test_a_foreign_block_is_refused_without_an_exception(tmp_path: Path) -> None
 def test_many_threads(tmp_path: Path) -> None:
     run(tmp_path, """
         import random
-        _C.cuda_pool(0, 200 * PAGE, False)
+        _C.cuda_pool(0, 200 * PAGE)
         streams = [fake.new_stream() for _ in range(4)]
         wrong = []
         def work(seed):

@@ -73,7 +73,7 @@ def test_512_bytes_of_alignment() -> None:
 
 
 def test_small_sizes_are_checked_at_every_step() -> None:
-    setup = FuzzSetup(streams=3, capacity=6 * MiB, overflow=4 * MiB, check_every=1)
+    setup = FuzzSetup(streams=3, capacity=6 * MiB, check_every=1)
     checked(fuzz_table(setup, 4000, 9, largest=2 * MiB), setup, 9)
 
 

@@ -44,7 +44,7 @@ def test_random_runs_find_it(fault: str) -> None:
 CONTENTS = """
 from waterflow.allocator import FuzzSetup, fuzz_table, run_fuzz
 for seed in range(8):
-    setup = FuzzSetup(simulated=False, streams=8, capacity=24 << 20, overflow=12 << 20, seed=seed, stall_share=0.05,
+    setup = FuzzSetup(simulated=False, streams=8, capacity=24 << 20, seed=seed, stall_share=0.05,
                       stall_us=500, fault="dropped_wait", check_every=1 << 40)
     print(run_fuzz(fuzz_table(setup, 3000, seed, largest=8 << 20), setup).error, flush=True)
 """

@@ -425,7 +425,6 @@ def test_other_threads_go_on_while_one_captures(fake: FakeCuda) -> None:
     def elsewhere() -> None:
         base = device.reserve(device.granularity)
         results.extend([device.complete(event), device.grow(base, device.granularity)])
-        device.free_pinned(device.allocate_pinned(4096))
         device.shrink(base, device.granularity)
         device.unreserve(base, device.granularity)
 

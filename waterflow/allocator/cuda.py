@@ -28,12 +28,12 @@ _installed: set[int] = set()
 _before: list[tuple[Any, str, Any]] = []
 
 
-def install(device: int | torch.device | None = None, limit: int = 0, spill: bool = False) -> bool:
+def install(device: int | torch.device | None = None, limit: int = 0) -> bool:
     """Let waterflow serve torch's requests for memory of a GPU; before CUDA starts, and for the rest of the process.
 
-    ``limit`` bounds in bytes what is not planned (0: all that the device has); with ``spill`` pinned memory of the host
-    serves what does not fit into it. A second call changes only the limit. Returns False, with a warning that says how
-    to do better, where CUDA runs already: torch's own allocator stays. Raises InvalidJobError where there is no CUDA.
+    ``limit`` bounds in bytes what is not planned (0: all that the device has). A second call changes only the limit.
+    Returns False, with a warning that says how to do better, where CUDA runs already: torch's own allocator stays.
+    Raises InvalidJobError where there is no CUDA.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         built = "was built without CUDA" if torch.version.cuda is None else "finds no GPU (see nvidia-smi)"
@@ -48,7 +48,7 @@ def install(device: int | torch.device | None = None, limit: int = 0, spill: boo
             logger.warning("cudnn.benchmark is switched off: %s", BENCHMARK)
         _C.cuda_device(index)  # a driver that does not do is found before anything has changed
         _put_in()
-    _C.cuda_pool(index, limit, spill)
+    _C.cuda_pool(index, limit)
     _installed.add(index)
     return True
 
@@ -143,7 +143,6 @@ def memory_stats(device: Any = None) -> dict[str, int]:
         "allocated_bytes.all.peak": now["peak_allocated"],
         "reserved_bytes.all.current": now["reserved"],
         "reserved_bytes.all.peak": now["peak_reserved"],
-        "waterflow.pinned_bytes": now["pinned"],
         "waterflow.requests.planned": now["planned"],
         "waterflow.requests.graphs": now["pooled"],
         "waterflow.requests.others": now["others"],

@@ -18,17 +18,15 @@ MiB = 1 << 20
 class FuzzSetup:
     """What a table of random operations runs on; sizes are bytes.
 
-    ``overflow`` is what the spill hook may give beyond ``capacity``, to half of the sizes. On the CPU, streams are
-    threads that stall before a ``stall_share`` of their work for up to ``stall_us`` microseconds. ``threads`` make the
-    requests, each those of its streams; with one, a run on the simulated device goes the same way every time. A
-    ``fault`` is planted by its name; where nothing is ``checked``, nobody finds it.
+    On the CPU, streams are threads that stall before a ``stall_share`` of their work for up to ``stall_us``
+    microseconds. ``threads`` make the requests, each those of its streams; with one, a run on the simulated device goes
+    the same way every time. A ``fault`` is planted by its name; where nothing is ``checked``, nobody finds it.
     """
 
     simulated: bool = True
     streams: int = 4
     threads: int = 1
     capacity: int = 80 * MiB
-    overflow: int = 40 * MiB
     check_every: int = 1009
     seed: int = 0
     stall_share: float = 0.0

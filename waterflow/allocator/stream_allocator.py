@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,6 @@ from waterflow.errors import MemoryLimitError
 
 NO_LIMIT = 2**63 - 1
 Fault = _C.Fault  # planted mistakes; for tests
-
-# A spill hook: bytes to (address, bytes, False) with memory of the host, to (0, 0, True) where something
-# was released and the request may be tried again, or to (0, 0, False).
-Spill = Callable[[int], tuple[int, int, bool]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,6 @@ class AllocatorReport:
     held: int
     peak: int
     grown: int
-    spilled: int
     synchronized: int
     apart: int
     unsynchronized: dict[int, int]
@@ -50,7 +44,7 @@ class StreamAllocator:
     """Memory of one device for many streams, handed out when the host asks, long before the device comes to it.
 
     Requests search, in this order: what the stream itself freed, what all streams have waited for, what another freed
-    (behind an asynchronous wait), new memory from the device, all that is free put together, the spill hook.
+    (behind an asynchronous wait), new memory from the device, all that is free put together.
     Thread-safe. What is wrong with a call (a foreign address, a second release, a removed stream, a limit below what is
     held) raises ValueError and changes nothing. All sizes are bytes.
     """
@@ -128,13 +122,6 @@ class StreamAllocator:
     def set_limit(self, limit: int | None) -> None:
         """Trims if need be; raises ValueError below what is in use."""
         self.native.set_limit(NO_LIMIT if limit is None else limit)
-
-    def set_spill(self, spill: Spill | None, give_back: Callable[[int, int], None] | None = None) -> None:
-        """``spill`` helps where nothing else does, and may release memory; ``give_back(address, bytes)`` ends its own.
-
-        ``give_back`` must not call the allocator.
-        """
-        self.native.set_spill(spill, give_back)
 
     def report(self) -> AllocatorReport:
         """Everything at once."""

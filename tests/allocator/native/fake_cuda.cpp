@@ -67,7 +67,7 @@ size_t total = size_t{1} << 30, used = 0;
 uint64_t next_handle = 0x1000;
 unsigned long long next_stream_id = 1;
 int retained[DEVICES];
-std::map<uint64_t, size_t> reservations, pinned, plain;
+std::map<uint64_t, size_t> reservations, plain;
 std::map<uint64_t, Physical> physical;
 std::map<uint64_t, Mapping> mappings;
 std::map<uint64_t, Stream> streams;
@@ -332,24 +332,6 @@ FAKE int cuMemFree_v2(unsigned long long at) {
   plain.erase(found);
   return OK;
 }
-FAKE int cuMemHostAlloc(void** at, size_t bytes, unsigned flags) {
-  CALL("cuMemHostAlloc", text(bytes) + "," + text(flags));
-  NOT_IN_CAPTURE
-  NEEDS_CONTEXT
-  *at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  pinned.emplace(reinterpret_cast<uint64_t>(*at), bytes);
-  return OK;
-}
-FAKE int cuMemFreeHost(void* at) {
-  CALL("cuMemFreeHost");
-  NOT_IN_CAPTURE
-  NEEDS_CONTEXT
-  auto found = pinned.find(reinterpret_cast<uint64_t>(at));
-  if (found == pinned.end()) return INVALID;
-  munmap(at, found->second);
-  pinned.erase(found);
-  return OK;
-}
 FAKE int cuStreamCreate(void** stream, unsigned flags) {
   CALL("cuStreamCreate", text(flags));
   NEEDS_CONTEXT
@@ -495,7 +477,7 @@ FAKE void fake_stall(void* stream, int on) { stream_of(stream)->stalled = on != 
 FAKE void fake_reuse_streams(int on) { stream_handle_shift = on; }
 FAKE const char* fake_calls() { return calls.c_str(); }
 FAKE void fake_forget_calls() { calls.clear(), counts.clear(); }
-// What is held: reservations, handles, mappings, own streams, events, pinned, plain, contexts, graphs and
+// What is held: reservations, handles, mappings, own streams, events, plain, contexts, graphs and
 // executables, captures; by index.
 FAKE int64_t fake_held(int what) {
   const size_t held[] = {reservations.size(),
@@ -503,7 +485,6 @@ FAKE int64_t fake_held(int what) {
                          mappings.size(),
                          streams.size() - streams.count(0),
                          events.size(),
-                         pinned.size(),
                          plain.size(),
                          static_cast<size_t>(retained[0] + retained[1]),
                          graphs.size() + executables.size(),

@@ -12,7 +12,6 @@ namespace {
 bool run(const char* name, const FuzzShape& shape, FuzzSetup setup) {
   setup.streams = shape.streams;
   setup.capacity = shape.capacity;
-  setup.overflow = shape.capacity / 2;
   setup.seed = shape.seed;
   const FuzzResult result = run_fuzz(fuzz_table(shape), setup);
   std::printf("%-24s seed %llu: %lld operations, %lld checks, %lld waits;", name,

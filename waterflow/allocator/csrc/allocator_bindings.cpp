@@ -46,7 +46,6 @@ py::dict as_dict(const AllocatorReport& report) {
   made["held"] = report.held;
   made["peak"] = report.peak;
   made["grown"] = report.grown;
-  made["spilled"] = report.spilled;
   made["synchronized"] = report.synchronized;
   made["apart"] = report.apart;
   made["unsynchronized"] = free;
@@ -107,15 +106,14 @@ void bind_fuzz(py::module_& m) {
       py::arg("seed"), py::arg("rows"), py::arg("streams"), py::arg("capacity"), py::arg("largest"), py::arg("renew"));
   m.def(
       "run_fuzz",
-      [](const Table& table, bool simulated, int32_t streams, int32_t threads, int64_t capacity, int64_t overflow,
-         int64_t check_every, uint64_t seed, double stall_share, int64_t stall_us, int64_t alignment, Fault fault,
-         bool checked) {
+      [](const Table& table, bool simulated, int32_t streams, int32_t threads, int64_t capacity, int64_t check_every,
+         uint64_t seed, double stall_share, int64_t stall_us, int64_t alignment, Fault fault, bool checked) {
         const auto rows = plain(table);
         FuzzResult result;
         {
           py::gil_scoped_release release;
-          result = run_fuzz(rows, {simulated, streams, threads, capacity, overflow, check_every, seed, stall_share,
-                                   stall_us, alignment, fault, checked});
+          result = run_fuzz(rows, {simulated, streams, threads, capacity, check_every, seed, stall_share, stall_us,
+                                   alignment, fault, checked});
         }
         py::dict made;
         made["error"] = result.error;
@@ -128,8 +126,8 @@ void bind_fuzz(py::module_& m) {
         return made;
       },
       py::arg("table"), py::arg("simulated"), py::arg("streams"), py::arg("threads"), py::arg("capacity"),
-      py::arg("overflow"), py::arg("check_every"), py::arg("seed"), py::arg("stall_share"), py::arg("stall_us"),
-      py::arg("alignment"), py::arg("fault"), py::arg("checked"));
+      py::arg("check_every"), py::arg("seed"), py::arg("stall_share"), py::arg("stall_us"), py::arg("alignment"),
+      py::arg("fault"), py::arg("checked"));
 }
 
 }  // namespace
@@ -180,17 +178,6 @@ void bind_allocator(py::module_& m) {
       .def("waited", &StreamAllocator::waited, py::arg("stream"), py::arg("mark"), unlocked())
       .def("trim", &StreamAllocator::trim, unlocked())
       .def("set_limit", &StreamAllocator::set_limit, py::arg("bytes"), unlocked())
-      .def(
-          "set_spill",
-          [](StreamAllocator& self, const std::function<std::tuple<uintptr_t, int64_t, bool>(int64_t)>& spill,
-             StreamAllocator::GiveBack give_back) {
-            auto hook = [spill](int64_t bytes) {
-              const auto [address, given, retry] = spill(bytes);
-              return Spilled{address, given, retry};
-            };
-            self.set_spill(spill ? StreamAllocator::Spill(hook) : nullptr, std::move(give_back));
-          },
-          py::arg("spill"), py::arg("give_back"))
       .def("report",
            [](const StreamAllocator& self) {
              AllocatorReport made;

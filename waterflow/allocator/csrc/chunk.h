@@ -77,8 +77,7 @@ struct Segment {
   uintptr_t base = 0;
   int64_t bytes = 0;
   Chunk* first = nullptr;
-  int32_t live = 0;   // chunks handed out
-  bool host = false;  // overflow that a spill hook gave: outside of the limit, one chunk
+  int32_t live = 0;  // chunks handed out
 };
 
 struct Chunk {

@@ -71,7 +71,7 @@ void waterflow_memory_fraction(double fraction, int device) {
   TORCH_CHECK(fraction >= 0 && fraction <= 1, "a fraction of a device's memory lies between 0 and 1; got ", fraction);
   auto& memory = CudaMemory::of(device);
   const auto bytes = static_cast<int64_t>(std::floor(fraction * static_cast<double>(memory.device()->capacity())));
-  if (memory.pools()) memory.pool(std::max<int64_t>(bytes, 1), false);
+  if (memory.pools()) memory.pool(std::max<int64_t>(bytes, 1));
 }
 
 void waterflow_begin_pool(int device, waterflow::GraphPoolId pool, waterflow::GraphFilter filter) {

@@ -36,8 +36,8 @@ void bind_cuda_memory(py::module_& m) {
     return hooks;
   });
   m.def(
-      "cuda_pool", [](int device, int64_t limit, bool spill) { CudaMemory::of(device).pool(limit, spill); },
-      py::arg("device"), py::arg("limit"), py::arg("spill"), unlocked());
+      "cuda_pool", [](int device, int64_t limit) { CudaMemory::of(device).pool(limit); }, py::arg("device"),
+      py::arg("limit"), unlocked());
   m.def("cuda_figures", [](int device) {
     const auto now = CudaMemory::of(device).figures();
     py::dict made;
@@ -45,7 +45,6 @@ void bind_cuda_memory(py::module_& m) {
     made["peak_allocated"] = now.peak_allocated;
     made["reserved"] = now.reserved;
     made["peak_reserved"] = now.peak_reserved;
-    made["pinned"] = now.pinned;
     made["planned"] = now.planned;
     made["pooled"] = now.pooled;
     made["others"] = now.others;
@@ -107,12 +106,9 @@ void bind_cuda(py::module_& m) {
           [](CudaDevice& device, uintptr_t graph) { device.destroy(reinterpret_cast<cu::Executable>(graph)); },
           py::arg("graph"), unlocked())
       .def("synchronize_all", &CudaDevice::synchronize_all, unlocked())
-      .def("allocate_pinned", &CudaDevice::allocate_pinned, py::arg("bytes"), unlocked())
-      .def("free_pinned", &CudaDevice::free_pinned, py::arg("at"), unlocked())
       .def_property_readonly("index", &CudaDevice::index)
       .def_property_readonly("capacity", &CudaDevice::capacity)
       .def_property_readonly("grown", &CudaDevice::grown)
-      .def_property_readonly("pinned", &CudaDevice::pinned)
       .def_property_readonly("free_memory", &CudaDevice::free_memory)
       .def_property_readonly("library", [](const CudaDevice& device) { return device.driver().library(); });
 

@@ -69,7 +69,6 @@ CudaDevice::~CudaDevice() {
       driver_.release(piece.second);
     }
     for (const auto& [at, end] : reserved_) driver_.unreserve(at, end - at);
-    for (const auto& [at, bytes] : pinned_) driver_.free_host(reinterpret_cast<void*>(at));
     for (const auto& [at, bytes] : plain_) driver_.free(at);
   } catch (const CudaError&) {
     // The driver has gone already, and everything with it.
@@ -250,33 +249,6 @@ void CudaDevice::unmap(uintptr_t at, int64_t bytes) {
   }
 }
 
-uintptr_t CudaDevice::allocate_pinned(int64_t bytes) {
-  Current current(*this);
-  CaptureAllowed capture(driver_);
-  void* at = nullptr;
-  const auto result = driver_.allocate_host(&at, static_cast<size_t>(bytes), cu::HOST_PORTABLE | cu::HOST_MAPPED);
-  if (result == cu::OUT_OF_MEMORY) return 0;
-  if (result) driver_.fail(result, "cuMemHostAlloc(" + std::to_string(bytes) + " bytes)");
-  Guard guard(lock_);
-  pinned_.emplace(reinterpret_cast<uintptr_t>(at), bytes);
-  pinned_total_ += bytes;
-  return reinterpret_cast<uintptr_t>(at);
-}
-
-void CudaDevice::free_pinned(uintptr_t at) {
-  Current current(*this);
-  {
-    Guard guard(lock_);
-    auto found = pinned_.find(at);
-    if (found == pinned_.end()) throw std::invalid_argument("no pinned memory of ours begins at " + hex(at));
-    pinned_total_ -= found->second;
-    pinned_.erase(found);
-  }
-  if (const auto result = driver_.free_host(reinterpret_cast<void*>(at))) {
-    driver_.fail(result, "cuMemFreeHost(" + hex(at) + ")");
-  }
-}
-
 uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
   Current current(*this);
   CaptureAllowed capture(driver_);
@@ -306,11 +278,6 @@ bool CudaDevice::free_plain(uintptr_t at) {
 int64_t CudaDevice::grown() const {
   Guard guard(lock_);
   return grown_;
-}
-
-int64_t CudaDevice::pinned() const {
-  Guard guard(lock_);
-  return pinned_total_;
 }
 
 int64_t CudaDevice::plain() const {

@@ -59,9 +59,6 @@ class CudaDevice : public LaneDevice {
   void allow(uintptr_t at, int64_t bytes);
   void unmap(uintptr_t at, int64_t bytes);
 
-  // -- memory of the host that the device reaches under the same address; 0 where there is none
-  uintptr_t allocate_pinned(int64_t bytes);
-  void free_pinned(uintptr_t at);
   // -- memory for which nobody has a plan or a pool; 0 where there is none. Giving it back waits for the device.
   uintptr_t allocate_plain(int64_t bytes);
   bool free_plain(uintptr_t at);  // false where it is not ours
@@ -69,7 +66,6 @@ class CudaDevice : public LaneDevice {
   int index() const { return index_; }
   int64_t capacity() const { return capacity_; }
   int64_t grown() const;
-  int64_t pinned() const;
   int64_t plain() const;
   int64_t free_memory() const;  // of the whole device, as the driver says
   const CudaDriver& driver() const { return driver_; }
@@ -98,10 +94,10 @@ class CudaDevice : public LaneDevice {
   cu::Context context_ = nullptr;
   int64_t capacity_, granularity_ = 0;
   mutable std::mutex lock_;
-  int64_t grown_ = 0, pinned_total_ = 0, plain_total_ = 0;
+  int64_t grown_ = 0, plain_total_ = 0;
   std::map<uintptr_t, uintptr_t> reserved_;                     // begin to end
   std::map<uintptr_t, std::pair<int64_t, cu::Handle>> pieces_;  // what `grow` put behind addresses: bytes, handle
-  std::unordered_map<uintptr_t, int64_t> pinned_, plain_;
+  std::unordered_map<uintptr_t, int64_t> plain_;
   std::unordered_map<StreamId, Stream> streams_;
   std::unordered_map<unsigned long long, StreamId> adopted_;  // by what identifies a stream
   std::unordered_map<EventId, cu::Event> events_;

@@ -28,7 +28,6 @@ constexpr int PINNED = 1, LOCATION_DEVICE = 1, READ_WRITE = 3;
 constexpr int GRANULARITY_MINIMUM = 0;
 constexpr int HAS_VIRTUAL_MEMORY = 102;  // device attribute
 constexpr unsigned NON_BLOCKING = 1, WITHOUT_TIMING = 2;
-constexpr unsigned HOST_PORTABLE = 1, HOST_MAPPED = 2;
 constexpr int CAPTURE_THREAD_LOCAL = 1, CAPTURE_RELAXED = 2;
 
 struct Location {
@@ -90,8 +89,6 @@ static_assert(sizeof(Address) == sizeof(void*));
   X(set_access, "cuMemSetAccess", (cu::Address at, size_t bytes, const cu::Access* access, size_t count))           \
   X(allocate, "cuMemAlloc_v2", (cu::Address * at, size_t bytes))                                                    \
   X(free, "cuMemFree_v2", (cu::Address at))                                                                         \
-  X(allocate_host, "cuMemHostAlloc", (void** at, size_t bytes, unsigned flags))                                     \
-  X(free_host, "cuMemFreeHost", (void* at))                                                                         \
   X(create_stream, "cuStreamCreate", (cu::Stream * stream, unsigned flags))                                         \
   X(destroy_stream, "cuStreamDestroy_v2", (cu::Stream stream))                                                      \
   X(wait_event, "cuStreamWaitEvent", (cu::Stream stream, cu::Event event, unsigned flags))                          \

@@ -43,7 +43,7 @@ CudaMemory& CudaMemory::of(int device) {
 CudaMemory::CudaMemory(int device)
     : device_(std::make_shared<CudaDevice>(CudaDriver::load(), device)), graphs_(device_) {}
 
-void CudaMemory::pool(int64_t limit, bool spill) {
+void CudaMemory::pool(int64_t limit) {
   std::lock_guard<std::mutex> guard(lock_);
   if (limit < 0) throw std::invalid_argument("a limit is at least 0 bytes; got " + std::to_string(limit));
   if (limit == 0) limit = device_->capacity();
@@ -55,16 +55,7 @@ void CudaMemory::pool(int64_t limit, bool spill) {
   AllocatorOptions options;
   options.alignment = ALIGNMENT;
   options.limit = limit;
-  auto* const heap = new StreamAllocator(device_, options);
-  if (spill) {
-    heap->set_spill(
-        [device = device_](int64_t bytes) {
-          const uintptr_t at = device->allocate_pinned(bytes);
-          return Spilled{at, at == 0 ? 0 : bytes, false};
-        },
-        [device = device_](uintptr_t at, int64_t) { device->free_pinned(at); });
-  }
-  heap_.store(heap);
+  heap_.store(new StreamAllocator(device_, options));
 }
 
 StreamId CudaMemory::stream_of(StreamAllocator& heap, cu::Stream stream) {
@@ -149,7 +140,6 @@ CudaFigures CudaMemory::figures() {
   now.reserved = device_->grown() + device_->plain();
   raise(peak_reserved_, now.reserved);
   now.peak_reserved = peak_reserved_;
-  now.pinned = device_->pinned();
   now.planned = planned_;
   now.pooled = pooled_;
   now.others = others_;

@@ -19,7 +19,6 @@ constexpr int MOST_CUDA_DEVICES = 64;
 struct CudaFigures {
   int64_t allocated = 0, peak_allocated = 0;    // bytes asked for and not given back
   int64_t reserved = 0, peak_reserved = 0;      // bytes of the device, arenas and graphs included
-  int64_t pinned = 0;                           // bytes of the host that stand in for the device's
   int64_t planned = 0, pooled = 0, others = 0;  // requests by who served them
 };
 
@@ -31,9 +30,9 @@ class CudaMemory {
   static CudaMemory& of(int device);
   static CudaMemory* existing(int device);  // null where nothing has asked for it yet
 
-  // From now on the multi-stream allocator serves what is not planned, out of at most `limit` bytes (0: the device's);
-  // with `spill` pinned memory of the host serves what does not fit. A second call changes only the limit.
-  void pool(int64_t limit, bool spill);
+  // From now on the multi-stream allocator serves what is not planned, out of at most `limit` bytes (0: the device's).
+  // A second call changes only the limit.
+  void pool(int64_t limit);
   bool pools() const { return heap_.load() != nullptr; }
 
   // Null where there is no memory left; throws OutOfMemory with a map where there is a pool.

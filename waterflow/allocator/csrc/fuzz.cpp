@@ -61,7 +61,6 @@ class Run {
   void claim(uintptr_t address, int64_t bytes);
   bool gone(StreamId stream) const { return gone_.count(stream) != 0; }
   void failed(int64_t row, const std::string& what);
-  Spilled spill(int64_t bytes);
 
   const std::vector<int64_t>& table_;
   const FuzzSetup setup_;
@@ -90,11 +89,10 @@ Run::Run(const std::vector<int64_t>& table, const FuzzSetup& setup) : table_(tab
       throw UsageError("row " + std::to_string(at / COLUMNS) + " names a stream or an id that cannot be");
     }
   }
-  const int64_t all = setup.capacity + setup.overflow;
   if (setup.simulated) {
-    device_ = simulated_ = std::make_shared<SimulatedDevice>(all);
+    device_ = simulated_ = std::make_shared<SimulatedDevice>(setup.capacity);
   } else {
-    device_ = cpu_ = std::make_shared<CpuDevice>(all, Stalls{setup.seed, setup.stall_share, setup.stall_us});
+    device_ = cpu_ = std::make_shared<CpuDevice>(setup.capacity, Stalls{setup.seed, setup.stall_share, setup.stall_us});
   }
   AllocatorOptions options;
   options.limit = setup.capacity;
@@ -102,11 +100,6 @@ Run::Run(const std::vector<int64_t>& table, const FuzzSetup& setup) : table_(tab
   options.alignment = setup.alignment;
   options.fault = setup.fault;
   allocator_ = std::make_unique<StreamAllocator>(device_, options);
-  allocator_->set_spill([this](int64_t bytes) { return spill(bytes); },
-                        [device = device_](uintptr_t address, int64_t bytes) {
-                          device->shrink(address, bytes);
-                          device->unreserve(address, bytes);
-                        });
   for (int32_t i = 0; i < setup.streams; ++i) {
     streams_.push_back(device_->add_stream());
     allocator_->add_stream(streams_.back());
@@ -119,17 +112,6 @@ Run::Run(const std::vector<int64_t>& table, const FuzzSetup& setup) : table_(tab
     if (table[at] != FUZZ_REQUEST) continue;
     owner_[static_cast<size_t>(table[at + 1])] = static_cast<int32_t>(table[at + 2]) % setup.threads;
   }
-}
-
-Spilled Run::spill(int64_t bytes) {
-  if (bytes / setup_.alignment % 2 != 0) return {};
-  const int64_t unit = device_->granularity();
-  const int64_t size = (bytes + unit - 1) / unit * unit;
-  const uintptr_t base = device_->reserve(size);
-  if (base == 0) return {};
-  if (device_->grow(base, size)) return {base, size, false};
-  device_->unreserve(base, size);
-  return {};
 }
 
 void Run::failed(int64_t row, const std::string& what) {
@@ -299,7 +281,7 @@ FuzzResult Run::go() {
   }
   if (cpu_) cpu_->finish_all();
   const auto report = allocator_->report();
-  if (result_.error.empty() && report.held + report.spilled != 0) result_.error = "bytes are held that nobody holds";
+  if (result_.error.empty() && report.held != 0) result_.error = "bytes are held that nobody holds";
   result_.operations = done_;
   result_.requests = report.requests + report.tiers[static_cast<size_t>(Tier::fail)];
   result_.tiers = report.tiers;

@@ -39,7 +39,6 @@ struct FuzzSetup {
   int32_t streams = 4;
   int32_t threads = 1;
   int64_t capacity = 0;  // the allocator's limit
-  int64_t overflow = 0;  // bytes of the device that the spill hook may give, besides, to half of the sizes
   int64_t check_every = 1009;
   uint64_t seed = 0;  // of random stalls
   double stall_share = 0;

@@ -47,12 +47,8 @@ StreamAllocator::~StreamAllocator() {
       if (EventId event = clocks_.pin({slot, last}); event != 0) device_->synchronize(event);
     }
     for (auto& segment : segments_) {
-      if (segment->host) {
-        if (give_back_) give_back_(segment->base, segment->bytes);
-      } else {
-        device_->shrink(segment->base, segment->bytes);
-        device_->unreserve(segment->base, segment->bytes);
-      }
+      device_->shrink(segment->base, segment->bytes);
+      device_->unreserve(segment->base, segment->bytes);
     }
   } catch (const std::exception&) {
     // A device that fails here has nothing left to tell: whoever used it saw that before.
@@ -110,13 +106,9 @@ uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request, bool p
   if (!stale) chunk->uses.set({request.stream, OPEN});
   ++chunk->segment->live;
   if (!put_aside) live_.insert(chunk);
-  if (chunk->segment->host) {
-    spilled_ += chunk->size;
-  } else {
-    held_ += chunk->size;
-    peak_ = std::max(peak_, held_);
-    clocks_.held(request.stream) += chunk->size;
-  }
+  held_ += chunk->size;
+  peak_ = std::max(peak_, held_);
+  clocks_.held(request.stream) += chunk->size;
   if (logging_) note(ROW_REQUEST, chunk->id, clocks_.stream(request.stream), request.bytes);
   return chunk->address;
 }
@@ -166,15 +158,6 @@ void StreamAllocator::release(uintptr_t address) {
   Chunk* chunk = live_chunk(address);
   if (logging_) note(ROW_RELEASE, chunk->id, -1);
   --chunk->segment->live;
-  if (chunk->segment->host) {
-    live_.erase(address);
-    spilled_ -= chunk->size;
-    for (int32_t i = 0; i < chunk->uses.size(); ++i) {
-      if (chunk->uses[i].tick == OPEN) chunk->uses[i].tick = clocks_.now(chunk->uses[i].slot);
-    }
-    chunk->set = APART;
-    return;
-  }
   held_ -= chunk->size;
   clocks_.held(chunk->stream) -= chunk->size;
   find_owner(chunk);
@@ -227,12 +210,6 @@ void StreamAllocator::waited(StreamId stream, Mark mark) {
   clocks_.waited(slot, clocks_.at_mark(mark));
   if (logging_) note(ROW_WAIT, mark, stream);
   sets_.promote();
-}
-
-void StreamAllocator::set_spill(Spill spill, GiveBack give_back) {
-  Guard guard(lock_);
-  spill_ = std::move(spill);
-  give_back_ = std::move(give_back);
 }
 
 void StreamAllocator::set_limit(int64_t bytes) {

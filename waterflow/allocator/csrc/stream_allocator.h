@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,8 +21,8 @@ namespace waterflow {
 constexpr int64_t NO_LIMIT = std::numeric_limits<int64_t>::max();
 
 // Where a request found its memory, in the order of the search.
-enum class Tier : int32_t { own, synchronized, others, grow, coalesce, spill, fail };
-constexpr int32_t TIERS = 7;
+enum class Tier : int32_t { own, synchronized, others, grow, coalesce, fail };
+constexpr int32_t TIERS = 6;
 const char* tier_name(Tier tier);
 
 struct AllocatorOptions {
@@ -36,17 +35,9 @@ struct AllocatorOptions {
   bool merge_at_once = false;  // what is released is never put aside for the next request of its size
 };
 
-// What a spill hook did: memory of the host (address and bytes), or it released something and a retry may succeed.
-struct Spilled {
-  uintptr_t address = 0;
-  int64_t bytes = 0;
-  bool retry = false;
-};
-
 struct AllocatorReport {
   int64_t held = 0, peak = 0;  // bytes handed out, alignment included
   int64_t grown = 0;           // bytes taken from the device
-  int64_t spilled = 0;         // bytes of host memory handed out
   int64_t synchronized = 0, apart = 0;
   std::vector<std::pair<StreamId, int64_t>> unsynchronized;  // free bytes by stream
   int64_t largest_free = 0;
@@ -61,9 +52,6 @@ struct AllocatorReport {
 // Thread-safe. Every call names streams and addresses; what is wrong is refused with UsageError and changes nothing.
 class StreamAllocator {
  public:
-  using Spill = std::function<Spilled(int64_t bytes)>;
-  using GiveBack = std::function<void(uintptr_t address, int64_t bytes)>;
-
   explicit StreamAllocator(std::shared_ptr<Device> device, AllocatorOptions options = {});
   // Waits for the device, and gives everything back, what is still held included.
   ~StreamAllocator();
@@ -90,8 +78,6 @@ class StreamAllocator {
   // Gives segments that are free and complete back to the device; returns bytes.
   int64_t trim();
   void set_limit(int64_t bytes);
-  // `spill` is called without the lock and may release memory; `give_back` gets its memory again.
-  void set_spill(Spill spill, GiveBack give_back);
 
   AllocatorReport report() const;
   int64_t held() const;
@@ -119,19 +105,16 @@ class StreamAllocator {
   Chunk* from_others(const Request& request);
   Chunk* grow(const Request& request);
   Chunk* sync_and_coalesce(const Request& request, Lock& lock);
-  Chunk* spill(const Request& request, Lock& lock);
   [[noreturn]] void fail(const Request& request);
 
   void must_still_be(const Request& request, StreamId stream) const;
   Chunk* search(const Request& request, Lock& lock);
-  Chunk* device_tiers(const Request& request, Lock& lock);
   Chunk* counted(Tier tier, Chunk* chunk);
   Chunk* cut(Chunk* chunk, const Request& request, SetId rest);
   Chunk* new_segment(int64_t bytes);
   void wait_for_uses(const Request& request, const Uses& uses);
   Chunk* coalesce(const Request& request);
   bool reclaim(const Request& request, Lock& lock);
-  Chunk* free_host_memory(const Request& request);
   uintptr_t hand_out(Chunk* chunk, const Request& request, bool put_aside);
   void find_owner(Chunk* chunk);
 
@@ -155,10 +138,8 @@ class StreamAllocator {
   mutable FreeSets sets_;  // questions may merge what releases have put off: that changes no answer but sizes of pieces
   std::vector<std::unique_ptr<Segment>> segments_;
   int64_t limit_;
-  int64_t held_ = 0, peak_ = 0, grown_ = 0, spilled_ = 0, requests_ = 0;
+  int64_t held_ = 0, peak_ = 0, grown_ = 0, requests_ = 0;
   std::array<int64_t, TIERS> tiers_{};
-  Spill spill_;
-  GiveBack give_back_;
   bool logging_ = false;
   std::vector<int64_t> log_;
 };

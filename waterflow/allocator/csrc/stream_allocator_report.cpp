@@ -30,13 +30,9 @@ void StreamAllocator::drop_segment(size_t index) {
   segments_.pop_back();
   for (Chunk* chunk = segment->first; chunk != nullptr;) {
     Chunk* after = chunk->after;
-    if (!segment->host) sets_.remove(chunk);
+    sets_.remove(chunk);
     pool_.give(chunk);
     chunk = after;
-  }
-  if (segment->host) {
-    if (give_back_) give_back_(segment->base, segment->bytes);
-    return;
   }
   device_->shrink(segment->base, segment->bytes);
   device_->unreserve(segment->base, segment->bytes);
@@ -46,7 +42,7 @@ void StreamAllocator::drop_segment(size_t index) {
 int64_t StreamAllocator::trimmable() const {
   sets_.settle();
   int64_t sum = 0;
-  for (const auto& segment : segments_) sum += !segment->host && whole_free(*segment, true) ? segment->bytes : 0;
+  for (const auto& segment : segments_) sum += whole_free(*segment, true) ? segment->bytes : 0;
   return sum;
 }
 
@@ -69,12 +65,6 @@ int64_t StreamAllocator::trim() {
   for (Slot slot = 0; slot < clocks_.slots(); ++slot) {
     if (clocks_.live(slot) && sets_.last_use(slot) >= clocks_.now(slot)) clocks_.mark(slot);
   }
-  for (const auto& segment : segments_) {
-    const Uses& uses = segment->first->uses;
-    for (int32_t i = 0; segment->host && segment->live == 0 && i < uses.size(); ++i) {
-      if (uses[i].tick >= clocks_.now(uses[i].slot)) clocks_.mark(uses[i].slot);
-    }
-  }
   return given;
 }
 
@@ -87,7 +77,6 @@ AllocatorReport StreamAllocator::report() const {
   made.held = held_;
   made.peak = peak_;
   made.grown = grown_;
-  made.spilled = spilled_;
   made.synchronized = sets_.bytes(SYNCHRONIZED);
   made.apart = sets_.bytes(APART);
   for (Slot slot = 0; slot < clocks_.slots(); ++slot) {
@@ -151,7 +140,7 @@ std::string StreamAllocator::map_locked(int32_t width) const {
         line[cell] = sign;
       }
     }
-    text += "\n[" + line + "] " + bytes_text(segment->bytes) + (segment->host ? " of the host" : "");
+    text += "\n[" + line + "] " + bytes_text(segment->bytes);
   }
   return text;
 }
@@ -164,7 +153,7 @@ void StreamAllocator::check_segment(const Segment& segment) const {
   for (const Chunk* chunk = segment.first; chunk != nullptr; chunk = chunk->after) {
     must(chunk->address == at && chunk->before == before, "a gap or an overlap between neighbours");
     must(chunk->segment == &segment, "a chunk is in the wrong segment");
-    must(segment.host || (chunk->size > 0 && chunk->size % options_.alignment == 0), "a size is wrong");
+    must(chunk->size > 0 && chunk->size % options_.alignment == 0, "a size is wrong");
     if (chunk->set == LIVE) {
       ++live;
       must(live_.find(chunk->address) == chunk, "what is held cannot be found");
@@ -184,19 +173,18 @@ void StreamAllocator::check() const {
   sets_.settle();
   clocks_.check();
   sets_.check();
-  int64_t grown = 0, held = 0, spilled = 0;
+  int64_t grown = 0, held = 0;
   for (const auto& segment : segments_) {
     check_segment(*segment);
-    if (!segment->host) grown += segment->bytes;
+    grown += segment->bytes;
   }
   std::vector<int64_t> by_slot(static_cast<size_t>(clocks_.slots()));
   live_.each([&](const Chunk* chunk) {
-    (chunk->segment->host ? spilled : held) += chunk->size;
-    if (chunk->segment->host) return;
+    held += chunk->size;
     by_slot[static_cast<size_t>(chunk->stream)] += chunk->size;
   });
   must(grown == grown_ && grown_ <= limit_, "the sum of segments is wrong");
-  must(held == held_ && spilled == spilled_, "the sum of what is held is wrong");
+  must(held == held_, "the sum of what is held is wrong");
   must(sets_.free_bytes() + held_ == grown_, "free and held do not make up the segments");
   for (Slot slot = 0; slot < clocks_.slots(); ++slot) {
     must(by_slot[static_cast<size_t>(slot)] == clocks_.held(slot), "a stream's sum is wrong");

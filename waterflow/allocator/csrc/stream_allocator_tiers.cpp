@@ -6,7 +6,7 @@
 namespace waterflow {
 
 const char* tier_name(Tier tier) {
-  static const char* const names[TIERS] = {"own", "synchronized", "others", "grow", "coalesce", "spill", "fail"};
+  static const char* const names[TIERS] = {"own", "synchronized", "others", "grow", "coalesce", "fail"};
   return names[static_cast<size_t>(tier)];
 }
 
@@ -32,13 +32,6 @@ Chunk* StreamAllocator::counted(Tier tier, Chunk* chunk) {
 }
 
 Chunk* StreamAllocator::search(const Request& request, Lock& lock) {
-  if (Chunk* chunk = device_tiers(request, lock)) return chunk;
-  if (Chunk* chunk = counted(Tier::spill, spill(request, lock))) return chunk;
-  ++tiers_[static_cast<size_t>(Tier::fail)];
-  fail(request);
-}
-
-Chunk* StreamAllocator::device_tiers(const Request& request, Lock& lock) {
   sets_.settle();
   if (Chunk* chunk = counted(Tier::own, from_own(request))) return chunk;
   if (Chunk* chunk = counted(Tier::synchronized, from_synchronized(request))) return chunk;
@@ -48,7 +41,9 @@ Chunk* StreamAllocator::device_tiers(const Request& request, Lock& lock) {
   }
   if (Chunk* chunk = counted(Tier::others, from_others(request))) return chunk;
   if (Chunk* chunk = counted(Tier::grow, grow(request))) return chunk;
-  return counted(Tier::coalesce, sync_and_coalesce(request, lock));
+  if (Chunk* chunk = counted(Tier::coalesce, sync_and_coalesce(request, lock))) return chunk;
+  ++tiers_[static_cast<size_t>(Tier::fail)];
+  fail(request);
 }
 
 Chunk* StreamAllocator::cut(Chunk* chunk, const Request& request, SetId rest) {
@@ -158,9 +153,7 @@ Chunk* StreamAllocator::sync_and_coalesce(const Request& request, Lock& lock) {
 Chunk* StreamAllocator::coalesce(const Request& request) {
   if (sets_.free_bytes() < request.size) return nullptr;
   for (Slot slot = 0; slot < clocks_.slots(); ++slot) clocks_.wait(request.stream, {slot, sets_.last_use(slot)});
-  for (auto& segment : segments_) {
-    if (!segment->host) sets_.merge_segment(*segment, request.stream);
-  }
+  for (auto& segment : segments_) sets_.merge_segment(*segment, request.stream);
   sets_.move_to(request.stream);
   sets_.promote();
   for (SetId set : {request.stream, SYNCHRONIZED, APART}) {
@@ -182,7 +175,7 @@ bool StreamAllocator::reclaim(const Request& request, Lock& lock) {
   int64_t given = 0;
   Uses uses;
   for (const auto& segment : segments_) {
-    if (segment->host || !whole_free(*segment, false)) continue;
+    if (!whole_free(*segment, false)) continue;
     given += segment->bytes;
     for (const Chunk* chunk = segment->first; chunk != nullptr; chunk = chunk->after) {
       for (int32_t i = 0; i < chunk->uses.size(); ++i) clocks_.add_use(uses, chunk->uses[i]);
@@ -206,45 +199,6 @@ bool StreamAllocator::reclaim(const Request& request, Lock& lock) {
   return true;
 }
 
-// Host memory: what was given for an earlier request and is free again, or what the hook gives now.
-Chunk* StreamAllocator::spill(const Request& request, Lock& lock) {
-  if (Chunk* chunk = free_host_memory(request)) return chunk;
-  if (!spill_) return nullptr;
-  const Spill hook = spill_;
-  const StreamId stream = clocks_.stream(request.stream);
-  lock.unlock();
-  const Spilled given = hook(request.size);
-  lock.lock();
-  must_still_be(request, stream);
-  if (given.address == 0) return given.retry ? device_tiers(request, lock) : nullptr;
-  if (given.bytes < request.size) {
-    throw UsageError("a spill hook gave " + bytes_text(given.bytes) + " of host memory for a request of " +
-                     bytes_text(request.size));
-  }
-  auto segment = std::make_unique<Segment>();
-  segment->base = given.address;
-  segment->bytes = given.bytes;
-  segment->host = true;
-  Chunk* chunk = segment->first = pool_.take();
-  *chunk = Chunk();
-  chunk->address = given.address;
-  chunk->size = given.bytes;
-  chunk->segment = segment.get();
-  segments_.push_back(std::move(segment));
-  return chunk;
-}
-
-Chunk* StreamAllocator::free_host_memory(const Request& request) {
-  Chunk* best = nullptr;
-  for (const auto& segment : segments_) {
-    Chunk* chunk = segment->first;
-    if (!segment->host || segment->live > 0 || chunk->size < request.size || chunk->size / 2 > request.size) continue;
-    if (best == nullptr || chunk->size < best->size) best = chunk;
-  }
-  if (best != nullptr) wait_for_uses(request, best->uses);
-  return best;
-}
-
 void StreamAllocator::fail(const Request& request) {
   sets_.settle();
   const std::string text =
@@ -252,7 +206,7 @@ void StreamAllocator::fail(const Request& request) {
       std::to_string(clocks_.stream(request.stream)) + "; " + bytes_text(held_) + " are held, " +
       bytes_text(grown_ - held_) + " are free in pieces of up to " + bytes_text(sets_.largest()) +
       (limit_ == NO_LIMIT ? ", and the device has no more" : ", and the limit is " + bytes_text(limit_)) +
-      ". Lower the batch size, raise the limit, or let it spill.";
+      ". Lower the batch size, or raise the limit.";
   throw OutOfMemory(text + "\n" + map_locked(64), request.size, limit_);
 }
 
