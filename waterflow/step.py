@@ -248,8 +248,6 @@ class Step(StepFigures):
             before.wait()
         keep = not any(one.run.failed for one in self._under_way)
         own = self._variants.sums, self.engine, self.job, self.batches_ahead
-        if self.shared_batches and variant.captured.changed_leaves:
-            leaves = pytree.tree_leaves(batch := copied(batch))
         return self.audit.look(variant, leaves, batch, *own, keep)
 
     def _claimed(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
