@@ -21,6 +21,7 @@ import waterflow as wf
 from tests.support import assert_same, run_steps, same_bits, train_eager, train_step
 from waterflow import _C
 from waterflow.executor import audit, both_ways, captured
+from waterflow.executor.batch_copies import OwnBatches
 from waterflow.executor.both_ways import BothWays
 from waterflow.executor.engine import Engine
 
@@ -223,7 +224,7 @@ def test_a_batch_that_other_jobs_read_is_not_changed(engine: Engine | None) -> N
 
     model, optimizer = net_and(Adam)()
     step = wf.Step(model, step=compute, optimizer=optimizer, audit=1, engine=engine)
-    step.shared_batches = True
+    step.own_batches = OwnBatches(kept=False)
     x, y = batches(1)[0]
     before = x.clone()
     for _ in range(3):
