@@ -44,6 +44,7 @@ def peeking(model: nn.Module, batch: Any) -> Any:
     return (loss if loss.item() > 0 else -loss), {"twice": 2 * loss}
 
 
+early = nn.utils.clip_grad_norm_  # as whoever has imported it before any step
 KINDS: dict[str, dict[str, Any]] = {"captured": {}, "eager": {"loss": None, "step": peeking}}
 
 
@@ -123,6 +124,32 @@ def test_an_update_by_hand_that_finds_no_gradient_is_told_once(kind: str, optimi
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
     if optimizer is not RMSprop and kind == "captured":
         assert step.opaque_reason is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_by_hand_that_finds_no_gradient_is_told_once(kind: str) -> None:
+    model, _, step = made(**KINDS[kind], clip_grad_norm=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a step's own clipping says nothing
+        step(images(1)[0])
+    with pytest.warns(UserWarning, match=r"found no gradient, and clipped nothing.*Step\(clip_grad_norm=\)") as caught:
+        early(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_([*model.parameters()], 1.0)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_clipping_of_ones_own_gradients_says_nothing() -> None:
+    model, _, step = made(clip_grad_norm=1.0)
+    x, y = images(1)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early(Net().parameters(), 1.0)  # no Step's
+        F.cross_entropy(model(x), y).backward()
+        assert early(model.parameters(), 0.1) > 0.1
+        assert sum(float(p.grad.square().sum()) for p in model.parameters()) < 0.0101  # type: ignore[union-attr]
+        step.close()
+        step.optimizer.zero_grad()
+        early(model.parameters(), 1.0)
 
 
 def test_an_update_of_ones_own_gradients_says_nothing() -> None:

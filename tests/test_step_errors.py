@@ -318,10 +318,38 @@ def test_wrong_settings(name: str) -> None:
         wf.Step(model, **{"optimizer": torch.optim.AdamW(model.parameters())} | settings)
 
 
-def test_a_lazy_model() -> None:
-    model = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(wf.InvalidJobError, match=r"'0\.weight' has no shape yet; call the model once"):
+@pytest.mark.parametrize("kind", [nn.LazyLinear, nn.LazyConv1d])
+def test_a_lazy_model(kind: Any) -> None:
+    model = nn.Sequential(kind(4, *([1] if kind is nn.LazyConv1d else [])))
+    with pytest.raises(wf.InvalidJobError, match=r"'0\.weight' of the model has no shape yet: call the model once"):
         wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(6, 4))
+
+
+def lazy_and_called() -> nn.Module:
+    model = lazy()
+    model(images(1)[0][0])
+    return model
+
+
+def test_a_lazy_model_of_a_job() -> None:
+    settings: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": torch.optim.AdamW, "data": images(3)}
+    with pytest.raises(wf.InvalidJobError, match="'0.running_mean' of the model has no shape yet.*function that makes"):
+        wf.train([wf.Job(name="lazy", model=lazy, **settings)])
+    result = wf.train([wf.Job(name="called", model=lazy_and_called, **settings)])[0]
+    assert result.opaque_reason is None and len(result.losses) == 3
+
+
+def test_an_optimizer_that_calls_a_closure() -> None:
+    told = r"LBFGS calls a closure several times in each update.*AdamW, or call optimizer\.step\(closure\) in a loop"
+    model = Net()
+    with pytest.raises(wf.InvalidJobError, match=told):
+        wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(wf.InvalidJobError, match=told):
+        wf.train([model], loss=F.cross_entropy, optimizer=torch.optim.LBFGS, data=images(1))
 
 
 def test_a_forgotten_loss() -> None:

@@ -535,3 +535,35 @@ def test_a_part_that_changes_its_mode_runs_eagerly(engine: Engine | None) -> Non
     step = wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()), engine=engine)
     step(images(1)[0])
     assert "training" in step.opaque_reason and "self.norm.eval()" in step.opaque_reason and not model.norm.training
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("optimizer", [AdamW, RMSprop])
+def test_an_optimizer_over_an_input(frozen: bool, optimizer: Any, engine: Engine | None) -> None:
+    """What it trains is no parameter of the model: a leaf that the step reads."""
+
+    def make() -> tuple[nn.Module, torch.Tensor, Optimizer]:
+        torch.manual_seed(0)
+        given = torch.randn(8, 6, requires_grad=True)
+        settings = {"fused": True} if optimizer is AdamW else {}
+        return nn.Linear(6, 4).requires_grad_(not frozen), given, optimizer([given], lr=0.1, **settings)
+
+    targets = [y for _, y in images(4)]
+    model, alone, own = make()
+    losses = []
+    for y in targets:
+        loss = F.cross_entropy(model(alone), y)
+        loss.backward()
+        own.step()
+        own.zero_grad()
+        losses.append(loss.item())
+    model, given, own = make()
+    step = wf.Step(model, step=lambda m, y: F.cross_entropy(m(given), y), optimizer=own, engine=engine)
+    assert [step(y).item() for y in targets] == losses and torch.equal(given, alone)
+    assert "that the model does not hold" in str(step.opaque_reason)
+
+
+def test_an_input_of_a_model_without_tensors() -> None:
+    given = torch.ones(3, requires_grad=True)
+    step = wf.Step(nn.Softmax(0), step=lambda m, y: (m(given) * y).sum(), optimizer=SGD([given], lr=0.1))
+    assert step(torch.tensor([1.0, 0.0, 0.0])).item() > step(torch.tensor([1.0, 0.0, 0.0])).item()

@@ -123,7 +123,7 @@ class Step(StepFigures):
             holders.check(self._hold, holder, [p for group in optimizer.param_groups for p in group["params"]])
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
-            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=checks.device_of(model),
+            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=checks.device_of(model, optimizer),
             early_updates=early_updates)  # fmt: skip
         checks.check_device(self.name, self._spec.device, self.engine)
         self.generator = generator = checks.own_generator(generator, self._spec.device, self.engine)
@@ -227,11 +227,11 @@ class Step(StepFigures):
         try:
             leaves, batch_spec, key = flatten(batch)
             variant = self._variants.find(leaves, batch_spec, key, update)
+            given = batch
             if self.own_batches is not None and variant.captured.changed_leaves:
-                batch = self.own_batches.of(batch)
-                leaves = pytree.tree_leaves(batch)
+                leaves = pytree.tree_leaves(given := self.own_batches.of(batch))
             variant = self._claimed(variant, leaves, batch_spec)  # before its audit, which may leave it done
-            done = self._audited(variant, leaves, batch) if self.audit.due(variant) else None
+            done = self._audited(variant, leaves, given) if self.audit.due(variant) else None
         except CaptureError as error:
             refused = self.audit.refused(error).with_traceback(None)  # whose frames hold what the step's code holds
             refused.__context__ = refused.__cause__ = None

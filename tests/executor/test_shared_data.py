@@ -573,6 +573,24 @@ def test_jobs_that_share_a_list_and_change_its_batches_end_as_alone(step: Any) -
         assert alone == expected
 
 
+@pytest.mark.parametrize("at", range(0, 8, 3))
+def test_a_step_that_falls_back_finds_the_batches_that_it_wrote(at: int) -> None:
+    batches = [(torch.rand(BATCH, 4), torch.rand(BATCH, 2)) for _ in range(4)]
+    before = copy.deepcopy(batches)
+    expected = eagerly(copy.deepcopy(batches), changes, 2)
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = wf.Step(model, step=changes, optimizer=optimizer)
+    step.own_batches = OwnBatches(kept=True)
+    found = []
+    for number, batch in enumerate(batches * 2):
+        if number == at:
+            optimizer.register_step_post_hook(lambda *_: None)
+        found.append(step(batch).item())
+    assert tuple(found) == expected and step.opaque_reason is not None and str(batches) == str(before)
+
+
 def test_a_step_that_only_reads_its_batch_is_given_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("of", "run"):
         monkeypatch.setattr(OwnBatches, name, lambda *_: pytest.fail("a copy was made"))

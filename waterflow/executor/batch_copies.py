@@ -81,10 +81,11 @@ class OwnBatches:
     def __init__(self, kept: bool) -> None:
         self._kept = kept
         self._made: dict[int, Any] = {}  # of everything that was copied, by id, as deepcopy notes it
-        self._writes = False  # whether a step has, eagerly
+        self._writes = False  # whether a step has
 
     def of(self, batch: Any) -> Any:
         """What a step is given that writes into ``batch``."""
+        self._writes = self._kept
         return deepcopy(batch, self._made) if self._kept else copied(batch)
 
     def run(self, work: Callable[[Any], Any], batch: Any) -> Any:

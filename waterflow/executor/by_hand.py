@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from waterflow.errors import InvalidJobError
+from waterflow.executor import updated_elsewhere
 from waterflow.partition.optimizers import WATCHER
 
 _NO_BACKWARD = (
@@ -25,6 +27,10 @@ _NO_SCALER = (
 _NO_STEP = (
     "optimizer.step() found no gradient, and changed nothing: this optimizer's Step has updated the parameters already, and "
     "p.grad is None after it. Leave out optimizer.step(); clip with Step(clip_grad_norm=) or Step(clip_grad_value=)"
+)
+_NO_CLIP = (
+    "clip_grad_norm_() found no gradient, and clipped nothing: the Step of these parameters has updated them already, and p.grad "
+    "is None after it. Leave it out, and clip with Step(clip_grad_norm=)"
 )
 
 
@@ -46,10 +52,12 @@ def handed_out(result: Any) -> Any:
 def watch(optimizer: Optimizer) -> None:
     """Tell, once, whoever calls ``step()`` of a Step's optimizer by hand and finds no gradients there."""
     _refuse_scaling()
+    _look_at_clipping()
     optimizer._optimizer_step_pre_hooks.setdefault(WATCHER, _look)  # type: ignore[call-overload]
 
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_told_of_clipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,3 +83,20 @@ def _refuse_scaling() -> None:
         return scale(self, outputs)
 
     GradScaler.scale = checked  # type: ignore[method-assign]
+
+
+@functools.cache
+def _look_at_clipping() -> None:
+    """Tell, once, whoever clips by hand behind a step: in what ``clip_grad_norm_`` calls, under whatever name it was imported."""
+    clip = clip_grad._clip_grads_with_norm_
+
+    @functools.wraps(clip)
+    def looking(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(parameters, list) and all(p.grad is None for p in parameters):
+            optimizer = updated_elsewhere.optimizer_of(parameters)
+            if optimizer is not None and optimizer not in _told_of_clipping:
+                _told_of_clipping.add(optimizer)
+                warnings.warn(_NO_CLIP, stacklevel=4)
+        clip(parameters, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = looking

@@ -177,10 +177,11 @@ class EagerStep:
             loss, metrics = split_result(result, numbers=True)
             (loss / spec.accumulate if spec.accumulate > 1 else loss).backward()
         if update:
+            reached = [p for p in trained if p.grad is not None]
             if spec.clip_norm is not None:
-                nn.utils.clip_grad_norm_(trained, spec.clip_norm)
+                nn.utils.clip_grad_norm_(reached, spec.clip_norm)
             if spec.clip_value is not None:
-                nn.utils.clip_grad_value_(trained, spec.clip_value)
+                nn.utils.clip_grad_value_(reached, spec.clip_value)
             with captured_form(spec.optimizer):
                 spec.optimizer.step()
             spec.optimizer.zero_grad(set_to_none=True)

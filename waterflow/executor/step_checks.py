@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from waterflow.errors import InvalidJobError, StepError
 from waterflow.executor.eager import wants_model
@@ -40,9 +41,12 @@ def own_generator(given: torch.Generator | None, device: torch.device, engine: E
     return own
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model lies. Raises InvalidJobError for several devices, or none."""
-    devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
+def device_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where the model lies, or what is trained of one without tensors. Raises InvalidJobError for several devices."""
+    tensors = [*model.parameters(), *model.buffers()] or [
+        p for group in optimizer.param_groups for p in group["params"]
+    ]
+    devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise InvalidJobError(f"the model lies on several devices ({sorted(map(str, devices))}); move it to one")
     device = next(iter(devices))
@@ -75,12 +79,18 @@ def check_arguments(
             raise InvalidJobError(f"{name} must be a positive number or None; got {value!r}")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         raise InvalidJobError(f"autocast must be a data type such as torch.bfloat16, or None; got {autocast!r}")
-    lazy = next((name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
-    if lazy is not None:
-        raise InvalidJobError(f"parameter {lazy!r} has no shape yet; call the model once on a batch before")
-    if not any(p.requires_grad for p in model.parameters()):
+    if (why := _calls_again(optimizer)) is not None:
+        raise InvalidJobError(why)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if (lazy := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
+        raise InvalidJobError(
+            f"{lazy!r} of the model has no shape yet: call the model once on a batch, before its optimizer is made; in a Job do "
+            "so in the function that makes the model"
+        )
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in (*model.parameters(), *updated)):
         raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = set(map(id, updated))
     held = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     if (
         step is None
@@ -93,6 +103,17 @@ def check_arguments(
             "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
             "torch.optim.AdamW(model.parameters())"
         )
+
+
+def _calls_again(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a step, which computes its gradients once, cannot be of an optimizer that asks for them several times; None else."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return None
+    return (
+        f"{type(optimizer).__name__} calls a closure several times in each update, and a step computes its loss once. Take "
+        "another optimizer, such as torch.optim.AdamW, or call optimizer.step(closure) in a loop of your own"
+    )
 
 
 def node_error(step: str, node: fx.Node, message: str) -> StepError:

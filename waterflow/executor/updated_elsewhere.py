@@ -26,6 +26,13 @@ def discard(optimizer: Optimizer) -> None:
     _optimizers.discard(optimizer)
 
 
+def optimizer_of(tensors: Iterable[torch.Tensor]) -> Optimizer | None:
+    """One with which a Step updates any of them."""
+    ids = set(map(id, tensors))
+    found = (one for one in [*_optimizers] for group in one.param_groups for p in group["params"] if id(p) in ids)
+    return next(found, None)
+
+
 def check(reached: Iterable[GraphInput], owner: Owner) -> None:
     """Raise CaptureError where a gradient that the step would leave might be seen: a captured step leaves none."""
     reached = list(reached)
