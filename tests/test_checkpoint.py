@@ -478,8 +478,9 @@ def test_data_that_can_be_read_only_once(engine: Engine) -> None:
             "persistent_workers=False",
         ),
         (base(scheduler=lambda optimizer: StepOnly()), "StepOnly, has no state_dict"),
+        (base(optimizer=lambda p: adamw([*p, torch.zeros(3, requires_grad=True)])), r"tensor of shape (3,) that is no"),
     ],
-    ids=["persistent workers", "scheduler"],
+    ids=["persistent workers", "scheduler", "a stranger"],
 )
 def test_jobs_that_nobody_could_go_on_with(make: Make, message: str, engine: Engine) -> None:
     checkpoint, _, result = snapshot_at(make, 3, engine)

@@ -33,8 +33,16 @@ class JobState:
     def take(self, move: bool = False) -> dict[str, Any]:
         """A copy in host memory: tensors, and plain data. With ``move`` the objects keep no memory where that can be.
 
-        What is moved out of host memory is not copied. Raises CheckpointError for a scheduler without a state_dict.
+        What is moved out of host memory is not copied. Raises CheckpointError for a scheduler without a state_dict, and where
+        tensors are trained that the model does not have, unless these objects go on.
         """
+        held = set(self._holder.parameters())
+        updated = (p for group in self._optimizer.param_groups for p in group["params"])
+        if not move and (stranger := next((p for p in updated if p not in held), None)) is not None:
+            raise CheckpointError(
+                f"the optimizer of job {self._name!r} trains a tensor of shape {tuple(stranger.shape)} that is no parameter of "
+                "the model, whose values a checkpoint would not have; make it one"
+            )
         if self._scheduler is not None and not callable(getattr(self._scheduler, "state_dict", None)):
             raise CheckpointError(
                 f"the scheduler of job {self._name!r}, a {type(self._scheduler).__name__}, has no state_dict, so that nobody "
