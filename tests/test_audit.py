@@ -657,3 +657,10 @@ def unlike() -> Callable[[], tuple[nn.Module, Optimizer]]:
 
 
 _nets = 0
+
+
+def test_a_batch_on_the_bytes_of_a_parameter_is_no_difference() -> None:
+    """Through a storage of its own, and behind a smaller tensor that begins later."""
+    weight = torch.zeros(8, 8)
+    ranges = Ranges([weight, weight[1, :2]])
+    assert ranges.have(torch.from_numpy(weight.numpy()[3])) and not ranges.have(torch.zeros(8))

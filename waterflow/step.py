@@ -21,6 +21,7 @@ from waterflow.executor import by_hand, eager, updated_elsewhere
 from waterflow.executor import step_checks as checks
 from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import OwnBatches
+from waterflow.executor.capture_budget import CaptureBudget, NewKind
 from waterflow.executor.captured import input_bytes_of
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
@@ -29,7 +30,8 @@ from waterflow.executor.pending import Pending
 from waterflow.executor.sharing import Hold, holders
 from waterflow.executor.step_figures import StepFigures
 from waterflow.executor.steps_of_thread import made_here
-from waterflow.executor.variants import Variant, Variants
+from waterflow.executor.variant import Variant
+from waterflow.executor.variants import Variants
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.recompute import Recomputed
@@ -131,10 +133,15 @@ class Step(StepFigures):
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self.recompute = parse_recompute(recompute)
-        forms = self.recompute, self.engine is None or self.engine.exact
+        forms = (
+            self.recompute,
+            self.engine is None or self.engine.exact,
+            CaptureBudget(lambda: self.steps) if ordered else None,
+        )
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
+        self._told_new_kinds = False
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
@@ -316,6 +323,7 @@ class Step(StepFigures):
             self.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         if pending.variant is None:
+            self.eager_steps += 1
             return pending.returned[0]
         self._note_run(run, pending.variant, pending.profiled)
         names = pending.variant.captured.capture.metrics
@@ -340,7 +348,14 @@ class Step(StepFigures):
         logger.warning(what, self.name, error)
         self._variants.clear()
 
+    def _tell_new_kinds(self, error: NewKind) -> None:
+        if not self._told_new_kinds:
+            logger.warning("step %r runs batches of new kinds eagerly, as fast as plain PyTorch: %s.", self.name, error)
+        self._told_new_kinds = True
+
     def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
+        if isinstance(refused, NewKind):
+            self._tell_new_kinds(refused)
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
 
@@ -349,19 +364,20 @@ class Step(StepFigures):
 
         def work() -> None:
             if refused is not None:
-                self._variants.first.take_back()
-                self._eager_step.put_sums(self._variants.sums)
+                self._eager_step.put_sums(self._variants.before_eager())
             made, height = train(batch) if self.own_batches is None else self.own_batches.run(train, batch)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
-            if refused is not None and not self._variants.may_try_again(refused):
+            if refused is not None and self._variants.may_try_again(refused):
+                self._variants.after_eager(self._eager_step.take_sums())
+            elif refused is not None:
                 self._go_opaque(refused)
 
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
         persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
-        known = self.measured_height > 0 and refused is None
+        known = self.measured_height > 0 and (refused is None or isinstance(refused, NewKind))
         plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=held)
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
         self._last_plan = plan
@@ -369,6 +385,6 @@ class Step(StepFigures):
         with contextlib.nullcontext(self.measured_height) if known else self.engine.looking(self.job) as height:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
             pending = self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), plan, update)
-            if not known:  # nor is the next one captured, or claimed for, before its end
+            if refused is not None or not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)
         return pending

@@ -25,7 +25,7 @@ from waterflow.executor.both_ways import BothWays, Difference, ProvesNothing
 from waterflow.executor.captured import CapturedStep
 from waterflow.executor.engine import Engine
 from waterflow.executor.memory_limit import free_memory
-from waterflow.executor.variants import Variant
+from waterflow.executor.variant import Variant
 from waterflow.partition.plan import Plan, format_bytes
 from waterflow.partition.surroundings import surrounding_autocast
 

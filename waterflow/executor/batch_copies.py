@@ -6,6 +6,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -112,11 +113,12 @@ def _version(leaf: Any) -> int:
 
 
 class Ranges:
-    """The memory of tensors that lie apart."""
+    """The memory of tensors, which may overlap."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         ranges = ranges_of(tensors)
-        self._starts, self._ends = [begin for begin, _ in ranges], [end for _, end in ranges]
+        self._starts = [begin for begin, _ in ranges]
+        self._ends = list(accumulate((end for _, end in ranges), max))  # the furthest so far
 
     def have(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has a byte there."""

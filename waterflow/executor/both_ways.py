@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import WaterflowError
+from waterflow.executor.batch_copies import Ranges
 from waterflow.executor.binding import Owner
 from waterflow.executor.captured import CapturedStep, line_of
 from waterflow.executor.eager import EagerStep
@@ -79,13 +80,11 @@ class BothWays:
         held = dict(self._held())
         self._unchanged = {name: _C.StateBytes([held.pop(name)]) for name in self._frozen()}
         leaves = pytree.tree_leaves(self.batch)
-        storages = {
-            storage_id(tensor) for tensor in (*held.values(), *(leaves[i] for i in self.captured.changed_leaves))
-        }
+        changed = Ranges([*held.values(), *(leaves[i] for i in self.captured.changed_leaves)])
         self._read: dict[str, torch.Tensor] = {}  # of the batch
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                into = held if storage_id(leaf) in storages else self._read
+                into = held if changed.have(leaf) else self._read
                 into[f"tensor {number} of the batch"] = leaf
         self._changed = held
         self._before = _C.StateBytes([*held.values(), *self._read.values()])

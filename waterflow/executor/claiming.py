@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from waterflow.errors import MemoryLimitError
 from waterflow.executor.engine import Engine
 from waterflow.executor.pending import Pending
-from waterflow.executor.variants import Variant, Variants
+from waterflow.executor.variant import Variant
+from waterflow.executor.variants import Variants
 from waterflow.partition.plan import Plan, format_bytes
 
 

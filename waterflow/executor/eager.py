@@ -146,6 +146,11 @@ class EagerStep:
         """The gathered gradients by the parameter's name."""
         return {name: self.sums[p] for name, p in self._spec.model.named_parameters() if p in self.sums}
 
+    def take_sums(self) -> dict[str, torch.Tensor]:
+        """The same, for somebody else to go on from."""
+        taken, self.sums = self.named_sums(), {}
+        return taken
+
     def put_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Go on from gradients that were gathered elsewhere, which stay as they are."""
         parameters = dict(self._spec.model.named_parameters())

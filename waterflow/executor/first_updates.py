@@ -80,6 +80,10 @@ class FirstUpdates:
         if begun:
             self._say_again()
 
+    def look_again(self) -> None:
+        """The optimizer's own update has been there."""
+        self._say_again()
+
     def take_back(self, begun: Begun | None = None) -> None:
         """What was laid out, for ``begun`` or for all, and no update has reached, is no longer there."""
         for parameter, laid in [*(self._laid_out if begun is None else begun).items()]:

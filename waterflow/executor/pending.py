@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from waterflow import _C
 from waterflow.executor.first_updates import Begun
-from waterflow.executor.variants import Variant
+from waterflow.executor.variant import Variant
 
 if TYPE_CHECKING:
     from waterflow.step import Step

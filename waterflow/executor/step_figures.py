@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from waterflow import _C
-from waterflow.executor.variants import Variant
+from waterflow.executor.variant import Variant
 from waterflow.partition.plan import Plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
@@ -20,6 +20,7 @@ class StepFigures:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.eager_steps = 0  # of these
         self.predicted_height = 0
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
         self.most_spilled = 0  # bytes that a step held in host memory

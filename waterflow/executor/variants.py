@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError, WaterflowError
+from waterflow.errors import CaptureError, MemoryLimitError, WaterflowError
 from waterflow.executor import updated_elsewhere
-from waterflow.executor.audited import Code, codes
-from waterflow.executor.batch_copies import Ranges, copies_of
+from waterflow.executor.audited import codes
+from waterflow.executor.batch_copies import Ranges
 from waterflow.executor.binding import Owner, bind
+from waterflow.executor.capture_budget import CaptureBudget, NewKind
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
-from waterflow.executor.first_updates import Begun, FirstUpdates, HalfBegun, Members, members_of
+from waterflow.executor.first_updates import Begun, FirstUpdates, HalfBegun, members_of
 from waterflow.executor.recomputing import form_for
 from waterflow.executor.sharing import Hold, holders
+from waterflow.executor.variant import Key, Variant, Whole
 from waterflow.partition.ambient import ambient_key
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.layouts import surprises
@@ -29,15 +31,10 @@ from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import state_of, structure_key
 from waterflow.partition.survivors import LeavesTensors
 
-if TYPE_CHECKING:
-    from waterflow.executor.engine import Engine
-
 logger = logging.getLogger("waterflow")
 
 Recompute = int | Literal["auto"] | None
-# The batch, whether the step updates, settings of the process, and the parameters that have gradients from earlier calls.
-Key = tuple[Hashable, bool, Hashable, frozenset[str]]
-MOST_SHAPES = 16
+MOST_SHAPES = 64
 # A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
 MOST_CAPTURES = 8
 MOST_SURPRISES = 8  # each capture by what kernels have told of their layouts may ask others
@@ -83,70 +80,6 @@ def _form(plain: CapturedStep, height: int | None, offload: bool = False) -> Cap
     return captures.get(key, lambda: form_for(plain, height, offload=offload))
 
 
-@dataclass
-class Whole:
-    """A step on batches of one kind as it is where there is room; ``plain`` is what was captured, and no form is below ``lowest``."""
-
-    key: Hashable
-    plain: CapturedStep
-    planned: PlannedStep
-    lowest: int = 0
-
-
-@dataclass
-class Variant:
-    """The step for batches of one shape: what was captured for it, bound to this job.
-
-    ``plain`` is what was captured, ``captured`` the same or a lower form of it; ``whole`` is the step where there is room.
-    """
-
-    key: Key
-    plain: CapturedStep
-    captured: CapturedStep
-    planned: PlannedStep
-    binding: _C.Binding
-    slots: list[int]
-    leaves: list[int]
-    structure: tuple[Hashable, int]  # what the step is made of, and which capture of it this is
-    code: Code
-    owner: Owner
-    moved: Members
-    whole: Whole
-    seen: int | None = None  # of its engine's changes
-    # Memory of which a batch is copied, as it may change before the batch is read for the last time; and of which no batch
-    # may be, as operations that are made again would read it when it has changed.
-    changed_early: Ranges = field(default_factory=lambda: Ranges(()))
-    changed_between: Ranges = field(default_factory=lambda: Ranges(()))
-    guarded: bool = False  # whether there is such memory
-    claimed: Plan | None = None
-
-    def settled(self, engine: Engine) -> bool:
-        """Whether there is memory for it, and nothing has changed since."""
-        return self.claimed is self.planned.plan and self.seen == engine.changes
-
-    def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
-        """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.
-
-        ``before_copies`` is called before any is made: a step that still runs may change them, too.
-        """
-        given = [leaves[i] for i in self.leaves]
-        if not self.guarded:
-            return given
-        inside = [i for i, tensor in enumerate(given) if self.changed_early.have(tensor)]
-        if any(map(self.changed_between.have, given)):
-            raise InvalidJobError(
-                "a step that recomputes must find its batch as it was: a tensor of this one lies in a buffer that the step "
-                "changes; pass a copy of it, or recompute=None"
-            )
-        if not inside:
-            return given
-        if before_copies is not None:
-            before_copies()
-        for i, copy in zip(inside, copies_of([given[i] for i in inside])):
-            given[i] = copy
-        return given
-
-
 class Variants:
     """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
 
@@ -158,7 +91,7 @@ class Variants:
 
     def __init__(
         self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None, recompute: Recompute = None, exact: bool = True,
+        hold: Hold | None, recompute: Recompute = None, exact: bool = True, budget: CaptureBudget | None = None,
     ) -> None:  # fmt: skip
         self._spec = spec
         self._generator = generator
@@ -177,6 +110,8 @@ class Variants:
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
         self.first = FirstUpdates(spec.optimizer)
         self._captures: dict[Hashable, int] = {}
+        self._budget = budget or CaptureBudget()
+        self._kinds: set[Key] = set()  # of batches that this job's steps have been captured for
         self._tried_again = False
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
@@ -186,6 +121,8 @@ class Variants:
         if variant is not None and variant.binding.current():
             variant.code.check()
             return variant
+        if key not in self._kinds:
+            self._budget.check(key, leaves, batch_spec)
         with as_refusal():
             return self._make(key, leaves, batch_spec)
 
@@ -235,6 +172,7 @@ class Variants:
             made.changed_early = Ranges([*spec.trained().values(), *state_of(spec.optimizer)])
             made.changed_between = Ranges(written if captured.recomputed is not None else ())
         self._variants[key] = made
+        self._kinds.add(key)
         return made
 
     def _planned(self, key: Hashable, captured: CapturedStep) -> PlannedStep:
@@ -326,7 +264,8 @@ class Variants:
 
         def make() -> CapturedStep:
             self._captures[key[:3]] = before + 1
-            return build(spec, leaves, batch_spec, looked, self._name)
+            with self._budget.spending():
+                return build(spec, leaves, batch_spec, looked, self._name)
 
         found = captures.get((structure, key), make)
         for _ in range(MOST_SURPRISES if runs and not found.layouts_hold else 0):
@@ -343,7 +282,12 @@ class Variants:
     # -- what the variants share
 
     def may_try_again(self, refused: CaptureError) -> bool:
-        """Whether a step that has run eagerly is captured at its next call: momentum has begun, or a cache was filled, once."""
+        """Whether a step that has run eagerly may be captured at its next call.
+
+        Its batch was of a new kind, momentum has begun, or a cache was filled, once.
+        """
+        if isinstance(refused, NewKind):
+            return True
         again = isinstance(refused, LeavesTensors) and not self._tried_again
         self._tried_again |= again
         return self._spec.accumulate == 1 and (again or isinstance(refused, HalfBegun))
@@ -351,17 +295,33 @@ class Variants:
     def begin_update(self, variant: Variant) -> Begun:
         """An update was handed in: returns the parameters that have their first one by it."""
         begun = self.first.begin(variant.moved)
-        self._drop_half_begun(begun)
+        if begun:
+            self._drop_half_begun()
         return begun
 
     def undo_update(self, begun: Begun, gathered: frozenset[str] | None = None, ended: bool = False) -> None:
         """It failed: the next one is the first again; ``gathered`` have sums of gradients. ``ended``: nothing of it runs."""
         self.first.undo(begun, ended)
-        self._drop_half_begun(begun)
+        if begun:
+            self._drop_half_begun()
         self._gathered = self._gathered if gathered is None else gathered
 
-    def _drop_half_begun(self, begun: Begun) -> None:
-        for key, variant in [*self._variants.items()] if begun else ():
+    def before_eager(self) -> dict[str, torch.Tensor]:
+        """A step runs eagerly: returns the gradients that it goes on from. State that no update has reached is taken back."""
+        self.first.take_back()
+        return self.sums
+
+    def after_eager(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """A step has run eagerly and the next may be captured: go on from the gradients that it has left."""
+        self.first.look_again()
+        self._drop_half_begun()
+        self._gathered = frozenset(sums)
+        for name, bound in self._accumulators.items():  # captured steps are bound to these, and add to what is there
+            bound.copy_(sums[name]) if name in sums else bound.zero_()
+        self._accumulators.update({name: one for name, one in sums.items() if name not in self._accumulators})
+
+    def _drop_half_begun(self) -> None:
+        for key, variant in [*self._variants.items()]:
             if self.first.half_begun(variant.moved) is not None:
                 del self._variants[key]
 

@@ -1,0 +1,97 @@
+"""How much of a job's time captures may take: batches of ever new kinds run eagerly from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from waterflow.errors import CaptureError
+
+FREE_CAPTURES = 8
+MOST_OF_TIME = 0.1
+KINDS_REMEMBERED = 10_000
+STEPS_PER_CAPTURE = 400  # where no clock may decide, as in deterministic studies; a capture takes some 40 to 110 steps
+
+
+class NewKind(CaptureError):
+    """A batch of a kind that is not captured now, for captures have taken their share. Other kinds stay captured."""
+
+
+class CaptureBudget:
+    """The captures of one job: the first eight, and then those of kinds that come back, a tenth of its time at most.
+
+    ``steps`` counts the job's steps, which stand for its time in deterministic studies; None elsewhere.
+    """
+
+    def __init__(self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._now = steps, now
+        self._began = now()
+        self._made = 0
+        self._seconds = 0.0
+        self._last: dict[str, str] = {}
+        self._seen: dict[int, None] = {}  # hashes of kinds that are not captured
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """A capture is made within."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            self._made += 1
+            self._seconds += self._now() - before
+
+    def check(self, kind: Hashable, leaves: list[Any], spec: pytree.TreeSpec | None) -> None:
+        """Raise NewKind where a batch of a new kind is not to be captured now."""
+        if self._made < FREE_CAPTURES:
+            self._last = described(leaves, spec)
+            return
+        if hash(kind) not in self._seen:
+            self._seen[hash(kind)] = None
+            if len(self._seen) > KINDS_REMEMBERED:
+                del self._seen[next(iter(self._seen))]
+            allowed = False
+        elif self._steps is not None:
+            allowed = self._made < FREE_CAPTURES + self._steps() // STEPS_PER_CAPTURE
+        else:
+            next_one = self._seconds / self._made
+            allowed = self._seconds + next_one <= MOST_OF_TIME * (self._now() - self._began)
+        if not allowed:
+            raise NewKind(self._why(leaves, spec))
+
+    def _why(self, leaves: list[Any], spec: pytree.TreeSpec | None) -> str:
+        if not self._last:
+            return "batches of ever new kinds"  # said before
+        now, before, self._last = described(leaves, spec), self._last, {}
+        changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
+        if changed is None:
+            return "batches of ever new kinds, of which each would be captured anew"
+        remedy = (
+            "pad batches to a few sizes"
+            if "shape" in now[changed]
+            else (
+                "make a number a tensor, as torch.tensor(x) does, and leave out of the batch what the step does not use"
+            )
+        )
+        return (
+            f"its batches are ever new: batch{changed} was {before[changed]} and is {now[changed]}, and each kind is a "
+            f"capture of its own; {remedy}"
+        )
+
+
+def described(leaves: list[Any], spec: pytree.TreeSpec | None) -> dict[str, str]:
+    """What tells kinds of batches apart, by the path of each leaf."""
+    batch = tuple(leaves) if spec is None else pytree.tree_unflatten(leaves, spec)
+    return {pytree.keystr(path): _one(leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
+
+
+def _one(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"of shape {tuple(leaf.shape)}"
+    text = repr(leaf)
+    return text if len(text) <= 40 else text[:37] + "..."
