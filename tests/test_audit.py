@@ -21,7 +21,7 @@ import waterflow as wf
 from tests.support import assert_same, run_steps, same_bits, train_eager, train_step
 from waterflow import _C
 from waterflow.executor import audit, both_ways, captured
-from waterflow.executor.batch_copies import OwnBatches
+from waterflow.executor.batch_copies import OwnBatches, Ranges
 from waterflow.executor.both_ways import BothWays
 from waterflow.executor.engine import Engine
 
