@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -189,3 +190,133 @@ def test_a_step_fills_a_partial_anew() -> None:
         return lambda number: None
 
     compare(making(), BATCHES, step=step, during=during, opaque="__setstate__")
+
+
+# -- what things are the same
+
+
+def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).mean()
+
+
+class Held:
+    """Tensors outside of the step; ``last`` is one that the step before was given."""
+
+    def __init__(self) -> None:
+        self.tensors = [x for x, _ in images(5, seed=2)]
+        self.last: torch.Tensor | None = None
+
+    def keep(self, batch: Any) -> None:
+        self.last = batch[0]
+
+
+def _outside(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    return output(model, batch[0]) * (5.0 if batch[0] is held.tensors[3] else 1.0)
+
+
+def _any_outside(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    return output(model, batch[0]) * (5.0 if any(batch[0] is one for one in held.tensors[3:]) else 1.0)
+
+
+def _last(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    return output(model, batch[0]) * (5.0 if batch[0] is not held.last else 1.0)
+
+
+def _buffer(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    return output(model, batch[0]) * (5.0 if batch[0] is model.proto else 1.0)
+
+
+def _in_a_dict(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    return output(model, batch[0]) * held.factors.get(batch[0], 1.0)  # type: ignore[attr-defined,no-any-return]
+
+
+def _by_the_operator(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    return output(model, batch[0]) * (5.0 if operator.is_(batch[0], held.tensors[3]) else 1.0)
+
+
+def _at_a_key(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    try:
+        return output(model, batch[0]) * held.factors[batch[0]]  # type: ignore[attr-defined]
+    except KeyError:
+        return output(model, batch[0])
+
+
+def _in_a_set(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
+    return output(model, batch[0]) * (5.0 if batch[0] in held.chosen else 1.0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "step", [_outside, _any_outside, _last, _buffer, _by_the_operator, _in_a_dict, _at_a_key, _in_a_set]
+)
+def test_which_object_a_tensor_of_the_batch_is(step: Any) -> None:
+    """Each step has the eager one's bits, whichever tensors it is given."""
+    held = Held()
+    model = nn.Linear(6, 4)
+    model.register_buffer("proto", torch.randn(8, 6))
+    held.factors = {held.tensors[3]: 5.0}  # type: ignore[attr-defined]
+    held.chosen = {held.tensors[3]}  # type: ignore[attr-defined]
+    compute = functools.partial(step, held)
+    made = wf.Step(model, optimizer=SGD(model.parameters(), lr=0.0, fused=True), step=compute)
+    for x in (*held.tensors[:2], held.tensors[1], held.tensors[3], model.proto):
+        want = compute(model, (x,)).detach()
+        assert torch.equal(made((x,)).detach(), want)
+        held.keep((x,))
+    assert made.opaque_reason is not None and ("which object" in made.opaque_reason or "identity" in made.opaque_reason)
+
+
+def test_which_lists_of_a_batch_are_one() -> None:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return output(model, batch["q"][0]) * (5.0 if batch["q"] is batch["k"] else 1.0)
+
+    model = nn.Linear(6, 4)
+    made = wf.Step(model, optimizer=SGD(model.parameters(), lr=0.0, fused=True), step=step)
+    q = [BATCHES[0][0]]
+    for batch in ({"q": q, "k": [BATCHES[0][0]]}, {"q": q, "k": q}):
+        assert torch.equal(made(batch).detach(), step(model, batch).detach())
+    assert "which object" in (made.opaque_reason or "")
+
+
+def test_a_parameter_that_is_reached_in_two_ways() -> None:
+    """A trace shows another tensor in the place of the module's, and not in the place of the list's."""
+
+    def making_tied() -> tuple[nn.Module, Optimizer]:
+        model, optimizer = making()()
+        holder[:] = [model.weight]
+        return model, optimizer
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) * (0.5 if model.weight is holder[0] else 1.0)
+
+    holder: list[Any] = []
+    compare(making_tied, BATCHES, step=step, opaque="which object")
+
+
+def test_two_tensors_of_the_batch_may_be_one() -> None:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return output(model, batch["q"] + batch["k"]) * (5.0 if batch["q"] is batch["k"] else 1.0)
+
+    x = [x for x, _ in BATCHES]
+    compare(making(), [{"q": x[0], "k": x[1]}, {"q": x[2], "k": x[2]}, {"q": x[3], "k": x[0]}], step=step)
+
+
+class Attention(nn.Module):
+    """torch's own compares its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(6, 2)
+        self.last = nn.Linear(6, 4)
+        self.mode = self.other = ["sum"]
+        self.weight = None
+
+    def forward(self, x: torch.Tensor, y: Any = None) -> torch.Tensor:
+        if y is not None or self.weight is x:
+            x = x + y
+        h, _ = self.mix(x, x, x)
+        g = h if self.mode is self.other else x
+        return self.last(g + (x if h is not g else h))
+
+
+def test_what_may_be_compared() -> None:
+    """None, what the step made, and what the key knows; and whatever torch compares."""
+    compare(making(Attention), BATCHES)

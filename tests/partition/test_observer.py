@@ -219,6 +219,16 @@ def test_arithmetic_comparisons_and_truth() -> None:
     assert of_kind(events, Kind.UNARY) == []  # of a number
 
 
+def test_which_object_it_is() -> None:
+    values, other = [1], [2]
+
+    def step() -> bool:
+        same = values is other or values is not other
+        return same and values is not None and None is not other and values is not list and (values is True) is False
+
+    assert of_kind(seen_of(step), Kind.IDENTITY) == [(values, other), (values, other)]
+
+
 def test_loops_and_unpacking() -> None:
     def step() -> None:
         for left, right in [(1, 2), (3, 4)]:

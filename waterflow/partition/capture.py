@@ -241,7 +241,7 @@ class _StepTracer:
     def _step(self, *_: torch.Tensor) -> list[torch.Tensor]:
         spec = self.spec
         trained = {id(p) for p in self._trained.values()}
-        self.world.reads.stand_ins = frozenset(map(id, self.fakes))
+        self.world.reads.give(self.batch, self.fakes_by_id, self.fakes)
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             shown = Substitution(self.fakes_by_id)
             with cast, shown, noting_lines(self._graph(), spec.model), self.world.watching():

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError
-from waterflow.partition import pure_code, settings
+from waterflow.partition import pure_code, reads, settings
 from waterflow.partition.code_key import codes_within, in_library, operators_with, slots_of
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.libraries import is_library_code
@@ -80,20 +80,24 @@ class ClosedWorld:
 
     def _make_rules(self) -> _Rules:
         """The rule of each kind of operation."""
-        works, harmless = self._operates, self._harmless
+        works = (
+            Kind.SUPER, Kind.ITEM, Kind.DELETE_ITEM, Kind.SLICE, Kind.NEXT, Kind.SEND, Kind.AWAIT, Kind.LENGTH, Kind.CONTAINS,
+            Kind.COMPARE, Kind.BINARY, Kind.UNARY, Kind.TEST, Kind.HASH, Kind.FORMAT, Kind.LEAVE, Kind.RAISE, Kind.EXCEPT,
+            Kind.INTRINSIC,
+        )  # fmt: skip
+        harmless = (
+            Kind.CELLS, Kind.CELL, Kind.DEREF, Kind.SET_DEREF, Kind.DELETE_DEREF, Kind.SET_NAME, Kind.DELETE_NAME,
+            Kind.FUNCTION, Kind.BUILD_CLASS, Kind.IMPORT,
+        )  # fmt: skip
         return {
-            Kind.CELLS: harmless, Kind.CELL: harmless, Kind.DEREF: harmless, Kind.SET_DEREF: harmless,
-            Kind.DELETE_DEREF: harmless, Kind.SET_NAME: harmless, Kind.DELETE_NAME: harmless, Kind.FUNCTION: harmless,
-            Kind.BUILD_CLASS: harmless, Kind.ATTRIBUTE: self.reads.attribute, Kind.IMPORT_FROM: self.reads.attribute,
-            Kind.SET_ATTRIBUTE: self.reads.set_attribute, Kind.DELETE_ATTRIBUTE: self.reads.set_attribute, Kind.SUPER: works,
-            Kind.ITEM: works, Kind.SET_ITEM: self._stores, Kind.DELETE_ITEM: works, Kind.SLICE: works, Kind.SET_SLICE: self._stores,
-            Kind.GLOBAL: self.reads.named_global, Kind.NAME: self._name, Kind.SET_GLOBAL: self._set_global,
-            Kind.DELETE_GLOBAL: self._set_global, Kind.ITERATE: self._iterates, Kind.NEXT: works, Kind.SEND: works,
-            Kind.AWAIT: works, Kind.LENGTH: works, Kind.UNPACK: self._iterates, Kind.CONTAINS: works, Kind.COMPARE: works,
-            Kind.BINARY: works, Kind.UNARY: works, Kind.TEST: works, Kind.CALL: self._call,
-            Kind.CALL_UNPACKED: self._call_unpacked, Kind.EXTEND: self._iterates, Kind.HASH: works, Kind.FORMAT: works,
-            Kind.WITH: self._with, Kind.LEAVE: works, Kind.IMPORT: harmless, Kind.RAISE: works, Kind.EXCEPT: works,
-            Kind.MATCH: self._matches, Kind.INTRINSIC: works, Kind.UNKNOWN: self._unknown, Kind.DISPLAY: self._unknown,
+            **dict.fromkeys(works, self._operates), **dict.fromkeys(harmless, self._harmless),
+            Kind.ATTRIBUTE: self.reads.attribute, Kind.IMPORT_FROM: self.reads.attribute, Kind.IDENTITY: self.reads.compared,
+            Kind.SET_ATTRIBUTE: self.reads.set_attribute, Kind.DELETE_ATTRIBUTE: self.reads.set_attribute,
+            Kind.SET_ITEM: self._stores, Kind.SET_SLICE: self._stores, Kind.GLOBAL: self.reads.named_global,
+            Kind.NAME: self._name, Kind.SET_GLOBAL: self._set_global, Kind.DELETE_GLOBAL: self._set_global,
+            Kind.ITERATE: self._iterates, Kind.UNPACK: self._iterates, Kind.EXTEND: self._iterates, Kind.CALL: self._call,
+            Kind.CALL_UNPACKED: self._call_unpacked, Kind.WITH: self._with, Kind.MATCH: self._matches,
+            Kind.UNKNOWN: self._unknown, Kind.DISPLAY: self._unknown,
         }  # fmt: skip
 
     @contextlib.contextmanager
@@ -203,6 +207,7 @@ class ClosedWorld:
     # -- operations
 
     def _operates(self, operands: tuple[Any, ...]) -> None:
+        self.reads.looked_up(operands)
         for value in operands:
             self.reads.read(value)
             kind = type(value)
@@ -286,8 +291,10 @@ class ClosedWorld:
         elif isinstance(called, _DESCRIPTORS):
             if not pure_code.is_pure_class(called.__objclass__) or called.__name__ in pure_code.OF_TENSORS:
                 raise Refused(f"calls {called.__qualname__}, which is not known to depend on its arguments alone")
+            self.reads.looked_up(given)
             self._all_whole(given, named)
         elif isinstance(called, types.MethodWrapperType):
+            self.reads.looked_up((called.__self__, *given))
             self._all_whole((called.__self__, *given), named)
         elif called is type and len(given) == 1:
             if isinstance(given[0], torch.Tensor):
@@ -325,8 +332,8 @@ class ClosedWorld:
         if self._is_observed(called.__code__, called.__globals__):
             return
         if given:
-            _check_generator(given[0], called.__name__)
-            _check_mode(called.__name__, *given[:2], *named.values())
+            reads.check_generator(given[0], called.__name__)
+            reads.check_mode(called.__name__, *given[:2], *named.values())
         if not pure_code.is_pure_module(called.__globals__.get("__name__")):
             raise Refused(f"calls {called.__module__}.{called.__qualname__}, which is not known to be without state")
         if called.__name__ in pure_code.OF_TORCH and pure_code.package_of(called.__module__) == "torch":
@@ -342,12 +349,14 @@ class ClosedWorld:
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             if not (pure_code.is_pure_function(called) or (isinstance(owner, type) and pure_code.is_pure_class(owner))):
                 raise Refused(f"calls {name_of(called)}, which is not known to depend on its arguments alone")
+            (self.reads.compared if called in (operator.is_, operator.is_not) else self.reads.looked_up)(given)
         else:
             self.reads.read(owner)
-            _check_generator(owner, called.__name__)
+            reads.check_generator(owner, called.__name__)
             if not pure_code.is_pure_method(owner, called.__name__):
                 what = name_of(type(owner))
                 raise Refused(f"calls {called.__name__} of a {what}, which is not known to be without state")
+            self.reads.looked_up((owner, *given))
             given = (*given, owner) if pure_code.walks_over(owner, called.__name__) else given
         if called is iter or called is next or called is sorted:
             self._iterates(given[:1])
@@ -381,15 +390,3 @@ class ClosedWorld:
             if not isinstance(called, _Cached) and not pure_code.is_pure_class(kind):
                 raise Refused(f"calls a {kind.__module__}.{kind.__qualname__}, which is not known to be without state")
             self._all_whole(given, named)
-
-
-def _check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
-    """A step may say again in which mode a module is."""
-    modules = owner.modules() if method in ("train", "eval") and isinstance(owner, nn.Module) else ()
-    if any(one.training is not (bool(mode) and method == "train") for one in modules):
-        raise Refused("sets the mode of a module (training)")
-
-
-def _check_generator(owner: Any, method: str) -> None:
-    if (source := pure_code.random_source(owner)) is not None:
-        raise Refused(f"draws from {source} ({method})")

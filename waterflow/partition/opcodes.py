@@ -74,6 +74,7 @@ class Kind(enum.IntEnum):
     BUILD_CLASS = 46  # the class statement's own function: () -> function
     INTRINSIC = 47  # (operand, name) or (operand, name, operand) -> value
     DISPLAY = 48  # sys.displayhook: (object)
+    IDENTITY = 49  # left is right: (left, right), of which none is None, a bool, ... or a class
 
 
 class Take(enum.IntEnum):
@@ -89,6 +90,7 @@ class Take(enum.IntEnum):
     CALL = 7
     CALL_NAMES = 8  # as a call; the last slot has the names of keyword arguments
     CALL_UNPACKED = 9
+    UNLESS_ONE_ALONE = 10  # not recorded where one is None, a bool, ... or a class
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ RULES = {
     "UNPACK_SEQUENCE": Rule(Kind.UNPACK, (1,), constant=_argument),
     "UNPACK_EX": Rule(Kind.UNPACK, (1,), constant=_argument),
     "CONTAINS_OP": Rule(Kind.CONTAINS, (1, 2), _PLAIN),
+    "IS_OP": Rule(Kind.IDENTITY, (2, 1), Take.UNLESS_ONE_ALONE),
     "COMPARE_OP": Rule(Kind.COMPARE, (2, 1), _PLAIN, _comparison, True),
     "BINARY_OP": Rule(Kind.BINARY, (2, 1), _PLAIN, _operator, True),
     "UNARY_POSITIVE": Rule(Kind.UNARY, (1,), _PLAIN, _own("+"), True),
@@ -238,7 +241,7 @@ _HARMLESS = frozenset({
     "LIST_TO_TUPLE", "LIST_APPEND", "END_ASYNC_FOR", "END_FOR", "END_SEND", "CLEANUP_THROW", "SWAP", "COPY",
     "LOAD_CONST", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_AND_CLEAR", "LOAD_FAST_LOAD_FAST", "STORE_FAST",
     "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST", "DELETE_FAST", "LOAD_CLOSURE", "LOAD_LOCALS", "COPY_FREE_VARS",
-    "RESUME", "PRECALL", "KW_NAMES", "IS_OP", "BUILD_TUPLE", "BUILD_LIST", "BUILD_SLICE", "BUILD_STRING",
+    "RESUME", "PRECALL", "KW_NAMES", "BUILD_TUPLE", "BUILD_LIST", "BUILD_SLICE", "BUILD_STRING",
     "BUILD_CONST_KEY_MAP", "SET_FUNCTION_ATTRIBUTE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT",
     "POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE",
     "POP_JUMP_BACKWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE", "EXTENDED_ARG",

@@ -12,11 +12,9 @@ import functools
 import itertools
 import operator
 import os
-import random
 import types
 from typing import Any
 
-import numpy as np
 import torch
 
 from waterflow.partition.libraries import is_library_class, is_library_function, is_library_module
@@ -66,10 +64,6 @@ OF_TORCH = frozenset({
 })  # fmt: skip
 _IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.BuiltinFunctionType,
          staticmethod)  # fmt: skip
-_SHARED = {
-    id(random._inst): "Python's random numbers",  # type: ignore[attr-defined]
-    id(np.random.mtrand._rand): "NumPy's random numbers",  # type: ignore[attr-defined]
-}
 _ITERTOOLS = frozenset(
     value for value in vars(itertools).values() if isinstance(value, type) and value is not itertools.count
 )
@@ -134,10 +128,3 @@ def is_pure_method(receiver: Any, name: str) -> bool:
 def walks_over(receiver: Any, name: str) -> bool:
     """Whether a C method of a container reads what all of its items say."""
     return isinstance(receiver, (list, tuple, dict, collections.deque)) and name in ("sort", "extend", "update")
-
-
-def random_source(value: Any) -> str | None:
-    """What an object draws from that keeps a state of random numbers outside of torch; None for any other object."""
-    if isinstance(value, (random.Random, np.random.RandomState, np.random.Generator)):
-        return _SHARED.get(id(value), "random numbers of its own")
-    return None

@@ -6,9 +6,10 @@ Part of the judgement of a trace (``closed_world.py``).
 from __future__ import annotations
 
 import enum
+import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,10 @@ _SAID_NOWHERE = frozenset(
 _HISTORY = frozenset({"grad", "_grad", "grad_fn", "is_leaf", "retains_grad"})  # which stand-ins do not have
 _HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
 _NOTHING = object()
+_SHARED = {
+    id(random._inst): "Python's random numbers",  # type: ignore[attr-defined]
+    id(np.random.mtrand._rand): "NumPy's random numbers",  # type: ignore[attr-defined]
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Reads:
         self._given = frozenset() if batch_spec is None else frozenset(_classes_of(batch_spec))
         self.entries: dict[tuple[int, str], Entry] = {}
         self.stand_ins: frozenset[int] = frozenset()  # by id, of the tensors that the step is given
+        self.shown: Mapping[int, torch.Tensor] = {}  # the stand-ins of the step's own tensors, by their ids
+        self.batch: dict[int, bool] = {}  # what the batch consists of, by id; whether the key tells it from the rest
         self._unlooked: dict[int, str] = {}
         self._alive: list[Any] = []
 
@@ -97,6 +104,31 @@ class Reads:
             label = " ".join(filter(None, (self.looked.unlooked.get(id(value)), f"({name_of(value)})")))
         if label is not None:
             raise Refused(f"reads {label}, into which a capture cannot look")
+
+    def give(self, batch: Any, shown: Mapping[int, torch.Tensor], stand_ins: Iterable[torch.Tensor]) -> None:
+        """What the step is given in this trace."""
+        parts: list[Any] = []
+        pytree.tree_flatten(batch, is_leaf=parts.append)  # type: ignore[arg-type]  # it says no of each
+        alone = (enum.Enum, bool, type(None), type, torch.dtype)
+        self.batch = {id(one): isinstance(one, torch.Tensor) for one in parts if not isinstance(one, alone)}
+        self.shown, self.stand_ins = shown, frozenset(map(id, stand_ins))
+        self._alive += parts
+
+    def compared(self, operands: tuple[Any, ...]) -> None:
+        """``left is right``: must be what it is with the tensors that stand-ins are shown for, and in each step."""
+        known = [self.batch.get(id(one)) for one in operands]
+        real = [self.shown.get(id(one), one) for one in operands]
+        if known not in ([True, True], [None, None]) or (operands[0] is operands[1]) is not (real[0] is real[1]):
+            why = "let the batch say by a number what is asked"
+            raise Refused(f"asks which object a part of its batch or a tensor is; {why}")
+
+    def looked_up(self, operands: tuple[Any, ...]) -> None:
+        """(container, keys ...): dicts and sets find tensors by their identity."""
+        keyed = any(id(key) in self.stand_ins for key in operands[1:]) and isinstance(
+            operands[0], (dict, set, frozenset)
+        )
+        if keyed and self.looked.cover(operands[0]) is not None:
+            raise Refused("looks up a tensor in a dict or set, which finds it by its identity; use a name for it")
 
     def stranger(self, value: Any, label: str) -> None:
         """``value`` lay where nobody guards it: it must not be used."""
@@ -238,3 +270,16 @@ def name_of(value: Any) -> str:
         module = getattr(value, "__module__", None)
         return f"{module}.{name}" if isinstance(module, str) and module != "builtins" else name
     return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
+    """Raise Refused for another mode of a module: a step may say again in which one it is."""
+    modules = owner.modules() if method in ("train", "eval") and isinstance(owner, nn.Module) else ()
+    if any(one.training is not (bool(mode) and method == "train") for one in modules):
+        raise Refused("sets the mode of a module (training)")
+
+
+def check_generator(owner: Any, method: str) -> None:
+    """Raise Refused for a method of a source of random numbers outside of torch."""
+    if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
+        raise Refused(f"draws from {_SHARED.get(id(owner), 'random numbers of its own')} ({method})")

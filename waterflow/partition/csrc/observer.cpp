@@ -79,6 +79,11 @@ PyObject* who_has(PyObject* space, _PyInterpreterFrame* frame, PyObject* name) {
   return frame->f_builtins;
 }
 
+// An object that is itself in every process.
+bool is_alone(PyObject* value) {
+  return value == Py_None || PyBool_Check(value) || value == Py_Ellipsis || PyType_Check(value);
+}
+
 void take_call(Observation& seen, PyObject** locals, const int32_t* slots, int count) {
   PyObject* one = locals[slots[0]];
   PyObject* other = locals[slots[1]];
@@ -99,6 +104,7 @@ void take_call(Observation& seen, PyObject** locals, const int32_t* slots, int c
 
 // Whether there is something to record.
 bool matters(const Instruction& at, PyObject** locals, const int32_t* slots) {
+  if (at.take == Take::unless_one_alone) return !is_alone(locals[slots[0]]) && !is_alone(locals[slots[1]]);
   if (at.take != Take::unless_plain) return true;
   for (int i = 0; i < at.slots; ++i) {
     if (locals[slots[i]] != nullptr && !is_plain(locals[slots[i]])) return true;

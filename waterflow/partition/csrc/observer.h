@@ -28,6 +28,7 @@ enum class Take {
   call,
   call_names,
   call_unpacked,
+  unless_one_alone,
 };
 
 // An instruction that is recorded. Slots count from the frame's first local variable.
