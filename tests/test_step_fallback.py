@@ -166,10 +166,10 @@ def handles_trained(seed: int) -> Trained:
 
 def test_hooks_that_other_threads_register_change_nothing(no_captures: Any) -> None:
     def register() -> None:
-        other = nn.Linear(2, 2)
         while not over.is_set():
             other.register_forward_hook(lambda *_: None).remove()
 
+    other = nn.Linear(2, 2)  # made here: it draws from the generator that the others are seeded from
     over = threading.Event()
     thread = threading.Thread(target=register)
     thread.start()
