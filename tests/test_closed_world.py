@@ -276,7 +276,7 @@ def _with_text(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _goes_on(model: nn.Module, batch: Any) -> torch.Tensor:
     try:
-        weight = 1.0 if torch.equal(batch[0], batch[0]) else 0.5
+        weight = 1.0 if torch.equal(batch[0] * 2, batch[0]) else 0.5
     except Exception:
         weight = 3.0
     return loss_of(model, batch) * weight

@@ -670,6 +670,22 @@ def test_metrics(engine: Engine | None) -> None:
     assert trained.results[0][1]["right"].dtype == torch.int64
 
 
+@pytest.mark.parametrize("opaque", [None, "looks at the values"])
+def test_a_pair_without_metrics_comes_back_as_a_pair(engine: Engine | None, opaque: str | None) -> None:
+    def step(model: nn.Module, batch: Any) -> Any:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return loss * (1 if opaque is None or loss.item() > 0 else 2), {}
+
+    trained = compare(
+        making(Net, lambda model: fuse(SGD(model.parameters(), lr=0.1))),
+        images(2),
+        step=step,
+        engine=engine,
+        opaque=opaque,
+    )
+    assert all(type(one) is tuple and one[1] == {} for one in trained.results)
+
+
 def test_metrics_own_their_memory(engine: Engine | None) -> None:
     """What a step returned stays as it was, whatever later steps do, and whatever the caller does to it."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import waterflow as wf
-from tests.support import MiB, Net, Trained, assert_same, fuse, images, run_steps, train_eager
+from tests.support import MiB, Net, Trained, assert_same, fuse, images, run_steps, train_eager, train_step
 from waterflow.executor.engine import Engine
 
 
@@ -361,11 +363,66 @@ def test_a_forgotten_loss() -> None:
         step(images(1)[0])
 
 
-def test_numpy_batches() -> None:
+def plainly() -> tuple[nn.Module, Optimizer]:
     model = Net()
-    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.AdamW(model.parameters()))
-    with pytest.raises(wf.InvalidJobError, match="got a ndarray; make it a tensor with torch.from_numpy"):
-        step(tuple(part.numpy() for part in images(1)[0]))
+    return model, SGD(model.parameters(), lr=0.1, fused=True)
+
+
+def both_parts(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(torch.as_tensor(batch["x"])), torch.as_tensor(batch["y"])) * batch["scale"]
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_numpy_batches(opaque: bool) -> None:
+    """Arrays count as tensors in their memory, and NumPy's numbers as Python's, also in a step that runs eagerly."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert isinstance(batch["x"], torch.Tensor) and type(batch["scale"]) in (float, bool)
+        return both_parts(model, batch) + (batch["x"].sum().item() * 0 if opaque else 0)
+
+    of_numpy = [
+        {"x": x.numpy(), "y": y.numpy(), "scale": scale}
+        for (x, y), scale in zip(images(4), (np.float32(0.5), np.float64(0.5), np.bool_(True), np.float32(0.25)))
+    ]
+    of_numpy[1]["x"] = np.ascontiguousarray(of_numpy[1]["x"][::-1])[::-1]
+    of_numpy[2]["x"].flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine = train_step(plainly, of_numpy, step=step)
+    of_torch = [
+        {k: torch.from_numpy(np.array(v)) if k != "scale" else v.item() for k, v in b.items()} for b in of_numpy
+    ]
+    assert_same(mine, train_eager(plainly, of_torch, step=both_parts))
+    assert mine.step is not None and (mine.step.opaque_reason is not None) == opaque
+
+
+def test_a_step_changes_an_array_of_its_batch() -> None:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0].mul_(0.5)), batch[1])
+
+    (x, y), array = images(1)[0], images(1)[0][0].numpy().copy()
+    model, optimizer = plainly()
+    job = wf.Step(model, step=step, optimizer=optimizer)
+    for _ in range(3):
+        job((array, y.numpy()))
+    assert job.opaque_reason is None and np.array_equal(array, x.numpy() / 8)
+
+
+@pytest.mark.parametrize(
+    "odd", [np.array(["a", "b"]), np.datetime64("2020-01-01"), np.ma.masked_array([1.0, 2.0], [0, 1])]
+)
+def test_what_torch_has_no_type_for_stays_what_it_is(odd: Any) -> None:
+    seen = []
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(batch[2])
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    model, optimizer = plainly()
+    job = wf.Step(model, step=step, optimizer=optimizer)
+    job((*images(1)[0], odd))
+    assert seen == [odd] or seen[0] is odd
+    assert "into which a capture cannot look" in str(job.opaque_reason)
 
 
 @pytest.mark.needs_time("torch's first error of a trace imports sympy")

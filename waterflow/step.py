@@ -36,7 +36,7 @@ from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
-from waterflow.partition.structure import flatten
+from waterflow.partition.structure import flatten, of_torch
 from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
 
@@ -255,7 +255,7 @@ class Step(StepFigures):
             before.wait()
         keep = not any(one.run.failed for one in self._under_way)
         own = self._variants.sums, self.engine, self.job, self.batches_ahead
-        return self.audit.look(variant, leaves, batch, *own, keep)
+        return self.audit.look(variant, leaves, of_torch(batch), *own, keep)
 
     def _claimed(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
         if self.engine is None or self.job is None or variant.settled(self.engine):
@@ -327,7 +327,7 @@ class Step(StepFigures):
             return pending.returned[0]
         self._note_run(run, pending.variant, pending.profiled)
         names = pending.variant.captured.capture.metrics
-        return (outputs[0], dict(zip(names, outputs[1:]))) if names else outputs[0]
+        return outputs[0] if names is None else (outputs[0], dict(zip(names, outputs[1:])))
 
     def _fall(self, pending: Pending) -> None:
         """A step failed: it, and those handed in behind it, are as if they had not been."""
@@ -365,7 +365,7 @@ class Step(StepFigures):
         def work() -> None:
             if refused is not None:
                 self._eager_step.put_sums(self._variants.before_eager())
-            made, height = train(batch) if self.own_batches is None else self.own_batches.run(train, batch)
+            made, height = train(of_torch(batch)) if self.own_batches is None else self.own_batches.run(train, batch)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
             if refused is not None and self._variants.may_try_again(refused):
@@ -376,7 +376,7 @@ class Step(StepFigures):
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
-        persistent, held = input_bytes_of(self._spec.model, self.optimizer, batch)
+        persistent, held = input_bytes_of(self._spec.model, self.optimizer, of_torch(batch))
         known = self.measured_height > 0 and (refused is None or isinstance(refused, NewKind))
         plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=held)
         self.engine.claim(self.job, plan, batches=self.batches_ahead)

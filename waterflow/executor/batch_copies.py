@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from waterflow.partition.operators import storage_id, with_lazy_bits
-from waterflow.partition.structure import extent_bytes, ranges_of
+from waterflow.partition.structure import extent_bytes, of_torch, ranges_of
 
 ALIGNMENT = 16  # bytes: of the largest elements
 
@@ -82,17 +82,24 @@ class OwnBatches:
     def __init__(self, kept: bool) -> None:
         self._kept = kept
         self._made: dict[int, Any] = {}  # of everything that was copied, by id, as deepcopy notes it
+        self._taken: dict[int, tuple[Any, Any]] = {}  # batches with arrays, by id, and what is taken for them
         self._writes = False  # whether a step has
 
     def of(self, batch: Any) -> Any:
         """What a step is given that writes into ``batch``."""
         self._writes = self._kept
+        batch = self._of_torch(batch)
         return deepcopy(batch, self._made) if self._kept else copied(batch)
+
+    def _of_torch(self, batch: Any) -> Any:
+        taken = of_torch(batch)
+        return taken if taken is batch or not self._kept else self._taken.setdefault(id(batch), (batch, taken))[1]
 
     def run(self, work: Callable[[Any], Any], batch: Any) -> Any:
         """Do what may write into its batch: before it has, nobody knows."""
         if self._writes:
             return work(self.of(batch))
+        batch = self._of_torch(batch)
         own = copied(batch)
         before, form = pytree.tree_flatten(own)
         versions = [_version(leaf) for leaf in before]

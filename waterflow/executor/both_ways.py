@@ -170,7 +170,7 @@ class BothWays:
             outputs = run.outputs()
         except Exception as error:  # the step fails, and will say so
             raise ProvesNothing(f"the captured step fails: {error}") from None
-        tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics)), outputs))
+        tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics or ())), outputs))
         return run, _Outcome(tensors, generator.get_state())
 
     def _run_eagerly(self, generator: torch.Generator) -> _Outcome:
@@ -262,7 +262,7 @@ class BothWays:
         """The user's line that computes a result, or that first uses a tensor."""
         capture = self.captured.capture
         nodes = list(capture.graph.nodes)
-        results = ("the loss", *map(_metric, capture.metrics))
+        results = ("the loss", *map(_metric, capture.metrics or ()))
         if name in results:
             node = nodes[-1].args[0][results.index(name)]
             return line_of(node) if isinstance(node, fx.Node) and "phase" in node.meta else ""

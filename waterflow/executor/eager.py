@@ -195,6 +195,6 @@ class EagerStep:
         self._left = {p: p.grad for p in spec.model.parameters() if p.grad is not None and p not in own}
         for parameter in self.sums:
             parameter.grad = None
-        if metrics:
+        if metrics is not None:
             return loss.detach(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, metrics)
         return loss.detach()

@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError
+from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.executor.audited import Code
 from waterflow.executor.batch_copies import Ranges, copies_of
 from waterflow.executor.binding import Owner
 from waterflow.executor.captured import CapturedStep, PlannedStep
 from waterflow.executor.first_updates import Members
 from waterflow.partition.plan import Plan
+from waterflow.partition.questions import Answers, answers_of
 
 if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
 
-# The batch, whether the step updates, settings of the process, and the parameters that have gradients from earlier calls.
-Key = tuple[Hashable, bool, Hashable, frozenset[str]]
+# The batch, whether the step updates, settings of the process, the parameters that have gradients from earlier calls, and
+# what the batch answers to what the step asks of its values.
+Key = tuple[Hashable, bool, Hashable, frozenset[str], Answers]
 
 
 @dataclass
@@ -57,11 +59,20 @@ class Variant:
     changed_early: Ranges = field(default_factory=lambda: Ranges(()))
     changed_between: Ranges = field(default_factory=lambda: Ranges(()))
     guarded: bool = False  # whether there is such memory
+    asked_not: Ranges = field(default_factory=lambda: Ranges(()))  # where values of a batch may not be asked for
     claimed: Plan | None = None
 
     def settled(self, engine: Engine) -> bool:
         """Whether there is memory for it, and nothing has changed since."""
         return self.claimed is self.planned.plan and self.seen == engine.changes
+
+    def answers(self, leaves: list[Any]) -> Answers:
+        """Those of its key, where it is for this batch. Raises CaptureError for a batch that the step may change."""
+        questions = self.plain.capture.questions
+        asked = (leaves[leaf] for question in questions for leaf in question.leaves)
+        if questions and (self.plain.changed_leaves or any(map(self.asked_not.have, asked))):
+            raise CaptureError("the step asks for values of a batch that lies in what it changes; pass a copy of it")
+        return answers_of(questions, self.key[4], leaves)
 
     def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
         """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.

@@ -27,6 +27,7 @@ from waterflow.partition.ambient import ambient_key
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.layouts import surprises
 from waterflow.partition.plan import Plan
+from waterflow.partition.questions import answers_of
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import state_of, structure_key
 from waterflow.partition.survivors import LeavesTensors
@@ -116,15 +117,20 @@ class Variants:
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
         """The variant for such a batch, bound to the tensors as they are now. Raises CaptureError."""
-        key = (batch_key, update, ambient_key(self._spec.device.type), self._gathered if update else frozenset())
-        variant = self._variants.get(key)
-        if variant is not None and variant.binding.current():
+        gathered = self._gathered if update else frozenset()
+        key: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
+        while True:
+            variant = self._variants.get(key)
+            if variant is None or not variant.binding.current():
+                if key not in self._kinds:
+                    self._budget.check(key, leaves, batch_spec)
+                with as_refusal():
+                    variant = self._make(key, leaves, batch_spec)
             variant.code.check()
-            return variant
-        if key not in self._kinds:
-            self._budget.check(key, leaves, batch_spec)
-        with as_refusal():
-            return self._make(key, leaves, batch_spec)
+            answers = variant.answers(leaves)
+            if answers is key[4]:
+                return variant
+            key = (*key[:4], answers)
 
     def lowered(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
@@ -171,6 +177,8 @@ class Variants:
             made.guarded = True
             made.changed_early = Ranges([*spec.trained().values(), *state_of(spec.optimizer)])
             made.changed_between = Ranges(written if captured.recomputed is not None else ())
+        if plain.capture.questions:
+            made.asked_not = Ranges([*owner.tensors.values(), *looked.strangers, *state_of(spec.optimizer)])
         self._variants[key] = made
         self._kinds.add(key)
         return made
@@ -242,9 +250,13 @@ class Variants:
         Raises CaptureError, and MemoryLimitError for a height that it cannot be brought to.
         """
         gathered = frozenset(self._spec.trained()) if self._spec.accumulate > 1 else frozenset()
-        key = (batch_key, True, ambient_key(self._spec.device.type), gathered)
+        key: Key = (batch_key, True, ambient_key(self._spec.device.type), gathered, ())
         with as_refusal():
-            plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
+            while True:
+                plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
+                if (answers := answers_of(plain.capture.questions, key[4], leaves)) is key[4]:
+                    break
+                key = (*key[:4], answers)
             codes.of(structure[0]).check()
             return _form(plain, self._height(key) if height is None else height)
 

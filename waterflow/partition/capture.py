@@ -34,12 +34,14 @@ from waterflow.partition.gradients import check_history, gradients_of, no_gradie
 from waterflow.partition.in_place import sum_in_place
 from waterflow.partition.operators import tensors_in, with_lazy_bits
 from waterflow.partition.optimizers import check_optimizer, state_keys, update_groups
+from waterflow.partition.questions import Question, question_of
 from waterflow.partition.reads import Entry
-from waterflow.partition.recorder import Recorder, constants_of
+from waterflow.partition.recorder import Asking, Recorder, constants_of
 from waterflow.partition.spec import GraphInput, StepSpec, split_result
 from waterflow.partition.structure import check_plain, check_unchanged, lie_apart, structure_key
 from waterflow.partition.surroundings import (
     Substitution,
+    as_in_eager,
     check_hooks,
     in_forward,
     no_reports,
@@ -66,7 +68,7 @@ class Capture:
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     inputs: tuple[GraphInput, ...]
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...] | None  # None: the step returns the loss alone
     update_groups: dict[str, int]
     early_updates: int  # places before the step's end where parameters change
     apart: bool  # no two of the step's tensors lie on the same bytes
@@ -74,6 +76,7 @@ class Capture:
     gradients: tuple[str, ...] = ()  # the parameters that the backward pass reaches
     reached: tuple[GraphInput, ...] = ()  # what else it reaches: it would leave gradients there
     entries: tuple[Entry, ...] = ()  # of modules and libraries, which its code read
+    questions: tuple[Question, ...] = ()  # what it asked of the batch's values
     number: int = field(default_factory=itertools.count().__next__)  # no other capture of the process has it
 
     def holds(self) -> bool:
@@ -115,16 +118,19 @@ def capture_step(
         clean_up(graph)
         sum_in_place(graph)
         apart = lie_apart(spec, looked)
+        if tracer.questions and not apart:
+            raise CaptureError("the step asks for values of its batch, and tensors of its own lie on the same bytes")
         early = update_early(graph, groups) if spec.early_updates and apart else 0
         return Capture(
             graph=graph,
             constants=constants,
             inputs=tuple(tracer.inputs),
-            metrics=tuple(tracer.metric_names),
+            metrics=tracer.metric_names,
             update_groups=groups,
             gradients=tracer.gradients,
             reached=tracer.reached,
             entries=tracer.world.entries,
+            questions=tuple(tracer.questions),
             early_updates=early,
             apart=apart,
             seconds=time.perf_counter() - start,
@@ -164,13 +170,14 @@ class _StepTracer:
         self.inputs: list[GraphInput] = []
         self.fakes: list[torch.Tensor] = []
         self.fakes_by_id: dict[int, torch.Tensor] = {}  # what stands for a real tensor
-        self.metric_names: list[str] = []
+        self.metric_names: tuple[str, ...] | None = None
         self._carried = Carried()
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self.gradients, self.reached = tuple[str, ...](), tuple[GraphInput, ...]()
         self.world = ClosedWorld(looked, leaves, batch_spec)
         self._marks: list[int] = []
+        self.questions: list[Question] = []
         self._graph: Callable[[], fx.Graph]
         # Made outside of the mode, where touching something real would be a detour of 0.2 ms each time.
         self._single, self._double = (
@@ -262,10 +269,10 @@ class _StepTracer:
         self.reached = tuple(self._reached_by(others))
         by_name = {name: g for name, g in zip(self._trained, gradients) if g is not None}
         self.gradients = tuple(by_name)
-        results = [loss.detach(), *(value.detach() for value in metrics.values())]
+        results = [loss.detach(), *(value.detach() for value in (metrics or {}).values())]
         with torch.no_grad():
             self._update(by_name, results)
-        self.metric_names = list(metrics)
+        self.metric_names = None if metrics is None else tuple(metrics)
         return results
 
     def _reached_by(self, others: Sequence[torch.Tensor]) -> Iterator[GraphInput]:
@@ -343,7 +350,7 @@ class _StepTracer:
         # Backward passes for a GPU else run on threads of their own, on which nobody observes user code.
         with undisturbed(self.looked, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
             try:
-                with default_generators.shown(), self.mode, no_reports():
+                with default_generators.shown(), as_in_eager(self.mode.refuse), self.mode, no_reports():
                     self._lay_out()
                     return way(self)
             except CaptureError:
@@ -355,7 +362,7 @@ class _StepTracer:
 
     def record(self) -> Traced:
         """The plain way, which most steps can go. Raises whatever stops it."""
-        recorder = Recorder()
+        recorder = Recorder(self._truth)
         self._graph = lambda: recorder.graph
         for number, fake in enumerate(self.fakes):
             recorder.add_input(number, fake)
@@ -364,10 +371,16 @@ class _StepTracer:
         recorder.add_outputs(outputs)
         return recorder.graph, {}
 
+    def _truth(self, graph: fx.Graph, target: Any, args: Sequence[Any]) -> bool | None:
+        question = question_of(graph, target, args, self.inputs, self.leaves)
+        self.questions += [question] if question is not None and question.leaves else ()
+        return None if question is None else question.answer
+
     def make_fx(self) -> Traced:
         """The thorough way."""
         self._graph = lambda: get_proxy_mode().tracer.graph  # type: ignore[union-attr]
-        with _use_lazy_graph_module(True):  # the module's Python source is not written out and compiled
+        # The module's Python source is not written out and compiled.
+        with _use_lazy_graph_module(True), Asking(self._truth):
             module = make_fx(self._step, pre_dispatch=False)(*self.fakes)
         return module.graph, constants_of(module)
 

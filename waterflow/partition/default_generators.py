@@ -32,7 +32,7 @@ class ShowsGenerators(Protocol):
 
 
 class Traced:
-    """A default generator of a step that is traced: calls become operations. ``refuse`` is told why others stop the trace."""
+    """A default generator of a step that is traced: calls become operations. ``refuse`` raises why others stop the trace."""
 
     def __init__(self, device: torch.device, refuse: Any) -> None:
         self.device = device
@@ -54,9 +54,7 @@ class Traced:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        error = CaptureError(f"the step asks a default generator for its {name}")
-        self._refuse(error)
-        raise error
+        return self._refuse(CaptureError(f"the step asks a default generator for its {name}"))
 
 
 class _StandIn:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from waterflow.errors import StepError
+from waterflow.errors import CaptureError, StepError
 from waterflow.partition import default_generators
 from waterflow.partition.layouts import corrected, is_corrected
 from waterflow.partition.meta_kernels import KNOWN, by_meta_kernel, is_plain_fake, rows, strided
@@ -149,6 +149,14 @@ def _state(mode: Any, device: torch.device, **_: Any) -> Any:
         return torch.empty(_state_bytes(device.type), dtype=torch.uint8)
 
 
+def _recurrent(mode: Any, *args: Any, **kwargs: Any) -> Any:
+    """A layer of oneDNN's has another kernel under ``no_grad``, which the operation of a graph is not told of."""
+    if not torch.is_grad_enabled():
+        what = "a recurrent layer under torch.no_grad() has a kernel of its own; call it outside, and detach its result"
+        mode.refuse(CaptureError(what))
+    return NotImplemented
+
+
 @functools.cache
 def _state_bytes(device_type: str) -> int:
     return torch.Generator(device_type).get_state().numel()
@@ -161,6 +169,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
         aten.relu.default, aten.threshold_backward.default, aten.gelu.default, aten.gelu_backward.default, aten.silu.default,
         aten.sigmoid.default, aten.sigmoid_backward.default, aten.tanh.default, aten.tanh_backward.default,
         aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), _like_operands),
+    aten.mkldnn_rnn_layer.default: _recurrent,
     aten._log_softmax.default: _softmax,
     aten._softmax.default: _softmax,
     aten.addmm.default: _linear,
@@ -212,10 +221,12 @@ class TracingMode(FakeTensorMode):
 
     def default_generator(self, real: torch.Generator) -> default_generators.Traced:
         """What the step gets for a default generator."""
-        return default_generators.Traced(real.device, self._refuse)
+        return default_generators.Traced(real.device, self.refuse)
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise an error by which the trace ends, whatever the user's code makes of it."""
         self.refused = error
+        raise error
 
     def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # torch remembers shapes for all fake modes of the process, those that know none of this included.

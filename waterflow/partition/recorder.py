@@ -9,24 +9,45 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import extract_val
+from torch.fx.experimental.proxy_tensor import extract_val, get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from waterflow.errors import CaptureError
 
 _ASKING = ("prim", "profiler")  # where a tensor is, and marks for profilers: nothing for the graph
+_TRUTHS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _CONSTANTS = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
 class NotPlain(Exception):
     """The step does something that this recorder does not know."""
+
+
+Truth = Callable[[fx.Graph, Any, Sequence[Any]], bool | None]  # what an operation says of values, if they are known
+
+
+class Asking(TorchDispatchMode):
+    """Answers what a step that ``make_fx`` traces asks of values."""
+
+    def __init__(self, truth: Truth) -> None:
+        super().__init__()
+        self._truth = truth
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TRUTHS:
+            tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+            known = [get_proxy_slot(value, tracer, None) for value in args]
+            nodes = [one.proxy.node for one in known if one is not None]
+            if len(nodes) == len(args) and (said := self._truth(tracer.graph, func, nodes)) is not None:
+                return said
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):
@@ -35,9 +56,10 @@ class Recorder(TorchDispatchMode):
     Works on top of a FakeTensorMode, below autograd. Raises NotPlain, also at the end where user code swallowed it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, truth: Truth = lambda *_: None) -> None:
         super().__init__()
         self.graph = fx.Graph()
+        self._truth = truth
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # tensors by id, held for their ids to stay theirs
         self._gave_up: NotPlain | None = None
 
@@ -64,6 +86,8 @@ class Recorder(TorchDispatchMode):
         if not _is_plain(func):
             if isinstance(func, OpOverload) and func.namespace in _ASKING:
                 return func(*args, **kwargs)
+            if func in _TRUTHS and (said := self._truth(self.graph, func, [*map(self._argument, args)])) is not None:
+                return said
             raise self._give_up(f"operation {func}")
         # Before the call: an operation in place changes which node stands for its argument.
         given = tuple(map(self._argument, args)), {name: self._argument(value) for name, value in kwargs.items()}

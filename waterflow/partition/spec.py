@@ -60,19 +60,19 @@ class StepSpec:
         return {n: p for n, p in named if id(p) in trained and (p.requires_grad or n in self.gathered)}
 
 
-def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What a step function returned, as (scalar loss, metrics).
+def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any] | None]:
+    """What a step function returned, as (scalar loss, metrics); None where it returned the loss alone.
 
     Raises CaptureError for anything else; metrics that are no tensors are allowed with ``numbers``.
     """
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, Any] | None = None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         result, metrics = result
     if not isinstance(result, torch.Tensor):
         raise CaptureError(f"the loss must be a tensor; the step returned {type(result).__name__}")
     if result.numel() != 1:
         raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}")
-    for name, value in metrics.items():
+    for name, value in (metrics or {}).items():
         if not numbers and not isinstance(value, torch.Tensor):
             raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
     return result, metrics

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -56,6 +58,28 @@ def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[A
         raise CaptureError("a step changes what its batch consists of; let it change a copy, as dict(batch) is one")
 
 
+def of_torch(batch: Any) -> Any:
+    """A batch with tensors in the place of NumPy's arrays, in their memory, and Python's numbers in that of NumPy's."""
+    leaves, spec = pytree.tree_flatten(batch)
+    taken = _of_torch(leaves)
+    return batch if taken is leaves else pytree.tree_unflatten(taken, spec)
+
+
+def _of_torch(leaves: list[Any]) -> list[Any]:
+    made = {id(leaf): _from_numpy(leaf) for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic))}
+    return [made.get(id(leaf), leaf) for leaf in leaves] if made else leaves
+
+
+def _from_numpy(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item() if value.dtype.kind in "biufc" else value
+    with contextlib.suppress(TypeError, ValueError):  # of a type or strides that torch does not have
+        if type(value) is np.ndarray:
+            shared = value.flags.writeable and min(value.strides, default=0) >= 0
+            return torch.from_numpy(value if shared else value.copy())
+    return value
+
+
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     """Leaves, structure and shape key of a batch.
 
@@ -65,6 +89,7 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     if form is not None:
         return list(batch), None, form
     leaves, spec = pytree.tree_flatten(batch)
+    leaves = _of_torch(leaves)
     key: list[Hashable] = [spec, *_dict_keys(spec)]
     tensors, others = 0, []
     for leaf in leaves:
@@ -74,9 +99,6 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
             key.append(_form(leaf))
         elif isinstance(leaf, _VALUES):
             key.append(exact(leaf))
-        elif type(leaf).__module__ == "numpy":
-            advice = "; make it a tensor with torch.from_numpy"
-            raise InvalidJobError(f"a batch may hold tensors and plain values; got a {type(leaf).__name__}{advice}")
         else:
             others.append(type(leaf).__name__)
     _check_bare(leaves)

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch._higher_order_ops import utils as higher_order
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -141,6 +144,39 @@ def no_reports() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+@contextlib.contextmanager
+def as_in_eager(refuse: Callable[[Exception], None]) -> Iterator[None]:
+    """Within, torch and libraries that ask the calling thread what its tensors are hear the same as in eager training.
+
+    Hugging Face's models ask for values of masks only where these are no stand-ins; attention of torch's that trains nothing has
+    a kernel of its own for plain tensors. What compiles code by itself is refused: torch would remember what it made of stand-ins.
+    """
+    what = "the step calls torch.cond, or what else compiles code by itself; choose by torch.where, or by an if"
+    compiles = functools.partial(refuse, CaptureError(what))
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.overrides, "has_torch_function", lambda given: any(map(_has_functions, given))),
+        (nn.modules.activation, "_is_make_fx_tracing", lambda: False),
+        (higher_order, "setup_compilation_env", compiles),
+        (sys.modules.get("torch.nn.attention.flex_attention"), "setup_compilation_env", compiles),
+        (sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor", lambda one: False),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, answer in answers:
+            if (real := getattr(module, name, None)) is not None:
+                told = functools.partial(_told, threading.get_ident(), real, answer)
+                setattr(module, name, told)
+                stack.callback(setattr, module, name, real)
+        yield
+
+
+def _told(thread: int, real: Callable[..., Any], answer: Callable[..., Any], *given: Any) -> Any:
+    return (answer if threading.get_ident() == thread else real)(*given)
+
+
+def _has_functions(value: Any) -> bool:
+    return type(value) not in (*_PLAIN, FakeTensor) and hasattr(type(value), "__torch_function__")
 
 
 @contextlib.contextmanager

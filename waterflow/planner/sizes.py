@@ -16,6 +16,7 @@ from waterflow.partition.footprint import Footprint
 from waterflow.partition.offsets import Offsets
 from waterflow.partition.plan import make_plan
 from waterflow.partition.recompute import Recomputed
+from waterflow.partition.structure import of_torch
 
 if TYPE_CHECKING:
     from waterflow.step import Step
@@ -112,7 +113,7 @@ class StepSizes:
         self.step = step
         self.batches_held = batches_held
         self.on_capture: Callable[[], None] = lambda: None
-        self._leaves, self._form = pytree.tree_flatten(batch)
+        self._leaves, self._form = pytree.tree_flatten(of_torch(batch))
         firsts = [t.shape[0] for t in self._leaves if isinstance(t, torch.Tensor) and t.dim() > 0]
         if not firsts:
             lists = any(isinstance(leaf, (int, float)) for leaf in self._leaves)
@@ -279,6 +280,8 @@ class StepSizes:
     def _resized(self, leaf: Any, size: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != self.given:
             return leaf
+        if leaf.dim() <= 2 and not leaf.is_floating_point():  # a mask, whose values the step may ask for
+            return leaf[torch.arange(size, device=leaf.device) % self.given]
         # Memory that is asked for and never touched.
         last = leaf.dim() == 4 and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=torch.channels_last)
         form = torch.channels_last if last else torch.contiguous_format
