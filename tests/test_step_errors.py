@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -350,8 +351,14 @@ def test_an_optimizer_that_calls_a_closure() -> None:
     model = Net()
     with pytest.raises(wf.InvalidJobError, match=told):
         wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.LBFGS(model.parameters()))
+    made: list[int] = []
+    settings: dict[str, Any] = {"model": lambda: made.append(1) or Net(), "loss": F.cross_entropy, "data": images(1)}
+    for optimizer in (torch.optim.LBFGS, partial(torch.optim.LBFGS, lr=0.1)):
+        with pytest.raises(wf.InvalidJobError, match=told):
+            wf.train([wf.Job(name="a", optimizer=optimizer, **settings)])
+    assert not made
     with pytest.raises(wf.InvalidJobError, match=told):
-        wf.train([model], loss=F.cross_entropy, optimizer=torch.optim.LBFGS, data=images(1))
+        wf.train([wf.Job(name="a", optimizer=lambda p: torch.optim.LBFGS(p), **settings)])
 
 
 def test_a_forgotten_loss() -> None:

@@ -109,6 +109,8 @@ class Job:
                 f"job {self.name!r}: optimizer must be a function of the parameters, such as "
                 f"lambda params: torch.optim.AdamW(params, lr=1e-3); got {_shown(self.optimizer)}"
             )
+        if (rule := why_no_step(getattr(self.optimizer, "func", self.optimizer))) is not None:
+            raise InvalidJobError(f"job {self.name!r}: {rule}")
         if not _takes_one(self.optimizer):
             raise InvalidJobError(
                 f"job {self.name!r}: optimizer must take the model's parameters, as lambda params: torch.optim.AdamW(params, lr=1e-3) "
@@ -264,6 +266,18 @@ def why_no_limit(seconds: Any) -> str | None:
     if seconds is None or (number and math.isfinite(seconds) and seconds > 0):
         return None
     return f"must be a positive number of seconds, or None for no limit; got {seconds!r}"
+
+
+def why_no_step(kind: Any) -> str | None:
+    """Why a step cannot train with optimizers of a class: they ask for the loss several times. None for others, and for functions."""
+    step = getattr(kind, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return None
+    return (
+        f"{kind.__name__} calls a closure several times in each update, and a step computes its loss once. Take another "
+        "optimizer, such as torch.optim.AdamW, or call optimizer.step(closure) in a loop of your own"
+    )
 
 
 def as_metrics(name: str, value: Any) -> Metrics:

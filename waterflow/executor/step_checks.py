@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from numbers import Real
 from typing import Any
 
@@ -14,6 +13,7 @@ from waterflow.errors import InvalidJobError, StepError
 from waterflow.executor.eager import wants_model
 from waterflow.executor.engine import Engine, current_worker
 from waterflow.executor.thread_generators import thread_generator
+from waterflow.job import why_no_step
 from waterflow.partition.surroundings import shown_line
 
 
@@ -79,7 +79,7 @@ def check_arguments(
             raise InvalidJobError(f"{name} must be a positive number or None; got {value!r}")
     if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
         raise InvalidJobError(f"autocast must be a data type such as torch.bfloat16, or None; got {autocast!r}")
-    if (why := _calls_again(optimizer)) is not None:
+    if (why := why_no_step(type(optimizer))) is not None:
         raise InvalidJobError(why)
     named = [*model.named_parameters(), *model.named_buffers()]
     if (lazy := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
@@ -103,17 +103,6 @@ def check_arguments(
             "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
             "torch.optim.AdamW(model.parameters())"
         )
-
-
-def _calls_again(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a step, which computes its gradients once, cannot be of an optimizer that asks for them several times; None else."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
-        return None
-    return (
-        f"{type(optimizer).__name__} calls a closure several times in each update, and a step computes its loss once. Take "
-        "another optimizer, such as torch.optim.AdamW, or call optimizer.step(closure) in a loop of your own"
-    )
 
 
 def node_error(step: str, node: fx.Node, message: str) -> StepError:
