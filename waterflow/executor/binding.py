@@ -11,6 +11,7 @@ from waterflow.errors import CaptureError
 from waterflow.executor.captured import CapturedStep
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import no_gradient
+from waterflow.partition.library_tables import Table
 from waterflow.partition.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP, hooks_of
 from waterflow.partition.reads import Setting
 from waterflow.partition.spec import GraphInput, StepSpec
@@ -119,6 +120,8 @@ def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
     for entry in captured.capture.entries:
         if isinstance(entry, Setting):
             guards.setting(entry.container)
+        elif isinstance(entry, Table):
+            guards.dict(entry.container)
         elif isinstance(entry.container, type):
             guards.cls(entry.container)
         else:

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError
-from waterflow.partition import pure_code, reads, settings
+from waterflow.partition import library_tables, pure_code, reads, settings
 from waterflow.partition.code_key import codes_within, in_library, operators_with, slots_of
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.libraries import is_library_code
@@ -70,13 +70,14 @@ class ClosedWorld:
                 self.reads.stranger(value, f"{value} of the batch")
         self._settings = {ask: ask() for ask in (settings.of_numpy, settings.of_warnings, settings.of_classes)}
         self._libraries = {pure_code.package_of(type(one).__module__) for one in looked.modules()}  # to be observed
+        self._met: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
         self._known: set[types.CodeType] | None = None
         self._refusal: CaptureError | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The guards that the capture needs beside those of the fingerprint."""
-        return tuple(self.reads.entries.values())
+        return *self.reads.entries.values(), *library_tables.entries_of(self._met)
 
     def _make_rules(self) -> _Rules:
         """The rule of each kind of operation."""
@@ -117,7 +118,7 @@ class ClosedWorld:
                 self._look_back(seen)
         self._raise_refusal()
 
-    def _is_observed(self, code: types.CodeType, space: Mapping[str, Any]) -> bool:
+    def _is_observed(self, code: types.CodeType, space: dict[str, Any]) -> bool:
         """Whether the operations of a function's frames are judged one by one.
 
         Those of Python's own library, and of torch, are not: code that is not observed may call them, too. Calls to them are
@@ -126,6 +127,8 @@ class ClosedWorld:
         package = pure_code.package_of(space.get("__name__"))
         if not is_library_code(code, space):
             return not package.startswith("namedtuple_")
+        if package in library_tables.PACKAGES:
+            self._met[id(code)] = code, space
         return package in self._libraries and package not in (sys.stdlib_module_names | pure_code.PACKAGES)
 
     def _raise_refusal(self) -> None:
