@@ -115,6 +115,8 @@ def test_static_methods_in_c_are_taken_for_what_they_belong_to() -> None:
 SOURCE = """
 import torch.nn as nn
 EPOCH = 0
+class Held:
+    factor = 1.0
 class Net(nn.Module):
     def __init__(self): super().__init__(); self.linear = nn.Linear(6, 4)
     def forward(self, x): return self.linear(x) / (1 + EPOCH)
@@ -155,6 +157,28 @@ def test_a_users_own_module_may_be_called_as_a_library_is(
 
     step = losses(lambda m, b: F.cross_entropy(m(b[0]), b[1]), module.Net(), later)
     assert step.opaque_reason is None
+
+
+def test_a_users_module_may_be_called_as_machinery_is(modules: Callable[[str, str], Any]) -> None:
+    """Objects of the classes of optuna, queues and logging are not looked into; those of a module ``queue_of_mine`` are."""
+    module = modules("queue_of_mine", "queue_of_mine.py")
+    held = module.Held()
+
+    def later() -> None:
+        held.factor += 1.0
+
+    step = losses(lambda m, b: F.cross_entropy(m(b[0]), b[1]) * held.factor, nn.Linear(6, 4), later)
+    assert step.opaque_reason is None
+
+
+def test_code_without_a_path_is_of_the_module_that_it_runs_in() -> None:
+    """As in programs that were frozen into one file, and of functions that a library makes from text."""
+    space: dict[str, Any] = {"__name__": "here", "__file__": torch.__file__}
+    for file in ("torch/nn/made.py", "<string>"):
+        exec(compile("def made(): pass", file, "exec"), space)
+        assert in_library(space["made"])
+    exec(compile("def made(): pass", "<string>", "exec"), own := {"__name__": "torch"})
+    assert not in_library(own["made"])
 
 
 def test_a_class_says_what_it_likes() -> None:

@@ -51,7 +51,7 @@ _FIXED = frozenset({
     *(kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)),
 })  # fmt: skip
 _BY_IDENTITY = (types.ModuleType, logging.Logger, io.IOBase)
-# Objects of these modules are no part of what a step computes, and hold half of the process.
+# Objects of these modules of libraries are no part of what a step computes, and hold half of the process.
 _MACHINERY = ("optuna.", "threading", "queue", "logging", "torch.optim", "torch.utils.data", "torch._ops", "torch._library",
               "waterflow.step", "waterflow.runner", "waterflow.executor.engine")  # fmt: skip
 _CODE: Any = (type, types.FunctionType, types.BuiltinFunctionType)
@@ -188,7 +188,8 @@ class Fingerprint:
             return self.by_identity(value)
         if issubclass(kind, nn.Module):
             return self.of_module(value)
-        if issubclass(kind, _BY_IDENTITY) or str(kind.__module__).startswith(_MACHINERY) or value is sys.modules:
+        machinery = str(kind.__module__).startswith(_MACHINERY) and in_library(kind)
+        if issubclass(kind, _BY_IDENTITY) or machinery or value is sys.modules:
             return self.by_identity(value)
         if issubclass(kind, torch.Tensor):
             return self._tensor(value)
@@ -381,9 +382,8 @@ class Fingerprint:
 
 
 def _says_plainly(value: Any) -> bool:
-    return (
-        type(value) in (list, tuple, set, frozenset) and len(value) <= 100 and all(type(one) in _FIXED for one in value)
-    )
+    short = type(value) in (list, tuple, set, frozenset) and len(value) <= 100
+    return short and all(type(one) in _FIXED for one in value)
 
 
 def is_librarys(value: Any) -> bool:

@@ -58,8 +58,9 @@ def is_library_space(space: Mapping[str, Any]) -> bool:
 
 
 def is_library_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
-    """Whether code that runs with these globals is a library's. What was made from text is of the module that it runs in."""
-    return is_library_space(space) if code.co_filename.startswith("<") else is_library_file(code.co_filename)
+    """Whether code that runs with these globals is a library's. Without a file of its own it is of the module that it runs in."""
+    file = code.co_filename
+    return is_library_file(file) if os.path.isabs(file) else is_library_space(space)
 
 
 def is_library_function(function: types.FunctionType) -> bool:
@@ -70,7 +71,7 @@ def is_library_function(function: types.FunctionType) -> bool:
 def is_torchs_function(function: Any) -> bool:
     """Whether a function is torch's own, with all that it wraps."""
     found = _wrapped_in(function) if isinstance(function, types.FunctionType) else ()
-    return bool(found) and all(is_torchs_file(one.__code__.co_filename) for one in found)
+    return bool(found) and all(is_torchs_file(str(one.__globals__.get("__file__"))) for one in found)
 
 
 def is_library_class(cls: type) -> bool:
