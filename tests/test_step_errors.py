@@ -138,14 +138,18 @@ def test_the_message_names_the_operation(how: str, engine: Engine | None) -> Non
     text = str(caught.value)
     assert "'wordy'" in text and "forward" in text and any(w in text for w in ("out of", "valid range"))
     assert isinstance(caught.value, RuntimeError)
+    with pytest.raises((IndexError, RuntimeError)) as eager:
+        model(*words(1, bad=1)[0][:-1])
+    assert isinstance(caught.value, IndexError) == isinstance(eager.value, IndexError)
     assert job.opaque_reason is None
 
 
 def test_the_message_names_a_target_out_of_range(engine: Engine | None) -> None:
     model, optimizer = making()
     job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
-    with pytest.raises(wf.StepError, match=r"nll_loss.*out of bounds"):
+    with pytest.raises(wf.StepError, match=r"nll_loss.*out of bounds") as caught:
         job(words(1, bad=2)[0])
+    assert isinstance(caught.value, IndexError)
 
 
 def test_the_message_is_for_people(engine: Engine | None) -> None:

@@ -43,6 +43,10 @@ class StepError(WaterflowError, RuntimeError):
     """An operation failed in the middle of a captured step; the message names it and the user's line."""
 
 
+class StepIndexError(StepError, IndexError):
+    """The same, where eager training raises an IndexError."""
+
+
 class AuditError(WaterflowError, RuntimeError):
     """A captured step has differed from the eager one, which is a fault of waterflow, and steps before it were not compared."""
 

@@ -314,7 +314,7 @@ class Step(StepFigures):
             self._fall(pending)
             assert pending.variant is not None
             node = pending.variant.captured.lowered.instructions[run.failed_node]
-            raise checks.node_error(self.name, node, str(error)) from None
+            raise checks.node_error(self.name, node, error) from None
         except BaseException:
             self._fall(pending)
             raise

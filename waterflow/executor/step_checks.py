@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from waterflow.errors import InvalidJobError, StepError
+from waterflow import _C
+from waterflow.errors import InvalidJobError, StepError, StepIndexError
 from waterflow.executor.eager import wants_model
 from waterflow.executor.engine import Engine, current_worker
 from waterflow.executor.thread_generators import thread_generator
@@ -105,11 +106,12 @@ def check_arguments(
         )
 
 
-def node_error(step: str, node: fx.Node, message: str) -> StepError:
+def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
     """The error of an operation that failed while a step ran."""
     where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
     phase = node.meta.get("phase", "")
-    return StepError(f"{node.target} in the {phase} of step {step!r} failed: {message.strip()}{where}")
+    kind = StepIndexError if isinstance(error, _C.NodeIndexError) else StepError
+    return kind(f"{node.target} in the {phase} of step {step!r} failed: {str(error).strip()}{where}")
 
 
 def check_device(name: str, model: torch.device, engine: Engine | None) -> None:

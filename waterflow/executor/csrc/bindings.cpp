@@ -146,7 +146,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_generators(m);
   bind_guards(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
-  py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
+  const auto& node_error = py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
+  py::register_exception<NodeIndexError>(m, "NodeIndexError", node_error);
 
   py::class_<GroupPlan, std::shared_ptr<GroupPlan>>(m, "GroupPlan")
       .def(py::init([](std::vector<int32_t> ends, std::vector<int64_t> peak, std::vector<int64_t> after,

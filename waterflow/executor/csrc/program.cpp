@@ -51,6 +51,14 @@ at::Tensor make_alias(const Alias& alias, const at::Tensor& given) {
   return view;
 }
 
+[[noreturn]] void fail(int32_t index, Frame& frame, const std::exception& error) {
+  frame.stack.clear();
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  const std::string what = torchs != nullptr ? torchs->what_without_backtrace() : error.what();
+  if (dynamic_cast<const c10::IndexError*>(&error) != nullptr) throw NodeIndexError(index, what);
+  throw NodeError(index, what);
+}
+
 }  // namespace
 
 at::Tensor wrapped_number(const at::Scalar& number) {
@@ -163,12 +171,8 @@ void Program::take_results(const Instruction& instruction, Frame& frame) {
 void Program::execute(int32_t index, Frame& frame) const {
   try {
     execute(instructions_[index], frame);
-  } catch (const c10::Error& error) {
-    frame.stack.clear();
-    throw NodeError(index, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    frame.stack.clear();
-    throw NodeError(index, error.what());
+    fail(index, frame, error);
   }
 }
 
@@ -196,12 +200,8 @@ void Program::run_profiled(Frame& frame, int32_t begin, int32_t end, StepProfile
     try {
       execute(instructions_[i], frame);
       if (stream) stream->synchronize();
-    } catch (const c10::Error& error) {
-      frame.stack.clear();
-      throw NodeError(i, error.what_without_backtrace());
     } catch (const std::exception& error) {
-      frame.stack.clear();
-      throw NodeError(i, error.what());
+      fail(i, frame, error);
     }
     log.ends.push_back(log.ticks++);
     auto& entry = profile.instructions[i];

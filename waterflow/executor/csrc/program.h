@@ -79,6 +79,11 @@ struct NodeError : std::runtime_error {
   int32_t node;
 };
 
+// What eager training raises as an IndexError.
+struct NodeIndexError : NodeError {
+  using NodeError::NodeError;
+};
+
 // Graphs are captured below autograd, so their operations run below it, too.
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView guard;
