@@ -22,7 +22,7 @@ from waterflow.executor import step_checks as checks
 from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import OwnBatches
 from waterflow.executor.capture_budget import CaptureBudget, NewKind
-from waterflow.executor.captured import input_bytes_of
+from waterflow.executor.captured import persistent_bytes, storage_bytes
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
@@ -41,6 +41,9 @@ from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
 
 logger = logging.getLogger("waterflow")
+
+# Of steps that run eagerly the first ones are metered, and then some of many: that takes a tenth of a small step's time.
+FIRST_METERED, METERED_EVERY = 3, 32
 
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
@@ -142,6 +145,8 @@ class Step(StepFigures):
         self._under_way: deque[Pending] = deque()
         self._micro = 0
         self._told_new_kinds = False
+        self._largest_batch = -1
+        self._sizes: tuple[tuple[int, int], int] = (-1, -1), 0
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
@@ -229,7 +234,7 @@ class Step(StepFigures):
         if self._worker is not None and self.engine is not None and self.engine.clock is not None:
             self.engine.clock.advance(self._worker)
         if self.opaque_reason is not None:
-            return self._submit_opaque(batch, update)
+            return self._submit_opaque(batch, update, by_caller)
         refused = done = None
         try:
             leaves, batch_spec, key = flatten(batch)
@@ -244,7 +249,7 @@ class Step(StepFigures):
             refused.__context__ = refused.__cause__ = None
         if refused is not None:
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
-            return self._submit_opaque(batch, update, refused)
+            return self._submit_opaque(batch, update, by_caller, refused)
         if done is not None:
             return self._hand_in_captured(*done, variant, update)
         return self._submit_captured(variant, leaves, batch_spec, update, by_caller)
@@ -347,20 +352,38 @@ class Step(StepFigures):
         what = "step %r runs eagerly, as an opaque job: %s. It trains correctly, but slower and as one group."
         logger.warning(what, self.name, error)
         self._variants.clear()
+        if self.engine is not None and self.job is not None:
+            self.engine.runs_eagerly(self.job)
 
     def _tell_new_kinds(self, error: NewKind) -> None:
         if not self._told_new_kinds:
             logger.warning("step %r runs batches of new kinds eagerly, as fast as plain PyTorch: %s.", self.name, error)
         self._told_new_kinds = True
 
-    def _submit_opaque(self, batch: Batch, update: bool, refused: CaptureError | None = None) -> Pending:
+    def _persistent_bytes(self) -> int:
+        """Looked at again where the optimizer has more or less than before."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        size = sum(len(group["params"]) for group in groups), sum(map(len, state.values()))
+        if size != self._sizes[0]:
+            self._sizes = size, persistent_bytes(self._spec.model, self.optimizer)
+        return self._sizes[1]
+
+    def _submit_opaque(
+        self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
+    ) -> Pending:
         if isinstance(refused, NewKind):
             self._tell_new_kinds(refused)
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
 
+        size = storage_bytes(pytree.tree_leaves(of_torch(batch)))
+        metered = refused is not None or self.eager_steps % METERED_EVERY < FIRST_METERED or size > self._largest_batch
+        self._largest_batch = max(size, self._largest_batch)
+
         def train(batch: Batch) -> tuple[Any, int]:
-            return self._eager_step.metered(batch, update, surrounding)
+            if metered:
+                return self._eager_step.metered(batch, update, surrounding)
+            return self._eager_step.unmetered(batch, update, surrounding), 0
 
         def work() -> None:
             if refused is not None:
@@ -376,14 +399,15 @@ class Step(StepFigures):
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
-        persistent, held = input_bytes_of(self._spec.model, self.optimizer, of_torch(batch))
+        persistent = self._persistent_bytes()
         known = self.measured_height > 0 and (refused is None or isinstance(refused, NewKind))
-        plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=held)
+        plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=size)
         self.engine.claim(self.job, plan, batches=self.batches_ahead)
         self._last_plan = plan
         # An unknown job is looked at alone: its first step holds all that is left.
         with contextlib.nullcontext(self.measured_height) if known else self.engine.looking(self.job) as height:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
+            run.by_caller = by_caller
             pending = self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), plan, update)
             if refused is not None or not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -148,3 +149,55 @@ def test_fewer_and_more_lanes_while_jobs_run() -> None:
         results = wf.train(jobs(12), engine=engine, callbacks=[change], max_concurrent=8)
     alone = [wf.train([job], lanes=1, memory="1GiB")[0] for job in jobs(12)]
     assert [r.losses for r in results] == [r.losses for r in alone]
+
+
+@pytest.mark.parametrize(("speeds", "best"), [({1: 1.0, 2: 1.0, 4: 1.0}, 1), ({1: 1.0, 2: 2.0, 4: 3.9}, 4)])
+def test_jobs_that_run_eagerly_take_turns_until_more_lanes_have_proved_better(
+    speeds: dict[int, float], best: int
+) -> None:
+    machine = Machine(speeds)
+    looker, decisions = lanes_of(machine)
+    looker.begin(eager=2, jobs=3)
+    assert machine.in_use == 1 and not decisions
+    machine.work(60, looker, jobs=3)
+    looker.begin(eager=2, jobs=3)
+    assert looker.count == best and decisions
+
+
+def test_where_most_jobs_are_captured_all_lanes_are_in_use() -> None:
+    machine = Machine({1: 1.0, 4: 1.0})
+    looker, _ = lanes_of(machine)
+    looker.begin(eager=2, jobs=3)
+    looker.begin(eager=1, jobs=3)
+    assert machine.in_use == 4
+
+
+def test_a_study_of_eager_steps_has_one_lane_and_its_bits() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        torch.manual_seed(trial.number)
+        model = nn.Linear(8, 2)
+        step = wf.Step(model, loss=nn.functional.mse_loss, optimizer=torch.optim.RMSprop(model.parameters()))
+        losses = [step(batch).item() for batch in BATCHES * 3]
+        assert step.engine is not None and step.opaque_reason is not None
+        trial.set_user_attr("losses", losses)
+        return losses[-1]
+
+    together, alone = optuna.create_study(), optuna.create_study()
+    wf.optimize(together, objective, n_trials=4, lanes=2, max_concurrent=2)
+    alone.optimize(plain_objective, n_trials=4)
+    assert [t.user_attrs["losses"] for t in together.trials] == [t.user_attrs["losses"] for t in alone.trials]
+
+
+def plain_objective(trial: optuna.Trial) -> float:
+    torch.manual_seed(trial.number)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.RMSprop(model.parameters())
+    losses = []
+    for x, y in BATCHES * 3:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    trial.set_user_attr("losses", losses)
+    return losses[-1]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,20 +229,20 @@ def input_bytes(capture: Capture) -> tuple[int, int]:
     return sum(persistent.values()), sum(batch.values())
 
 
-def input_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> tuple[int, int]:
-    """The same of a job that is not captured, from the tensors themselves."""
-    tensors = [*model.parameters(), *model.buffers()]
-    for entries in optimizer.state.values():
-        tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return _storage_bytes(tensors), _storage_bytes(leaves)
+def persistent_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What persists of a job that is not captured, from the tensors themselves."""
+    state = (value for entries in optimizer.state.values() for value in entries.values())
+    return storage_bytes([*model.parameters(), *model.buffers(), *state])
 
 
-def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+def storage_bytes(values: Iterable[Any]) -> int:
+    """Bytes behind those of ``values`` that are tensors, each storage once."""
     storages = {}
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse ones, and others without one storage
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for tensor in values:
+        if isinstance(tensor, torch.Tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse ones, and others without one storage
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

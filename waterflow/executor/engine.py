@@ -136,6 +136,7 @@ class Engine(Claims):
         self.decisions: list[Decision] = []
         self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
+        self._eager_jobs: set[int] = set()
         self._starving = Starving(self.decisions, self.native.queued, self.lanes)
         if mode == "turns":
             self.native.set_active_lanes(1)
@@ -167,6 +168,7 @@ class Engine(Claims):
         with contextlib.suppress(ValueError):
             self.native.remove_job(job)
         self._tell_refusals()
+        self._eager_jobs.discard(job)
         self.release(job)
 
     def set_terms(self, job: int, terms: Terms) -> None:
@@ -267,7 +269,15 @@ class Engine(Claims):
             return
         in_use = self._lanes_in_use
         if in_use is not None and in_use.now() >= in_use.next_look:
+            if self._eager_jobs:
+                in_use.begin(len(self._eager_jobs), len(self._claims))
             in_use.look(len(self._claims))
+
+    def runs_eagerly(self, job: int) -> None:
+        """From now on the job's steps are not captured: side by side they gain little, as Python runs one of them at a time."""
+        self._eager_jobs.add(job)
+        if self._lanes_in_use is not None and self.coordinator is None:
+            self._lanes_in_use.begin(len(self._eager_jobs), len(self._claims))
 
     def _tell_refusals(self) -> None:
         for job, why in self.native.take_graph_refusals():

@@ -73,6 +73,14 @@ class LanesInUse:
         self._windows: list[float] = []
         self._restart()
 
+    def begin(self, eager: int, jobs: int) -> None:
+        """``eager`` of the jobs run without captures: until something was tried they take turns, as their Python code must anyway."""
+        with self._lock:
+            count = 1 if 2 * eager > jobs else self.native.lanes
+            if count != self.count and not self.decisions:
+                self.count = count
+                self._restart()
+
     def look(self, jobs: int) -> None:
         """Where a window is over: learn from it, and begin the next one. ``jobs`` is how many are in the engine now."""
         if not self._lock.acquire(blocking=False):
