@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from waterflow.executor import step_checks as checks
 from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import OwnBatches
 from waterflow.executor.capture_budget import CaptureBudget, NewKind
-from waterflow.executor.captured import persistent_bytes, storage_bytes
+from waterflow.executor.captured import storage_bytes
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
@@ -41,9 +41,6 @@ from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
 
 logger = logging.getLogger("waterflow")
-
-# Of steps that run eagerly the first ones are metered, and then some of many: that takes a tenth of a small step's time.
-FIRST_METERED, METERED_EVERY = 3, 32
 
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
@@ -144,9 +141,7 @@ class Step(StepFigures):
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
-        self._told_new_kinds = False
-        self._largest_batch = -1
-        self._sizes: tuple[tuple[int, int], int] = (-1, -1), 0
+        self._told: Counter[str] = Counter()
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
@@ -349,41 +344,32 @@ class Step(StepFigures):
 
     def _go_opaque(self, error: CaptureError) -> None:
         self.opaque_reason = str(error)
-        what = "step %r runs eagerly, as an opaque job: %s. It trains correctly, but slower and as one group."
-        logger.warning(what, self.name, error)
+        if self._is_news(self.opaque_reason):
+            logger.warning("step %r runs eagerly, about as fast as without waterflow: %s", self.name, error)
         self._variants.clear()
         if self.engine is not None and self.job is not None:
             self.engine.runs_eagerly(self.job)
 
-    def _tell_new_kinds(self, error: NewKind) -> None:
-        if not self._told_new_kinds:
-            logger.warning("step %r runs batches of new kinds eagerly, as fast as plain PyTorch: %s.", self.name, error)
-        self._told_new_kinds = True
-
-    def _persistent_bytes(self) -> int:
-        """Looked at again where the optimizer has more or less than before."""
-        groups, state = self.optimizer.param_groups, self.optimizer.state
-        size = sum(len(group["params"]) for group in groups), sum(map(len, state.values()))
-        if size != self._sizes[0]:
-            self._sizes = size, persistent_bytes(self._spec.model, self.optimizer)
-        return self._sizes[1]
+    def _is_news(self, cause: str) -> bool:
+        """Whether no step of this engine has told it."""
+        told = self._told if self.engine is None else self.engine.told
+        told[cause] += 1
+        return told[cause] == 1
 
     def _submit_opaque(
         self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
     ) -> Pending:
-        if isinstance(refused, NewKind):
-            self._tell_new_kinds(refused)
+        if isinstance(refused, NewKind) and str(refused) and self._is_news("new kinds"):
+            logger.warning(
+                "step %r runs batches of new kinds eagerly, about as fast as without waterflow: %s", self.name, refused
+            )
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
 
         size = storage_bytes(pytree.tree_leaves(of_torch(batch)))
-        metered = refused is not None or self.eager_steps % METERED_EVERY < FIRST_METERED or size > self._largest_batch
-        self._largest_batch = max(size, self._largest_batch)
 
         def train(batch: Batch) -> tuple[Any, int]:
-            if metered:
-                return self._eager_step.metered(batch, update, surrounding)
-            return self._eager_step.unmetered(batch, update, surrounding), 0
+            return self._eager_step.now_and_then_metered(batch, update, surrounding, size)
 
         def work() -> None:
             if refused is not None:
@@ -399,7 +385,7 @@ class Step(StepFigures):
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
-        persistent = self._persistent_bytes()
+        persistent = self._eager_step.persistent_bytes()
         known = self.measured_height > 0 and (refused is None or isinstance(refused, NewKind))
         plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=size)
         self.engine.claim(self.job, plan, batches=self.batches_ahead)

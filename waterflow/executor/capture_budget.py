@@ -66,21 +66,17 @@ class CaptureBudget:
 
     def _why(self, leaves: list[Any], spec: pytree.TreeSpec | None) -> str:
         if not self._last:
-            return "batches of ever new kinds"  # said before
+            return ""  # said before
         now, before, self._last = described(leaves, spec), self._last, {}
         changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
         if changed is None:
-            return "batches of ever new kinds, of which each would be captured anew"
-        remedy = (
-            "pad batches to a few sizes"
-            if "shape" in now[changed]
-            else (
-                "make a number a tensor, as torch.tensor(x) does, and leave out of the batch what the step does not use"
-            )
-        )
+            return "each would be captured anew"
+        never = "pad batches to a few sizes" if "shape" in now[changed] else (
+            "make a number a tensor, as torch.tensor(x) does, and leave out of the batch what the step does not use"
+        )  # fmt: skip
         return (
-            f"its batches are ever new: batch{changed} was {before[changed]} and is {now[changed]}, and each kind is a "
-            f"capture of its own; {remedy}"
+            f"batch{changed} was {before[changed]} and is {now[changed]}, and a capture takes longer than a step. Kinds that come "
+            f"back are captured by and by; for those that never do, {never}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.audited import Audited
+from waterflow.executor.capture_budget import NewKind
 from waterflow.executor.lowering import Lowered, lower
 from waterflow.executor.thread_generators import redirect
 from waterflow.partition.capture import Capture, capture_step
@@ -251,14 +252,15 @@ class CaptureCache:
 
     def __init__(self, size: int = 256) -> None:
         self._size = size
-        self._entries: OrderedDict[Hashable, CapturedStep | CaptureError] = OrderedDict()
+        self._entries: OrderedDict[tuple[Hashable, ...], CapturedStep | CaptureError] = OrderedDict()
+        self._kinds: Counter[Hashable] = Counter()  # of batches, the second part of keys
         self._lock = threading.Lock()
         self._building: dict[Hashable, threading.Event] = {}
         self.captures = 0
         self.hits = 0
 
-    def get(self, key: Hashable, make: Callable[[], CapturedStep]) -> CapturedStep:
-        """The entry of ``key``, built by ``make`` if there is none. A CaptureError is remembered, too, but for LeavesTensors."""
+    def get(self, key: tuple[Hashable, ...], make: Callable[[], CapturedStep]) -> CapturedStep:
+        """The entry of ``key``, built by ``make`` if there is none. A CaptureError that is lasting is remembered, too."""
         while True:
             with self._lock:
                 entry = self._entries.get(key)
@@ -277,13 +279,13 @@ class CaptureCache:
             raise type(entry)(entry.reason, entry.where)
         return entry
 
-    def _build(self, key: Hashable, make: Callable[[], CapturedStep]) -> CapturedStep | CaptureError:
+    def _build(self, key: tuple[Hashable, ...], make: Callable[[], CapturedStep]) -> CapturedStep | CaptureError:
         entry: CapturedStep | CaptureError | None = None
         try:
             try:
                 entry = make()
-            except LeavesTensors:
-                raise  # what it fills may be filled the next time
+            except (LeavesTensors, NewKind):
+                raise  # the next time may be another: what it fills is filled, or there is time for it
             except CaptureError as error:
                 entry = type(error)(error.reason, error.where)
             return entry
@@ -291,22 +293,34 @@ class CaptureCache:
             with self._lock:
                 if entry is not None:
                     self._entries[key] = entry
+                    self._kinds[key[1]] += 1
                     self.captures += 1
                     while len(self._entries) > self._size:
-                        self._entries.popitem(last=False)
+                        self._forget(next(iter(self._entries)))
                 self._building.pop(key).set()
 
-    def renew(self, key: Hashable, old: CapturedStep, make: Callable[[], CapturedStep]) -> CapturedStep:
+    def know(self, kind: Hashable) -> bool:
+        """Whether some step has a capture for batches of this kind: then it is worth while to look for one's own."""
+        return self._kinds[kind] > 0
+
+    def renew(self, key: tuple[Hashable, ...], old: CapturedStep, make: Callable[[], CapturedStep]) -> CapturedStep:
         """The entry of ``key`` built anew, unless it is another than ``old`` already."""
         with self._lock:
             if self._entries.get(key) is old:
-                del self._entries[key]
+                self._forget(key)
         return self.get(key, make)
+
+    def _forget(self, key: tuple[Hashable, ...]) -> None:
+        del self._entries[key]
+        self._kinds[key[1]] -= 1
+        if not self._kinds[key[1]]:
+            del self._kinds[key[1]]
 
     def clear(self) -> None:
         """Forget everything; captures in use live on with their jobs."""
         with self._lock:
             self._entries.clear()
+            self._kinds.clear()
             self.captures = self.hits = 0
 
 

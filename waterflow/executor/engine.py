@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any, Literal, Protocol, get_args
@@ -137,6 +137,7 @@ class Engine(Claims):
         self.coordinator: Coordinator | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
         self._eager_jobs: set[int] = set()
+        self.told: Counter[str] = Counter()  # steps that run eagerly, by the cause; each is told once
         self._starving = Starving(self.decisions, self.native.queued, self.lanes)
         if mode == "turns":
             self.native.set_active_lanes(1)

@@ -89,17 +89,12 @@ def check_arguments(
             "so in the function that makes the model"
         )
     updated = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(p.requires_grad for p in (*model.parameters(), *updated)):
+    whole_step = step is not None or wants_model(loss)  # which may train what the model does not hold
+    if not any(p.requires_grad for p in (*model.parameters(), *(updated if whole_step else ()))):
         raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
     trained = set(map(id, updated))
     held = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
-    if (
-        step is None
-        and not wants_model(loss)
-        and held
-        and not held[0].is_meta
-        and not any(id(p) in trained for p in held)
-    ):
+    if not whole_step and held and not held[0].is_meta and not any(id(p) in trained for p in held):
         raise InvalidJobError(
             "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
             "torch.optim.AdamW(model.parameters())"

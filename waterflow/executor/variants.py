@@ -122,7 +122,7 @@ class Variants:
         while True:
             variant = self._variants.get(key)
             if variant is None or not variant.binding.current():
-                if key not in self._kinds:
+                if key not in self._kinds and not captures.know(key):
                     self._budget.check(key, leaves, batch_spec)
                 with as_refusal():
                     variant = self._make(key, leaves, batch_spec)
@@ -275,6 +275,8 @@ class Variants:
             raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
 
         def make() -> CapturedStep:
+            if key not in self._kinds:
+                self._budget.check(key, leaves, batch_spec)
             self._captures[key[:3]] = before + 1
             with self._budget.spending():
                 return build(spec, leaves, batch_spec, looked, self._name)
