@@ -247,6 +247,22 @@ def test_what_is_frozen_is_not_copied(engine: Engine | None, monkeypatch: pytest
     assert mine.step is not None and mine.step.audit.passed == 5 and max(looked) < 3 * trained + 20_000 < frozen
 
 
+def test_on_a_lane_the_captured_step_has_the_lanes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of which lies in one range of addresses; what torch's own allocator gives back may stay with the process."""
+    apart: list[int] = []
+    run_captured = BothWays._run_captured
+
+    def noted(self: BothWays, generator: torch.Generator) -> Any:
+        run, outcome = run_captured(self, generator)
+        apart.append(abs(torch.empty(1000).data_ptr() - outcome.tensors["the loss"].data_ptr()))
+        return run, outcome
+
+    monkeypatch.setattr(BothWays, "_run_captured", noted)
+    with Engine("cpu", memory="1GiB", lanes=1) as engine:
+        train_step(net_and(Adam), batches(), audit=1, engine=engine)
+    assert len(apart) == 5 and max(apart) < 16 << 20
+
+
 # -- which steps
 
 

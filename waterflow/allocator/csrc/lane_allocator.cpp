@@ -114,6 +114,7 @@ LaneScope::~LaneScope() {
   t_lane = lane_before_;
 }
 
+bool on_lane_here() { return t_lane; }
 Placer* placer_here() { return t_placer != nullptr ? t_placer : t_device_placer; }
 Placer* device_placer_here() { return t_device_placer; }
 

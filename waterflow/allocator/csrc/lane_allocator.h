@@ -30,6 +30,8 @@ class LaneScope {
   bool lane_before_;
 };
 
+// Whether the calling thread runs a lane's step whose requests are served here.
+bool on_lane_here();
 // The calling thread's placer; null where it has none.
 Placer* placer_here();
 // The same where it serves memory of a device.

@@ -80,6 +80,7 @@ GroupPlan::GroupPlan(std::vector<int32_t> ends_, Heights heights_)
 }
 
 void run_alone(StepRun& run) {
+  run.in_arenas = on_lane_here();  // as part of what a lane runs, an audit
   try {
     run.fill();
     for (int32_t group = 0; group < run.plan->heights.groups(); ++group) run.run_group(group);
