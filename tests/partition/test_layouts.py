@@ -73,8 +73,8 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, func, types, args, kwargs)
 
     # As if torch said so: what the user's own code does there would be no part of a capture.
-    torchs = {**globals(), "__name__": "torch.rules"}
-    theirs = FunctionType(dispatch.__code__, torchs, "dispatch", None, dispatch.__closure__)
+    code = dispatch.__code__.replace(co_filename=torch.__file__)
+    theirs = FunctionType(code, globals(), "dispatch", None, dispatch.__closure__)
     monkeypatch.setattr(TracingMode, "_dispatch_impl", theirs)
     monkeypatch.setattr(layouts, "_answers", {})
     monkeypatch.setattr(layouts, "_corrections", {})
