@@ -206,3 +206,45 @@ def test_a_step_that_reads_a_handle_is_not_captured() -> None:
     step = wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()))
     step(images(1)[0])
     assert "handles" in str(step.opaque_reason)
+
+
+class Settles(nn.Module):
+    """Fills in a setting in its first call, as Hugging Face's classifiers do; or counts its calls."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.kind: str | None = None
+        self.counts, self.calls = counts, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "regression"
+        if self.counts:
+            self.calls += 1
+        return self.layer(x).square().mean() if self.kind == "regression" else self.layer(x).abs().mean()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_step_that_fills_in_a_setting_once_is_captured_behind_that(counts: bool) -> None:
+    def made() -> tuple[Settles, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Settles(counts)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    model, optimizer = made()
+    step = wf.Step(model, optimizer=optimizer)
+    plain, other = made()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        x = torch.randn(5, 8, generator=generator)
+        other.zero_grad()
+        loss = plain(x)
+        loss.backward()
+        other.step()
+        assert step((x,)).item() == loss.item()
+    assert all(map(torch.equal, model.parameters(), plain.parameters())) and model.calls == plain.calls
+    if counts:
+        assert step.opaque_reason is not None and "changes calls" in step.opaque_reason
+    else:
+        assert step.opaque_reason is None and step.eager_steps == 1

@@ -30,6 +30,7 @@ from waterflow.partition.plan import Plan
 from waterflow.partition.questions import answers_of
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import state_of, structure_key
+from waterflow.partition.surroundings import ChangesItself
 from waterflow.partition.survivors import LeavesTensors
 
 logger = logging.getLogger("waterflow")
@@ -38,6 +39,7 @@ Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 64
 # A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
 MOST_CAPTURES = 8
+MOST_CHANGES = 3  # of the step's own objects, after each of which it is captured anew
 MOST_SURPRISES = 8  # each capture by what kernels have told of their layouts may ask others
 
 
@@ -113,7 +115,7 @@ class Variants:
         self._captures: dict[Hashable, int] = {}
         self._budget = budget or CaptureBudget()
         self._kinds: set[Key] = set()  # of batches that this job's steps have been captured for
-        self._tried_again = False
+        self._tried_again = 0
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
         """The variant for such a batch, bound to the tensors as they are now. Raises CaptureError."""
@@ -298,12 +300,13 @@ class Variants:
     def may_try_again(self, refused: CaptureError) -> bool:
         """Whether a step that has run eagerly may be captured at its next call.
 
-        Its batch was of a new kind, momentum has begun, or a cache was filled, once.
+        Its batch was of a new kind, momentum has begun, a cache was filled, or settings were, as models do in their first calls.
         """
         if isinstance(refused, NewKind):
             return True
-        again = isinstance(refused, LeavesTensors) and not self._tried_again
-        self._tried_again |= again
+        most = 1 if isinstance(refused, LeavesTensors) else MOST_CHANGES if isinstance(refused, ChangesItself) else 0
+        again = self._tried_again < most
+        self._tried_again += again
         return self._spec.accumulate == 1 and (again or isinstance(refused, HalfBegun))
 
     def begin_update(self, variant: Variant) -> Begun:

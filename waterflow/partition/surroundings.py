@@ -36,6 +36,10 @@ from waterflow.partition.spec import StepSpec
 _INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
+class ChangesItself(CaptureError):
+    """The step changes an object that its code reads: some do so in their first calls alone, as caches of settings are filled."""
+
+
 @contextlib.contextmanager
 def undisturbed(looked: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Puts back what tracing left in the places that the step's key was made from, and the random numbers.
@@ -65,7 +69,9 @@ def undisturbed(looked: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> I
     if changed.startswith(("Python's", "NumPy's", "the random")):
         raise CaptureError(f"a step draws from {changed}")
     if changed:
-        raise CaptureError(f"a step changes {changed}, which is no buffer; register it as a buffer if it is a tensor")
+        raise ChangesItself(
+            f"a step changes {changed}: a tensor can be a buffer of the model, and what counts can count after the step"
+        )
 
 
 # Hooks of torch's that put a tensor into an attribute before each forward pass, and what does without one.
