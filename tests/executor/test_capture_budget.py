@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -104,6 +105,7 @@ def spent(budget: CaptureBudget, now: list[float]) -> None:
         budget.check(kind, [1], None)
         with budget.spending():
             now[0] += 1.0
+        budget.add_kind()
 
 
 def test_captures_of_kinds_that_come_back_take_a_tenth_of_the_time() -> None:
@@ -128,6 +130,20 @@ def test_in_a_deterministic_study_steps_decide() -> None:
             budget.check("new", [1], None)
     steps = capture_budget.STEPS_PER_CAPTURE
     budget.check("new", [1], None)
+
+
+def test_in_a_deterministic_study_captures_of_other_jobs_are_no_reason(few: pytest.MonkeyPatch) -> None:
+    """What a job captures follows from its own steps, whoever was there before."""
+    few.setattr(capture_budget, "STEPS_PER_CAPTURE", 10**6)
+
+    def objective(trial: optuna.Trial) -> float:
+        step, *_ = trained(lambda p: torch.optim.AdamW(p, lr=1e-2))
+        trial.set_user_attr("eager", step.eager_steps)
+        return 0.0
+
+    study = optuna.create_study()
+    wf.optimize(study, objective, n_trials=3, deterministic=True, max_concurrent=2)
+    assert {trial.user_attrs["eager"] for trial in study.trials} == {sum(rows not in SIZES[:2] for rows in SIZES)}
 
 
 def test_kinds_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

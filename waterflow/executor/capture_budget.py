@@ -25,10 +25,12 @@ class NewKind(CaptureError):
 class CaptureBudget:
     """The captures of one job: the first eight, and then those of kinds that come back, a tenth of its time at most.
 
-    ``steps`` counts the job's steps, which stand for its time in deterministic studies; None elsewhere.
+    ``steps`` counts the job's steps, which stand for its time in deterministic studies, where all that counts is the job's own:
+    kinds, also where another job has made the capture. None elsewhere.
     """
 
     def __init__(self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self.own = steps is not None
         self._steps, self._now = steps, now
         self._began = now()
         self._made = 0
@@ -43,8 +45,12 @@ class CaptureBudget:
         try:
             yield
         finally:
-            self._made += 1
+            self._made += not self.own
             self._seconds += self._now() - before
+
+    def add_kind(self) -> None:
+        """Batches of one more kind are captured."""
+        self._made += self.own
 
     def check(self, kind: Hashable, leaves: list[Any], spec: pytree.TreeSpec | None) -> None:
         """Raise NewKind where a batch of a new kind is not to be captured now."""

@@ -20,7 +20,7 @@ from waterflow.partition.optimizers import captured_form
 from waterflow.partition.spec import StepSpec, split_result
 from waterflow.partition.surroundings import in_forward, user_place
 
-# Of steps that run eagerly the first ones are metered, and then some of many: that takes a tenth of a small step's time.
+# Of steps that run eagerly the first ones are metered, and then some of many: counting bytes takes time of small steps.
 FIRST_METERED, METERED_EVERY = 3, 32
 
 
@@ -168,7 +168,8 @@ class EagerStep:
 
     def named_sums(self) -> dict[str, torch.Tensor]:
         """The gathered gradients by the parameter's name."""
-        return {name: self.sums[p] for name, p in self._spec.model.named_parameters() if p in self.sums}
+        named = self._spec.model.named_parameters() if self.sums else ()
+        return {name: self.sums[p] for name, p in named if p in self.sums}
 
     def take_sums(self) -> dict[str, torch.Tensor]:
         """The same, for somebody else to go on from."""
@@ -177,7 +178,7 @@ class EagerStep:
 
     def put_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Go on from gradients that were gathered elsewhere, which stay as they are."""
-        parameters = dict(self._spec.model.named_parameters())
+        parameters = dict(self._spec.model.named_parameters()) if sums else {}
         self.sums = {parameters[name]: one.clone() for name, one in sums.items()}
 
     def __call__(self, batch: Any, update: bool, surrounding: torch.dtype | None = None) -> Any:
@@ -227,9 +228,11 @@ class EagerStep:
 
 
 def _with_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters that have a gradient; a tenth of the time that ``model.parameters()`` takes, at every step."""
+    """The parameters that have a gradient, without the names that ``model.parameters()`` makes: it is asked at every step."""
     modules: list[nn.Module | None] = [model]
+    seen: set[int] = set()
     for module in modules:
-        if module is not None:
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
             modules.extend(module._modules.values())
             yield from (p for p in module._parameters.values() if p is not None and p.grad is not None)

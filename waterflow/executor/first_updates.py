@@ -48,7 +48,7 @@ class FirstUpdates:
             )
         key = tuple(tuple(map(id, group)) for group in members)
         self._told[key] = members, (flags := self._told[key][1] if key in self._told else {})
-        self._say_again()
+        self.look_again()
         return flags
 
     def half_begun(self, members: Members) -> int | None:
@@ -69,7 +69,7 @@ class FirstUpdates:
         """An update of ``members`` was handed in: returns those that begin by it."""
         begun = {p: self._laid_out.pop(p) for group in members for p in group if p in self._laid_out}
         if begun:
-            self._say_again()
+            self.look_again()
         return begun
 
     def undo(self, begun: Begun, ended: bool) -> None:
@@ -78,11 +78,7 @@ class FirstUpdates:
         if ended:
             self.take_back(begun)
         if begun:
-            self._say_again()
-
-    def look_again(self) -> None:
-        """The optimizer's own update has been there."""
-        self._say_again()
+            self.look_again()
 
     def take_back(self, begun: Begun | None = None) -> None:
         """What was laid out, for ``begun`` or for all, and no update has reached, is no longer there."""
@@ -96,7 +92,8 @@ class FirstUpdates:
                 if not entries:
                     del self._optimizer.state[parameter]
 
-    def _say_again(self) -> None:
+    def look_again(self) -> None:
+        """Bring the flags up to date, as behind an update of the optimizer's own."""
         for members, flags in self._told.values():
             for number, group in enumerate(members):
                 flags[f"{FIRST_STEP_FLAG}:{number}"] = bool(group) and not any(map(self._has_begun, group))

@@ -124,7 +124,7 @@ class Variants:
         while True:
             variant = self._variants.get(key)
             if variant is None or not variant.binding.current():
-                if key not in self._kinds and not captures.know(key):
+                if key not in self._kinds and (self._budget.own or not captures.know(key)):
                     self._budget.check(key, leaves, batch_spec)
                 with as_refusal():
                     variant = self._make(key, leaves, batch_spec)
@@ -182,7 +182,9 @@ class Variants:
         if plain.capture.questions:
             made.asked_not = Ranges([*owner.tensors.values(), *looked.strangers, *state_of(spec.optimizer)])
         self._variants[key] = made
-        self._kinds.add(key)
+        if key not in self._kinds:
+            self._kinds.add(key)
+            self._budget.add_kind()
         return made
 
     def _planned(self, key: Hashable, captured: CapturedStep) -> PlannedStep:
@@ -277,7 +279,7 @@ class Variants:
             raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
 
         def make() -> CapturedStep:
-            if key not in self._kinds:
+            if key not in self._kinds and not self._budget.own:  # there it was checked
                 self._budget.check(key, leaves, batch_spec)
             self._captures[key[:3]] = before + 1
             with self._budget.spending():
