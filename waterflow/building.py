@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 
-from waterflow.errors import InvalidJobError
+from waterflow.errors import InvalidJobError, StepError
 from waterflow.executor.breakable_lock import BreakableLock
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job
@@ -25,11 +28,24 @@ def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
         model = job.model()
     else:
         with own_numbers(numbers), _building:
-            model = job.model()
+            model = _made(job)
     if not isinstance(model, nn.Module):
         raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
     begin_training(job, model)
     return model
+
+
+def _made(job: Job) -> nn.Module:
+    try:
+        return job.model()
+    except Exception as error:
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if fake_tensor.__file__ not in files and not isinstance(error, StepError):
+            raise
+        raise InvalidJobError(
+            f"job {job.name!r}: model() came upon a tensor without values, of modules that another job trains. Give each job its "
+            "own, as by copy.deepcopy; frozen tensors can be shared: docs/howto.md, LoRA adapters over one frozen model"
+        ) from error
 
 
 def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:

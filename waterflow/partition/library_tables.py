@@ -21,6 +21,7 @@ from waterflow.partition.reads import Entry
 PACKAGES = frozenset({"torchvision", "torchaudio", "timm", "transformers", "diffusers", "peft", "einops", "opt_einsum"})
 _CHANGING = (int, float, torch.Tensor)  # counters, and what is cached
 _MOST_ENTRIES = 1000
+_SUBSTITUTED = "is_fake_tensor"  # while any thread traces (as_in_eager), which all threads see: no change of the step's
 
 Met = Mapping[int, tuple[types.CodeType, dict[str, Any]]]  # code that was run, by its id, with its globals
 
@@ -42,7 +43,7 @@ def entries_of(met: Met) -> Iterator[Entry]:
         for place in _places(code, space):
             for name in code.co_names:
                 value = place.get(name)
-                if name in place and (type(value) is bool or not isinstance(value, _CHANGING)):
+                if name in place and name != _SUBSTITUTED and (type(value) is bool or not isinstance(value, _CHANGING)):
                     found[id(place), name] = Entry(place, name, value)
                     found.update(((id(one), ""), Table(one, "", pairs_of(one))) for one in _tables_in(value))
     yield from found.values()
