@@ -47,6 +47,10 @@ class StepIndexError(StepError, IndexError):
     """The same, where eager training raises an IndexError."""
 
 
+class StepValueError(StepError, ValueError):
+    """The same, where torch.distributions finds an argument that is not valid."""
+
+
 class AuditError(WaterflowError, RuntimeError):
     """A captured step has differed from the eager one, which is a fault of waterflow, and steps before it were not compared."""
 

@@ -10,11 +10,12 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError, StepError, StepIndexError
+from waterflow.errors import InvalidJobError, StepError, StepIndexError, StepValueError
 from waterflow.executor.eager import wants_model
 from waterflow.executor.engine import Engine, current_worker
 from waterflow.executor.thread_generators import thread_generator
 from waterflow.job import why_no_step
+from waterflow.partition.argument_checks import CHECK
 from waterflow.partition.surroundings import shown_line
 
 
@@ -104,6 +105,8 @@ def check_arguments(
 def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
     """The error of an operation that failed while a step ran."""
     where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
+    if node.target is CHECK:
+        return StepValueError(f"step {step!r}: {str(error).strip()}{where}")
     phase = node.meta.get("phase", "")
     kind = StepIndexError if isinstance(error, _C.NodeIndexError) else StepError
     return kind(f"{node.target} in the {phase} of step {step!r} failed: {str(error).strip()}{where}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from torch.distributions import Distribution
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -17,7 +18,7 @@ def ambient_key(device_type: str) -> Hashable:
     Raises CaptureError for a thread that is in a function mode, a dispatch mode, or hooks for saved tensors: code of its user's
     that would run only while a step is traced. A default device is none.
     """
-    settings = _C.ambient(device_type)
+    settings = _C.ambient(device_type), Distribution._validate_args
     if not _C.modes_here():
         return settings
     modes = _get_current_function_mode_stack()

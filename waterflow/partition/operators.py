@@ -119,7 +119,7 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False  # getitem
-    return target._schema.is_mutable or is_random(target) or target in _HIDDEN_WRITES
+    return target._schema.is_mutable or not target._schema.returns or is_random(target) or target in _HIDDEN_WRITES
 
 
 def written_by(node: fx.Node) -> set[fx.Node]:

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from waterflow.errors import CaptureError
+from waterflow.partition.argument_checks import is_checked
 from waterflow.partition.operators import is_random, running_statistics, storage_id, tensors_in, written_by
 from waterflow.partition.spec import GraphInput
 
@@ -67,6 +68,8 @@ def question_of(
 
     What is computed for it are truths and whole numbers, which are the same on any number of threads.
     """
+    if target is not aten.equal.default and is_checked(graph, args[0]):
+        return Question(fx.Graph(), (), True)
     if target is not aten.equal.default and args[0].meta["val"].dtype != torch.bool:
         return None
     needed = {*args}

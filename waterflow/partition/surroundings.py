@@ -326,7 +326,7 @@ def noting_lines(graph: fx.Graph, model: nn.Module) -> Iterator[None]:
     def create_node(*args: Any, **kwargs: Any) -> fx.Node:
         node = create(*args, **kwargs)
         frame: Any = sys._getframe(1)
-        while frame is not within and not _is_users_file(frame.f_code.co_filename):
+        while frame is not within and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not within:
             node.meta["line"] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
@@ -347,7 +347,8 @@ def noting_lines(graph: fx.Graph, model: nn.Module) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_users_file(name: str) -> bool:
+def is_users_file(name: str) -> bool:
+    """Whether code of this file is neither torch's nor waterflow's."""
     return not name.startswith(_INSIDE) and "<frozen" not in name
 
 
@@ -367,7 +368,7 @@ def user_place(trace: types.TracebackType | None, model: nn.Module) -> list[str]
 def user_line(trace: types.TracebackType | None) -> str:
     """The innermost line of a traceback that is neither torch's nor waterflow's, and that can be shown."""
     for frame in reversed(traceback.extract_tb(trace)):
-        if _is_users_file(frame.filename) and frame.line:
+        if is_users_file(frame.filename) and frame.line:
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
     return ""
 
