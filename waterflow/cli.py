@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 import waterflow
 from waterflow.cli_cluster import cluster
@@ -17,7 +18,7 @@ from waterflow.cli_simulate import simulate
 from waterflow.device_names import missing
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.presets import gpu as gpu_of
-from waterflow.progress import ProgressLine, results_table
+from waterflow.progress import ProgressLine
 from waterflow.references import ConfigError, blamed, wrong_use
 from waterflow.terminal import OtherPrograms, Pictures, Terminal
 
@@ -95,11 +96,12 @@ def demo(
         ours |= {"captures": done.captures, "most_at_once": done.most_at_once, "lanes": len(done.lane_busy)}
         report |= {"waterflow": ours, "files": pictures.files}
         _show_study(terminal, study, f"the {trials} trials; value is the share of test images read rightly", "epochs")
+        terminal.say(Text(str(done)))
         if compare:
             terminal.say("the same trials one by one, without waterflow ...")
             report["eager"] = _eager(study, seed, show=not as_json)
             report["times_faster"] = report["eager"]["seconds"] / done.seconds
-        _show_times(terminal, report)
+            _show_times(terminal, report)
         terminal.files(pictures)
         terminal.result(report)
 
@@ -127,21 +129,11 @@ def _pace(study: optuna.Study, seconds: float, steps: int) -> dict[str, Any]:
 
 
 def _show_times(terminal: Terminal, report: dict[str, Any]) -> None:
-    table = Table(title="time", title_justify="left", box=None)
-    for column in ("", "trials", "at a time", "steps", "seconds", "steps/s"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    ours, eager = report["waterflow"], report.get("eager")
-    rows = [("waterflow.optimize", ours, str(ours["most_at_once"]))]
-    if eager is not None:
-        rows.append(("study.optimize, eager PyTorch", eager, "1"))
-    for name, pace, at_once in rows:
-        table.add_row(
-            name, str(pace["trials"]), at_once, f"{pace['steps']:,}", f"{pace['seconds']:.1f}",
-            f"{pace['steps_per_second']:,.0f}",
-        )  # fmt: skip
-    terminal.say(table)
-    if eager is None:
-        return
+    ours, eager = report["waterflow"], report["eager"]
+    for name, pace in (("waterflow.optimize", ours), ("study.optimize, one after the other", eager)):
+        terminal.say(
+            f"{name}: {pace['steps']:,} steps in {pace['seconds']:.1f} s, {pace['steps_per_second']:,.0f} steps/s"
+        )
     shares = [pace["others_share"] for pace in (ours, eager)]
     faster = f"{report['times_faster']:.2f} times as fast"
     if None not in shares and max(shares) > _BUSY:
@@ -153,16 +145,9 @@ def _show_times(terminal: Terminal, report: dict[str, Any]) -> None:
     else:
         terminal.say(f"[bold]{faster}[/bold]")
     terminal.say(
-        "Both trained the same hyperparameters from the same weights on the same batches, with the same pruner, which "
-        "decides by what it has seen: the numbers of steps may differ a little."
-    )
-    terminal.say(
-        f"waterflow: {ours['lanes']} lanes of one thread each; its time includes {ours['captures']} captures, "
-        "sampling, and recording the pictures."
-    )
-    terminal.say(
-        f"eager: one trial after the other, {eager['threads']} threads (torch's default), fused optimizers; "
-        "its hyperparameters were given, not sampled."
+        "Both trained the same hyperparameters from the same weights on the same batches, with the same pruner, which decides by "
+        f"what it has seen: the numbers of steps may differ a little. waterflow had {ours['lanes']} lanes of one thread each, and sampled; "
+        f"the plain loops had {eager['threads']} threads (torch's default), fused optimizers, and were given their hyperparameters."
     )
 
 
@@ -179,7 +164,6 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         settings = load_study(config)
         _check_device(config, settings.options["device"])
         opened = settings.make_study()
-        before = len(opened.trials)
         pictures = Pictures(settings.output) if settings.output is not None else None
         done = optimize(
             opened, settings.objective, catch=Exception, show_progress_bar=not as_json, timeline=pictures, keep_weights="none",
@@ -191,11 +175,7 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         }  # fmt: skip
         report["files"] = pictures.files if pictures is not None else {}
         _show_study(terminal, opened, f"the trials of {settings.title}")
-        known = f", besides {before} that the study had" if before else ""
-        terminal.say(
-            f"{done.trials} trials{known}; {done.steps:,} steps in {done.seconds:.1f} s, up to {done.most_at_once} "
-            "trials at a time"
-        )
+        terminal.say(Text(str(done)))
         terminal.files(pictures)
         terminal.result(report)
 
@@ -297,9 +277,7 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
             settings.jobs, device=settings.device or "cpu", memory=settings.memory, max_concurrent=settings.max_concurrent,
             exact=settings.exact, mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,
         )  # fmt: skip
-        terminal.say(results_table(results))
-        for decision in results.decisions:
-            terminal.say(decision)
+        terminal.say(Text("\n".join(map(str, [*results, *results.told]))))
         terminal.files(pictures)
         for result in results.failed:
             terminal.fail(blamed(result.name, result.error), result.traceback)

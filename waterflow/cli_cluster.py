@@ -19,7 +19,6 @@ from rich.text import Text
 
 from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
 from waterflow.partition.byte_counts import format_bytes
-from waterflow.progress import results_table
 from waterflow.references import ConfigError, find_function
 from waterflow.terminal import Terminal
 
@@ -187,7 +186,7 @@ def submit(
         for made in ids:
             there.wait(made)
             results, end = there.results(made), there.status(made)
-            terminal.say(results_table(results))
+            terminal.say(Text("\n".join(map(str, results))))
             if end["state"] != "completed":
                 terminal.fail(f"job {made!r} {_how(end)}")
             told.append(end | {"results": [result.to_dict() for result in results]})
@@ -240,7 +239,7 @@ def result(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = 
         there = _cluster(state)
         there.wait(id)
         end, results = there.status(id), there.results(id)
-        terminal.say(results_table(results))
+        terminal.say(Text("\n".join(map(str, results))))
         if end["state"] != "completed":
             terminal.fail(f"job {id!r} {_how(end)}")
         terminal.result(end | {"results": [made.to_dict() for made in results]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
     from waterflow.executor.shared_data import SharedData
     from waterflow.partition.recompute import Recomputed
+    from waterflow.run_figures import RunFigures
 
 Status = Literal["completed", "failed", "pruned", "cancelled"]
 Metrics = dict[str, float]
+MOST_TOLD = 6  # jobs, where results are printed
 
 
 @explained_class(
@@ -177,6 +180,7 @@ class JobResult:
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
     torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass, ``spilled`` are the most
     bytes that a step held in host memory from its forward to its backward pass.
+    ``eager_steps`` ran eagerly since the job last came to its device; ``opaque_reason`` says why, where all do from some step on.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
     torch it shares its memory with the model: copy it before you train the same model again. ``optimize(keep_weights=)`` says in
     which results of a study it stays.
@@ -192,12 +196,19 @@ class JobResult:
     measured_peak: int | None = None
     planned_requests: int = 0
     missed_requests: int = 0
+    eager_steps: int = 0
     recomputed: Recomputed | None = None
     spilled: int = 0
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
     traceback: str | None = field(default=None, compare=False, repr=False)
     state_dict: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        peak = (self.measured_peak or self.predicted_peak or 0) / 2**20
+        told = [self.status, f"{self.steps:,} steps in {self.seconds:.1f} s", *([f"{peak:,.1f} MiB"] if peak else [])]
+        told += [] if self.value is None else [f"value {self.value:.4g}"]
+        return f"{self.name}: {', '.join(told)}{f': {_line(self.error)}' if self.error else ''}"
 
     @property
     def value(self) -> float | None:
@@ -215,6 +226,7 @@ class JobResult:
             "metrics": dict(self.metrics[-1]) if self.metrics else {},
             "loss": self.losses[-1] if self.losses else None,
             "steps": self.steps,
+            "eager_steps": self.eager_steps,
             "seconds": self.seconds,
             "predicted_peak_bytes": self.predicted_peak,
             "measured_peak_bytes": self.measured_peak,
@@ -223,19 +235,36 @@ class JobResult:
             "recomputed": None if self.recomputed is None else asdict(self.recomputed),
             "spilled_bytes": self.spilled,
             "opaque_reason": self.opaque_reason,
-            "error": None if self.error is None else f"{type(self.error).__name__}: {told(self.error)}",
+            "error": None if self.error is None else _line(self.error),
         }
 
 
 class Results(list[JobResult]):
     """The results of several jobs, in the order in which they were handed in.
 
-    ``decisions`` tells in words what the engine tried with ``mode="auto"``, and what it kept.
+    Print them for what the run was like. ``decisions`` tells in words what the engine tried with ``mode="auto"``, and what it
+    kept; ``figures`` are there where ``train`` returned them.
     """
 
-    def __init__(self, results: Iterable[JobResult] = (), decisions: Sequence[str] = ()) -> None:
+    def __init__(
+        self, results: Iterable[JobResult] = (), decisions: Sequence[str] = (), figures: RunFigures | None = None
+    ) -> None:
         super().__init__(results)
-        self.decisions = tuple(decisions)
+        self.decisions, self.figures = tuple(decisions), figures
+
+    def __repr__(self) -> str:
+        ended = Counter(result.status for result in self)
+        return f"{len(self)} jobs: {', '.join(f'{count} {status}' for status, count in ended.items())}"
+
+    def __str__(self) -> str:
+        first = sorted(self, key=lambda result: result.status != "failed")[:MOST_TOLD]
+        told = [f"  {result}" for result in first] + ["  ..."] * (len(self) > MOST_TOLD)
+        return "\n".join([repr(self), *told, *self.told])
+
+    @property
+    def told(self) -> list[str]:
+        """Lines for people, of the jobs together."""
+        return self.figures.lines("jobs") if self.figures else []
 
     @property
     def failed(self) -> Results:
@@ -258,6 +287,10 @@ class Results(list[JobResult]):
         except ImportError:
             raise ImportError("to_dataframe needs pandas: pip install pandas") from None
         return pandas.DataFrame([result.to_dict() for result in self])
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(told(error).split())}"
 
 
 def why_no_limit(seconds: Any) -> str | None:

@@ -1,16 +1,9 @@
-"""One line of progress, and a table at the end."""
+"""One line of progress."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
-
-from waterflow.partition.byte_counts import format_bytes
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from waterflow.job import JobResult
+from typing import Any
 
 
 class ProgressLine:
@@ -40,25 +33,3 @@ class ProgressLine:
     def __exit__(self, *_: object) -> None:
         if self._line is not None:
             self._line.close()
-
-
-def results_table(results: list[JobResult]) -> Table:
-    """A table for people: one row per job."""
-    from rich.table import Table
-
-    table = Table(title="jobs")
-    for column in ("job", "status", "value", "loss", "steps", "peak", "time"):
-        table.add_column(column, justify="left" if column in ("job", "status") else "right")
-    colours = {"completed": "green", "failed": "red", "pruned": "yellow", "cancelled": "yellow"}
-    for result in results:
-        peak = result.measured_peak or result.predicted_peak
-        table.add_row(
-            result.name,
-            f"[{colours[result.status]}]{result.status}[/]",
-            "" if result.value is None else f"{result.value:.4f}",
-            f"{result.losses[-1]:.4f}" if result.losses else "",
-            str(result.steps),
-            "" if peak is None else format_bytes(peak),
-            f"{result.seconds:.1f} s",
-        )
-    return table

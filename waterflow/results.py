@@ -35,7 +35,7 @@ def result_of(
         error=error,
         traceback="".join(traceback.format_exception(error)) if error is not None else None,
         **({} if step is None else {
-            "opaque_reason": step.opaque_reason, "planned_requests": step.planned_requests,
+            "opaque_reason": step.opaque_reason, "eager_steps": step.eager_steps, "planned_requests": step.planned_requests,
             "missed_requests": step.missed_requests, "recomputed": step.recomputed, "spilled": step.most_spilled,
             "state_dict": step.model.state_dict(),
         }),

@@ -17,6 +17,7 @@ from waterflow.building import model_of, optimizer_of
 from waterflow.checkpoint import Checkpoint
 from waterflow.errors import CheckpointError, JobCancelled, JobTimeoutError
 from waterflow.evaluation import Evaluation, step_scheduler
+from waterflow.executor.account import Account
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.shared_data import Reader, SharedData
@@ -72,6 +73,9 @@ class JobRunner(Asked):
         self._thread: int | None = None
         self._scheduler: Any = None
         self._user_code = UserCode()
+        self._account = Account(job.name)
+        if engine is not None:
+            engine.accounts.append(self._account)
         self._evaluation = Evaluation(job, engine, self._user_code)
         self._lock = threading.Lock()
         self._in_order = in_order
@@ -119,7 +123,8 @@ class JobRunner(Asked):
 
     def run(self) -> JobResult:
         """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind."""
-        return run_job(self, self._run, self._user_code)
+        with self._account.spending("jobs"):
+            return run_job(self, self._run, self._user_code)
 
     def abandon(self, error: JobTimeoutError) -> JobResult:
         """End the job from another thread, as its own one does not come back from the user's code. Calling it twice is no error."""
@@ -309,7 +314,7 @@ class JobRunner(Asked):
         """Begun again where the job made way instead of waiting for memory."""
         while True:
             assert self.step is not None
-            with self.residence.may_leave():
+            with self.residence.may_leave(), self._account.spending("evaluation"):
                 return self._evaluation.metrics(self.step)
             self._make_way()
 
@@ -318,7 +323,7 @@ class JobRunner(Asked):
         assert self.step is not None and self._batches is not None
         steps = self._steps
         ahead = steps_ahead(self.step, self.engine)
-        batches = self._batches.epoch()
+        batches = self._account.reading(self._batches.epoch())
         if not self._batches.reads_ahead:
             batches = between_steps(batches, steps, self.job.name)
         try:

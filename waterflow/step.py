@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -39,8 +39,6 @@ from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten, of_torch
 from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
-
-logger = logging.getLogger("waterflow")
 
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
@@ -107,9 +105,10 @@ class Step(StepFigures):
         name: str | None = None,
         engine: Engine | None = None,
     ) -> None:
-        super().__init__()
         self.engine = engine if engine is not None else current_engine()
         self.name = name or checks.default_name(model)
+        self._worker = current_worker()
+        super().__init__(self.name if self._worker is None else self._worker)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         by_hand.watch(optimizer)
@@ -133,24 +132,21 @@ class Step(StepFigures):
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self.recompute = parse_recompute(recompute)
-        forms = (
-            self.recompute,
-            self.engine is None or self.engine.exact,
-            CaptureBudget(lambda: self.steps) if ordered else None,
-        )
+        budget = CaptureBudget((lambda: self.steps) if ordered else None, account=self.account)
+        forms = (self.recompute, self.engine is None or self.engine.exact, budget)
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()
         self._micro = 0
-        self._told: Counter[str] = Counter()
+        self._told: Counter[str] = Counter() if self.engine is None else self.engine.told
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
         self.own_batches: OwnBatches | None = None  # where other jobs may have the same
         self.job: int | None = None
         self.batches_ahead = 1
-        self._worker = current_worker()
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
+            self.engine.accounts.append(self.account)
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
             made_here.add(self)
 
@@ -159,7 +155,7 @@ class Step(StepFigures):
     @explained("step", "step((input, target)): one batch, as the loader gives it", InvalidJobError)
     def __call__(self, batch: Batch) -> Any:
         """Train on one batch; see the class."""
-        ahead = len(self._under_way)
+        ahead, began = len(self._under_way), time.perf_counter()
         try:
             return by_hand.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
         except BaseException:
@@ -169,6 +165,8 @@ class Step(StepFigures):
             if self.engine is not None and self.job is not None:
                 self.engine.native.leave(self.job)
             raise
+        finally:
+            self.account["calls"] += time.perf_counter() - began
 
     def plan_for(self, batch: Batch, recompute: int | None = None) -> Plan:
         """The plan of a step on batches like this one, without training on it; ``recompute`` bytes high at most.
@@ -260,8 +258,10 @@ class Step(StepFigures):
     def _claimed(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
         if self.engine is None or self.job is None or variant.settled(self.engine):
             return variant
-        return claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves, batch_spec,
-                     self._under_way, partial(what_fits, self, self.engine.room, self.batches_ahead))  # fmt: skip
+        search = partial(what_fits, self, self.engine.room, self.batches_ahead)
+        with self.account.spending("waiting for memory"):
+            return claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves, batch_spec,
+                         self._under_way, search)  # fmt: skip
 
     def _submit_captured(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
@@ -320,10 +320,10 @@ class Step(StepFigures):
             raise
         if pending in self._under_way:
             self._under_way.remove(pending)
-            self.steps += 1
+            self.account["steps"] += 1
+            self.account["eager steps"] += pending.variant is None
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         if pending.variant is None:
-            self.eager_steps += 1
             return pending.returned[0]
         self._note_run(run, pending.variant, pending.profiled)
         names = pending.variant.captured.capture.metrics
@@ -344,25 +344,16 @@ class Step(StepFigures):
 
     def _go_opaque(self, error: CaptureError) -> None:
         self.opaque_reason = str(error)
-        if self._is_news(self.opaque_reason):
-            logger.warning("step %r runs eagerly, about as fast as without waterflow: %s", self.name, error)
+        self._tell_eager(error, self._told)
         self._variants.clear()
         if self.engine is not None and self.job is not None:
             self.engine.runs_eagerly(self.job)
 
-    def _is_news(self, cause: str) -> bool:
-        """Whether no step of this engine has told it."""
-        told = self._told if self.engine is None else self.engine.told
-        told[cause] += 1
-        return told[cause] == 1
-
     def _submit_opaque(
         self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
     ) -> Pending:
-        if isinstance(refused, NewKind) and str(refused) and self._is_news("new kinds"):
-            logger.warning(
-                "step %r runs batches of new kinds eagerly, about as fast as without waterflow: %s", self.name, refused
-            )
+        if isinstance(refused, NewKind) and str(refused):
+            self._tell_eager(refused, self._told)
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
 
@@ -388,7 +379,8 @@ class Step(StepFigures):
         persistent = self._eager_step.persistent_bytes()
         known = self.measured_height > 0 and (refused is None or isinstance(refused, NewKind))
         plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=size)
-        self.engine.claim(self.job, plan, batches=self.batches_ahead)
+        with self.account.spending("waiting for memory"):
+            self.engine.claim(self.job, plan, batches=self.batches_ahead)
         self._last_plan = plan
         # An unknown job is looked at alone: its first step holds all that is left.
         with contextlib.nullcontext(self.measured_height) if known else self.engine.looking(self.job) as height:

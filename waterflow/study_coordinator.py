@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,14 +19,14 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, JobTimeoutError
+from waterflow.executor.account import Account
 from waterflow.executor.auto import AutoConcurrency
-from waterflow.executor.captured import captures
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.interrupts import uninterrupted
-from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.job import Job, JobResult, Metrics
 from waterflow.kept_weights import KeepWeights, KeptResults
 from waterflow.optuna_private import (
     fail_stale,
@@ -40,6 +40,7 @@ from waterflow.optuna_private import (
 )
 from waterflow.planner.sets import Need, largest_set
 from waterflow.progress import ProgressLine
+from waterflow.run_figures import RunFigures, StudySummary
 from waterflow.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
 from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.study_values import UnfitJobError, check_job, value_of
@@ -48,22 +49,6 @@ from waterflow.user_code import UserCode, import_ahead, remembered_interrupts
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
-
-
-@dataclass(frozen=True)
-class StudySummary:
-    """What one call of ``optimize`` did. ``results`` holds the jobs of trials that returned one, by trial.
-
-    Weights (``state_dict``) are in the results that ``keep_weights`` names, and None in the others.
-    """
-
-    trials: int
-    seconds: float
-    steps: int
-    captures: int
-    most_at_once: int
-    lane_busy: tuple[float, ...]
-    results: Results = field(default_factory=Results)
 
 
 @dataclass
@@ -120,6 +105,7 @@ class Coordinator:
         self._failure: BaseException | None = None
         self._asked = 0
         self._most = 0
+        self._states: Counter[str] = Counter()
 
     def run(
         self, n_trials: int | None, timeout: float | None, catch: tuple[type[Exception], ...],
@@ -127,7 +113,6 @@ class Coordinator:
     ) -> StudySummary:  # fmt: skip
         """Run trials until there are enough; see ``optimize``."""
         started = time.perf_counter()
-        captured = captures.captures
 
         def wanted() -> bool:
             return not (
@@ -163,14 +148,18 @@ class Coordinator:
             raise self._failure
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
+        figures = RunFigures.of(self._engine)
         return StudySummary(
             trials=self._asked,
             seconds=seconds,
             steps=self._engine.steps,
-            captures=captures.captures - captured,
+            captures=figures.captures,
             most_at_once=self._most,
             lane_busy=busy,
             results=self._results.in_order(),
+            states=self._states,
+            best=best_of(self._study),
+            figures=figures,
         )
 
     # -- asking
@@ -224,7 +213,9 @@ class Coordinator:
     def _work(self, worker: _Worker) -> None:
         trial = worker.trial
         set_in_loop(self._study, True)
-        with contextlib.suppress(JobCancelled), within(self._engine, trial.number):
+        account = Account(trial.number)
+        self._engine.accounts.append(account)
+        with contextlib.suppress(JobCancelled), within(self._engine, trial.number), account.spending("trials"):
             try:
                 _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
                 with heartbeat(trial, self._study):
@@ -320,6 +311,7 @@ class Coordinator:
                 del self._running[trial.number]
                 if (need := self._need(trial.number)) is not None:
                     self._ended_last.append(need)
+        self._states[told.state.name.lower()] += 1
         if worker.result is not None:
             self._results.add(trial.number, worker.result)
             self._results.told(trial.number, values_of(told))
@@ -332,7 +324,7 @@ class Coordinator:
             gc.collect()
         for callback in callbacks:
             callback(self._study, told)
-        progress.advance(_best(self._study))
+        progress.advance(best_of(self._study))
 
     def _leave(self, worker: _Worker) -> int:
         """The trial leaves the clock; returns the virtual time at which the next one may begin."""
@@ -373,7 +365,8 @@ def reporting(study: optuna.Study, trial: Trial, turn: InOrder = contextlib.null
     return on_epoch
 
 
-def _best(study: optuna.Study) -> str:
+def best_of(study: optuna.Study) -> str:
+    """Its best value, and whose; nothing where there is none, or several objectives."""
     if len(study.directions) > 1:
         return ""
     with contextlib.suppress(ValueError):

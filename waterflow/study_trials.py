@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -27,8 +28,9 @@ from waterflow.optuna_private import (
     values_of,
 )
 from waterflow.progress import ProgressLine
+from waterflow.run_figures import StudySummary
 from waterflow.runner import draw_seed
-from waterflow.study_coordinator import Objective, StudyCallback, StudySummary
+from waterflow.study_coordinator import Objective, StudyCallback, best_of
 from waterflow.study_values import UnfitJobError
 from waterflow.trial_runner import TrialResult, TrialTask
 
@@ -92,6 +94,7 @@ def spread(
     return StudySummary(
         trials=caller.asked, seconds=time.perf_counter() - began, steps=sum(result.steps for result in results),
         captures=0, most_at_once=caller.most, lane_busy=(), results=results,
+        states=caller.states, best=best_of(study),
     )  # fmt: skip
 
 
@@ -111,6 +114,7 @@ class _Caller:
         self._lock = threading.Lock()
         self._running: set[str] = set()
         self.results = KeptResults(study, keep_weights)
+        self.states: Counter[str] = Counter()
         self.asked = self.most = 0
         self.failure: BaseException | None = None  # Optuna does not raise all errors of its threads
 
@@ -133,6 +137,7 @@ class _Caller:
 
     def told(self, study: Any, trial: Any) -> None:
         """The study knows what the trial is worth."""
+        self.states[trial.state.name.lower()] += 1
         self.results.told(trial.number, values_of(trial))
 
     @contextlib.contextmanager

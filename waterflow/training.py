@@ -26,6 +26,7 @@ from waterflow.executor.thread_generators import telling_of_shared_numbers
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
+from waterflow.run_figures import RunFigures
 from waterflow.runner import JobRunner, draw_seed
 from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.user_code import remembered_interrupts
@@ -128,7 +129,7 @@ class _Training:
         self._callbacks = callbacks
         self._progress = progress
         self._results: dict[int, JobResult] = {}
-        self._decided = len(engine.decisions)
+        self._decided, self._accounts = len(engine.decisions), len(engine.accounts)
         self._running: dict[int, JobRunner] = {}
         self._waiting = deque(enumerate(jobs))
         # While jobs run, torch's generator stands in for theirs.
@@ -190,7 +191,8 @@ class _Training:
         if self._failure is not None:
             raise self._failure
         decisions = [str(decision) for decision in self._engine.decisions[self._decided :]]
-        return Results((self._results[number] for number in range(len(self._jobs))), decisions)
+        figures = RunFigures.of(self._engine, self._accounts)
+        return Results((self._results[number] for number in range(len(self._jobs))), decisions, figures)
 
     def _runner(self, number: int, job: Job) -> JobRunner:
         def on_epoch(epoch: int, metrics: Metrics) -> None:

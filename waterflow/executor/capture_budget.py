@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError
+from waterflow.executor.account import Account
 
 FREE_CAPTURES = 8
 MOST_OF_TIME = 0.1
@@ -26,15 +27,17 @@ class CaptureBudget:
     """The captures of one job: the first eight, and then those of kinds that come back, a tenth of its time at most.
 
     ``steps`` counts the job's steps, which stand for its time in deterministic studies, where all that counts is the job's own:
-    kinds, also where another job has made the capture. None elsewhere.
+    kinds, also where another job has made the capture. None elsewhere. Time goes to ``account``.
     """
 
-    def __init__(self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic, account: Account | None = None,
+    ) -> None:  # fmt: skip
         self.own = steps is not None
+        self.account = Account("") if account is None else account  # an empty one is falsy
         self._steps, self._now = steps, now
         self._began = now()
         self._made = 0
-        self._seconds = 0.0
         self._last: dict[str, str] = {}
         self._seen: dict[int, None] = {}  # hashes of kinds that are not captured
 
@@ -46,7 +49,7 @@ class CaptureBudget:
             yield
         finally:
             self._made += not self.own
-            self._seconds += self._now() - before
+            self.account["capturing"] += self._now() - before
 
     def add_kind(self) -> None:
         """Batches of one more kind are captured."""
@@ -65,8 +68,8 @@ class CaptureBudget:
         elif self._steps is not None:
             allowed = self._made < FREE_CAPTURES + self._steps() // STEPS_PER_CAPTURE
         else:
-            next_one = self._seconds / self._made
-            allowed = self._seconds + next_one <= MOST_OF_TIME * (self._now() - self._began)
+            spent = self.account["capturing"]
+            allowed = spent + spent / self._made <= MOST_OF_TIME * (self._now() - self._began)
         if not allowed:
             raise NewKind(self._why(leaves, spec))
 

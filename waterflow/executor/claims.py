@@ -33,6 +33,7 @@ class Claims(MakingWay):
         self.limit, self.reserve = limit, reserve
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
+        self.most_claimed = 0  # bytes, the height of each with them
         self.changes = 0  # of claims and terms: steps then look at what they claim
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
@@ -91,6 +92,8 @@ class Claims(MakingWay):
                             needed,
                             mine.since if mine is not None else time.monotonic(),
                         )
+                        claimed = sum(c.bytes + c.height for c in self._claims.values())
+                        self.most_claimed = max(self.most_claimed, claimed)
                         self._set_capacity()
                         self.changes += 1
                         # Steps under way may still stand on this ground; they finish, and none starts before.

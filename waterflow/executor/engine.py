@@ -17,6 +17,7 @@ from waterflow import _C
 from waterflow.calls import explained
 from waterflow.errors import InvalidJobError, JobCancelled
 from waterflow.executor import cuda_lanes
+from waterflow.executor.account import Account
 from waterflow.executor.belonging import current_device as current_device
 from waterflow.executor.belonging import current_engine as current_engine
 from waterflow.executor.belonging import current_worker as current_worker
@@ -138,6 +139,7 @@ class Engine(Claims):
         self._lanes_in_use: LanesInUse | None = None
         self._eager_jobs: set[int] = set()
         self.told: Counter[str] = Counter()  # steps that run eagerly, by the cause; each is told once
+        self.accounts: list[Account] = []  # of steps, jobs and trials that were ever here
         self._starving = Starving(self.decisions, self.native.queued, self.lanes)
         if mode == "turns":
             self.native.set_active_lanes(1)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from waterflow import _C
+from waterflow.errors import CaptureError
+from waterflow.executor.account import Account
+from waterflow.executor.capture_budget import NewKind
 from waterflow.executor.variant import Variant
 from waterflow.partition.plan import Plan
 from waterflow.partition.profile import StepProfile
 from waterflow.partition.recompute import Recomputed
 
 logger = logging.getLogger("waterflow")
+NEW_KINDS = "batches of ever new kinds; pad them to a few sizes, and make numbers tensors"
 
 
 class StepFigures:
     """The figures of one job's step, as far as it has gone."""
 
     name: str
+    steps = property(lambda self: int(self.account["steps"]), doc="Steps that have ended well.")
+    eager_steps = property(lambda self: int(self.account["eager steps"]), doc="Of these.")
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.eager_steps = 0  # of these
+    def __init__(self, who: int | str) -> None:
+        self.account = Account(who)
         self.predicted_height = 0
         self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
         self.most_spilled = 0  # bytes that a step held in host memory
@@ -34,6 +40,15 @@ class StepFigures:
         if self._last_plan is None:
             raise RuntimeError(f"step {self.name!r} has no plan before its first call")
         return self._last_plan.renamed(self.name)
+
+    def _tell_eager(self, error: CaptureError, told: Counter[str]) -> None:
+        """Steps run eagerly: say so where none of those that ``told`` has seen did for that cause."""
+        some = isinstance(error, NewKind)
+        self.account.cause = cause = NEW_KINDS if some else str(error)
+        told[cause] += 1
+        if told[cause] == 1:
+            which = "batches of new kinds " if some else ""
+            logger.warning("step %r runs %seagerly, about as fast as without waterflow: %s", self.name, which, error)
 
     def _note(self, variant: Variant) -> None:
         if self._last_plan is variant.planned.plan:

@@ -283,7 +283,10 @@ class Variants:
                 self._budget.check(key, leaves, batch_spec)
             self._captures[key[:3]] = before + 1
             with self._budget.spending():
-                return build(spec, leaves, batch_spec, looked, self._name)
+                made = build(spec, leaves, batch_spec, looked, self._name)
+            self._budget.account["captures"] += 1
+            self._budget.account["captures anew"] += before > 0
+            return made
 
         found = captures.get((structure, key), make)
         for _ in range(MOST_SURPRISES if runs and not found.layouts_hold else 0):
