@@ -39,6 +39,7 @@ MOST_PROFILES = 4
 # After this many steps in a row with requests that were not planned a step is profiled anew, this often at most.
 MOST_MISSES = 4
 MOST_PROFILED_AGAIN = 3
+NODE_BYTES = 3 << 10  # what a capture holds in host memory for each node, as measured: docs/experiments/capture.md
 
 
 class PlannedStep:
@@ -156,6 +157,11 @@ class CapturedStep:
         """The leaves of the batch that a step changes in place."""
         return frozenset(one.leaf for one in self.changed_inputs if one.kind == "batch")
 
+    @functools.cached_property
+    def host_bytes(self) -> int:
+        """About what graph, program and constants hold in host memory."""
+        return NODE_BYTES * len(self.capture.graph.nodes) + storage_bytes(self.capture.constants.values())
+
     def footprint(self) -> Footprint:
         """What the step asks of memory, as far as the graph knows it."""
         instructions = self.lowered.instructions
@@ -248,10 +254,14 @@ def storage_bytes(values: Iterable[Any]) -> int:
 
 
 class CaptureCache:
-    """Least recently used captures by key. Thread-safe; equal keys wait for the one that captures first."""
+    """Captures by key: ``size`` at most, of ``most_bytes`` of host memory together, or a single one; least recently used go first.
 
-    def __init__(self, size: int = 256) -> None:
-        self._size = size
+    Thread-safe; equal keys wait for the one that captures first.
+    """
+
+    def __init__(self, size: int = 256, most_bytes: int = 256 << 20) -> None:
+        self._size, self._most_bytes = size, most_bytes
+        self.bytes = 0
         self._entries: OrderedDict[tuple[Hashable, ...], CapturedStep | CaptureError] = OrderedDict()
         self._kinds: Counter[Hashable] = Counter()  # of batches, the second part of keys
         self._lock = threading.Lock()
@@ -295,7 +305,8 @@ class CaptureCache:
                     self._entries[key] = entry
                     self._kinds[key[1]] += 1
                     self.captures += 1
-                    while len(self._entries) > self._size:
+                    self.bytes += getattr(entry, "host_bytes", 0)
+                    while len(self._entries) > self._size or (self.bytes > self._most_bytes and len(self._entries) > 1):
                         self._forget(next(iter(self._entries)))
                 self._building.pop(key).set()
 
@@ -311,7 +322,7 @@ class CaptureCache:
         return self.get(key, make)
 
     def _forget(self, key: tuple[Hashable, ...]) -> None:
-        del self._entries[key]
+        self.bytes -= getattr(self._entries.pop(key), "host_bytes", 0)
         self._kinds[key[1]] -= 1
         if not self._kinds[key[1]]:
             del self._kinds[key[1]]
@@ -321,7 +332,7 @@ class CaptureCache:
         with self._lock:
             self._entries.clear()
             self._kinds.clear()
-            self.captures = self.hits = 0
+            self.captures = self.hits = self.bytes = 0
 
 
 captures = CaptureCache()
