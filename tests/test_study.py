@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -901,3 +903,25 @@ def test_lanes_go_to_the_eldest_trials_while_they_last(monkeypatch: pytest.Monke
     monkeypatch.setattr(_C.Engine, "set_eldest_first", lambda engine, value: told.append(value))
     run(looping, n_trials=2)
     assert told == [True, False]
+
+
+def test_a_pruned_trial_holds_nothing() -> None:
+    """Its loaders' worker processes end with it, and not at the study's end."""
+
+    class Loader:
+        """Of which it is known when it has gone."""
+
+    alive: list[weakref.ref[Loader]] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        assert not any(one() for one in alive)
+        loader = Loader()
+        alive.append(weakref.ref(loader))
+        raise optuna.TrialPruned(str(loader))
+
+    gc.disable()
+    try:
+        wf.optimize(optuna.create_study(), objective, n_trials=3, max_concurrent=1)
+    finally:
+        gc.enable()
+    assert len(alive) == 3 and not any(one() for one in alive)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 
-from waterflow.errors import InvalidJobError, StepError
+from waterflow.errors import InvalidJobError
 from waterflow.executor.breakable_lock import BreakableLock
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job
@@ -39,8 +39,7 @@ def _made(job: Job) -> nn.Module:
     try:
         return job.model()
     except Exception as error:
-        files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
-        if fake_tensor.__file__ not in files and not isinstance(error, StepError):
+        if all(frame.f_code.co_filename != fake_tensor.__file__ for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
         raise InvalidJobError(
             f"job {job.name!r}: model() came upon a tensor without values, of modules that another job trains. Give each job its "

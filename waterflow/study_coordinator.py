@@ -221,7 +221,7 @@ class Coordinator:
                 with heartbeat(trial, self._study):
                     worker.value = self._limited(worker)
             except optuna.TrialPruned as pruned:
-                worker.state, worker.error = TrialState.PRUNED, pruned
+                worker.state, worker.error = TrialState.PRUNED, pruned.with_traceback(None)  # its frames hold loaders
             except BaseException as error:
                 worker.state, worker.error = TrialState.FAIL, error
             with self._turn(worker):

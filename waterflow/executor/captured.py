@@ -306,7 +306,7 @@ class CaptureCache:
                     self._kinds[key[1]] += 1
                     self.captures += 1
                     self.bytes += getattr(entry, "host_bytes", 0)
-                    while len(self._entries) > self._size or (self.bytes > self._most_bytes and len(self._entries) > 1):
+                    while len(self._entries) > (self._size if self.bytes <= self._most_bytes else 1):
                         self._forget(next(iter(self._entries)))
                 self._building.pop(key).set()
 

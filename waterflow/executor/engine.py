@@ -25,6 +25,7 @@ from waterflow.executor.belonging import within as within
 from waterflow.executor.claims import Claims
 from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
+from waterflow.executor.forks import fork_in_turns
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_memory, reserve_of
 from waterflow.executor.starving import Starving
@@ -93,6 +94,7 @@ class Engine(Claims):
         device_graphs: bool = True,
         quantum: float | None = None,
     ) -> None:
+        fork_in_turns()
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise InvalidJobError(

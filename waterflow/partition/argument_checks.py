@@ -27,18 +27,15 @@ def is_checked(graph: fx.Graph, truth: fx.Node) -> bool:
     frames = _frames(sys._getframe(1))
     named = ((one, one.f_code.co_filename) for one in frames)
     frame = next((one for one, name in named if name.startswith(_FOLDER) or is_users_file(name)), None)
-    if frame is None or frame.f_code not in (_MAKING, _SCORING) or truth.meta["val"].device.type != "cpu":
+    on_cpu = truth.meta["val"].device.type == "cpu"
+    if not on_cpu or frame is None or frame.f_code not in (_MAKING, _SCORING) or any(map(_may_catch, (frame, *frames))):
         return False
-    if any(map(_may_catch, (frame, *frames))):
-        return False
-    found = frame.f_locals
+    found, making = frame.f_locals, frame.f_code is _MAKING
     of, what = type(found["self"]).__name__, f"(Tensor of shape {tuple(found['value'].shape)})"
-    if frame.f_code is _MAKING:
-        rule = type(found["constraint"]).__name__.lstrip("_")
+    rule = type(found["constraint" if making else "support"]).__name__.lstrip("_")
+    why = f"Expected value argument {what} to be within the support ({rule}) of the distribution {of}"
+    if making:
         why = f"Expected parameter {found['param']} {what} of distribution {of} to satisfy the constraint {rule}"
-    else:
-        rule = type(found["support"]).__name__.lstrip("_")
-        why = f"Expected value argument {what} to be within the support ({rule}) of the distribution {of}"
     graph.call_function(CHECK, (truth, why))
     return True
 
