@@ -50,6 +50,9 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
 def _batch(monkeypatch: pytest.MonkeyPatch) -> None:
     flatten = step.flatten
     monkeypatch.setattr(step, "flatten", lambda batch: (*flatten(batch)[:2], "a batch"))
+    monkeypatch.setattr(
+        variants, "with_values", lambda known, places, leaves: (*known, (places, ())) if places else known
+    )
 
 
 def _part(name: str) -> Switch:

@@ -47,8 +47,8 @@ class CaptureBudget:
         before = self._now()
         try:
             yield
-        finally:
             self._made += not self.own
+        finally:
             self.account["capturing"] += self._now() - before
 
     def add_kind(self) -> None:
@@ -56,7 +56,7 @@ class CaptureBudget:
         self._made += self.own
 
     def check(self, kind: Hashable, leaves: list[Any], spec: pytree.TreeSpec | None) -> None:
-        """Raise NewKind where a batch of a new kind is not to be captured now."""
+        """Raise NewKind where a batch of a new kind is not to be captured now. Leaves that are no part of its kind are None."""
         if self._made < FREE_CAPTURES:
             self._last = described(leaves, spec)
             return
@@ -80,9 +80,8 @@ class CaptureBudget:
         changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
         if changed is None:
             return "each would be captured anew"
-        never = "pad batches to a few sizes" if "shape" in now[changed] else (
-            "make a number a tensor, as torch.tensor(x) does, and leave out of the batch what the step does not use"
-        )  # fmt: skip
+        number = "make a number that the step reads a tensor, as torch.tensor(x) does"
+        never = "pad batches to a few sizes" if "shape" in now[changed] else number
         return (
             f"batch{changed} was {before[changed]} and is {now[changed]}, and a capture takes longer than a step. Kinds that come "
             f"back are captured by and by; for those that never do, {never}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,12 +188,13 @@ class CapturedStep:
 
 def build(
     spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None,
-    name: str = "step",
+    name: str = "step", unread: Collection[int] = (),
 ) -> CapturedStep:  # fmt: skip
-    """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError."""
+    """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError as ``capture_step``."""
     redirect()  # a trace puts stand-ins in the same places, and what was there back
     with no_collections():
-        return assemble(capture_step(spec, leaves, batch_spec, looked), name, looked.keep if looked is not None else [])
+        capture = capture_step(spec, leaves, batch_spec, looked, unread)
+        return assemble(capture, name, looked.keep if looked is not None else [])
 
 
 def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -> CapturedStep:
@@ -286,7 +288,7 @@ class CaptureCache:
                 break
             waiting.wait()
         if isinstance(entry, CaptureError):
-            raise type(entry)(entry.reason, entry.where)
+            raise copy.copy(entry)
         return entry
 
     def _build(self, key: tuple[Hashable, ...], make: Callable[[], CapturedStep]) -> CapturedStep | CaptureError:
@@ -297,14 +299,14 @@ class CaptureCache:
             except (LeavesTensors, NewKind):
                 raise  # the next time may be another: what it fills is filled, or there is time for it
             except CaptureError as error:
-                entry = type(error)(error.reason, error.where)
+                entry = copy.copy(error)  # without its frames
             return entry
         finally:
             with self._lock:
                 if entry is not None:
                     self._entries[key] = entry
                     self._kinds[key[1]] += 1
-                    self.captures += 1
+                    self.captures += not hasattr(entry, "places")  # but those behind which another comes
                     self.bytes += getattr(entry, "host_bytes", 0)
                     while len(self._entries) > (self._size if self.bytes <= self._most_bytes else 1):
                         self._forget(next(iter(self._entries)))

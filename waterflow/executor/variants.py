@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,19 +27,22 @@ from waterflow.partition.ambient import ambient_key
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.layouts import surprises
 from waterflow.partition.plan import Plan
-from waterflow.partition.questions import answers_of
+from waterflow.partition.questions import Answers, answers_of
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import state_of, structure_key
 from waterflow.partition.surroundings import ChangesItself
 from waterflow.partition.survivors import LeavesTensors
+from waterflow.partition.unread import LeafRead, free_places, values_known, with_values
 
 logger = logging.getLogger("waterflow")
 
+_T = TypeVar("_T")
 Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 64
 # A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
 MOST_CAPTURES = 8
 MOST_CHANGES = 3  # of the step's own objects, after each of which it is captured anew
+MOST_READ = 16  # leaves of a batch that are found one by one: a step that reads more counts as reading all
 MOST_SURPRISES = 8  # each capture by what kernels have told of their layouts may ask others
 
 
@@ -88,8 +91,7 @@ class Variants:
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
     profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
-    are brought to that height. Where they need not be ``exact`` they may round otherwise
-    than the user's operations.
+    are brought to that height. Where they need not be ``exact`` they may round otherwise than the user's operations.
     """
 
     def __init__(
@@ -113,26 +115,48 @@ class Variants:
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
         self.first = FirstUpdates(spec.optimizer)
         self._captures: dict[Hashable, int] = {}
+        self._read: dict[Key, tuple[int, ...]] = {}  # places of leaves that steps have read, by keys without them
         self._budget = budget or CaptureBudget()
         self._kinds: set[Key] = set()  # of batches that this job's steps have been captured for
         self._tried_again = 0
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
         """The variant for such a batch, bound to the tensors as they are now. Raises CaptureError."""
-        gathered = self._gathered if update else frozenset()
-        key: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
-        while True:
+
+        def at(key: Key) -> tuple[Variant, Answers]:
             variant = self._variants.get(key)
             if variant is None or not variant.binding.current():
                 if key not in self._kinds and (self._budget.own or not captures.know(key)):
-                    self._budget.check(key, leaves, batch_spec)
+                    self._check_budget(key, leaves, batch_spec)
                 with as_refusal():
                     variant = self._make(key, leaves, batch_spec)
             variant.code.check()
-            answers = variant.answers(leaves)
-            if answers is key[4]:
-                return variant
-            key = (*key[:4], answers)
+            return variant, variant.answers(leaves)
+
+        gathered = self._gathered if update else frozenset()
+        base: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
+        return self._answering(base, leaves, batch_spec, at)
+
+    def _answering(
+        self, base: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, at: Callable[[Key], tuple[_T, Answers]]
+    ) -> _T:
+        """What lies ``at`` the key that the batch's answers lead to; ``at`` also says what they are by what lies there."""
+        while True:
+            places = self._read.get(base, ()) if self._read else ()
+            key: Key = (*base[:4], with_values(base[4], places, leaves))
+            try:
+                found, answers = at(key)
+            except LeafRead as read:
+                more = {*places, *read.places} if len(places) < MOST_READ else free_places(leaves, batch_spec, base[4])
+                self._read[base] = tuple(sorted(more))
+                continue
+            if answers == key[4]:
+                return found
+            base = (*key[:4], answers)
+
+    def _check_budget(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> None:
+        free = free_places(leaves, batch_spec, key[4])
+        self._budget.check(key, [None if n in free else leaf for n, leaf in enumerate(leaves)], batch_spec)
 
     def lowered(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
@@ -254,13 +278,14 @@ class Variants:
         Raises CaptureError, and MemoryLimitError for a height that it cannot be brought to.
         """
         gathered = frozenset(self._spec.trained()) if self._spec.accumulate > 1 else frozenset()
-        key: Key = (batch_key, True, ambient_key(self._spec.device.type), gathered, ())
+        base: Key = (batch_key, True, ambient_key(self._spec.device.type), gathered, ())
+
+        def at(key: Key) -> tuple[tuple[CapturedStep, tuple[Hashable, int], Key], Answers]:
+            plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
+            return (plain, structure, key), answers_of(plain.capture.questions, key[4], leaves)
+
         with as_refusal():
-            while True:
-                plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
-                if (answers := answers_of(plain.capture.questions, key[4], leaves)) is key[4]:
-                    break
-                key = (*key[:4], answers)
+            plain, structure, key = self._answering(base, leaves, batch_spec, at)
             codes.of(structure[0]).check()
             return _form(plain, self._height(key) if height is None else height)
 
@@ -274,16 +299,16 @@ class Variants:
         old = self._variants.get(key)
         if old is not None and old.structure[0] == structure and old.plain.capture.holds():
             return old.plain, old.structure, looked
-        before = self._captures.get(key[:3], 0)
+        before = self._captures.get(counted := (*key[:3], values_known(key[4])), 0)
         if before >= MOST_CAPTURES:
             raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
 
         def make() -> CapturedStep:
             if key not in self._kinds and not self._budget.own:  # there it was checked
-                self._budget.check(key, leaves, batch_spec)
-            self._captures[key[:3]] = before + 1
+                self._check_budget(key, leaves, batch_spec)
+            self._captures[counted] = before + 1
             with self._budget.spending():
-                made = build(spec, leaves, batch_spec, looked, self._name)
+                made = build(spec, leaves, batch_spec, looked, self._name, free_places(leaves, batch_spec, key[4]))
             self._budget.account["captures"] += 1
             self._budget.account["captures anew"] += before > 0
             return made
@@ -316,8 +341,7 @@ class Variants:
 
     def begin_update(self, variant: Variant) -> Begun:
         """An update was handed in: returns the parameters that have their first one by it."""
-        begun = self.first.begin(variant.moved)
-        if begun:
+        if begun := self.first.begin(variant.moved):
             self._drop_half_begun()
         return begun
 

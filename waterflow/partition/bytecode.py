@@ -82,11 +82,6 @@ def _instructions(code: types.CodeType) -> Iterator[_Instruction]:
         first, argument, unit = after, 0, after
 
 
-def stack_depths(code: types.CodeType) -> dict[int, int]:
-    """The depth of the stack before each instruction that can be reached, by the number of its first code unit."""
-    return _depths(code, {instruction.unit: instruction for instruction in _instructions(code)})
-
-
 def _depths(code: types.CodeType, found: dict[int, _Instruction]) -> dict[int, int]:
     starts_deep = code.co_flags & _GENERATORS and dis.stack_effect(dis.opmap["RETURN_GENERATOR"]) == 0
     reached = {0: 1 if starts_deep else 0}

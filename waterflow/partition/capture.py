@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
@@ -33,7 +32,7 @@ from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.gradients import check_history, gradients_of, no_gradient, to_be_changed
 from waterflow.partition.in_place import sum_in_place
 from waterflow.partition.operators import tensors_in, with_lazy_bits
-from waterflow.partition.optimizers import check_optimizer, state_keys, update_groups
+from waterflow.partition.optimizers import check_optimizer, fake_optimizer, state_keys, update_groups
 from waterflow.partition.questions import Question, question_of
 from waterflow.partition.reads import Entry
 from waterflow.partition.recorder import Asking, Recorder, constants_of
@@ -52,6 +51,7 @@ from waterflow.partition.surroundings import (
     user_line,
 )
 from waterflow.partition.survivors import taken_back
+from waterflow.partition.unread import StandIn, Unread
 
 _one_at_a_time = threading.RLock()  # tracing patches torch's globals
 
@@ -90,11 +90,13 @@ class Capture:
 
 
 def capture_step(
-    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None
-) -> Capture:
+    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None,
+    unread: Collection[int] = (),
+) -> Capture:  # fmt: skip
     """Trace one step over ``leaves``, the flattened batch, and clean up the graph.
 
-    ``looked`` is what the step's key was made from, where that has been made already.
+    ``looked`` is what the step's key was made from, where that has been made already. The capture is to be used with other leaves
+    at the places ``unread``, too: LeafRead is raised where the step reads some.
 
     Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer
     that is not known, a model that changes itself from step to step. One capture runs at a time in a process.
@@ -106,12 +108,13 @@ def capture_step(
     check_hooks(looked.modules())
     with _one_at_a_time, _C.ThreadGenerators([]):  # the graph is drawn for whoever runs it
         start = time.perf_counter()
+        given = spec, leaves, batch_spec, looked
         try:
-            tracer, graph, constants = _trace(_StepTracer.record, spec, leaves, batch_spec, looked)
+            tracer, graph, constants = _trace(_StepTracer.record, _StepTracer(*given), unread)
         except CaptureError:
             raise
         except Exception:
-            tracer, graph, constants = _trace(_StepTracer.make_fx, spec, leaves, batch_spec, looked)
+            tracer, graph, constants = _trace(_StepTracer.make_fx, _StepTracer(*given), unread)
         tracer.tag_phases(graph)
         tracer.check_strangers(graph, constants)
         groups = update_groups(graph, tracer.inputs, tracer.group_names)
@@ -138,20 +141,22 @@ def capture_step(
 
 
 def _trace(
-    way: Callable[[_StepTracer], Traced], spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None,
-    looked: Fingerprint,
-) -> tuple[_StepTracer, fx.Graph, dict[str, torch.Tensor]]:  # fmt: skip
+    way: Callable[[_StepTracer], Traced], tracer: _StepTracer, places: Collection[int]
+) -> tuple[_StepTracer, fx.Graph, dict[str, torch.Tensor]]:
     """Run the step once; ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
-    tracer = _StepTracer(spec, leaves, batch_spec, looked)
+    tracer.world.unread = unread = Unread(tracer.looked, places)
     # torch notes what its nodes are for in one table of the process; selective checkpointing leaves its notes there.
     notes = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
     with taken_back(tracer.mode) as kept, notes:
         try:
             graph, constants = tracer.trace(way)
-        except BaseException:
+            unread.check()  # also where the user's code went on without it
+        except BaseException as error:
             vars(tracer).clear()  # of its tensors
+            unread.check(error)
             raise
-        del tracer._graph
+        del tracer._graph, tracer.batch, tracer.batch_leaves
+        tracer.world.reads.alive.clear()
         kept += (*tracer.fakes, *constants.values())
         kept += (value for node in graph.nodes for value in tensors_in(node.meta.get("val")))
     return tracer, graph, constants
@@ -240,7 +245,8 @@ class _StepTracer:
         for position, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in shown:
                 shown[id(leaf)] = self._add(GraphInput("batch", leaf=position), leaf)
-        self.batch_leaves = batch = [shown.get(id(leaf), leaf) for leaf in self.leaves]
+        self.batch_leaves = batch = [shown.get(id(leaf), leaf) for leaf in self.world.unread.shown(self.leaves)]
+        self.mode.made += (weakref.ref(leaf) for leaf in batch if issubclass(type(leaf), StandIn))
         self.batch = tuple(batch) if self.batch_spec is None else pytree.tree_unflatten(batch, self.batch_spec)
 
     # -- the step
@@ -252,6 +258,7 @@ class _StepTracer:
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             shown = Substitution(self.fakes_by_id)
             with cast, shown, noting_lines(self._graph(), spec.model), self.world.watching():
+                self.world.unread.call(spec.compute_loss, [self.batch], self.world.is_observed)
                 result = spec.compute_loss(spec.model, self.batch)
             check_unchanged(self.batch, self.batch_spec, self.batch_leaves)
             loss, metrics = split_result(result)
@@ -320,28 +327,15 @@ class _StepTracer:
             nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
         if spec.clip_value is not None:
             nn.utils.clip_grad_value_(list(parameters.values()), spec.clip_value)
-        optimizer = self._fake_optimizer()
+        members = ([self.tensors[name] for name in names] for names in self.group_names)
+        state = {self.tensors[name]: dict(state) for name, state in self.state.items()}
         # Not the instance's step: schedulers wrap that one.
-        type(spec.optimizer).step(optimizer)
+        type(spec.optimizer).step(fake_optimizer(spec.optimizer, members, self.rates, state))
         if spec.accumulate > 1:
             for gradient in gradients.values():
                 gradient.fill_(no_gradient(gradient))
         for parameter in parameters.values():
             parameter.grad = None
-
-    def _fake_optimizer(self) -> Optimizer:
-        real = self.spec.optimizer
-        kind: Any = type(real)
-        fake: Any = kind.__new__(kind)
-        fake.__dict__.update(real.__dict__)
-        fake.__dict__.pop("step", None)
-        groups = []
-        for group, members, rate in zip(real.param_groups, self.group_names, self.rates):
-            groups.append(dict(group, params=[self.tensors[n] for n in members], lr=rate, fused=True, foreach=None))
-        fake.param_groups = groups
-        fake.state = defaultdict(dict, {self.tensors[name]: dict(state) for name, state in self.state.items()})
-        fake._need_device_dtype_check_for_fused = False
-        return fake
 
     # -- tracing
 

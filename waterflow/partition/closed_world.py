@@ -43,6 +43,7 @@ from waterflow.partition.observer import CannotObserve, Event, line_of, observin
 from waterflow.partition.opcodes import Kind
 from waterflow.partition.reads import ATOMS, FIXED_MODULES, Entry, Reads, Refused, is_atom, is_fixed, name_of
 from waterflow.partition.surroundings import no_collections
+from waterflow.partition.unread import StandIn, Unread
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS: tuple[type, ...] = (
@@ -64,6 +65,7 @@ class ClosedWorld:
         self, looked: Fingerprint, batch: Iterable[Any] = (), batch_spec: pytree.TreeSpec | None = None
     ) -> None:
         """``batch`` are the leaves of a batch."""
+        self.unread = Unread(looked, ())
         self.reads = Reads(looked, batch_spec)
         for value in batch:
             if isinstance(value, enum.Enum) and not in_library(type(value)) and looked.cover(value) is None:
@@ -106,7 +108,7 @@ class ClosedWorld:
         """Within, user code runs that is to be part of the capture. Raises CaptureError in the place of what leaves the world."""
         try:
             rules = self._make_rules()
-            with no_collections(), observing(self._is_observed, functools.partial(self._check, rules), rules) as seen:
+            with no_collections(), observing(self.is_observed, functools.partial(self._check, rules), rules) as seen:
                 yield
         except CannotObserve as error:
             raise CaptureError(str(error)) from None
@@ -118,7 +120,7 @@ class ClosedWorld:
                 self._look_back(seen)
         self._raise_refusal()
 
-    def _is_observed(self, code: types.CodeType, space: dict[str, Any]) -> bool:
+    def is_observed(self, code: types.CodeType, space: dict[str, Any]) -> bool:
         """Whether the operations of a function's frames are judged one by one.
 
         Those of Python's own library, and of torch, are not: code that is not observed may call them, too. Calls to them are
@@ -138,8 +140,9 @@ class ClosedWorld:
 
     def _check(self, rules: _Rules, event: Event) -> None:
         """Called before an operation. What is refused here does not happen; nor does anything else of the step from then on."""
-        if self._refusal is None:
+        if self._refusal is None and not self.unread.read:
             try:
+                self.unread.operation(event.kind, event.operands)
                 rules[event.kind](event.operands)
                 return
             except Refused as why:
@@ -165,7 +168,7 @@ class ClosedWorld:
 
     def _whole(self, value: Any, seen: set[int] | None = None) -> None:
         """Code that nobody observes is given ``value``: it may read and call all of it."""
-        if type(value) in ATOMS:
+        if type(value) in ATOMS or issubclass(type(value), StandIn):
             return
         self.reads.read(value)
         if isinstance(value, (torch.Tensor, enum.Enum)) or type(value).__module__ in FIXED_MODULES:
@@ -271,6 +274,7 @@ class ClosedWorld:
         self._judge_call(called, given, named if type(named) is dict else {"": named})
 
     def _judge_call(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self.unread.call(called, (*given, *named.values()), self.is_observed)
         by_name = _BY_NAME.get(id(called))
         if by_name is not None and len(given) >= 2 and type(given[1]) is str:
             rule = self.reads.attribute if by_name == "read" else self.reads.set_attribute
@@ -332,7 +336,7 @@ class ClosedWorld:
         package = pure_code.package_of(called.__globals__.get("__name__"))
         if package not in sys.stdlib_module_names:
             self._libraries.add(package)
-        if self._is_observed(called.__code__, called.__globals__):
+        if self.is_observed(called.__code__, called.__globals__):
             return
         if given:
             reads.check_generator(given[0], called.__name__)

@@ -192,8 +192,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
 class TracingMode(FakeTensorMode):
     """A FakeTensorMode that knows these rules, for one trace.
 
-    ``refused`` is why what it has seen cannot be captured; ``made`` are the tensors it made. Once it is ``closed`` nothing can
-    be done with those: that is what is then to be said.
+    ``refused`` is why what it has seen cannot be captured; ``made`` is what it made, and what else must not outlive the trace. Once
+    it is ``closed`` nothing can be done with the tensors: that is what is then to be said.
     """
 
     refused: Exception | None = None
@@ -201,7 +201,7 @@ class TracingMode(FakeTensorMode):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.made: list[weakref.ref[FakeTensor]] = []
+        self.made: list[weakref.ref[Any]] = []
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,3 +130,15 @@ def update_groups(
                 parameter = parameter.args[0]
             groups[node.name] = group_of[names[parameter]]
     return groups
+
+
+def fake_optimizer(
+    real: Optimizer, members: Iterable[Any], rates: Iterable[Any], state: Mapping[Any, Any]
+) -> Optimizer:
+    """One of the same class and settings, in its fused form, over other tensors: of each group, with its rate; and their state."""
+    given = zip(real.param_groups, members, rates)
+    groups = [dict(group, params=params, lr=rate, fused=True, foreach=None) for group, params, rate in given]
+    fake = Optimizer.__new__(type(real))
+    fake.__dict__ = {name: value for name, value in vars(real).items() if name != "step"}
+    vars(fake).update(param_groups=groups, state=defaultdict(dict, state), _need_device_dtype_check_for_fused=False)
+    return fake

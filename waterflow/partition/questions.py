@@ -6,7 +6,7 @@ a small graph of the batch's tensors. A step on a batch with another answer is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,9 @@ def _answer(graph: fx.Graph, given: Iterable[torch.Tensor]) -> bool:
     return bool(said)
 
 
-# For each question that has another answer than in the capture under the answers before it, in order: its number there.
-Answers = tuple[int, ...]
+# What a batch answers to steps, in order: the number of a question that has another answer than in the capture under the answers
+# before it; or the values of leaves that the step reads, with their places.
+Answers = tuple[int | tuple[tuple[int, ...], tuple[Hashable, ...]], ...]
 MOST_WAYS = 8
 
 
@@ -56,7 +57,7 @@ def answers_of(questions: Sequence[Question], known: Answers, batch: Sequence[An
     number = next((number for number, one in enumerate(questions) if one.of(batch) is not one.answer), None)
     if number is None:
         return known
-    if len(known) >= MOST_WAYS:
+    if sum(type(one) is int for one in known) >= MOST_WAYS:
         raise CaptureError(f"the step goes more than {MOST_WAYS} ways by values of its batch")
     return *known, number
 

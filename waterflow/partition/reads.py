@@ -87,13 +87,13 @@ class Reads:
 
     def __init__(self, looked: Fingerprint, batch_spec: pytree.TreeSpec | None = None) -> None:
         self.looked = looked
-        self._given = frozenset() if batch_spec is None else frozenset(_classes_of(batch_spec))
+        self._given = frozenset() if batch_spec is None else frozenset(classes_of(batch_spec))
         self.entries: dict[tuple[int, str], Entry] = {}
         self.stand_ins: frozenset[int] = frozenset()  # by id, of the tensors that the step is given
         self.shown: Mapping[int, torch.Tensor] = {}  # the stand-ins of the step's own tensors, by their ids
         self.batch: dict[int, bool] = {}  # what the batch consists of, by id; whether the key tells it from the rest
         self._unlooked: dict[int, str] = {}
-        self._alive: list[Any] = []
+        self.alive: list[Any] = []
 
     def read(self, value: Any) -> None:
         """An operation looks into ``value``."""
@@ -112,7 +112,7 @@ class Reads:
         alone = (enum.Enum, bool, type(None), type, torch.dtype)
         self.batch = {id(one): isinstance(one, torch.Tensor) for one in parts if not isinstance(one, alone)}
         self.shown, self.stand_ins = shown, frozenset(map(id, stand_ins))
-        self._alive += parts
+        self.alive += parts
 
     def compared(self, operands: tuple[Any, ...]) -> None:
         """``left is right``: must be what it is with the tensors that stand-ins are shown for, and in each step."""
@@ -133,7 +133,7 @@ class Reads:
     def stranger(self, value: Any, label: str) -> None:
         """``value`` lay where nobody guards it: it must not be used."""
         self._unlooked[id(value)] = label
-        self._alive.append(value)
+        self.alive.append(value)
 
     def _entry(self, container: Any, name: str, value: Any, label: str) -> None:
         """An entry was read of a module, or of a library's class. It is guarded; and its value must not change by itself."""
@@ -235,11 +235,11 @@ class Reads:
                 raise Refused("sets the mode of a module (training)")
 
 
-def _classes_of(spec: pytree.TreeSpec) -> Iterator[type]:
+def classes_of(spec: pytree.TreeSpec) -> Iterator[type]:
     """The classes that a batch brings with it."""
     yield from (one for one in (spec.type, spec.context) if isinstance(one, type))
     for child in spec.children():
-        yield from _classes_of(child)
+        yield from classes_of(child)
 
 
 def is_atom(value: Any) -> bool:

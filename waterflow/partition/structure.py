@@ -21,6 +21,7 @@ from waterflow.partition.exact import exact
 from waterflow.partition.fingerprint import Fingerprint, tensor_key
 from waterflow.partition.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks, has_fused_form
 from waterflow.partition.spec import StepSpec
+from waterflow.partition.unread import free_places
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
@@ -92,13 +93,14 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     leaves = _of_torch(leaves)
     key: list[Hashable] = [spec, *_dict_keys(spec)]
     tensors, others = 0, []
-    for leaf in leaves:
+    free = {*free_places(leaves, spec)}
+    for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             tensors += 1
             check_plain([("a tensor of the batch", leaf)])
             key.append(_form(leaf))
         elif isinstance(leaf, _VALUES):
-            key.append(exact(leaf))
+            key.append(type(leaf) if place in free else exact(leaf))  # type: ignore[arg-type]
         else:
             others.append(type(leaf).__name__)
     _check_bare(leaves)
