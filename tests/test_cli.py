@@ -523,12 +523,17 @@ WRONG = [
     ("train", JOB + "\nexact: 0.5", "exact must be true or false; got 0.5"),
     ("train", JOB + "\ndevice: gpu", "device must be cpu, cuda, or a GPU by its number, as cuda:1; got 'gpu'"),
     ("train", JOB + "\ndevice: cuda:-1", "device must be cpu, cuda, or a GPU by its number, as cuda:1; got 'cuda:-1'"),
-    ("study", STUDY + "device: 3", "device must be text; got 3"),
+    ("study", STUDY + "device: 3", "device must be cpu, cuda, or a GPU by its number, as cuda:1; got 3"),
     ("study", STUDY + "deterministic: maybe", "deterministic must be true or false"),
-    ("study", "objective: code.py:objective\ntimeout: -1", "timeout must be a positive number of seconds; got -1"),
+    ("study", "objective: code.py:objective\ntimeout: -1", "timeout must be a positive number of seconds, or text like '90s',"),
+    ("study", "objective: code.py:objective\ntimeout: -1", "'30min' or '2h'; got -1"),
     ("study", STUDY + "trial_timeout: 2 hurs", "trial_timeout must be a positive number of seconds, or text like '90s'"),
     ("train", JOB.replace("[{", "[{timeout: 1 parsec, "), "jobs[0].timeout must be a positive number of seconds, or text like"),
     ("plan", "objective: code.py:objective", "waterflow study"),
+    ("train", "jobs: [3]", "jobs[0] must be a mapping of keys to values; got 3"),
+    ("train", "jobs: [{model: code.py:model, epocs: 3}]", "jobs[0].epocs: unknown key; did you mean 'epochs'?"),
+    ("train", "jobs: [{model: code.py:model}]", "jobs[0].data is missing; it must name a function, as 'module:function'"),
+    ("train", "jobs: [{job: code.py:job, args: {1: 3}}]", "jobs[0].args must be a mapping of names to values; got {1: 3}"),
 ]  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         settings = load_study(config)
         _check_device(config, settings.options["device"])
         opened = settings.make_study()
-        pictures = Pictures(settings.output) if settings.output is not None else None
+        pictures = Pictures(Path(settings.output)) if settings.output is not None else None
         done = optimize(
             opened, settings.objective, catch=Exception, show_progress_bar=not as_json, timeline=pictures, keep_weights="none",
             **settings.options,
@@ -272,7 +272,7 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         if settings.time_limit is not None:
             raise ConfigError(f"{config}: time_limit: a cluster keeps to it: waterflow cluster submit {config}")
         _check_device(config, settings.device)
-        pictures = Pictures(settings.output) if settings.output is not None else None
+        pictures = Pictures(Path(settings.output)) if settings.output is not None else None
         results = waterflow.train(
             settings.jobs, device=settings.device or "cpu", memory=settings.memory, max_concurrent=settings.max_concurrent,
             exact=settings.exact, mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,

@@ -6,6 +6,7 @@ import math
 
 from waterflow.errors import InvalidJobError
 
+RULE = "must be a positive number of seconds, or text like '90s', '30min' or '2h'"
 _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -21,9 +22,7 @@ def parse_seconds(given: float | str, what: str = "a limit of time") -> float:
     except (ValueError, KeyError, TypeError):
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise InvalidJobError(
-            f"{what} must be a positive number of seconds, or text like '90s', '30min' or '2h'; got {given!r}"
-        )
+        raise InvalidJobError(f"{what} {RULE}; got {given!r}")
     return seconds
 
 
