@@ -532,6 +532,22 @@ def test_another_job(make: Make, message: str, engine: Engine) -> None:
         raise result.error
 
 
+def test_other_settings_of_the_optimizer_are_told(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    def decayed(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    caplog.set_level("WARNING", logger="waterflow")
+    for scheduler in (None, decayed):
+        caplog.clear()
+        checkpoint, _, _ = snapshot_at(base(scheduler=scheduler), 13, engine)
+        assert JobRunner(base(scheduler=scheduler)(), engine, resume=checkpoint).run().status == "completed"
+        assert "goes on" not in caplog.text
+        other = base(scheduler=scheduler, optimizer=lambda p: torch.optim.AdamW(p, lr=0.5))
+        JobRunner(other(), engine, resume=checkpoint).run()
+        name = "lr" if scheduler is None else "initial_lr"
+        assert f"job 'net' goes on with {name}=0.01, as its checkpoint has it" in caplog.text
+
+
 def test_when_there_is_no_state(engine: Engine) -> None:
     def evaluate(model: nn.Module) -> float:
         with pytest.raises(wf.CheckpointError, match="in the middle"):

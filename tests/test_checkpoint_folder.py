@@ -61,6 +61,17 @@ class Fault(Exception):
     """What breaks a job on purpose."""
 
 
+def test_results_of_before_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="waterflow")
+    found = [
+        wf.train([Net()], data=images(2), optimizer=lambda p: torch.optim.SGD(p, lr=lr), loss=F.cross_entropy,  # noqa: B023
+                 checkpoint=tmp_path)[0] for lr in (0.1, 0.9)
+    ]  # fmt: skip
+    assert found[0].losses == found[1].losses
+    (told,) = [line for line in caplog.messages if line.startswith("1 jobs had ended in")]
+    assert str(tmp_path) in told and "their results of then" in told
+
+
 @pytest.mark.needs_time("what lasts a moment lets others run beside it")
 def test_goes_on_after_a_failure(tmp_path: Path) -> None:
     read: dict[str, int] = {}

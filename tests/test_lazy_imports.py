@@ -54,6 +54,20 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
         assert getattr(wf, name) is getattr(sys.modules[str(module)], inside)
 
 
+def test_a_native_part_of_other_sources_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = vars(wf)["_native"]
+    assert native() is wf._C
+    monkeypatch.delattr(wf._C, "metered")
+    kept = vars(wf)["_C"]
+    try:
+        with pytest.raises(
+            ImportError, match=r"built from other sources than these: it has no metered; build it again: make"
+        ):
+            native()
+    finally:
+        setattr(wf, "_C", kept)  # noqa: B010
+
+
 def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'waterflow' has no attribute 'trian'"):
         wf.trian  # noqa: B018

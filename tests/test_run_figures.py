@@ -57,6 +57,14 @@ def test_a_summary_says_how_trials_ended_and_why_some_ran_eagerly(caplog: pytest
     assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 2
 
 
+def test_a_study_that_trains_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    wf.optimize(optuna.create_study(), objective, n_trials=1)
+    assert "no trial trained" not in caplog.text
+    wf.optimize(optuna.create_study(), lambda trial: 1.0, n_trials=2)
+    assert caplog.text.count("no trial trained through waterflow") == 1
+
+
 def test_kinds_of_batches_that_run_eagerly_are_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 1)
     captures.clear()

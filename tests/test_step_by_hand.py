@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, RMSprop
 
 import waterflow as wf
-from tests.support import MiB, Net, images
+from tests.support import MiB, Net, images, same_bits
 from waterflow.executor import memory_limit
 from waterflow.executor.engine import Engine
 
@@ -241,7 +242,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "train: a loss's value": (lambda: trained(loss=torch.ones(())), "got Tensor; pass the function itself"),
     "Job: epoch": (
         lambda: wf.Job("a", Net, images(1), AdamW, epoch=3),
-        r"Job\(\) has no epoch: .* is epochs=3\. Write Job",
+        r"Job\(\) has no epoch: .* is epochs=3\. Write that in its place$",
     ),  # type: ignore[call-arg]
     "Job: spelt": (
         lambda: wf.Job("a", Net, images(1), optimiser=AdamW),
@@ -263,11 +264,44 @@ def test_calls_are_explained(kind: str) -> None:
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize(("memory", "told"), [(4, True), ("24", True), ("70KiB", False)])
-def test_a_limit_without_a_unit_is_explained(memory: int | str, told: bool) -> None:
-    with pytest.raises(wf.MemoryLimitError, match="does not fit") as caught:
-        trained(memory=memory, data=images(1, size=20_000))
-    assert ("A number without a unit counts bytes: write memory='4GiB'." in str(caught.value)) == told
+@pytest.mark.parametrize("memory", [4, "24", 2048.0])
+def test_a_limit_without_a_unit_is_explained_at_once(memory: int | float | str) -> None:
+    with pytest.raises(wf.InvalidJobError, match=rf"memory={memory!r} is \d+ B; did you mean '{memory}GiB'"):
+        wf.Engine(memory=memory)
+    with wf.Engine(memory="4000B") as engine:
+        assert engine.limit == 4000
+
+
+@pytest.mark.parametrize(
+    ("batch", "given"),
+    [
+        ((torch.randn(4, 6), torch.zeros(4)), r"\(float32\[4, 6\],\) goes to the model and float32\[4\] is the target"),
+        (
+            (torch.randn(4, 6), torch.zeros(2), torch.zeros(4).long()),
+            r"float32\[2\]\) goes to the model and int64\[4\] is the target",
+        ),
+    ],
+)
+def test_what_a_loss_was_given_is_told(batch: Any, given: str) -> None:
+    _, _, step = made()
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        step(batch)
+    assert re.fullmatch(rf"in step 'Net', given a batch of which .*{given}", *caught.value.__notes__)
+
+
+def test_a_mapping_is_a_batch_of_names() -> None:
+    class Named(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"loss": F.cross_entropy(super().forward(x), y)}
+
+    x, y = images(1)[0]
+    losses = []
+    for batch in ({"x": x, "y": y}, UserDict(x=x, y=y)):
+        torch.manual_seed(0)
+        model = Named()
+        step = wf.Step(model, optimizer=SGD(model.parameters(), lr=0.1))
+        losses.append(step(batch))
+    assert same_bits(*losses) and str(step.opaque_reason).endswith("a capture cannot look; pass dict(batch)")
 
 
 def test_a_type_error_inside_of_a_call_stays_what_it_is() -> None:
@@ -284,7 +318,7 @@ def test_a_type_error_inside_of_a_call_stays_what_it_is() -> None:
     [
         (
             {"n_jobs": 2},
-            r"optimize\(\) has no n_jobs: .* is max_concurrent=2\. Write waterflow\.optimize\(study, objective",
+            r"optimize\(\) has no n_jobs: .* is max_concurrent=2\. Write that in its place$",
         ),
         ({"n_trails": 2}, r"has no n_trails; did you mean n_trials=\? Write"),
     ],

@@ -6,6 +6,8 @@ Names are looked up when they are asked for: what only talks to a cluster, or si
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -147,10 +149,16 @@ def _native() -> Any:
     import torch
 
     native = importlib.import_module("waterflow._C")
+    again = "build it again: make build, or pip install --no-build-isolation --force-reinstall --no-deps waterflow"
     if native.built_with_torch != torch.__version__:
         globals().pop("_C", None)  # or it would be there the next time
         raise ImportError(
-            f"waterflow was built with torch {native.built_with_torch}, and torch {torch.__version__} is installed; "
-            "build it again: pip install --no-build-isolation --force-reinstall --no-deps waterflow"
+            f"waterflow was built with torch {native.built_with_torch}, and torch {torch.__version__} is installed; {again}"
         )
+    made = set(dir(native)).union(*(dir(kind) for kind in vars(native).values() if isinstance(kind, type)))
+    for path in Path(__file__).parent.glob("*/csrc/*bindings.cpp"):
+        text = re.sub(r"#ifdef WATERFLOW_TEST_HOOKS.*?#endif", "", path.read_text(), flags=re.DOTALL)
+        if missing := set(re.findall(r'\.def\w*\(\s*"(\w+)"', text)) - made:
+            globals().pop("_C", None)
+            raise ImportError(f"waterflow was built from other sources than these: it has no {min(missing)}; {again}")
     return native

@@ -17,7 +17,7 @@ from torch import nn
 
 from waterflow.calls import explained
 from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
-from waterflow.executor.memory_limit import parse_memory, reserve_of
+from waterflow.executor.memory_limit import parse_limit, reserve_of
 from waterflow.executor.presets import GPU, gpu
 from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, simulate
 from waterflow.job import Job
@@ -264,26 +264,15 @@ def device_of(name: str | GPU | None, memory: int | float | str | None) -> tuple
     if name is None:
         if memory is None:
             raise InvalidJobError("the device must be known: pass gpu='v100-32g' or another preset, or memory='24GiB'")
-        return None, _limit(memory), 0
+        return None, parse_limit(memory, least=_LEAST_BARE), 0
     device = name if isinstance(name, GPU) else gpu(name)
-    limit = device.usable if memory is None else _limit(memory, device.usable)
+    limit = device.usable if memory is None else parse_limit(memory, device.usable, _LEAST_BARE)
     if limit > device.usable:
         raise InvalidJobError(
             f"memory={memory!r} is more than {device.name} has for jobs: {format_bytes(device.usable)}, beside "
             f"{format_bytes(device.context)} for the CUDA context; lower it"
         )
     return device, limit, device.context
-
-
-def _limit(memory: int | float | str, available: int | None = None) -> int:
-    """The limit in bytes; a number without a unit that can only have been meant with one is refused."""
-    limit = parse_memory(memory, available)
-    bare = not isinstance(memory, str) or memory.strip()[-1:].isdigit()
-    share = isinstance(memory, float) or (isinstance(memory, str) and "." in memory)
-    if bare and limit < _LEAST_BARE and not (share and float(memory) <= 1):
-        number = memory.strip() if isinstance(memory, str) else memory
-        raise InvalidJobError(f"memory={memory!r} is {format_bytes(limit)}; did you mean '{number}GiB'?")
-    return limit
 
 
 __all__ = [

@@ -41,7 +41,8 @@ def explained(
                 wrong = _what_is_wrong(function, args, kwargs)
                 if wrong is None:
                     raise
-            raise error(f"{name}() {wrong}{'' if wrong.endswith('?') else '.'} Write {example}")
+            write = "that in its place" if any(key in FOREIGN for key in kwargs) else example
+            raise error(f"{name}() {wrong}{'' if wrong.endswith('?') else '.'} Write {write}")
 
         return called
 

@@ -130,24 +130,16 @@ def _pace(study: optuna.Study, seconds: float, steps: int) -> dict[str, Any]:
 
 def _show_times(terminal: Terminal, report: dict[str, Any]) -> None:
     ours, eager = report["waterflow"], report["eager"]
-    for name, pace in (("waterflow.optimize", ours), ("study.optimize, one after the other", eager)):
-        terminal.say(
-            f"{name}: {pace['steps']:,} steps in {pace['seconds']:.1f} s, {pace['steps_per_second']:,.0f} steps/s"
-        )
     shares = [pace["others_share"] for pace in (ours, eager)]
-    faster = f"{report['times_faster']:.2f} times as fast"
     if None not in shares and max(shares) > _BUSY:
         terminal.say(
-            f"[yellow]Other programs used {shares[0]:.0%} of this machine's cores during the first run and "
-            f"{shares[1]:.0%} during the second, which tells on a run of several threads most: compare again when it "
-            f"is quiet.[/yellow] As it was, {faster}."
+            f"[yellow]Other programs used {shares[0]:.0%} of this machine's cores during the first run and {shares[1]:.0%} during the "
+            "second, which tells on a run of several threads most: compare again when it is quiet.[/yellow] As it was:"
         )
-    else:
-        terminal.say(f"[bold]{faster}[/bold]")
     terminal.say(
-        "Both trained the same hyperparameters from the same weights on the same batches, with the same pruner, which decides by "
-        f"what it has seen: the numbers of steps may differ a little. waterflow had {ours['lanes']} lanes of one thread each, and sampled; "
-        f"the plain loops had {eager['threads']} threads (torch's default), fused optimizers, and were given their hyperparameters."
+        f"{eager['steps']:,} steps in {eager['seconds']:.1f} s. [bold]waterflow was {report['times_faster']:.2f} times as fast[/bold], "
+        f"with {ours['lanes']} lanes of one thread each, and sampling; the plain loops had {eager['threads']} threads (torch's default), "
+        "fused optimizers, the same hyperparameters, weights and batches. Pruners decide by what they have seen: steps may differ."
     )
 
 
@@ -277,7 +269,8 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
             settings.jobs, device=settings.device or "cpu", memory=settings.memory, max_concurrent=settings.max_concurrent,
             exact=settings.exact, mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,
         )  # fmt: skip
-        terminal.say(Text("\n".join(map(str, [*results, *results.told]))))
+        together = results.figures.lines("jobs") if results.figures else []
+        terminal.say(Text("\n".join(map(str, [*results, *together]))))
         terminal.files(pictures)
         for result in results.failed:
             terminal.fail(blamed(result.name, result.error), result.traceback)

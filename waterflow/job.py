@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Status = Literal["completed", "failed", "pruned", "cancelled"]
 Metrics = dict[str, float]
-MOST_TOLD = 6  # jobs, where results are printed
 
 
 @explained_class(
@@ -257,14 +256,9 @@ class Results(list[JobResult]):
         return f"{len(self)} jobs: {', '.join(f'{count} {status}' for status, count in ended.items())}"
 
     def __str__(self) -> str:
-        first = sorted(self, key=lambda result: result.status != "failed")[:MOST_TOLD]
-        told = [f"  {result}" for result in first] + ["  ..."] * (len(self) > MOST_TOLD)
-        return "\n".join([repr(self), *told, *self.told])
-
-    @property
-    def told(self) -> list[str]:
-        """Lines for people, of the jobs together."""
-        return self.figures.lines("jobs") if self.figures else []
+        first = sorted(self, key=lambda result: result.status != "failed")[:6]
+        told = [f"  {result}" for result in first] + ["  ..."] * (len(self) > 6)
+        return "\n".join([repr(self), *told, *(self.figures.lines("jobs") if self.figures else ())])
 
     @property
     def failed(self) -> Results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from waterflow.executor.eager import compose
 from waterflow.executor.shared_data import SharedData
 from waterflow.job import Job
 from waterflow.step import Step
+
+logger = logging.getLogger("waterflow")
 
 HOST = torch.device("cpu")
 _COUNTS = ("planned_requests", "missed_requests", "most_spilled")
@@ -92,12 +95,17 @@ class JobState:
             self._scheduler.load_state_dict(copied(taken["scheduler"]))
 
     def _put_optimizer(self, taken: dict[str, Any]) -> None:
-        optimizer = self._optimizer
-        state = copied(taken)
+        optimizer, state = self._optimizer, copied(taken)
+        mine = [dict(group) for group in optimizer.param_groups]
         try:
             optimizer.load_state_dict(state)
         except (ValueError, KeyError) as error:
             raise _other(self._name, f"its {type(optimizer).__name__} has other parameters: {error}") from None
+        for before, now in zip(mine, optimizer.param_groups):  # what a scheduler changes may differ
+            own = {"initial_lr"} if self._scheduler is not None else before.keys() - {"params"}
+            if other := [f"{name}={now[name]}" for name in sorted(own & now.keys()) if now[name] != before[name]]:
+                told = "job %r goes on with %s, as its checkpoint has it, and not with what its optimizer was made with"
+                logger.warning(told, self._name, ", ".join(other))
         # torch casts state to its parameter's type, which loses bits of state that is kept in another one.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]

@@ -45,7 +45,6 @@ class RunFigures:
     def of(engine: Engine, first: int = 0) -> RunFigures:
         """By the accounts of ``engine`` from the ``first`` on."""
         accounts = engine.accounts[first:]
-        causes = {(account.who, account.cause) for account in accounts}
         spent: Counter[str] = Counter()
         for account in accounts:
             spent.update(dict(account))  # type: ignore[arg-type]  # numbers, whole or not
@@ -53,7 +52,7 @@ class RunFigures:
             jobs=len({account.who for account in accounts if account.get("steps")}),
             steps=spent["steps"], eager_steps=spent["eager steps"], captures=spent["captures"],
             captured_again=spent["captures anew"],
-            eager=Counter(cause for _, cause in causes if cause is not None), shares=_shares(spent),
+            eager=Counter(cause for _, cause in {(a.who, a.cause) for a in accounts} if cause is not None), shares=_shares(spent),
             peak=engine.most_claimed, limit=engine.limit,
         )  # fmt: skip
 
@@ -106,8 +105,8 @@ class StudySummary:
 
     def __repr__(self) -> str:
         ended = ", ".join(f"{count} {state}" for state, count in self.states.items())
-        best = f"; {self.best}" if self.best else ""
-        return f"{self.trials} trials in {self.seconds:.1f} s, up to {self.most_at_once} at a time: {ended}{best}"
+        many = f"{self.trials} trials in {self.seconds:.1f} s, up to {self.most_at_once} at a time"
+        return "; ".join(filter(None, [many, ended, self.best]))
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *(self.figures.lines("trials") if self.figures else ())])

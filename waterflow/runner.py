@@ -325,7 +325,7 @@ class JobRunner(Asked):
         ahead = steps_ahead(self.step, self.engine)
         batches = self._account.reading(self._batches.epoch())
         if not self._batches.reads_ahead:
-            batches = between_steps(batches, steps, self.job.name)
+            batches = between_steps(batches, steps, self.job.name, self._account)
         try:
             while True:
                 if self._boundary.wished:

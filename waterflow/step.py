@@ -132,7 +132,8 @@ class Step(StepFigures):
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self.recompute = parse_recompute(recompute)
-        budget = CaptureBudget((lambda: self.steps) if ordered else None, account=self.account)
+        budget = CaptureBudget((lambda: self.steps) if ordered else None)
+        budget.account = self.account
         forms = (self.recompute, self.engine is None or self.engine.exact, budget)
         self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[Pending] = deque()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from waterflow.executor.account import Account
 from waterflow.executor.engine import Engine
 from waterflow.executor.pending import Pending
 from waterflow.job import Job
@@ -104,29 +105,24 @@ class StepQueue:
             raise
 
 
-def between_steps(batches: Iterator[Any], steps: StepQueue, name: str) -> Iterator[Any]:
+def between_steps(batches: Iterator[Any], steps: StepQueue, name: str, account: Account) -> Iterator[Any]:
     """``batches``, each read when all ``steps`` before it are done: it may depend on the model, or lie in the last one's memory.
 
     Where a job named ``name`` waits for its data for long, it is told once what would help.
     """
-    began, reading = time.perf_counter(), 0.0
-    while True:
-        steps.take_all()
-        asked = time.perf_counter()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        now = time.perf_counter()
-        reading += now - asked
-        if now - began > TOLD_SECONDS and reading > TOLD_SHARE * (now - began) and _told.acquire(blocking=False):
+    began, before = time.perf_counter(), account["loading"]
+    steps.take_all()
+    for batch in batches:
+        seconds, reading = time.perf_counter() - began, account["loading"] - before
+        if seconds > TOLD_SECONDS and reading > TOLD_SHARE * seconds and _told.acquire(blocking=False):
             logger.warning(
                 "job %r has spent %.0f %% of its time reading batches between its steps, for its data runs code that may look at "
                 "the model, or write batches to the memory of those before. Where it does neither, Job(read_ahead=True) reads "
                 "while steps run; a DataLoader with num_workers=1 or more does so in any case",
-                name, 100 * reading / (now - began),
+                name, 100 * reading / seconds,
             )  # fmt: skip
         yield batch
+        steps.take_all()
 
 
 def _loss_of(result: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import queue
 import threading
 import time
@@ -149,6 +150,9 @@ class Coordinator:
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
         figures = RunFigures.of(self._engine)
+        if self._states["complete"] and not figures.jobs:
+            told = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
+            logging.getLogger("waterflow").warning(told)
         return StudySummary(
             trials=self._asked,
             seconds=seconds,

@@ -154,6 +154,9 @@ class _Training:
             elif found is not None:
                 self._resume[number] = found
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in self._results)
+        if self._results:
+            logger.warning("%d jobs had ended in %s: these are their results of then; to train them with other settings, name another "
+                           "folder", len(self._results), checkpoints.folder)  # fmt: skip
 
     def run(self) -> Results:
         with (

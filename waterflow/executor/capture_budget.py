@@ -30,11 +30,9 @@ class CaptureBudget:
     kinds, also where another job has made the capture. None elsewhere. Time goes to ``account``.
     """
 
-    def __init__(
-        self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic, account: Account | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.own = steps is not None
-        self.account = Account("") if account is None else account  # an empty one is falsy
+        self.account = Account("")
         self._steps, self._now = steps, now
         self._began = now()
         self._made = 0

@@ -16,8 +16,6 @@ from waterflow.executor.terms import GUARANTEED, MakeWay, Terms
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
 
-_LEAST_MEANT = 1 << 16  # bytes: whoever writes a limit below that meant GiB
-
 
 class Claims(MakingWay):
     """The book of an engine's memory. Thread-safe.
@@ -235,8 +233,6 @@ class Claims(MakingWay):
         self, plan: Plan, wanted: int, largest_batch: int | None = None, told: str = ". Lower the batch size or raise memory=.",
     ) -> MemoryLimitError:  # fmt: skip
         """The error for a job that does not fit even alone, with what is ``told`` of it."""
-        if self.limit < _LEAST_MEANT:
-            told += " A number without a unit counts bytes: write memory='4GiB'."
         return MemoryLimitError(
             f"job {plan.name!r} does not fit: its state and batch take {format_bytes(wanted)} and its step reaches "
             f"{format_bytes(plan.height)} above them; the limit of {format_bytes(self.limit)} leaves "

@@ -62,7 +62,7 @@ class _OfOutput:
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         named, given = (
-            (batch, ()) if isinstance(batch, dict) else ({}, batch if isinstance(batch, (tuple, list)) else (batch,))
+            (batch, ()) if isinstance(batch, Mapping) else ({}, batch if isinstance(batch, (tuple, list)) else (batch,))
         )
         if not model._forward_pre_hooks:  # they may change what forward is given
             _check_call(model, given, named)
@@ -189,7 +189,14 @@ class EagerStep:
         try:
             return self._train(batch, update, surrounding)
         except Exception as error:
-            note = ", ".join([f"in step {self._name!r}", *user_place(error.__traceback__, self._spec.model)])
+            place = list(user_place(error.__traceback__, self._spec.model))
+            if not (place or isinstance(error, WaterflowError)) and isinstance(
+                self._spec.compute_loss, (_OfTarget, _OfHeldLoss)
+            ):
+                place = [
+                    f"given a batch of which {_shown(batch[:-1])} goes to the model and {_shown(batch[-1])} is the target"
+                ]
+            note = ", ".join([f"in step {self._name!r}", *place])
             if not isinstance(error, WaterflowError) and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
@@ -225,6 +232,12 @@ class EagerStep:
         if metrics is not None:
             return loss.detach(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, metrics)
         return loss.detach()
+
+
+def _shown(given: Any) -> str:
+    """Shapes and types of tensors, in what they are in."""
+    shown = pytree.tree_map_only(torch.Tensor, lambda one: f"{str(one.dtype)[6:]}{list(one.shape)}", given)
+    return str(shown).replace("'", "")
 
 
 def _with_gradients(model: nn.Module) -> Iterator[torch.Tensor]:

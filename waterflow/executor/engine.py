@@ -27,7 +27,7 @@ from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
 from waterflow.executor.forks import fork_in_turns
 from waterflow.executor.lanes_in_use import Decision, LanesInUse
-from waterflow.executor.memory_limit import free_memory, more_than_free, parse_memory, reserve_of
+from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
 from waterflow.executor.starving import Starving
 from waterflow.executor.switching import shorten_switches
 from waterflow.executor.terms import Terms, parse_quota
@@ -111,7 +111,7 @@ class Engine(Claims):
         gpu = cuda_lanes.prepare(self.device) if self.device.type == "cuda" else None
         self.device = gpu.device if gpu is not None else self.device
         free = gpu.free if gpu is not None else free_memory()
-        limit = parse_memory(memory, free)
+        limit = (parse_limit if reserve is None else parse_memory)(memory, free)
         if (warning := more_than_free(memory, limit, free)) is not None:
             logger.warning(warning)
         reserve = reserve_of(limit) if reserve is None else reserve

@@ -83,6 +83,15 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
     return bytes_
 
 
+def parse_limit(memory: int | float | str | None, available: int | None = None, least: int = 1 << 12) -> int:
+    """As ``parse_memory``; a number without a unit that is below ``least`` must have been meant with one, and is refused."""
+    limit = parse_memory(memory, available)
+    number = str(memory).strip()
+    if limit < least and number.replace(".", "").isdigit():
+        raise InvalidJobError(f"memory={memory!r} is {limit} B; did you mean '{number}GiB'?")
+    return limit
+
+
 def more_than_free(memory: int | float | str | None, limit: int, free: int) -> str | None:
     """What to say of a limit that this device has not free; None where there is nothing to say."""
     if limit <= free:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -103,9 +103,10 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
             key.append(type(leaf) if place in free else exact(leaf))  # type: ignore[arg-type]
         else:
             others.append(type(leaf).__name__)
+            advice = "; pass dict(batch)" if isinstance(leaf, Mapping) else ""
     _check_bare(leaves)
     if others:
-        raise CaptureError(f"the batch holds a {others[0]}, into which a capture cannot look")
+        raise CaptureError(f"the batch holds a {others[0]}, into which a capture cannot look{advice}")
     if not tensors:
         advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
         raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
