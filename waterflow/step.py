@@ -33,10 +33,10 @@ from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variant import Variant
 from waterflow.executor.variants import Variants
 from waterflow.partition.footprint import Footprint
-from waterflow.partition.plan import Plan, opaque_plan
+from waterflow.partition.plan import Plan
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
-from waterflow.partition.structure import flatten, of_torch
+from waterflow.partition.structure import flatten, leaves_of, of_torch
 from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
 
@@ -142,6 +142,7 @@ class Step(StepFigures):
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
+        self._eager_claim = (-1, 0)  # the engine's changes, and the batches ahead, when an eager step last claimed
         self.own_batches: OwnBatches | None = None  # where other jobs may have the same
         self.job: int | None = None
         self.batches_ahead = 1
@@ -158,6 +159,8 @@ class Step(StepFigures):
         """Train on one batch; see the class."""
         ahead, began = len(self._under_way), time.perf_counter()
         try:
+            if self.opaque_reason is not None:
+                return by_hand.handed_out(self._eagerly(batch))
             return by_hand.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
         except BaseException:
             # Ctrl-C may strike after the step was handed in and before it is waited for: its lane waits no longer.
@@ -343,6 +346,23 @@ class Step(StepFigures):
 
     # -- opaque
 
+    def _eagerly(self, batch: Batch) -> Any:
+        """An eager step whose caller waits for it: on the shortest way where it is as those before it."""
+        engine, job, claimed = self.engine, self.job, self._eager_claim
+        by_caller = torch.get_num_threads() == self._threads
+        ordinary = by_caller and self.own_batches is None and not (self._closed or self._under_way)
+        if engine is None or job is None or not ordinary or engine.clock is not None or engine.native.on_a_lane:
+            return self._submit(batch, by_caller).result()
+        if claimed != (engine.changes, self.batches_ahead) or not self._eager_step.is_as_before(batch):
+            return self._submit(batch, by_caller).result()
+        update = (self._micro + 1) % self.accumulate == 0
+        returned = self._eager_step.on_lane(engine, job, batch, update)
+        self._micro = 0 if update else self._micro + 1
+        self.account["steps"] += 1
+        self.account["eager steps"] += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return returned
+
     def _go_opaque(self, error: CaptureError) -> None:
         self.opaque_reason = str(error)
         self._tell_eager(error, self._told)
@@ -357,8 +377,8 @@ class Step(StepFigures):
             self._tell_eager(refused, self._told)
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
-
-        size = storage_bytes(pytree.tree_leaves(of_torch(batch)))
+        given = of_torch(batch)
+        size = storage_bytes(leaves_of(given))
 
         def train(batch: Batch) -> tuple[Any, int]:
             return self._eager_step.now_and_then_metered(batch, update, surrounding, size)
@@ -366,7 +386,7 @@ class Step(StepFigures):
         def work() -> None:
             if refused is not None:
                 self._eager_step.put_sums(self._variants.before_eager())
-            made, height = train(of_torch(batch)) if self.own_batches is None else self.own_batches.run(train, batch)
+            made, height = train(given) if self.own_batches is None else self.own_batches.run(train, batch)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
             if refused is not None and self._variants.may_try_again(refused):
@@ -377,15 +397,18 @@ class Step(StepFigures):
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
-        persistent = self._eager_step.persistent_bytes()
         known = self.measured_height > 0 and (refused is None or isinstance(refused, NewKind))
-        plan = opaque_plan(self.name, self.measured_height, persistent=persistent, batch=size)
-        with self.account.spending("waiting for memory"):
-            self.engine.claim(self.job, plan, batches=self.batches_ahead)
-        self._last_plan = plan
+        plan, native = self._eager_step.plan(self.measured_height, size)
+        if self._last_plan is not plan or self._eager_claim != (self.engine.changes, self.batches_ahead):
+            with self.account.spending("waiting for memory"):
+                self.engine.claim(self.job, plan, batches=self.batches_ahead)
+            self._last_plan, self._eager_claim = plan, (self.engine.changes, self.batches_ahead)
         # An unknown job is looked at alone: its first step holds all that is left.
-        with contextlib.nullcontext(self.measured_height) if known else self.engine.looking(self.job) as height:
-            run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
+        with contextlib.ExitStack() as around:
+            if not known:
+                height = around.enter_context(self.engine.looking(self.job))
+                native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
+            run = _C.opaque_run(native, work)
             run.by_caller = by_caller
             pending = self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), plan, update)
             if refused is not None or not known:  # nor is the next one captured, or claimed for, before its end

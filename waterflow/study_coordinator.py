@@ -131,6 +131,9 @@ class Coordinator:
                 while self._running or wanted():
                     check_interrupt()
                     worker = self._next_ended()
+                    if self._auto is not None:
+                        in_use = self._engine.lanes_in_use
+                        self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
                     if worker is not None:
                         try:
                             self._tell(worker, catch, callbacks, progress)
@@ -139,7 +142,6 @@ class Coordinator:
                             worker.told.set()
                             join_all([worker.thread], 1.0)
                     elif self._auto is not None:
-                        self._at_once = self._auto.update(len(self._running), self._one_more_fits())
                         self._fill(wanted, 0)
             except BaseException:
                 with uninterrupted():

@@ -21,11 +21,14 @@ class Lanes:
     def __post_init__(self) -> None:
         self.auto = AutoConcurrency(self.count, lambda: int(self.busy * 1e9), lambda: self.now)
 
-    def work(self, share: float, running: int | None = None, memory: bool = True, seconds: float = 0.5) -> int:
-        """Lanes are busy for this share of the time; what may be under way afterwards."""
+    def work(
+        self, share: float, running: int | None = None, memory: bool = True, seconds: float = 0.5, in_use: int = 0
+    ) -> int:
+        """Lanes in use are busy for this share of the time; what may be under way afterwards."""
+        in_use = in_use or self.count
         self.now += seconds
-        self.busy += share * seconds * self.count
-        return self.auto.update(self.auto.limit if running is None else running, memory)
+        self.busy += share * seconds * in_use
+        return self.auto.update(self.auto.limit if running is None else running, memory, in_use)
 
 
 def test_begins_with_one_per_lane_and_stays_while_lanes_are_busy() -> None:
@@ -60,3 +63,10 @@ def test_no_trial_more_without_memory_or_before_anything_is_known(reason: dict[s
 def test_short_looks_add_up() -> None:
     lanes = Lanes()
     assert [lanes.work(0.5, seconds=0.2) for _ in range(3)] == [2, 2, 3]
+
+
+def test_trials_run_one_after_the_other_while_one_lane_is_in_use_and_busy() -> None:
+    lanes = Lanes()
+    assert [lanes.work(0.95, in_use=1) for _ in range(5)] == [1] * 5
+    assert [lanes.work(0.5, in_use=1) for _ in range(2)] == [2, 1]  # such as for loading: tried, and in vain
+    assert lanes.work(0.95) == 2

@@ -24,7 +24,7 @@ class AutoConcurrency:
     ) -> None:
         self.limit = lanes
         self.most = 4 * lanes
-        self._lanes = lanes
+        self._in_use = lanes
         self._progress_ns = progress_ns
         self._now = now
         self._since = now()
@@ -32,18 +32,25 @@ class AutoConcurrency:
         self._before_raise: float | None = None
         self._hold_until = 0.0
 
-    def update(self, running: int, memory_allows: bool) -> int:
-        """Look at the lanes; returns how many trials may be under way from now on."""
+    def update(self, running: int, memory_allows: bool, in_use: int) -> int:
+        """Look at the lanes, of which ``in_use`` take steps; returns how many trials may be under way from now on.
+
+        Steps that run eagerly take turns on one lane: their trials then run one after the other.
+        """
         now = self._now()
+        if in_use != self._in_use:
+            self.limit = min(self.limit, in_use) if in_use < self._in_use else max(self.limit, in_use)
+            self._in_use, self._before_raise = in_use, None
+            self._since, self._busy = now, self._progress_ns()
         if now - self._since < self.WINDOW_SECONDS:
             return self.limit
         busy = self._progress_ns()
-        share = (busy - self._busy) * 1e-9 / (now - self._since) / self._lanes
+        share = (busy - self._busy) * 1e-9 / (now - self._since) / in_use
         self._since, self._busy = now, busy
         if running < self.limit:
             return self.limit  # not yet what was asked for: nothing to learn
         if self._before_raise is not None:
-            if share < self._before_raise + self.GAIN and self.limit > self._lanes:
+            if share < self._before_raise + self.GAIN and self.limit > in_use:
                 self.limit -= 1
                 self._hold_until = now + 20 * self.WINDOW_SECONDS
             self._before_raise = None

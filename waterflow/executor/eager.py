@@ -5,23 +5,31 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError, WaterflowError
-from waterflow.executor.captured import persistent_bytes
+from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
+from waterflow.executor.captured import persistent_bytes, storage_bytes
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.executor.user_thread import current_user_thread
-from waterflow.partition.optimizers import captured_form
+from waterflow.partition.optimizers import WATCHER, captured_form, hooks_of
+from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.spec import StepSpec, split_result
-from waterflow.partition.surroundings import in_forward, user_place
+from waterflow.partition.structure import leaves_of
+from waterflow.partition.surroundings import in_forward, surrounding_autocast, user_place
 
-# Of steps that run eagerly the first ones are metered, and then some of many: counting bytes takes time of small steps.
+if TYPE_CHECKING:
+    from waterflow.executor.engine import Engine
+
+# Of steps that run eagerly the first ones are metered, and then one of many: counting bytes takes time of small steps.
 FIRST_METERED, METERED_EVERY = 3, 32
+
+_NOTHING = contextlib.nullcontext()
+_NOTHING_TO_SET = contextlib.nullcontext(_NOTHING)
 
 
 class ModelAndLoss(nn.Module):
@@ -129,6 +137,7 @@ class EagerStep:
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self._calls, self._largest = 0, -1
         self._persistent = (-1, -1), 0
+        self.plan_before: tuple[Plan, _C.GroupPlan] | None = None
         self._left: dict[torch.Tensor, torch.Tensor] = {}  # gradients of parameters that the optimizer does not have
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
@@ -146,11 +155,21 @@ class EagerStep:
         self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int
     ) -> tuple[Any, int]:
         """As ``metered``, with 0 bytes for most steps on batches that are no larger, of ``size`` bytes, than one before."""
-        wanted = self._calls % METERED_EVERY < FIRST_METERED or size > self._largest
+        wanted = self._is_metered() or size > self._largest
         self._calls, self._largest = self._calls + 1, max(size, self._largest)
         if wanted:
             return self.metered(batch, update, surrounding)
         return self.unmetered(batch, update, surrounding), 0
+
+    def _is_metered(self) -> bool:
+        return self._calls < FIRST_METERED or self._calls % METERED_EVERY == 0
+
+    def is_as_before(self, batch: Any) -> bool:
+        """Whether a step on ``batch`` needs no look at its memory: there was one lately, and for a batch as large."""
+        if self._beside is not None or self._is_metered() or storage_bytes(leaves_of(batch)) > self._largest:
+            return False
+        self._calls += 1
+        return True
 
     def persistent_bytes(self) -> int:
         """What persists, looked at again where the optimizer has more or less than before."""
@@ -159,6 +178,31 @@ class EagerStep:
         if size != self._persistent[0]:
             self._persistent = size, persistent_bytes(self._spec.model, self._spec.optimizer)
         return self._persistent[1]
+
+    def plan(self, height: int, batch: int) -> tuple[Plan, _C.GroupPlan]:
+        """Of a step that reaches ``height`` bytes on a batch of ``batch`` bytes; the same objects where nothing has changed."""
+        persistent, known = self.persistent_bytes(), self.plan_before
+        if known is None or (height, persistent, batch) != (known[0].height, known[0].persistent, known[0].batch):
+            native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
+            known = self.plan_before = opaque_plan(self._name, height, persistent=persistent, batch=batch), native
+        return known
+
+    def on_lane(self, engine: Engine, job: int, batch: Any, update: bool) -> Any:
+        """A step by the plan of the one before, for a caller that has nothing else under way. Raises what the step raises."""
+        assert self.plan_before is not None
+        plan, native = self.plan_before
+        surrounding = surrounding_autocast(self._spec.device.type)
+        returned: list[Any] = []
+        run = _C.opaque_run(native, lambda: returned.append(self(batch, update, surrounding)))
+        run.by_caller = True
+        engine.submit(job, run, plan, None)
+        try:
+            engine.native.wait(run)
+            run.outputs()
+        except _C.Cancelled as error:
+            raise JobCancelled(str(error)) from None
+        engine.look(job)
+        return returned[0]
 
     def unmetered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         """What it returns alone, and without a count of bytes where that needs no other thread."""
@@ -210,8 +254,8 @@ class EagerStep:
                 continue  # mostly: a look into a dict costs more
             if gradient is None or gradient is not self._left.get(parameter):
                 parameter.grad = self.sums.get(parameter)
-        random = own_numbers(self._generator) if self._generator is not None else contextlib.nullcontext()
-        with random, torch.enable_grad(), in_forward(spec, surrounding) as cast:
+        random = own_numbers(self._generator) if self._generator is not None else _NOTHING
+        with random, _NOTHING if torch.is_grad_enabled() else torch.enable_grad(), self._casts(surrounding) as cast:
             with cast:
                 result = spec.compute_loss(spec.model, batch)
             loss, metrics = split_result(result, numbers=True)
@@ -223,15 +267,27 @@ class EagerStep:
             if spec.clip_value is not None:
                 nn.utils.clip_grad_value_(reached, spec.clip_value)
             with captured_form(spec.optimizer):
-                spec.optimizer.step()
-            spec.optimizer.zero_grad(set_to_none=True)
-        self.sums = {p: gradient for p in trained if (gradient := p.grad) is not None}
-        for parameter in self.sums:
+                _step(spec.optimizer)
+        if update and type(spec.optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            self.sums = {}  # what that does, which takes time of small steps
+        else:
+            if update:
+                spec.optimizer.zero_grad(set_to_none=True)
+            self.sums = {p: gradient for p in trained if (gradient := p.grad) is not None}
+        for parameter in trained:
             parameter.grad = None
         self._left = {p: p.grad for p in _with_gradients(spec.model)}
         if metrics is not None:
             return loss.detach(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, metrics)
         return loss.detach()
+
+    def _casts(self, surrounding: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+        """``in_forward``, where there is anything to set."""
+        kind = self._spec.device.type
+        set_already = torch.is_autocast_cache_enabled() and not torch.is_autocast_enabled(kind)
+        if self._spec.autocast is None and surrounding is None and set_already:
+            return _NOTHING_TO_SET
+        return in_forward(self._spec, surrounding)
 
 
 def _shown(given: Any) -> str:
@@ -249,3 +305,17 @@ def _with_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
             seen.add(id(module))
             modules.extend(module._modules.values())
             yield from (p for p in module._parameters.values() if p is not None and p.grad is not None)
+
+
+_RECORDED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # of each optimizer's ``step()`` of torch's
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``; where nobody listens without torch's record for profilers, which takes a tenth of a small step."""
+    step, patched = type(optimizer).step, vars(optimizer).get("step")
+    listens = any(hooks.keys() - {WATCHER} for hooks in hooks_of(optimizer))
+    by_scheduler = patched is None or getattr(patched, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
+    if listens or not by_scheduler or torch.autograd.profiler._is_profiler_enabled or step.__code__ is not _RECORDED:
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)  # type: ignore[attr-defined]

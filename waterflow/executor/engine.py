@@ -278,6 +278,11 @@ class Engine(Claims):
                 in_use.begin(len(self._eager_jobs), len(self._claims))
             in_use.look(len(self._claims))
 
+    @property
+    def lanes_in_use(self) -> int:
+        """How many of its lanes take steps."""
+        return self.lanes if self._lanes_in_use is None else self._lanes_in_use.count
+
     def runs_eagerly(self, job: int) -> None:
         """From now on the job's steps are not captured: side by side they gain little, as Python runs one of them at a time."""
         self._eager_jobs.add(job)

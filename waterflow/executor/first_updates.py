@@ -53,6 +53,8 @@ class FirstUpdates:
 
     def half_begun(self, members: Members) -> int | None:
         """A group of which some parameters have momentum, and others have not."""
+        if not isinstance(self._optimizer, torch.optim.SGD):
+            return None
         return next((n for n, group in enumerate(members) if len(set(map(self._has_begun, group))) > 1), None)
 
     @contextlib.contextmanager

@@ -83,10 +83,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
             raise CaptureError(f"parameter group {number} asks for a differentiable update")
 
 
-@contextlib.contextmanager
-def captured_form(optimizer: Optimizer) -> Iterator[None]:
+def captured_form(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
     """Within, ``step()`` computes in the form of a captured update, where its user asked for none and torch has it here."""
     groups = [group for group in optimizer.param_groups if _can_be_fused(optimizer, group)]
+    return _fused(groups) if groups else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _fused(groups: list[dict[str, Any]]) -> Iterator[None]:
     for group in groups:
         group["fused"] = True
     try:

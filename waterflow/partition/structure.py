@@ -24,6 +24,7 @@ from waterflow.partition.spec import StepSpec
 from waterflow.partition.unread import free_places
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_FLAT = frozenset({torch.Tensor, int, float, str, bool})
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
 
@@ -59,11 +60,18 @@ def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[A
         raise CaptureError("a step changes what its batch consists of; let it change a copy, as dict(batch) is one")
 
 
+def leaves_of(batch: Any) -> list[Any]:
+    """The leaves of a batch; pytree is asked only where it is no flat tuple, list or dict, for it takes a while."""
+    items = batch.values() if type(batch) is dict else batch
+    flat = type(batch) in (tuple, list, dict) and _FLAT.issuperset(map(type, items))
+    return list(items) if flat else pytree.tree_leaves(batch)
+
+
 def of_torch(batch: Any) -> Any:
     """A batch with tensors in the place of NumPy's arrays, in their memory, and Python's numbers in that of NumPy's."""
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves = leaves_of(batch)
     taken = _of_torch(leaves)
-    return batch if taken is leaves else pytree.tree_unflatten(taken, spec)
+    return batch if taken is leaves else pytree.tree_unflatten(taken, pytree.tree_structure(batch))
 
 
 def _of_torch(leaves: list[Any]) -> list[Any]:
