@@ -301,7 +301,7 @@ class Variants:
             return old.plain, old.structure, looked
         before = self._captures.get(counted := (*key[:3], values_known(key[4])), 0)
         if before >= MOST_CAPTURES:
-            raise CaptureError(f"what the step computes with changed {MOST_CAPTURES} times: each change is a new graph")
+            raise CaptureError(f"what the step uses changed {MOST_CAPTURES} times; pass what changes in the batch")
 
         def make() -> CapturedStep:
             if key not in self._kinds and not self._budget.own:  # there it was checked

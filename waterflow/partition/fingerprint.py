@@ -202,7 +202,7 @@ class Fingerprint:
             raise CaptureError(f"{where} is a threading.local, which says something else on each thread")
         if issubclass(kind, Iterator):
             where = self._where() or "the step"
-            raise CaptureError(f"{where} holds a {kind.__name__}, from which each step could draw")
+            raise CaptureError(f"{where} holds a {kind.__name__}, and could draw from it; draw outside the step")
         return self._object(value, kind)
 
     def _check_generator(self, value: Any) -> None:
@@ -233,7 +233,7 @@ class Fingerprint:
         """
         if isinstance(module, torch.jit.ScriptModule):
             where = self._where() or type(module).__name__
-            raise CaptureError(f"{where} is scripted or traced (torch.jit), into which a capture cannot look")
+            raise CaptureError(f"{where} is scripted or traced (torch.jit); pass the module that it was made of")
         state: dict[str, Any] = _C.attributes_of(module)
         self.look(module, "object", owner=module)
         tensors: list[Hashable] = []

@@ -59,7 +59,7 @@ def check_hooks(optimizer: Optimizer) -> None:
     """
     kind = type(optimizer)
     if any(hooks.keys() - {WATCHER} for hooks in hooks_of(optimizer)):
-        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step")
+        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step; do that behind the step")
     own = [kind.step, vars(optimizer).get("step", kind.step)]  # schedulers wrap the instance's in a function of torch's
     if kind in FUSED_OPTIMIZERS and not all(map(is_torchs_function, own)):
         raise CaptureError(
@@ -78,9 +78,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         if group.get("fused") is False or group.get("foreach") is not None:
             form = "foreach" if group.get("foreach") else "single-tensor"
-            raise CaptureError(f"parameter group {number} asks for the {form} form of {kind.__name__}")
+            raise CaptureError(f"parameter group {number} asks for the {form} form of {kind.__name__}; leave that out")
         if group.get("differentiable"):
-            raise CaptureError(f"parameter group {number} asks for a differentiable update")
+            raise CaptureError(f"parameter group {number} asks for a differentiable update; leave that out")
 
 
 def captured_form(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:

@@ -74,5 +74,5 @@ def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict
         raise CaptureError(f"the loss must be a scalar; the step returned shape {tuple(result.shape)}")
     for name, value in (metrics or {}).items():
         if not numbers and not isinstance(value, torch.Tensor):
-            raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor")
+            raise CaptureError(f"metric {name!r} is a {type(value).__name__}, not a tensor; return it as one")
     return result, metrics

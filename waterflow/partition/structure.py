@@ -128,7 +128,7 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
 def _check_bare(leaves: Sequence[Any]) -> None:
     """Raise CaptureError for a batch whose tensors are more than memory: what a captured step is given are other tensors."""
     if _C.carries_more(leaves):
-        raise CaptureError("a tensor of the batch requires gradients, or has a gradient or attributes of its own")
+        raise CaptureError("a tensor of the batch requires gradients, or has a gradient or attributes; detach() it")
 
 
 def _form(tensor: torch.Tensor) -> Hashable:
@@ -158,14 +158,14 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
     hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
     if hooks:
-        raise CaptureError("a parameter has gradient hooks, which must run every step")
+        raise CaptureError("a parameter has gradient hooks, which must run every step; take them off")
     check_hooks(spec.optimizer)
     groups = []
     for group in spec.optimizer.param_groups:
         strangers = [p for p in group["params"] if id(p) not in numbers]
         if strangers:
             raise CaptureError(
-                f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold"
+                f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold; add it to that"
             )
         settings = tuple(
             (name, bool(value) if name in BY_ZERO else fingerprint.of(value))

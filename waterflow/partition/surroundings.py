@@ -67,7 +67,7 @@ def undisturbed(looked: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> I
                 write(state)
                 changed = changed or label
     if changed.startswith(("Python's", "NumPy's", "the random")):
-        raise CaptureError(f"a step draws from {changed}")
+        raise CaptureError(f"a step draws from {changed}; draw outside, and pass what was drawn in the batch")
     if changed:
         raise ChangesItself(
             f"a step changes {changed}: a tensor can be a buffer of the model, and what counts can count after the step"
@@ -377,6 +377,8 @@ def reason_of(error: BaseException) -> str:
     """Why an error stops a capture, in one line."""
     name = type(error).__name__
     if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
-        return "the step looks at the values of its tensors (control flow, .item(), or a shape that depends on data)"
+        return (
+            "the step looks at the values of its tensors (if, .item(), shapes by data); return metrics, look after it"
+        )
     text = str(error).strip().splitlines()
     return f"{name}: {text[0] if text else ''}"
