@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import logging
 import random
 import threading
@@ -567,3 +569,38 @@ def test_an_input_of_a_model_without_tensors() -> None:
     given = torch.ones(3, requires_grad=True)
     step = wf.Step(nn.Softmax(0), step=lambda m, y: (m(given) * y).sum(), optimizer=SGD([given], lr=0.1))
     assert step(torch.tensor([1.0, 0.0, 0.0])).item() > step(torch.tensor([1.0, 0.0, 0.0])).item()
+
+
+@pytest.mark.parametrize("where", ["alone", "engine"])
+def test_batches_of_arrays_are_tensors_for_the_step_behind_many_others(where: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    x, y = np.ones((4, 3), np.float32), np.zeros((4, 1), np.float32)
+    with wf.Engine("cpu", memory="64MiB") if where == "engine" else contextlib.nullcontext() as engine:
+        step = wf.Step(model, loss=F.mse_loss, optimizer=optimizer, engine=engine)
+        losses = [float(step((x, y))) for _ in range(40)]
+    assert step.eager_steps == step.steps == 40 and losses[-1] < losses[0]
+
+
+def test_who_listens_to_an_optimizers_step_hears_each_eager_one() -> None:
+    model, heard = nn.Linear(3, 1), []
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    step = wf.Step(model, loss=F.mse_loss, optimizer=optimizer)
+    batch = torch.ones(4, 3), torch.zeros(4, 1)
+    step(batch)
+    hook = optimizer.register_step_post_hook(lambda *_: heard.append("hook"))
+    step(batch)
+    hook.remove()
+    optimizer.step = functools.partial(_hear, heard, optimizer.step)  # type: ignore[method-assign]
+    step(batch)
+    del optimizer.step
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(batch)
+    assert heard == ["hook", "replaced"]
+    assert any(event.key.startswith("Optimizer.step#RMSprop") for event in profile.key_averages())
+
+
+def _hear(heard: list[str], step: Any) -> None:
+    heard.append("replaced")
+    step()

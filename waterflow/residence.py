@@ -12,7 +12,7 @@ from typing import Any
 from waterflow.boundary import Boundary, JobEnded
 from waterflow.errors import CheckpointError
 from waterflow.executor.engine import Engine
-from waterflow.executor.pending import Pending
+from waterflow.executor.pending import Done, Pending
 from waterflow.executor.terms import MakeWay, Terms, parse_quota
 from waterflow.job import Job
 from waterflow.partition.plan import Plan
@@ -74,7 +74,7 @@ class Residence:
         if self._engine is not None and step is not None and step.job is not None:
             self._engine.cannot_make_way(step.job, str(error))
 
-    def submit(self, batch: Any) -> Pending | None:
+    def submit(self, batch: Any) -> Pending | Done | None:
         """Hand a batch to the job's step; None where the job is to make way first, and the batch comes again."""
         assert self._step is not None
         with self.may_leave():

@@ -26,7 +26,7 @@ from waterflow.executor.captured import storage_bytes
 from waterflow.executor.claiming import claim
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
-from waterflow.executor.pending import Pending
+from waterflow.executor.pending import Done, Pending
 from waterflow.executor.sharing import Hold, holders
 from waterflow.executor.step_figures import StepFigures
 from waterflow.executor.steps_of_thread import made_here
@@ -36,7 +36,7 @@ from waterflow.partition.footprint import Footprint
 from waterflow.partition.plan import Plan
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
-from waterflow.partition.structure import flatten, leaves_of, of_torch
+from waterflow.partition.structure import flatten, of_torch
 from waterflow.partition.surroundings import surrounding_autocast
 from waterflow.planner.refusal import what_fits
 
@@ -159,8 +159,6 @@ class Step(StepFigures):
         """Train on one batch; see the class."""
         ahead, began = len(self._under_way), time.perf_counter()
         try:
-            if self.opaque_reason is not None:
-                return by_hand.handed_out(self._eagerly(batch))
             return by_hand.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
         except BaseException:
             # Ctrl-C may strike after the step was handed in and before it is waited for: its lane waits no longer.
@@ -218,11 +216,11 @@ class Step(StepFigures):
 
     # -- one call
 
-    def submit(self, batch: Batch) -> Pending:
+    def submit(self, batch: Batch) -> Pending | Done:
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
         return self._submit(batch, by_caller=False)
 
-    def _submit(self, batch: Batch, by_caller: bool) -> Pending:
+    def _submit(self, batch: Batch, by_caller: bool) -> Pending | Done:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         if self.engine is not None and self.engine.native.on_a_lane:
@@ -346,17 +344,23 @@ class Step(StepFigures):
 
     # -- opaque
 
-    def _eagerly(self, batch: Batch) -> Any:
-        """An eager step whose caller waits for it: on the shortest way where it is as those before it."""
-        engine, job, claimed = self.engine, self.job, self._eager_claim
-        by_caller = torch.get_num_threads() == self._threads
-        ordinary = by_caller and self.own_batches is None and not (self._closed or self._under_way)
-        if engine is None or job is None or not ordinary or engine.clock is not None or engine.native.on_a_lane:
-            return self._submit(batch, by_caller).result()
-        if claimed != (engine.changes, self.batches_ahead) or not self._eager_step.is_as_before(batch):
-            return self._submit(batch, by_caller).result()
-        update = (self._micro + 1) % self.accumulate == 0
-        returned = self._eager_step.on_lane(engine, job, batch, update)
+    def _is_ordinary(self, batch: Batch) -> bool:
+        """Whether an eager step has memory, stands alone, and is as those before it: then it takes the shortest way."""
+        if self._under_way or self.own_batches is not None or not self._eager_step.is_as_before(batch):
+            return False
+        claimed, engine = self._eager_claim, self.engine
+        return engine is None or (engine.clock is None and claimed == (engine.changes, self.batches_ahead))
+
+    def _eagerly(self, batch: Batch, update: bool, tries_again: bool) -> Any:
+        surrounding = surrounding_autocast(self._spec.device.type)
+        if tries_again:
+            self._eager_step.put_sums(self._variants.before_eager())
+        if self.engine is None or self.job is None:
+            returned = self._eager_step(batch, update, surrounding)
+        else:
+            returned = self._eager_step.on_lane(self.engine, self.job, batch, update, surrounding)
+        if tries_again:
+            self._variants.after_eager(self._eager_step.take_sums())
         self._micro = 0 if update else self._micro + 1
         self.account["steps"] += 1
         self.account["eager steps"] += 1
@@ -372,13 +376,16 @@ class Step(StepFigures):
 
     def _submit_opaque(
         self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
-    ) -> Pending:
+    ) -> Pending | Done:
         if isinstance(refused, NewKind) and str(refused):
             self._tell_eager(refused, self._told)
+        new_kind = isinstance(refused, NewKind)
+        if by_caller and (refused is None or new_kind) and self._is_ordinary(batch):
+            return Done(self._eagerly(batch, update, new_kind))
+        given = of_torch(batch)
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
-        given = of_torch(batch)
-        size = storage_bytes(leaves_of(given))
+        size = storage_bytes(pytree.tree_leaves(given))
 
         def train(batch: Batch) -> tuple[Any, int]:
             return self._eager_step.now_and_then_metered(batch, update, surrounding, size)
@@ -397,7 +404,7 @@ class Step(StepFigures):
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
-        known = self.measured_height > 0 and (refused is None or isinstance(refused, NewKind))
+        known = self.measured_height > 0 and (refused is None or new_kind)
         plan, native = self._eager_step.plan(self.measured_height, size)
         if self._last_plan is not plan or self._eager_claim != (self.engine.changes, self.batches_ahead):
             with self.account.spending("waiting for memory"):

@@ -15,7 +15,7 @@ from torch import nn
 
 from waterflow.executor.account import Account
 from waterflow.executor.engine import Engine
-from waterflow.executor.pending import Pending
+from waterflow.executor.pending import Done, Pending
 from waterflow.job import Job
 from waterflow.step import Step
 
@@ -61,7 +61,7 @@ class StepQueue:
     """Steps under way, in order, and the losses of those that ended; numbers come from the device all at once."""
 
     def __init__(self) -> None:
-        self._under_way: deque[Pending] = deque()
+        self._under_way: deque[Pending | Done] = deque()
         self._ended: list[torch.Tensor] = []
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class StepQueue:
         """Steps whose losses were not asked for yet."""
         return len(self._ended)
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: Pending | Done) -> None:
         """A step was handed in."""
         self._under_way.append(pending)
 

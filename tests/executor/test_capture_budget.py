@@ -102,7 +102,7 @@ def test_it_is_told_once_with_the_leaf_that_changes(
 
 def spent(budget: CaptureBudget, now: list[float]) -> None:
     for kind in range(capture_budget.FREE_CAPTURES):
-        budget.check(kind, [1], None)
+        budget.check(kind, lambda: (1,))
         with budget.spending():
             now[0] += 1.0
         budget.add_kind()
@@ -114,11 +114,11 @@ def test_captures_of_kinds_that_come_back_take_a_tenth_of_the_time() -> None:
     spent(budget, now)
     now[0] = 90.0  # 8 of 90 seconds, and the next one makes 9
     with pytest.raises(NewKind):
-        budget.check("new", [1], None)
-    budget.check("new", [1], None)
+        budget.check("new", lambda: (1,))
+    budget.check("new", lambda: (1,))
     now[0] = 89.0
     with pytest.raises(NewKind):
-        budget.check("new", [1], None)
+        budget.check("new", lambda: (1,))
 
 
 def test_in_a_deterministic_study_steps_decide() -> None:
@@ -127,9 +127,9 @@ def test_in_a_deterministic_study_steps_decide() -> None:
     spent(budget, [0.0])
     for _ in range(2):
         with pytest.raises(NewKind):
-            budget.check("new", [1], None)
+            budget.check("new", lambda: (1,))
     steps = capture_budget.STEPS_PER_CAPTURE
-    budget.check("new", [1], None)
+    budget.check("new", lambda: (1,))
 
 
 def test_in_a_deterministic_study_captures_of_other_jobs_are_no_reason(few: pytest.MonkeyPatch) -> None:
@@ -152,5 +152,5 @@ def test_kinds_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPatc
     spent(budget, [0.0])
     for kind in "abcda":
         with pytest.raises(NewKind):
-            budget.check(kind, [1], None)
-    budget.check("a", [1], None)
+            budget.check(kind, lambda: (1,))
+    budget.check("a", lambda: (1,))

@@ -53,10 +53,10 @@ class CaptureBudget:
         """Batches of one more kind are captured."""
         self._made += self.own
 
-    def check(self, kind: Hashable, leaves: list[Any], spec: pytree.TreeSpec | None) -> None:
-        """Raise NewKind where a batch of a new kind is not to be captured now. Leaves that are no part of its kind are None."""
+    def check(self, kind: Hashable, batch: Callable[[], Any]) -> None:
+        """Raise NewKind where a batch of a new kind is not to be captured now. It has None for leaves that are no part of its kind."""
         if self._made < FREE_CAPTURES:
-            self._last = described(leaves, spec)
+            self._last = described(batch())
             return
         if hash(kind) not in self._seen:
             self._seen[hash(kind)] = None
@@ -69,12 +69,12 @@ class CaptureBudget:
             spent = self.account["capturing"]
             allowed = spent + spent / self._made <= MOST_OF_TIME * (self._now() - self._began)
         if not allowed:
-            raise NewKind(self._why(leaves, spec))
+            raise NewKind(self._why(batch))
 
-    def _why(self, leaves: list[Any], spec: pytree.TreeSpec | None) -> str:
+    def _why(self, batch: Callable[[], Any]) -> str:
         if not self._last:
             return ""  # said before
-        now, before, self._last = described(leaves, spec), self._last, {}
+        now, before, self._last = described(batch()), self._last, {}
         changed = next((path for path in now if before.get(path, now[path]) != now[path]), None)
         if changed is None:
             return "each would be captured anew"
@@ -86,9 +86,8 @@ class CaptureBudget:
         )
 
 
-def described(leaves: list[Any], spec: pytree.TreeSpec | None) -> dict[str, str]:
+def described(batch: Any) -> dict[str, str]:
     """What tells kinds of batches apart, by the path of each leaf."""
-    batch = tuple(leaves) if spec is None else pytree.tree_unflatten(leaves, spec)
     return {pytree.keystr(path): _one(leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
 
 

@@ -19,8 +19,8 @@ from waterflow.executor.user_thread import current_user_thread
 from waterflow.partition.optimizers import WATCHER, captured_form, hooks_of
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.spec import StepSpec, split_result
-from waterflow.partition.structure import leaves_of
-from waterflow.partition.surroundings import in_forward, surrounding_autocast, user_place
+from waterflow.partition.structure import flat_leaves
+from waterflow.partition.surroundings import in_forward, user_place
 
 if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
@@ -166,7 +166,8 @@ class EagerStep:
 
     def is_as_before(self, batch: Any) -> bool:
         """Whether a step on ``batch`` needs no look at its memory: there was one lately, and for a batch as large."""
-        if self._beside is not None or self._is_metered() or storage_bytes(leaves_of(batch)) > self._largest:
+        leaves = flat_leaves(batch)
+        if self._beside is not None or self._is_metered() or leaves is None or storage_bytes(leaves) > self._largest:
             return False
         self._calls += 1
         return True
@@ -187,11 +188,10 @@ class EagerStep:
             known = self.plan_before = opaque_plan(self._name, height, persistent=persistent, batch=batch), native
         return known
 
-    def on_lane(self, engine: Engine, job: int, batch: Any, update: bool) -> Any:
+    def on_lane(self, engine: Engine, job: int, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         """A step by the plan of the one before, for a caller that has nothing else under way. Raises what the step raises."""
         assert self.plan_before is not None
         plan, native = self.plan_before
-        surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
         run = _C.opaque_run(native, lambda: returned.append(self(batch, update, surrounding)))
         run.by_caller = True

@@ -34,3 +34,17 @@ class Pending:
     def result(self) -> Any:
         """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
         return self.step._finish(self)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that its caller has run at once."""
+
+    returned: Any
+
+    def wait(self) -> None:
+        """It has ended well."""
+
+    def result(self) -> Any:
+        """The same as of a ``Pending``."""
+        return self.returned

@@ -155,8 +155,12 @@ class Variants:
             base = (*key[:4], answers)
 
     def _check_budget(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> None:
-        free = free_places(leaves, batch_spec, key[4])
-        self._budget.check(key, [None if n in free else leaf for n, leaf in enumerate(leaves)], batch_spec)
+        def batch() -> Any:
+            free = free_places(leaves, batch_spec, key[4])
+            read = [None if n in free else leaf for n, leaf in enumerate(leaves)]
+            return tuple(read) if batch_spec is None else pytree.tree_unflatten(read, batch_spec)
+
+        self._budget.check(key, batch)
 
     def lowered(
         self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int

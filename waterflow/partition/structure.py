@@ -60,18 +60,19 @@ def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[A
         raise CaptureError("a step changes what its batch consists of; let it change a copy, as dict(batch) is one")
 
 
-def leaves_of(batch: Any) -> list[Any]:
-    """The leaves of a batch; pytree is asked only where it is no flat tuple, list or dict, for it takes a while."""
+def flat_leaves(batch: Any) -> list[Any] | None:
+    """The leaves of a flat tuple, list or dict of tensors and numbers, as most batches are; None for others, which take longer."""
     items = batch.values() if type(batch) is dict else batch
-    flat = type(batch) in (tuple, list, dict) and _FLAT.issuperset(map(type, items))
-    return list(items) if flat else pytree.tree_leaves(batch)
+    return list(items) if type(batch) in (tuple, list, dict) and _FLAT.issuperset(map(type, items)) else None
 
 
 def of_torch(batch: Any) -> Any:
     """A batch with tensors in the place of NumPy's arrays, in their memory, and Python's numbers in that of NumPy's."""
-    leaves = leaves_of(batch)
+    if flat_leaves(batch) is not None:
+        return batch
+    leaves, spec = pytree.tree_flatten(batch)
     taken = _of_torch(leaves)
-    return batch if taken is leaves else pytree.tree_unflatten(taken, pytree.tree_structure(batch))
+    return batch if taken is leaves else pytree.tree_unflatten(taken, spec)
 
 
 def _of_torch(leaves: list[Any]) -> list[Any]:

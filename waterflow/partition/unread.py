@@ -145,7 +145,7 @@ def free_places(leaves: Sequence[Any], spec: pytree.TreeSpec | None, known: Answ
     held = {place for places, _ in values_known(known) for place in places}
     free = [place for place, leaf in enumerate(leaves) if type(leaf) in _STAND_INS and place not in held]
     # Nobody's own code is to put a batch with stand-ins together.
-    return free if free and spec is not None and _NODES.issuperset(classes_of(spec)) else []
+    return free if free and (spec is None or _NODES.issuperset(classes_of(spec))) else []
 
 
 def values_known(known: Answers) -> tuple[Any, ...]:

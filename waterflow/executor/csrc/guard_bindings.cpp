@@ -25,10 +25,16 @@ bool carries_more(PyObject* tensor) {
 py::object form_of(PyObject* batch) {
   if (!PyTuple_CheckExact(batch) || PyTuple_GET_SIZE(batch) == 0) return py::none();
   std::string key;
+  bool any = false;
   const auto add = [&](const auto& value) { key.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(batch); ++i) {
     PyObject* one = PyTuple_GET_ITEM(batch, i);
+    if (PyUnicode_CheckExact(one) || PyBytes_CheckExact(one) || PyLong_CheckExact(one) || PyFloat_CheckExact(one)) {
+      add(Py_TYPE(one));
+      continue;
+    }
     if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != THPVariableClass) return py::none();
+    any = true;
     for (Py_ssize_t before = 0; before < i; ++before) {
       if (PyTuple_GET_ITEM(batch, before) == one) return py::none();
     }
@@ -43,7 +49,7 @@ py::object form_of(PyObject* batch) {
     add(tensor.device().index());
     add(static_cast<char>(2 * tensor.is_conj() + tensor.is_neg()));
   }
-  return py::bytes(key);
+  return any ? py::object(py::bytes(key)) : py::none();
 }
 
 }  // namespace
@@ -97,9 +103,9 @@ void bind_guards(py::module_& m) {
       "Whether one of these tensors requires gradients, has one, or has attributes of its own.");
   m.def(
       "form_of", [](const py::object& batch) { return form_of(batch.ptr()); },
-      "A key of the sizes, strides, types and devices of a tuple of plain tensors, which are nothing but memory; None "
-      "for any other "
-      "batch.");
+      "A key of the sizes, strides, types and devices of a tuple of plain tensors, which are nothing but memory, "
+      "beside the "
+      "types of numbers and text among them; None for any other batch.");
   m.def(
       "ambient", [](const std::string& device_type) { return py::bytes(ambient(device_type)); },
       "Settings of the process and the calling thread that a step's code can tell apart, all in one key.");
