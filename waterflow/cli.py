@@ -20,7 +20,7 @@ from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.presets import gpu as gpu_of
 from waterflow.progress import ProgressLine
 from waterflow.references import ConfigError, blamed, wrong_use
-from waterflow.terminal import OtherPrograms, Pictures, Terminal
+from waterflow.terminal import OtherPrograms, Pictures, Terminal, table
 
 if TYPE_CHECKING:
     import optuna
@@ -214,10 +214,8 @@ def _show_study(terminal: Terminal, study: optuna.Study, title: str, reports: st
         sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
         trials = sorted(trials, key=lambda t: (t.value is None, sign * (t.value or 0.0), t.number))[:_MOST_ROWS]
         title += f", the best {len(trials)} of {len(study.trials)}"
-    table = _trial_table(title, trials, best, reports, apart=True)
-    if not terminal.holds(table):
-        table = _trial_table(title, trials, best, reports, apart=False)
-    terminal.say(table)
+    wide = _trial_table(title, trials, best, reports, apart=True)
+    terminal.say(wide if terminal.holds(wide) else _trial_table(title, trials, best, reports, apart=False))
     if best is not None:
         settings = ", ".join(f"{name} {_short(value)}" for name, value in best.params.items())
         terminal.say(f"[bold]best: trial {best.number} with {best.value:.4f}[/bold] ({settings})")
@@ -228,23 +226,21 @@ def _trial_table(
 ) -> Table:
     """A row a trial; hyperparameters each in a column of its own, or all in one."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.params))
-    table = Table(title=title, title_justify="left", box=None)
-    for column in ("trial", "state", "value", reports, "time"):
-        table.add_column(column, justify="left" if column == "state" else "right", no_wrap=True)
-    for column in names if apart else [", ".join(names)]:
-        table.add_column(column, justify="right" if apart else "left", no_wrap=apart)
+    joined = () if apart else (", ".join(names),)
+    columns = ("trial", "state", "value", reports, "time", *(names if apart else joined))
+    made = table(title, columns, left=("state", *joined), wraps=joined)
     colours = {"complete": "green", "pruned": "yellow", "fail": "red"}
     for trial in trials:
         state = trial.state.name.lower()
         seconds = trial.duration.total_seconds() if trial.duration is not None else None
         settings = [_short(trial.params.get(name, "")) for name in names]
-        table.add_row(
+        made.add_row(
             str(trial.number), f"[{colours.get(state, 'white')}]{state}[/]",
             "" if trial.value is None else f"{trial.value:.4f}", str(len(trial.intermediate_values)),
             "" if seconds is None else f"{seconds:.1f} s", *(settings if apart else [", ".join(settings)]),
             style="bold" if best is not None and trial.number == best.number else None,
         )  # fmt: skip
-    return table
+    return made
 
 
 def _short(value: Any) -> str:

@@ -20,7 +20,7 @@ from rich.text import Text
 from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
 from waterflow.partition.byte_counts import format_bytes
 from waterflow.references import ConfigError, find_function
-from waterflow.terminal import Terminal
+from waterflow.terminal import Terminal, table
 
 if TYPE_CHECKING:
     from waterflow.cluster.client import Cluster
@@ -316,9 +316,8 @@ _NUMBERS = ("done", "steps", "step", "waited")
 
 
 def _tables(told: dict[str, Any]) -> list[Table | Text]:
-    nodes = Table(title=f"devices, policy {told['policy']}", title_justify="left", box=None)
-    for column in ("device", "state", "jobs", "busy", "held", "memory"):
-        nodes.add_column(column, justify="right" if column in ("busy", "held", "memory") else "left", no_wrap=True)
+    columns: tuple[str, ...] = ("device", "state", "jobs", "busy", "held", "memory")
+    nodes = table(f"devices, policy {told['policy']}", columns, left=columns[:3])
     for node in told["nodes"]:
         nodes.add_row(
             node["name"], "up" if node["alive"] else "[red]lost[/]", ", ".join(node["jobs"]),
@@ -328,9 +327,7 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
     if trouble := told.get("trouble"):  # a cluster that was started by an older version does not tell
         made.append(Text(f"goes wrong, and is tried again: {trouble}", style="red"))
     if told["tenants"]:
-        tenants = Table(title="tenants", title_justify="left", box=None)
-        for column in ("tenant", "quota", "used"):
-            tenants.add_column(column, justify="left" if column == "tenant" else "right")
+        tenants = table("tenants", ("tenant", "quota", "used"), left=("tenant",))
         for tenant in told["tenants"]:
             tenants.add_row(tenant["name"], str(tenant["quota"]), str(tenant["used"]))
         made.append(tenants)
@@ -342,9 +339,8 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
     rows = [_row(job) for job in told["jobs"]]
     if len(rows) > _MOST_IN_TABLE:
         return [*made, _lines([list(columns), *rows]), *map(Text, more)]
-    jobs = Table(title="jobs", title_justify="left", box=None, caption_justify="left", caption="\n".join(more) or None)
-    for column in columns:
-        jobs.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=column != "why")
+    jobs = table("jobs", columns, left=set(columns).difference(_NUMBERS), wraps=("why",))
+    jobs.caption, jobs.caption_justify = "\n".join(more) or None, "left"
     for row in rows:
         id, tenant, state, *rest = map(escape, row)
         jobs.add_row(id, tenant, f"[{_COLOURS.get(state, 'white')}]{state}[/]", *rest)

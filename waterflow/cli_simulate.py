@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
-from rich.table import Table
+from rich.box import HEAVY_HEAD
 
 from waterflow.cluster.interference import Interference, gavel_models, read_gavel_pairs
 from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, draw_models
@@ -22,7 +22,7 @@ from waterflow.cluster.simulator import Overheads, Simulated, Simulator
 from waterflow.cluster.submission import Node, Submission, Tenant
 from waterflow.cluster.workload import Workload, read_workload
 from waterflow.references import ConfigError, meant
-from waterflow.terminal import Terminal
+from waterflow.terminal import Terminal, table
 
 if TYPE_CHECKING:
     from waterflow.cluster.summary import Summary
@@ -190,21 +190,19 @@ def _policy(name: str, parameters: dict[str, Any], scaling: Any) -> Policy:
 
 
 def _show(terminal: Terminal, title: str, summaries: dict[str, Summary]) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy", no_wrap=True)
     columns = (
-        "average s", "median s", "99 % s", "makespan s", "queueing s", "queueing 99 % s", "utilization", "unfair",
+        "policy", "average s", "median s", "99 % s", "makespan s", "queueing s", "queueing 99 % s", "utilization", "unfair",
         "worst share", "preemptions",
     )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="right")
+    made = table(title, columns, left=("policy",))
+    made.box = HEAVY_HEAD
     for name, found in summaries.items():
-        table.add_row(
+        made.add_row(
             name, f"{found.average:,.2f}", *(f"{value:,.0f}" for value in (found.p50, found.p99, found.makespan)),
             f"{found.queueing:,.2f}", f"{found.queueing_p99:,.0f}", f"{found.utilization:.1%}",
             f"{found.unfair:.1%}", f"{found.worst_share:.2f} x", f"{found.preemptions:,}",
         )  # fmt: skip
-    terminal.say(table)
+    terminal.say(made)
     terminal.say(
         "Completion times from submission to end; queueing: the part of it without devices. Unfair: jobs that took longer "
         "than under an equal share of the cluster; worst share: how many times longer, 99th percentile."

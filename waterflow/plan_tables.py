@@ -10,7 +10,7 @@ from waterflow.config import TrainConfig
 from waterflow.gpu_plan import GPUPlan
 from waterflow.partition.plan import format_bytes
 from waterflow.references import ConfigError, blamed
-from waterflow.terminal import Terminal
+from waterflow.terminal import Terminal, table
 from waterflow.together import Together, fit_together
 
 
@@ -18,28 +18,28 @@ def gpu_table(found: GPUPlan) -> Table:
     """A row a job: what it takes with its batch, and its largest batch beside the others."""
     where = found.device.name if found.device is not None else "a device"
     columns = ("job", "batch", "held", "step", "", "largest batch", "alone", "ratio")
-    table = _table(
-        f"{where}: {format_bytes(found.memory)} for jobs, {format_bytes(found.reserve)} of it reserve", columns
-    )
+    title = f"{where}: {format_bytes(found.memory)} for jobs, {format_bytes(found.reserve)} of it reserve"
+    made = table(title, columns, left=("job", ""))
     rows = found.largest.jobs if found.largest is not None else ()
     for i, need in enumerate(found.needs):
         sizes = (str(rows[i].size), str(rows[i].alone), f"{rows[i].ratio:.3f}") if rows else ("", "", "")
         held, height = format_bytes(need.held), format_bytes(need.height)
-        table.add_row(need.name, str(found.batches[i]), held, height, found.verdict(i), *sizes)
+        made.add_row(need.name, str(found.batches[i]), held, height, found.verdict(i), *sizes)
     for name in found.eager:
-        table.add_row(name, "", "", "", "trains eagerly: not known")
-    return table
+        made.add_row(name, "", "", "", "trains eagerly: not known")
+    return made
 
 
 def here_table(found: Together) -> Table:
     """A row a job: its plan, and whether it would be under way."""
-    table = _table("predicted, per job", ("job", "persistent", "batch", "height", "peak", "operations", "groups", ""))
+    columns = ("job", "persistent", "batch", "height", "peak", "operations", "groups", "")
+    made = table("predicted, per job", columns, left=("job", ""))
     for job in found.jobs:
         p = job.plan
         sizes = [format_bytes(n) for n in (p.persistent, p.batch, p.height, p.peak)] if p is not None else [""] * 4
         counts = [str(p.operations), str(len(p.groups))] if p is not None else ["", ""]
-        table.add_row(job.name, *sizes, *counts, job.verdict)
-    return table
+        made.add_row(job.name, *sizes, *counts, job.verdict)
+    return made
 
 
 def check_picture(path: Path) -> None:
@@ -50,13 +50,6 @@ def check_picture(path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise ConfigError(f"--report: there is no folder {path.parent}; make it, or name another")
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=None)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("job", "") else "right", no_wrap=True)
-    return table
 
 
 def show_gpu_plan(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,14 @@ class Pictures:
             path = self._folder / file
             save(path)
             self.files[name] = str(path)
+
+
+def table(title: str, columns: Iterable[str], left: Container[str] = (), wraps: Container[str] = ()) -> Table:
+    """A table without rows. Columns are right-justified and keep to one line, but for those of ``left`` and ``wraps``."""
+    made = Table(title=title, title_justify="left", box=None)
+    for column in columns:
+        made.add_column(column, justify="left" if column in left else "right", no_wrap=column not in wraps)
+    return made
 
 
 class Terminal(contextlib.AbstractContextManager["Terminal"]):
