@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import subprocess
@@ -18,10 +19,10 @@ from torch import nn
 
 import waterflow as wf
 from waterflow.errors import JobCancelled
-from waterflow.executor.breakable_lock import BreakableLock, leave_behind
+from waterflow.executor import cancel
+from waterflow.executor.breakable_lock import BreakableLock
+from waterflow.executor.cancel import UserCode, break_off_all, doing, in_user_code, left_behind, where
 from waterflow.partition import capture
-from waterflow.stopping import break_off_all
-from waterflow.user_code import UserCode
 
 
 def started(code: UserCode, work: Callable[[], None]) -> tuple[threading.Thread, list[str]]:
@@ -86,6 +87,33 @@ def test_a_thread_that_captures_is_broken_off_behind_it(monkeypatch: pytest.Monk
     assert inside.wait(60)
     break_off_all([code], [thread], 20.0)
     assert not thread.is_alive() and ends == ["broken off"] and through.is_set()
+
+
+@pytest.mark.parametrize("interruptible", [False, True])
+def test_our_code_says_itself_where_it_can_be_broken_off(interruptible: bool) -> None:
+    """Whatever its file is called."""
+    scope: dict[str, Any] = {}
+    file = str(Path(wf.__file__).parent / "any_name.py")
+    exec(compile("def ours(wait): wait()\ndef unmarked(wait): wait()\ndef counts():\n    yield", file, "exec"), scope)
+
+    class Ours:
+        wait = scope["ours"]
+        manager = contextlib.contextmanager(scope["counts"])
+
+    doing("counting", interruptible)(Ours)
+    for name, expected in (
+        ("ours", (interruptible, "counting")),
+        ("unmarked", (False, "waiting for its turn, or for memory")),
+    ):
+        over = threading.Event()
+        thread = threading.Thread(target=scope[name], args=(over.wait,), daemon=True)
+        thread.start()
+        while "wait" not in str(sys._current_frames()[thread.ident or 0]):
+            time.sleep(0.001)
+        assert (in_user_code(thread.ident or 0), where(thread.ident or 0)) == expected
+        over.set()
+        thread.join(10)
+    assert contextlib.contextmanager(scope["counts"]).__code__ not in cancel._doing  # the library's own
 
 
 def test_what_was_broken_off_does_not_begin() -> None:
@@ -185,7 +213,7 @@ def test_a_lock_of_a_thread_that_is_left_behind_goes_to_the_next() -> None:
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
     holds.wait(10)
-    leave_behind(thread)
+    left_behind.add(thread)
     with lock:
         assert thread.is_alive()
         over.set()  # it comes back, and gives nothing back that is another's

@@ -10,6 +10,7 @@ from torch._subclasses import fake_tensor
 
 from waterflow.errors import InvalidJobError
 from waterflow.executor.breakable_lock import BreakableLock
+from waterflow.executor.cancel import doing
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job
 from waterflow.training_mode import begin_training
@@ -17,6 +18,7 @@ from waterflow.training_mode import begin_training
 _building = BreakableLock()  # functions that make models may patch what is the process's, as transformers' do
 
 
+@doing("making its model or optimizer")
 def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
     """The job's model, ready to train. A function that makes it draws from ``numbers``; without them from torch's own.
 
@@ -47,6 +49,7 @@ def _made(job: Job) -> nn.Module:
         ) from error
 
 
+@doing("making its model or optimizer")
 def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     """The job's optimizer of the parameters of ``model``. Raises InvalidJobError where it is none."""
     optimizer = job.optimizer(model.parameters())

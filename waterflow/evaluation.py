@@ -12,6 +12,7 @@ from torch import nn
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
+from waterflow.executor.cancel import UserCode, doing
 from waterflow.executor.engine import Engine
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.executor.user_thread import current_user_thread
@@ -20,7 +21,6 @@ from waterflow.partition.plan import Plan, format_bytes, opaque_plan
 from waterflow.step import Step
 from waterflow.time_limit import time_does_not_count
 from waterflow.training_mode import evaluation_mode
-from waterflow.user_code import UserCode
 
 _local = threading.local()
 
@@ -30,6 +30,7 @@ def evaluating() -> bool:
     return getattr(_local, "evaluating", False)
 
 
+@doing("evaluating")
 class Evaluation:
     """Calls a job's ``evaluate`` after an epoch, with the memory that it was seen to need."""
 
@@ -54,6 +55,7 @@ class Evaluation:
     def _evaluate(self, step: Step) -> Any:
         evaluate, engine, generator = self._job.evaluate, self._engine, step.generator
 
+        @doing("evaluating")
         def work() -> Any:
             model = self._model
             assert model is not None and evaluate is not None

@@ -1,11 +1,12 @@
-"""Ctrl-C where it must not strike in the middle."""
+"""Ctrl-C where it must not strike in the middle, and where it must not be lost."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -22,3 +23,30 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if pressed:
         signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def remembered_interrupts() -> Iterator[Callable[[], None]]:
+    """Within, a Ctrl-C whose KeyboardInterrupt is swallowed on the way (by a finalizer, say) is not lost.
+
+    Yields a function that raises it again, to be called now and then on the same thread.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    pressed: list[int] = []
+
+    def remember(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

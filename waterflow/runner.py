@@ -18,6 +18,7 @@ from waterflow.checkpoint import Checkpoint
 from waterflow.errors import CheckpointError, JobCancelled, JobTimeoutError
 from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.account import Account
+from waterflow.executor.cancel import UserCode, let_go
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.shared_data import Reader, SharedData
@@ -28,9 +29,7 @@ from waterflow.residence import Residence
 from waterflow.results import check_finite, result_of
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
-from waterflow.stopping import let_go
 from waterflow.time_limit import run_job, time_does_not_count
-from waterflow.user_code import UserCode
 
 OnEpoch = Callable[[int, Metrics], None]
 InOrder = Callable[[], contextlib.AbstractContextManager[None]]

@@ -22,11 +22,20 @@ from waterflow import _C
 from waterflow.errors import JobCancelled, JobTimeoutError
 from waterflow.executor.account import Account
 from waterflow.executor.auto import AutoConcurrency
+from waterflow.executor.cancel import (
+    BREAK_OFF_SECONDS,
+    STOP_SECONDS,
+    UserCode,
+    break_off_all,
+    import_ahead,
+    join_all,
+    stop_all,
+)  # fmt: skip
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.virtual_clock import VirtualClock
-from waterflow.interrupts import uninterrupted
+from waterflow.interrupts import remembered_interrupts, uninterrupted
 from waterflow.job import Job, JobResult, Metrics
 from waterflow.kept_weights import KeepWeights, KeptResults
 from waterflow.optuna_private import (
@@ -43,10 +52,8 @@ from waterflow.planner.sets import Need, largest_set
 from waterflow.progress import ProgressLine
 from waterflow.run_figures import RunFigures, StudySummary
 from waterflow.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
-from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.study_values import UnfitJobError, check_job, value_of
 from waterflow.time_limit import TimeLimit
-from waterflow.user_code import UserCode, import_ahead, remembered_interrupts
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]

@@ -17,11 +17,9 @@ import torch
 from waterflow import _C
 from waterflow.errors import JobTimeoutError
 from waterflow.executor.belonging import current_engine, current_worker, within
-from waterflow.executor.breakable_lock import leave_behind
+from waterflow.executor.cancel import BREAK_OFF_SECONDS, STOP_SECONDS, UserCode, left_behind, let_go
 from waterflow.executor.user_thread import UserThread
 from waterflow.job import Job, JobResult
-from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, let_go
-from waterflow.user_code import UserCode
 
 logger = logging.getLogger("waterflow")
 T = TypeVar("T")
@@ -113,11 +111,11 @@ class TimeLimit:
             self._done.wait(STOP_SECONDS)
             self._code.break_off()
             if not self._done.wait(BREAK_OFF_SECONDS):
-                leave_behind(thread)
+                left_behind.add(thread)
             raise
         if not self._done.is_set():
             assert self.error is not None
-            leave_behind(thread)
+            left_behind.add(thread)
             return give_up(self.error)
         thread.join(BREAK_OFF_SECONDS)
         if not failed:

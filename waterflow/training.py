@@ -21,15 +21,15 @@ from waterflow.checkpoint import Checkpoint
 from waterflow.checkpoint_folder import Checkpoints
 from waterflow.checkpointing import Checkpointing
 from waterflow.errors import InvalidJobError, told
+from waterflow.executor.cancel import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.executor.engine import Engine, Mode, within
 from waterflow.executor.thread_generators import telling_of_shared_numbers
 from waterflow.executor.timeline import Timeline
+from waterflow.interrupts import remembered_interrupts
 from waterflow.job import Job, JobResult, Metrics, Results
 from waterflow.progress import ProgressLine
 from waterflow.run_figures import RunFigures
 from waterflow.runner import JobRunner, draw_seed
-from waterflow.stopping import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
-from waterflow.user_code import remembered_interrupts
 
 logger = logging.getLogger("waterflow")
 

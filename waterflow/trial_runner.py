@@ -12,6 +12,7 @@ from typing import Any
 
 from waterflow.checkpoint import Checkpoint
 from waterflow.errors import JobTimeoutError, StudyError
+from waterflow.executor.cancel import UserCode
 from waterflow.executor.engine import Engine
 from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers
@@ -23,7 +24,6 @@ from waterflow.study_coordinator import Objective, reporting
 from waterflow.study_values import check_job, value_of
 from waterflow.task import Task
 from waterflow.time_limit import TimeLimit
-from waterflow.user_code import UserCode
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from waterflow.cluster.room import when_there_is_room
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
 from waterflow.errors import CheckpointError, JobCancelled
+from waterflow.executor.cancel import UserCode
 from waterflow.executor.engine import Engine, within
 from waterflow.job import Job, JobResult
 from waterflow.runner import JobRunner, draw_seed
 from waterflow.task import Task
-from waterflow.user_code import UserCode
 
 logger = logging.getLogger("waterflow")
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import threading
-import weakref
+
+from waterflow.executor.cancel import doing, left_behind
 
 _LOOK_SECONDS = 0.1  # an exception that another thread raises here arrives between two looks
-_left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def leave_behind(thread: threading.Thread) -> None:
-    """Nobody waits for the thread any longer, nor for what it holds."""
-    _left.add(thread)
 
 
 class BreakableLock:
@@ -29,6 +24,7 @@ class BreakableLock:
     # An exception from elsewhere arrives behind a call, at the beginning of a function of Python's or on the way back in a
     # loop, and nowhere else: what is done between two of these is done as a whole.
 
+    @doing("waiting for another job's code", interruptible=True)
     def __enter__(self) -> None:
         me = threading.current_thread()
         while True:
@@ -58,7 +54,7 @@ class BreakableLock:
 
     def _look_after(self, lock: threading.RLock) -> None:
         holder = self._holder
-        if holder is None or (holder.is_alive() and holder not in _left):
+        if holder is None or (holder.is_alive() and holder not in left_behind):
             return
         with self._guard:
             if self._lock is lock and self._holder is holder:

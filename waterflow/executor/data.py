@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, Sampler
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.batch_copies import OwnBatches, copied
 from waterflow.executor.breakable_lock import BreakableLock
+from waterflow.executor.cancel import doing
 from waterflow.executor.reading_ahead import in_workers, may_read_ahead, user_data
 from waterflow.executor.thread_generators import own_numbers
 
 
+@doing("reading its data", interruptible=True)
 class Batches:
     """The batches of one job: one pass per call of ``epoch()``.
 

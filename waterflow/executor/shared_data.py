@@ -24,6 +24,7 @@ import torch
 from waterflow.calls import explained
 from waterflow.errors import InvalidJobError, JobCancelled
 from waterflow.executor.batch_copies import OwnBatches, copied
+from waterflow.executor.cancel import doing
 from waterflow.executor.data import Batches, is_function
 
 LOOK_AGAIN = 0.05  # seconds after which a job that waits looks whether it was stopped, or waits in vain
@@ -116,6 +117,7 @@ class SharedData:
 
     # -- what readers ask
 
+    @doing("reading its data")
     def take(self, reader: Reader) -> Any:
         """The reader's next batch; raises EndOfEpoch, what the data raised, and what ``check_stop`` raises."""
         began = time.monotonic()

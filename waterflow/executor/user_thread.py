@@ -14,6 +14,7 @@ import torch
 
 from waterflow import _C
 from waterflow.errors import JobCancelled
+from waterflow.executor.cancel import doing
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 _local = threading.local()
@@ -34,6 +35,7 @@ class _Call:
     error: BaseException | None = None
 
 
+@doing("in a step")
 class UserThread:
     """Runs opaque steps and evaluations of a job with a time limit, while a lane waits; a lane that hangs would hang all.
 
