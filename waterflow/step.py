@@ -217,8 +217,16 @@ class Step(StepFigures):
     # -- one call
 
     def submit(self, batch: Batch) -> Pending | Done:
-        """Hand a batch to the engine without waiting; at most a few at a time, and results in order."""
-        return self._submit(batch, by_caller=False)
+        """Hand a batch to the engine without waiting; at most a few at a time, and results in order.
+
+        One that runs eagerly is run by the caller, at once: Python runs one thread at a time, and to hand it over takes a while.
+        Those of a job with a time limit are not: its thread must be able to leave a step that hangs to its lane.
+        """
+        at_once = self.opaque_reason is not None and self._eager_step.beside is None
+        pending = self._submit(batch, by_caller=at_once)
+        if at_once:
+            pending.wait()
+        return pending
 
     def _submit(self, batch: Batch, by_caller: bool) -> Pending | Done:
         if self._closed:

@@ -133,7 +133,7 @@ class EagerStep:
         self._spec = spec
         self._generator = generator
         self._name = name
-        self._beside = current_user_thread()
+        self.beside = current_user_thread()  # where there is a time limit
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self._calls, self._largest = 0, -1
         self._persistent = (-1, -1), 0
@@ -146,10 +146,10 @@ class EagerStep:
         def work() -> Any:
             return self(batch, update, surrounding)
 
-        if self._beside is None:
+        if self.beside is None:
             made: tuple[Any, int] = _C.metered(work)
             return made
-        return self._beside.metered(work, self._spec.device.type == "cuda")
+        return self.beside.metered(work, self._spec.device.type == "cuda")
 
     def now_and_then_metered(
         self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int
@@ -167,7 +167,7 @@ class EagerStep:
     def is_as_before(self, batch: Any) -> bool:
         """Whether a step on ``batch`` needs no look at its memory: there was one lately, and for a batch as large."""
         leaves = flat_leaves(batch)
-        if self._beside is not None or self._is_metered() or leaves is None or storage_bytes(leaves) > self._largest:
+        if self.beside is not None or self._is_metered() or leaves is None or storage_bytes(leaves) > self._largest:
             return False
         self._calls += 1
         return True
@@ -206,7 +206,7 @@ class EagerStep:
 
     def unmetered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         """What it returns alone, and without a count of bytes where that needs no other thread."""
-        if self._beside is None:
+        if self.beside is None:
             return self(batch, update, surrounding)
         return self.metered(batch, update, surrounding)[0]
 
