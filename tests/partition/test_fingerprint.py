@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -218,3 +220,16 @@ def test_it_tells_which_entries_of_a_module_it_looked_into() -> None:
     fingerprint.of(space["scaled"])
     assert fingerprint.cover(settings, "scale") == "whole" == fingerprint.cover(space, "settings")
     assert fingerprint.cover(settings, "shift") is None
+
+
+def test_keys_do_not_tell_whether_another_thread_traces() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    keys = [Fingerprint(model).of(model)]
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as beside:
+            keys.append(beside.submit(lambda: Fingerprint(model).of(model)).result())
+        return x + 1
+
+    make_fx(traced)(torch.ones(2))
+    assert keys[0] == keys[1]

@@ -8,11 +8,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.fx import _symbolic_trace
+
 from waterflow import _C
 from waterflow.partition.code_key import BOOKKEEPING, guards_of, in_library, is_at_its_name, mutable_bases
 from waterflow.partition.exact import exact
 from waterflow.partition.tokens import token_of
 
+_OF_FX = vars(_symbolic_trace)
 _VALUES = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -55,6 +58,8 @@ def _read(cls: type) -> Body:
         for name, value in list(vars(base).items()):
             if name in BOOKKEEPING:
                 continue
+            if getattr(value, "__globals__", None) is _OF_FX:  # nn.Module's, while any thread traces by make_fx
+                value = getattr(value, "__wrapped__", value)
             token: Hashable = exact(value) if type(value) in _VALUES else token_of(value)
             if token is None:
                 keep.append(value)

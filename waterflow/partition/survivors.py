@@ -72,7 +72,8 @@ def _take_back(mode: TracingMode, kept: Collection[torch.Tensor]) -> str | None:
     if not _alive(mode, own):
         mode.made.clear()
         return None
-    young = {id(thing) for thing in gc.get_objects(generation=0)}
+    # Without a step of Python in between: a tuple that another thread is filling must not be held when it goes on.
+    young = set(map(id, gc.get_objects(generation=0)))
     for generation in (0, 2):
         gc.collect(generation)
         if not _alive(mode, own):
