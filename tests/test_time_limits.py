@@ -1,9 +1,12 @@
-"""Job(timeout=) and optimize(trial_timeout=): what hangs ends with an error that says where, and the others never notice."""
+"""Job(timeout=) and optimize(trial_timeout=): what runs too long ends with an error that says where; others never notice."""
 
 from __future__ import annotations
 
 import copy
+import logging
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -113,6 +116,7 @@ def in_step(hang: Callable[[], None]) -> dict[str, Any]:
 
 PLACES = {"data": in_data, "evaluate": in_evaluate, "step": in_step}
 SAID = {"data": "reading its data", "evaluate": "evaluating", "step": "in a step"}
+STAYS = {("data", "waiting"), ("data", "stubborn")}  # the job's own thread, which nothing ends
 
 
 def assert_unharmed(result: wf.JobResult, expected: wf.JobResult) -> None:
@@ -128,7 +132,7 @@ def assert_unharmed(result: wf.JobResult, expected: wf.JobResult) -> None:
         ("step", "waiting", 2),
         *(
             pytest.param(place, way, 2, marks=pytest.mark.slow)
-            for place in PLACES for way in WAYS if (place, way) != ("step", "waiting")
+            for place in PLACES for way in WAYS if (place, way) != ("step", "waiting") and (place, way) not in STAYS
         ),
     ],
 )  # fmt: skip
@@ -151,43 +155,114 @@ def test_what_hangs_ends_and_others_go_on(place: str, way: str, lanes: int) -> N
         assert_unharmed(mine, alone)
 
 
-class Rows(Dataset[Any]):
-    """A data set of the user's own; the first job that asks for row 5 hangs."""
+class Behind(threading.Thread):
+    """A call on a thread of its own, as something hangs in it; it ends once that comes back."""
 
-    def __init__(self, hang: Callable[[], None]) -> None:
-        self.hang: Callable[[], None] | None = hang
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.call, self.returned = call, None
+        self.start()
+
+    def run(self) -> None:
+        self.returned = self.call()
+
+    def after(self, held: Callable[[], bool]) -> Any:
+        """What the call returns, which it does not before ``held`` holds, and what hangs has come back."""
+        while not held():
+            assert self.is_alive()
+            time.sleep(0.01)
+        assert self.is_alive()
+        over.set()
+        self.join(30)
+        assert not self.is_alive()
+        return self.returned
+
+
+class Ended(wf.Callback):
+    """Counts the jobs that are through with their last epoch."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
+        if epoch == job.epochs - 1:
+            self.names.add(job.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["waiting", "stubborn"])
+def test_others_finish_beside_what_hangs_and_its_line_is_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    hung = job("hung", timeout=LIMIT, **in_data(WAYS[way]))
+    others = [job(f"near{n}", seed=n, epochs=8) for n in range(2)]
+    expected = [JobRunner(other).run() for other in others]
+    ended = Ended()
+    settings: dict[str, Any] = {"lanes": 1, "memory": "1GiB", "on_error": "continue", "callbacks": [ended]}
+    train = Behind(lambda: wf.train([hung, *others], **settings))
+    result, *found = train.after(lambda: len(ended.names) == 2 and "it is waited for" in caplog.text)
+    assert f"{__file__}:" in caplog.text and f"in {way}" in caplog.text and "reading its data" in caplog.text
+    assert result.status == "failed" and isinstance(result.error, wf.JobTimeoutError) and result.losses
+    assert "ran longer than its limit Job.timeout=1 s" in str(result.error) and f"in {way}" in str(result.error)
+    for alone, mine in zip(expected, found):
+        assert_unharmed(mine, alone)
+
+
+class Press(logging.Handler):
+    """Ctrl-C as soon as something is told."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_what_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    logger, press = logging.getLogger("waterflow"), Press(logging.WARNING)
+    logger.addHandler(press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wf.train(
+                [job("hung", timeout=LIMIT, **in_data(waiting)), job("near")],
+                lanes=1,
+                memory="1GiB",
+                on_error="continue",
+            )
+    finally:
+        logger.removeHandler(press)
+
+
+class Rows(Dataset[Any]):
+    """A data set of the user's own; the job that is called "hung" hangs at row 5."""
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        if index == 5 and self.hang is not None:
-            hang, self.hang = self.hang, None
-            hang()
+        if index == 5 and threading.current_thread().name == "hung":
+            waiting()
         return BATCHES[0][0][index], BATCHES[0][1][index]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["data", "model"])
-def test_what_a_thread_holds_that_was_left_behind_is_free(what: str) -> None:
+def test_what_a_thread_holds_that_hangs_is_free(what: str) -> None:
     """A data set that others read too, and the turn to make a model."""
-    taken = threading.Lock()
 
     def make() -> nn.Module:
-        if taken.acquire(blocking=False):
-            waiting()
+        waiting()
         return Net(dropout=0.3)
 
-    rows = Rows(lambda: None)
-    shared = {"data": DataLoader(rows, batch_size=2)} if what == "data" else {}
+    shared = {"data": DataLoader(Rows(), batch_size=2)} if what == "data" else {}
     expected = JobRunner(job(**shared)).run()
-    if what == "data":
-        rows.hang = waiting
-    else:
-        shared = {"model": make}
-    results = wf.train([job("hung", **shared, timeout=LIMIT)], lanes=2, memory="1GiB", on_error="continue")
-    assert "left behind" in str(results[0].error)
-    for result in wf.train([job(f"later{n}", **shared, timeout=20) for n in range(2)], on_error="continue"):
+    hung = job("hung", **({"model": make} if what == "model" else {}), **shared, timeout=LIMIT)
+    jobs = [hung, *(job(f"near{n}", **shared, timeout=20) for n in range(2))]
+    ended = Ended()
+    settings: dict[str, Any] = {"lanes": 2, "memory": "1GiB", "on_error": "continue", "callbacks": [ended]}
+    train = Behind(lambda: wf.train(jobs, **settings))
+    hung, *others = train.after(lambda: len(ended.names) == 2)
+    assert isinstance(hung.error, wf.JobTimeoutError)
+    for result in others:
         assert_unharmed(result, expected)
 
 
@@ -231,7 +306,7 @@ def test_its_memory_is_given_back() -> None:
     with Engine(lanes=2, memory="1GiB") as engine:
         room = engine.room
         for place in PLACES.values():
-            hung = job("hung", timeout=LIMIT, **place(waiting))
+            hung = job("hung", timeout=LIMIT, **place(sleeping if place is in_data else waiting))
             wf.train([hung], engine=engine, on_error="continue")
             over.set()
             over.clear()
@@ -304,9 +379,7 @@ def looping(hang: Callable[[], None]) -> Callable[[optuna.Trial], Any]:
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
-                ("loop", "waiting"),
-                ("loop", "stubborn"),
-                ("data", "waiting"),
+                ("data", "sleeping"),
                 ("evaluate", "stubborn"),
                 ("step", "sleeping"),
             )
@@ -328,12 +401,31 @@ def test_a_trial_that_hangs_fails_and_the_study_goes_on(door: str, way: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("door, way", [("loop", "waiting"), ("loop", "stubborn"), ("data", "waiting")])
+def test_other_trials_finish_beside_one_that_hangs(door: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+
+    def objective(trial: optuna.Trial) -> Any:
+        if door == "loop":
+            return looping(WAYS[way])(trial)
+        return job(f"trial-{trial.number}", **(in_data(WAYS[way]) if trial.number == 1 else {}))
+
+    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+    run = Behind(
+        lambda: wf.optimize(study, objective, 4, max_concurrent=2, lanes=2, memory="1GiB", trial_timeout=LIMIT * 3)
+    )
+    run.after(lambda: sum(t.state.name == "COMPLETE" for t in study.trials) == 3 and "it is waited for" in caplog.text)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert f"in {way}" in caplog.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("trial_timeout", [None, 60])
 def test_the_limit_of_a_job_in_a_study(trial_timeout: float | None) -> None:
     study = optuna.create_study(pruner=optuna.pruners.NopPruner())
 
     def objective(trial: optuna.Trial) -> wf.Job:
-        return job(f"trial-{trial.number}", **({"timeout": LIMIT, **in_data(waiting)} if trial.number == 1 else {}))
+        return job(f"trial-{trial.number}", **({"timeout": LIMIT, **in_data(sleeping)} if trial.number == 1 else {}))
 
     summary = wf.optimize(study, objective, 3, max_concurrent=2, lanes=1, memory="1GiB", trial_timeout=trial_timeout)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]

@@ -15,7 +15,7 @@ from waterflow.asked import Asked
 from waterflow.boundary import Boundary
 from waterflow.building import model_of, optimizer_of
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import CheckpointError, JobCancelled, JobTimeoutError
+from waterflow.errors import CheckpointError, JobCancelled
 from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.account import Account
 from waterflow.executor.cancel import UserCode, let_go
@@ -124,12 +124,6 @@ class JobRunner(Asked):
         """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind."""
         with self._account.spending("jobs"):
             return run_job(self, self._run, self._user_code)
-
-    def abandon(self, error: JobTimeoutError) -> JobResult:
-        """End the job from another thread, as its own one does not come back from the user's code. Calling it twice is no error."""
-        self._stop = self._stop or str(error)
-        self._losses += self._steps.losses()
-        return self._ended("failed", error)
 
     @property
     def progress(self) -> str:

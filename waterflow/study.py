@@ -82,9 +82,10 @@ def optimize(
         keep_weights: Whose weights (``state_dict``) stay in the summary's results, where trials return jobs: ``"best"``, those of the
             best trial of this call, or of all on its Pareto front in a study with several objectives; ``"all"``; ``"none"``. The
             others' memory is free as soon as their trials have ended.
-        trial_timeout: Seconds of wall time that a trial may take. One that takes longer, or hangs (its objective's own loop, data,
-            evaluation, a step), ends within two seconds and is told as FAIL with a JobTimeoutError, and so does a trial whose job
-            passes ``Job.timeout``. Neither ends the study, whatever ``catch`` names.
+        trial_timeout: Seconds of wall time that a trial may take. One that takes longer ends as a job does at ``Job.timeout``, and is
+            told as FAIL with a JobTimeoutError, and so does a trial whose job passes ``Job.timeout``. Neither ends the study,
+            whatever ``catch`` names. An objective that waits outside of the interpreter is waited for; with ``backend=`` its
+            process is ended a minute later.
 
     Returns:
         Figures of the run. What the trials found is in ``study``.

@@ -19,7 +19,7 @@ import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
-from waterflow.errors import JobCancelled, JobTimeoutError
+from waterflow.errors import JobCancelled
 from waterflow.executor.account import Account
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.cancel import (
@@ -32,7 +32,7 @@ from waterflow.executor.cancel import (
     stop_all,
 )  # fmt: skip
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
+from waterflow.executor.steps_of_thread import cancel_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers, telling_of_shared_numbers
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.interrupts import remembered_interrupts, uninterrupted
@@ -258,23 +258,9 @@ class Coordinator:
             return self._value(worker)
         number = worker.trial.number
         limit = TimeLimit(self._trial_timeout, f"trial {number}", "trial_timeout", worker.code, worker.stop)
-
-        def abandon(error: JobTimeoutError) -> Any:
-            if worker.runner is not None:
-                worker.result = worker.runner.abandon(error)
-            close_steps(worker.steps)
-            raise error
-
-        def work() -> Any:
-            worker.steps = made_here.steps
-            set_in_loop(self._study, True)
-            try:
-                return self._value(worker)
-            finally:
-                close_steps_of_thread()
-
+        worker.steps = made_here.steps
         try:
-            return limit.run(work, abandon)
+            return limit.run(lambda: self._value(worker))
         finally:
             if worker.result is not None:
                 worker.result = limit.applied(worker.result)

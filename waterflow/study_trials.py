@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from waterflow.errors import ClusterError, JobCancelled, SubmissionError
+from waterflow.errors import ClusterError, JobCancelled, JobTimeoutError, SubmissionError
 from waterflow.job import Results
 from waterflow.kept_weights import KeepWeights, KeptResults
 from waterflow.optuna_private import (
@@ -34,6 +34,7 @@ from waterflow.study_coordinator import Objective, StudyCallback, best_of
 from waterflow.study_values import UnfitJobError
 from waterflow.trial_runner import TrialResult, TrialTask
 
+AFTER_LIMIT = 60.0  # seconds, behind its ``trial_timeout``, in which a trial may come to its end
 _LOOK_SECONDS = 2.0  # between two looks at whether the study was interrupted
 _AT_ONCE = 2  # trials for each device, where nobody says how many
 
@@ -44,8 +45,8 @@ class Devices(Protocol):
     def check(self, jobs: Any) -> None:
         """Raise InvalidJobError for what cannot be handed in."""
 
-    def submit(self, jobs: Any, *, id: str) -> str:
-        """Hand in a task."""
+    def submit(self, jobs: Any, *, id: str, time_limit: float | None) -> str:
+        """Hand in a task, which is ended after so many seconds."""
 
     def wait(self, id: str, timeout: float) -> list[str]:
         """Whether it has ended, after so many seconds at most."""
@@ -193,7 +194,9 @@ class _Caller:
     def _hand_in(self, trial: Any, id: str) -> None:
         seed = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(self._seed + trial.number)))
         task = TrialTask(self._study, trial.number, self._objective, seed, self._weights, self._trial_timeout)
-        self._devices.submit([task], id=id)
+        # A trial that hangs holds its process: the cluster ends that.
+        limit = self._trial_timeout and self._trial_timeout + AFTER_LIMIT
+        self._devices.submit([task], id=id, time_limit=limit)
 
     def _run(self, trial: Any, start: Callable[[Any, str], None]) -> Any:
         id = self._id(trial.number)
@@ -219,7 +222,8 @@ class _Caller:
         results = self._devices.results(id)
         if not results:
             told = self._devices.status(id)
-            raise ClusterError(
+            late = told["time_limit"] is not None and told["ran"] >= told["time_limit"]
+            raise (JobTimeoutError if late else ClusterError)(
                 f"trial {trial.number} ({id}) is {told['state']}: {told['reason'] or 'it has no result'}"
             )
         result = results[0]

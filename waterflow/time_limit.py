@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 import threading
 import time
@@ -12,11 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-import torch
-
-from waterflow import _C
 from waterflow.errors import JobTimeoutError
-from waterflow.executor.belonging import current_engine, current_worker, within
 from waterflow.executor.cancel import BREAK_OFF_SECONDS, STOP_SECONDS, UserCode, left_behind, let_go
 from waterflow.executor.user_thread import UserThread
 from waterflow.job import Job, JobResult
@@ -25,6 +20,7 @@ logger = logging.getLogger("waterflow")
 T = TypeVar("T")
 
 LOOK_AGAIN = 0.1  # seconds, between two looks at a limit that may have changed
+_REMEDY = "Mend what hangs there, or raise the limit; None is no limit"
 _local = threading.local()
 
 
@@ -34,10 +30,11 @@ def current_limit() -> TimeLimit | None:
 
 
 class TimeLimit:
-    """Runs one job or trial on a thread of its own, and ends it when its time is over.
+    """Ends one job or trial, which runs on the calling thread, when its time is over.
 
-    It is asked to stop; then its user code is broken off (``code``); and a thread that even then does not come back, as it waits
-    outside of the interpreter, is left to itself. Our own code is never broken off: it comes to its next boundary.
+    It is asked to stop at its next boundary; then its user code (``code``) is broken off, once. Where it hangs outside of the
+    interpreter, or catches all errors, it is told in which line, and its thread is waited for. A lane that runs code of it is
+    not.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class TimeLimit:
         self._paused = 0
         self._pause_began = 0.0
         self._done = threading.Event()
-        self._beside: UserThread | None = None
         self.error: JobTimeoutError | None = None  # once the limit was passed
 
     def shorten(self, seconds: float, who: str, setting: str) -> None:
@@ -77,53 +73,32 @@ class TimeLimit:
                 if self._paused == 0:
                     self._deadline += time.monotonic() - self._pause_began
 
-    def run(self, work: Callable[[], T], give_up: Callable[[JobTimeoutError], T]) -> T:
-        """What ``work`` returns. Behind the limit ``error`` is set and raised in the place of what ``work`` raises.
+    def run(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns. Behind the limit ``error`` is raised in the place of that, and of what ``work`` raises.
 
-        ``give_up`` is called in its place where its thread does not come back.
+        A JobResult is returned; see ``applied``.
         """
-        made: list[T] = []
-        failed: list[BaseException] = []
-        context, engine, worker = contextvars.copy_context(), current_engine(), current_worker()
-        threads = torch.get_num_threads()
-
-        def inner() -> None:
-            try:
-                _C.set_threads_here(threads)
-                _local.limit = self
-                belongs = within(engine, worker) if engine is not None else contextlib.nullcontext()
-                with belongs, UserThread(self._code.here).here() as self._beside:
-                    made.append(context.run(work))
-            except BaseException as error:
-                failed.append(error)
-            finally:
-                self._done.set()
-
-        thread = threading.Thread(target=inner, name=threading.current_thread().name, daemon=True)
-        thread.start()
+        me, outer = threading.current_thread(), current_limit()
+        beside = UserThread(self._code.here)
+        watch = threading.Thread(target=self._watch, args=(me, beside), daemon=True)
+        watch.start()
         try:
-            while not self._done.wait(timeout=min(max(self._left(), 0.0), LOOK_AGAIN)):
-                if self._left() <= 0:
-                    self._end()
-                    break
-        except BaseException:  # Ctrl-C
-            self._ask_to_stop("interrupted")
-            self._done.wait(STOP_SECONDS)
-            self._code.break_off()
-            if not self._done.wait(BREAK_OFF_SECONDS):
-                left_behind.add(thread)
-            raise
-        if not self._done.is_set():
-            assert self.error is not None
-            left_behind.add(thread)
-            return give_up(self.error)
-        thread.join(BREAK_OFF_SECONDS)
-        if not failed:
-            return made[0]
-        if self.error is not None and isinstance(failed[0], Exception):
-            let_go(failed[0])
+            _local.limit = self
+            with beside.here():
+                made = work()
+        except Exception as error:
+            self._end(watch)
+            if self.error is None:
+                raise
+            let_go(error)
+            raise self.error from None
+        finally:
+            self._end(watch)
+            _local.limit = outer
+            left_behind.discard(me)
+        if self.error is not None and not isinstance(made, JobResult):
             raise self.error
-        raise failed[0]
+        return made
 
     def applied(self, result: JobResult) -> JobResult:
         """The result of a job that ended at the limit: it failed, of that."""
@@ -136,37 +111,39 @@ class TimeLimit:
         with self._lock:
             return LOOK_AGAIN if self._paused else self._deadline - time.monotonic()
 
-    def _end(self) -> None:
+    def _end(self, watch: threading.Thread) -> None:
+        self._done.set()
+        watch.join()
+
+    def _watch(self, thread: threading.Thread, beside: UserThread) -> None:
+        while not self._done.wait(timeout=min(max(self._left(), 0.0), LOOK_AGAIN)):
+            if self._left() <= 0:
+                return self._stopped(thread, beside)
+
+    def _stopped(self, thread: threading.Thread, beside: UserThread) -> None:
         where, progress = self._code.where(), self._progress()
         with self._lock:
             who, told, ran = self._who, self._told, time.monotonic() - self._began
-        alone = self._stopped(f"over its limit {told}")
         said = f"{who} ran longer than its limit {told} ({ran:.2f} s{progress}): it was {where}."
-        if alone:
-            said += (
-                " This code could not be broken off, as it waits outside of the interpreter or catches all errors: its thread was "
-                "left behind, and keeps what it holds of memory until it comes back, or the process ends."
-            )
-            logger.warning("%s", said)
-        self.error = JobTimeoutError(f"{said} Mend what hangs there, or raise the limit; None is no limit")
-
-    def _ask_to_stop(self, reason: str) -> None:
-        """Without waiting for the group that runs to end."""
-        threading.Thread(target=self._stop, args=(reason,), daemon=True).start()
-
-    def _stopped(self, reason: str) -> bool:
-        """End the work; whether a thread of it was left behind."""
-        self._ask_to_stop(reason)
+        self.error = JobTimeoutError(f"{said} {_REMEDY}")
+        threading.Thread(target=self._stop, args=(f"over its limit {told}",), daemon=True).start()
         if self._done.wait(STOP_SECONDS):
-            return False
-        until = time.monotonic() + BREAK_OFF_SECONDS
-        while time.monotonic() < until:
-            self._code.break_off_user_code()
-            if self._done.wait(STOP_SECONDS / 10):
-                return False
-        if self._beside is not None and self._beside.give_up():
-            self._done.wait(STOP_SECONDS)
-        return True
+            return
+        until, ordered = time.monotonic() + BREAK_OFF_SECONDS, False
+        while not self._done.wait(STOP_SECONDS / 10):
+            ordered = ordered or self._code.break_off_user_code()
+            if time.monotonic() > until:
+                break
+        else:
+            return
+        said += " This code could not be broken off, as it waits outside of the interpreter or catches all errors: "
+        if beside.give_up():
+            said += "its thread was left behind, and keeps what it holds of memory until it comes back, or the process ends."
+            self.error = JobTimeoutError(f"{said} {_REMEDY}")
+        else:
+            left_behind.add(thread)
+            said += "it is waited for. Ctrl-C ends everything."
+        logger.warning("%s", said)
 
 
 class _Runner(Protocol):
@@ -181,9 +158,6 @@ class _Runner(Protocol):
     def stop(self, reason: str = "stopped") -> None:
         """End it at its next boundary."""
 
-    def abandon(self, error: JobTimeoutError) -> JobResult:
-        """End it without its thread."""
-
 
 def run_job(runner: _Runner, work: Callable[[], JobResult], code: UserCode) -> JobResult:
     """What ``work`` returns, which trains a job, within its ``timeout``; within a trial's limit that is the shorter one."""
@@ -194,7 +168,7 @@ def run_job(runner: _Runner, work: Callable[[], JobResult], code: UserCode) -> J
         outer.shorten(seconds, who, setting)
         return work()
     limit = TimeLimit(seconds, who, setting, code, runner.stop, lambda: f", {runner.progress}")
-    return limit.applied(limit.run(work, runner.abandon))
+    return limit.applied(limit.run(work))
 
 
 def time_does_not_count() -> contextlib.AbstractContextManager[None]:

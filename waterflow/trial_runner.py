@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from waterflow.checkpoint import Checkpoint
-from waterflow.errors import JobTimeoutError, StudyError
+from waterflow.errors import StudyError
 from waterflow.executor.cancel import UserCode
 from waterflow.executor.engine import Engine
-from waterflow.executor.steps_of_thread import cancel_steps, close_steps, close_steps_of_thread, made_here
+from waterflow.executor.steps_of_thread import cancel_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers
 from waterflow.job import Job, JobResult
 from waterflow.optuna_private import TrialPruned, set_in_loop, stopped, trial_of
@@ -105,14 +105,7 @@ class TrialRunner:
         if seconds is None:
             return work()
         limit = TimeLimit(seconds, self._task.name.replace("-", " "), "trial_timeout", self._code, self._end_at_limit)
-
-        def abandon(error: JobTimeoutError) -> JobResult:
-            close_steps(self._steps)
-            if self._inner is None:
-                raise error
-            return self._inner.abandon(error)
-
-        value = limit.run(work, abandon)
+        value = limit.run(work)
         return limit.applied(value) if isinstance(value, JobResult) else value
 
     def _end_at_limit(self, reason: str) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import waterflow as wf
 from tests.cluster.conftest import LiveCluster
+from waterflow import study_trials
 from waterflow.errors import InvalidJobError, StudyError
 
 pytestmark = pytest.mark.slow
@@ -152,6 +153,21 @@ def test_trials_over_their_time_limit(cluster: wf.Cluster, study: optuna.Study) 
     assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL", "COMPLETE"]
     errors = [str(result.error) for result in done.results if result.error is not None]
     assert len(errors) == 1 and "trial 1 ran longer than its limit trial_timeout=4 s" in errors[0]
+
+
+@pytest.mark.slow
+def test_a_trial_that_nothing_ends_ends_with_its_process(
+    cluster: wf.Cluster, study: optuna.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_trials, "AFTER_LIMIT", 2.0)
+
+    def objective(trial: optuna.Trial) -> float:
+        if trial.number == 0:
+            threading.Event().wait()
+        return 1.0
+
+    wf.optimize(study, objective, 2, backend=cluster, trial_timeout=4.0, max_concurrent=1)
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
 
 
 def test_interrupted(cluster: wf.Cluster, study: optuna.Study) -> None:

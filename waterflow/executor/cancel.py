@@ -196,13 +196,14 @@ class UserCode:
                     self._ordered.add(thread)
                     _raise_in(thread)
 
-    def break_off_user_code(self) -> None:
-        """The same for those of them that are in code of the user's, and not in ours: others train on in it."""
+    def break_off_user_code(self) -> bool:
+        """The same for those of them that are in code of the user's, and not in ours: others train on in it. Whether there were any."""
         with self._lock:
-            for thread in self._inside:
-                if in_user_code(thread):
-                    self._ordered.add(thread)
-                    _raise_in(thread)
+            threads = [thread for thread in self._inside if in_user_code(thread)]
+            for thread in threads:
+                self._ordered.add(thread)
+                _raise_in(thread)
+        return bool(threads)
 
     def where(self) -> str:
         """What its threads do; where one of them is in code of the user's, the line."""

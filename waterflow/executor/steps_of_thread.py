@@ -45,12 +45,6 @@ def steps_of(engine: object) -> list[Any]:
         return [step for step in _all if step.engine is engine]
 
 
-def close_steps(steps: weakref.WeakSet[Any]) -> None:
-    """Close the steps of a thread that does not come back, from another one."""
-    for step in _copied(steps):
-        step.close()
-
-
 def cancel_steps(steps: weakref.WeakSet[Any], reason: str) -> None:
     """End the steps of another thread at their next group boundary; what is called of them from then on raises JobCancelled."""
     for step in _copied(steps):
