@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-import waterflow as wf
 from benchmarks import report
 from benchmarks.zoo import FULL
+from tests.native import FuzzSetup, RequestLog, SimulatedDevice, StreamAllocator, fuzz_table, record_requests, run_fuzz
 
 MiB = 1 << 20
 BATCHES = {"resnet50": 16, "bert": 4}
 HOLES = 65_536
 
 
-def record(name: str) -> wf.allocator.RequestLog:
+def record(name: str) -> RequestLog:
     """What the second training step of a model asks for."""
     zoo = FULL[name]
     model = zoo.build()
@@ -36,7 +36,7 @@ def record(name: str) -> wf.allocator.RequestLog:
         optimizer.zero_grad()
 
     step()
-    _, log = wf.allocator.record_requests(step)
+    _, log = record_requests(step)
     return log
 
 
@@ -44,7 +44,7 @@ def replayed(name: str, repeats: int) -> dict[str, Any]:
     """One log, by both."""
     log = record(name)
     times = max(1, 400_000 // log.requests)
-    allocator = wf.allocator.StreamAllocator(wf.allocator.SimulatedDevice(1 << 40))
+    allocator = StreamAllocator(SimulatedDevice(1 << 40))
     stream = allocator.add_stream()
 
     def ours() -> float:
@@ -67,16 +67,14 @@ def replayed(name: str, repeats: int) -> dict[str, Any]:
 
 def pair(sizes: list[int], holes: int) -> Callable[[], float]:
     """One request and its release, beside so many holes of many sizes; nanoseconds."""
-    allocator = wf.allocator.StreamAllocator(
-        wf.allocator.SimulatedDevice(1 << 40), medium_segment=1 << 30, small_segment=1 << 30
-    )
+    allocator = StreamAllocator(SimulatedDevice(1 << 40), medium_segment=1 << 30, small_segment=1 << 30)
     stream = allocator.add_stream()
     draw = random.Random(0)
     blocks = [allocator.allocate(64 * draw.randrange(1, 4096), stream) for _ in range(2 * holes)]
     for address in blocks[::2]:
         allocator.release(address)
     allocator.check()
-    log = wf.allocator.RequestLog([row for i, size in enumerate(sizes) for row in ([0, i, 0, size], [1, i, 0, 0])])
+    log = RequestLog([row for i, size in enumerate(sizes) for row in ([0, i, 0, size], [1, i, 0, 0])])
     return lambda: log.replay(allocator, 400_000 // len(sizes), [stream]) / len(sizes) * 1e9
 
 
@@ -99,11 +97,11 @@ def random_runs(device: str, operations: int) -> dict[str, Any]:
     errors = []
     for streams in (2, 4, 8):
         for threads in (1, streams):
-            setup = wf.allocator.FuzzSetup(
+            setup = FuzzSetup(
                 simulated=device == "simulated", streams=streams, threads=threads, seed=streams,
                 stall_share=0.01, stall_us=200,
             )  # fmt: skip
-            found = wf.allocator.run_fuzz(wf.allocator.fuzz_table(setup, operations // 6, seed=streams), setup)
+            found = run_fuzz(fuzz_table(setup, operations // 6, seed=streams), setup)
             done, requests, checks = done + found.operations, requests + found.requests, checks + found.checks
             waits += found.waits
             errors += [found.error] if found.error else []

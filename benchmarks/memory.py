@@ -10,6 +10,7 @@ import torch
 import waterflow as wf
 from benchmarks import report
 from benchmarks.zoo import FULL, SMALL, ZooModel
+from tests.native import count_memory
 
 # The models that plans are made for, with batches that fit this machine; and small ones that ask for memory otherwise.
 PLANNED: dict[str, tuple[ZooModel, int]] = {
@@ -45,7 +46,7 @@ def measure(name: str) -> dict[str, Any]:
         for _ in range(4):  # optimizer state, two equal profiles, and a step in the arena
             step(batch)
         profiled = step.plan
-        with wf.count_memory() as count:
+        with count_memory() as count:
             step(batch)
             counted = count.peak
         planned = step.planned_requests

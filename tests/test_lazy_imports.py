@@ -71,7 +71,7 @@ def test_a_native_part_of_other_sources_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'waterflow' has no attribute 'trian'"):
         wf.trian  # noqa: B018
-    assert not hasattr(wf, "_private") and wf.allocator.SimulatedDevice
+    assert not hasattr(wf, "_private") and wf.allocator.time_planned_requests
 
 
 @pytest.mark.campaign

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
+from tests.native import count_memory
 from tests.support import MiB, run_steps, same_bits
 from tests.test_priorities import WAIT, assert_same, in_thread, needs, until
 from tests.test_recompute import Deep
-from waterflow.allocator.counting import count_memory
 from waterflow.errors import MemoryLimitError
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.terms import Terms

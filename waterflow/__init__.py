@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from waterflow import _C as _C  # type: ignore[attr-defined]
-    from waterflow.allocator.counting import count_memory
     from waterflow.batch_size import max_batch_size
     from waterflow.checkpoint import Checkpoint
     from waterflow.checkpoint_folder import Checkpoints
@@ -82,7 +81,6 @@ __all__ = [
     "Timeline",
     "WaterflowError",
     "WorkloadError",
-    "count_memory",
     "device",
     "max_batch_size",
     "optimize",
@@ -106,7 +104,6 @@ _MODULES = {  # of public names; errors are in errors
     "SharedData": "executor.shared_data",
     "Step": "step",
     "Timeline": "executor.timeline",
-    "count_memory": "allocator.counting",
     "device": "executor.engine",
     "max_batch_size": "batch_size",
     "optimize": "study",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from waterflow.allocator.devices import Device
+from tests.native import Device
 
 PAGE = 1 << 21
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from waterflow.allocator import FuzzSetup
+from tests.native import FuzzSetup
 
 CASES = Path(__file__).parent / "cases"
 Table = npt.NDArray[np.int64]

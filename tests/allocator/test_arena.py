@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import waterflow as wf
+from tests.native import count_memory
 from tests.support import Net, Trained, assert_same, images, run_steps, train_eager
 from waterflow import _C
 from waterflow.executor.engine import Engine
@@ -218,7 +219,7 @@ def test_loaders_with_workers() -> None:
 def test_the_witness_counts_planned_memory(outer: bool) -> None:
     """Whichever of the two allocators came first."""
     engine = None if outer else Engine(memory="256MiB", lanes=1)
-    with wf.count_memory() as count:
+    with count_memory() as count:
         engine = engine or Engine(memory="256MiB", lanes=1)
         trained = trained_in(engine)
         assert trained.step is not None

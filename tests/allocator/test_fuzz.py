@@ -11,8 +11,7 @@ import pytest
 
 from tests.allocator.oracle import GraphDevice, Unordered
 from tests.allocator.shrink import CASES, load, save, shrink
-from waterflow.allocator import FuzzSetup, StreamAllocator, fuzz_table, run_fuzz
-from waterflow.allocator.stream_allocator import Fault
+from tests.native import Fault, FuzzSetup, StreamAllocator, fuzz_table, run_fuzz
 from waterflow.errors import MemoryLimitError
 
 MiB = 1 << 20

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from waterflow.allocator import FuzzSetup, Race, SimulatedDevice, StreamAllocator, fuzz_table, run_fuzz
-from waterflow.allocator.stream_allocator import Fault
+from tests.native import Fault, FuzzSetup, Race, SimulatedDevice, StreamAllocator, fuzz_table, run_fuzz
 
 MiB = 1 << 20
 PAGE = 2 * MiB
@@ -42,7 +41,7 @@ def test_random_runs_find_it(fault: str) -> None:
 
 
 CONTENTS = """
-from waterflow.allocator import FuzzSetup, fuzz_table, run_fuzz
+from tests.native import FuzzSetup, fuzz_table, run_fuzz
 for seed in range(8):
     setup = FuzzSetup(simulated=False, streams=8, capacity=24 << 20, seed=seed, stall_share=0.05,
                       stall_us=500, fault="dropped_wait", check_every=1 << 40)

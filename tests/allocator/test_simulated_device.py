@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from waterflow.allocator.devices import Race, SimulatedDevice
+from tests.native import Race, SimulatedDevice
 
 PAGE = 1 << 21
 

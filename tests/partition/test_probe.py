@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 import waterflow as wf
+from tests.native import count_memory
 from tests.partition.graphs import instructions_of
 from waterflow import _C
 from waterflow.partition.cleanup import clean_up
@@ -86,7 +87,7 @@ def test_a_step_takes_what_its_plan_says(kind: str) -> None:
         predicted = step.plan_for(batch)
         for _ in range(4):
             loss = step(batch)
-        with wf.count_memory() as count:
+        with count_memory() as count:
             step(batch)
             counted = count.peak
     assert step.opaque_reason is None

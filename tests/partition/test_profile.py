@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from waterflow._C import CountingAllocator
 
 import waterflow as wf
 from benchmarks.zoo import FULL, SMALL, ZooModel
+from tests.native import count_memory
 from tests.support import Net, images
 from waterflow import _C
 from waterflow.partition.liveness import OperationMemory
@@ -20,12 +20,9 @@ from waterflow.partition.profile import StepProfile, _placed
 
 def counted(step: wf.Step, batch: Any) -> int:
     """The most that torch's allocator held during a step, above what was there before."""
-    CountingAllocator.start()
-    try:
+    with count_memory() as count:
         step(batch)
-        return CountingAllocator.peak()
-    finally:
-        CountingAllocator.stop()
+        return count.peak
 
 
 def heights_of(zoo: ZooModel, size: int) -> tuple[int, int, int]:
@@ -187,19 +184,15 @@ def test_a_profiled_step_is_placed_no_worse_than_before_it_ran() -> None:
 
 def test_the_counting_allocator_counts() -> None:
     """The witness itself: blocks of all sizes, kept, dropped, and dropped after it stopped."""
-    CountingAllocator.start()
-    try:
+    with count_memory() as count:
         kept = torch.empty(1000)
         torch.empty(5000)
-        assert (CountingAllocator.current(), CountingAllocator.peak()) == (4000, 24000)
-        CountingAllocator.reset_peak()
-        assert CountingAllocator.peak() == 4000
+        assert (count.current, count.peak) == (4000, 24000)
+        count.restart()
+        assert count.peak == 4000
         late = torch.empty(10)
         del kept
-        assert CountingAllocator.current() == 40
-    finally:
-        CountingAllocator.stop()
+        assert count.current == 40
     del late
-    CountingAllocator.start()
-    assert CountingAllocator.current() == 0
-    CountingAllocator.stop()
+    with count_memory() as count:
+        assert count.current == 0

@@ -177,7 +177,7 @@ REFUSED = {
     "memory_stats_as_nested_dict": "waterflow.allocator.cuda.memory_stats() has the figures",
     "reset_accumulated_memory_stats": "only peaks can be reset, by reset_peak_memory_stats()",
     "get_per_process_memory_fraction": "the limit is the engine's: memory= says it",
-    "_record_memory_history": "StreamAllocator.record_log() records requests",
+    "_record_memory_history": "waterflow.allocator.cuda.memory_stats() has the figures",
 }
 
 

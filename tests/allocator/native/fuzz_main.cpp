@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "../../../waterflow/allocator/csrc/fuzz.h"
+#include "../../native/fuzz.h"
 
 using namespace waterflow;
 

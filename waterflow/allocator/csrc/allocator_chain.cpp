@@ -79,3 +79,9 @@ bool AllocatorChain::in_place(Link link) {
 }
 
 }  // namespace waterflow
+
+void waterflow_witness(waterflow::ChainedAllocator* witness) {
+  using waterflow::AllocatorChain;
+  witness ? AllocatorChain::put_in(AllocatorChain::kWitness, witness)
+          : AllocatorChain::take_out(AllocatorChain::kWitness);
+}

@@ -1,4 +1,4 @@
-// Who stands before torch's CPU allocator: the lanes' allocator, and above it the one that counts.
+// Who stands before torch's CPU allocator: the lanes' allocator, and above it the one that counts in tests.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -24,7 +24,7 @@ class ChainedAllocator : public c10::Allocator {
 // torch's own allocator is back in its place.
 class AllocatorChain {
  public:
-  enum Link { kLanes, kCounting, kLinks };
+  enum Link { kLanes, kWitness, kLinks };
   static void put_in(Link link, ChainedAllocator* allocator);
   static void take_out(Link link);
   static bool in_place(Link link);  // whether torch's requests come by it
@@ -34,3 +34,7 @@ class AllocatorChain {
 };
 
 }  // namespace waterflow
+
+// The one hook that the tests' own extension (tests/native) has: `witness` stands above all others, and sees every
+// request of the process; with null nobody does. It is exported, and nothing here calls it.
+extern "C" __attribute__((visibility("default"))) void waterflow_witness(waterflow::ChainedAllocator* witness);

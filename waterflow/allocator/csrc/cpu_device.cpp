@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#ifdef WATERFLOW_TEST_HOOKS
 namespace waterflow {
 namespace {
 
@@ -254,3 +255,4 @@ void CpuDevice::finish(StreamId stream) {
 }
 
 }  // namespace waterflow
+#endif

@@ -1,4 +1,5 @@
-// The CPU as a device: real memory, and streams whose work is done later, by threads of their own, as a GPU would.
+// The CPU as a device: real memory, and streams whose work is done later, by threads of their own, as a GPU would. It
+// is there in builds for tests alone (test_hooks.h).
 #pragma once
 
 #include <atomic>

@@ -78,11 +78,22 @@ void bind_cuda(py::module_& m) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);
 
-  py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
+  py::class_<CudaDevice, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
       .def(py::init([](int index, int64_t capacity, const std::string& library) {
              return std::make_shared<CudaDevice>(CudaDriver::load(library), index, capacity);
            }),
            py::arg("index") = 0, py::arg("capacity") = 0, py::arg("library") = "", unlocked())
+      .def("reserve", &CudaDevice::reserve, py::arg("bytes"), unlocked())
+      .def("unreserve", &CudaDevice::unreserve, py::arg("base"), py::arg("bytes"), unlocked())
+      .def("grow", &CudaDevice::grow, py::arg("at"), py::arg("bytes"), unlocked())
+      .def("shrink", &CudaDevice::shrink, py::arg("at"), py::arg("bytes"), unlocked())
+      .def("add_stream", &CudaDevice::add_stream, unlocked())
+      .def("remove_stream", &CudaDevice::remove_stream, py::arg("stream"), unlocked())
+      .def("record", &CudaDevice::record, py::arg("stream"), unlocked())
+      .def("wait", &CudaDevice::wait, py::arg("stream"), py::arg("event"), unlocked())
+      .def("complete", &CudaDevice::complete, py::arg("event"), unlocked())
+      .def("synchronize", &CudaDevice::synchronize, py::arg("event"), unlocked())
+      .def("forget", &CudaDevice::forget, py::arg("event"), unlocked())
       .def(
           "adopt_stream",
           [](CudaDevice& device, uintptr_t handle) {
@@ -107,6 +118,7 @@ void bind_cuda(py::module_& m) {
           py::arg("graph"), unlocked())
       .def("synchronize_all", &CudaDevice::synchronize_all, unlocked())
       .def_property_readonly("index", &CudaDevice::index)
+      .def_property_readonly("granularity", &CudaDevice::granularity)
       .def_property_readonly("capacity", &CudaDevice::capacity)
       .def_property_readonly("grown", &CudaDevice::grown)
       .def_property_readonly("free_memory", &CudaDevice::free_memory)

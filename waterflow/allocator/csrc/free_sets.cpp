@@ -18,7 +18,8 @@ FreeSets::FreeSets(StreamClocks& clocks, ChunkPool& pool, AddressTable& addresse
       addresses_(addresses),
       alignment_(alignment),
       fault_(fault),
-      aside_allowed_(!merge_at_once && fault != Fault::merge_across_sets && fault != Fault::no_rerecord) {
+      aside_allowed_(!merge_at_once &&
+                     !WATERFLOW_PLANTED(fault == Fault::merge_across_sets || fault == Fault::no_rerecord)) {
   for (SetId set = APART; set < 0; ++set) sets_.push_back(std::make_unique<Set>(alignment));
 }
 
@@ -45,7 +46,7 @@ int64_t FreeSets::last_use(Slot slot) const { return last_use_[static_cast<size_
 
 bool FreeSets::may_merge(const Chunk* one, const Chunk* other, SetId set) const {
   if (one == nullptr || other == nullptr || other->set == LIVE || other->bin == ASIDE) return false;
-  return (other->set == set && set != APART) || fault_ == Fault::merge_across_sets;
+  return (other->set == set && set != APART) || WATERFLOW_PLANTED(fault_ == Fault::merge_across_sets);
 }
 
 // `chunk` becomes one with its right neighbour; neither is in a set.
@@ -64,7 +65,7 @@ void FreeSets::insert(Chunk* chunk, SetId set) {
     auto& last = last_use_[static_cast<size_t>(chunk->uses[i].slot)];
     last = std::max(last, chunk->uses[i].tick);
   }
-  const bool with_uses = fault_ != Fault::merge_across_sets;
+  const bool with_uses = !WATERFLOW_PLANTED(fault_ == Fault::merge_across_sets);
   if (Chunk* after = chunk->after; may_merge(chunk, after, set)) {
     remove(after);
     absorb(chunk, after, with_uses);
@@ -108,7 +109,7 @@ SetId FreeSets::home(const Uses& uses) const {
 
 void FreeSets::split(Chunk* chunk, int64_t size, SetId rest) {
   if (chunk->size - size < alignment_) return;
-  const int64_t cut = fault_ == Fault::split_off_by_one ? size - alignment_ : size;
+  const int64_t cut = WATERFLOW_PLANTED(fault_ == Fault::split_off_by_one) ? size - alignment_ : size;
   Chunk* made = pool_.take();
   made->address = chunk->address + static_cast<uintptr_t>(cut);
   made->size = chunk->size - cut;
@@ -125,7 +126,7 @@ void FreeSets::split(Chunk* chunk, int64_t size, SetId rest) {
 // The rest keeps its place in the set, and mostly in its bin: that makes this the cheap way.
 Chunk* FreeSets::take_front(Chunk* chunk, int64_t size) {
   auto& from = with(chunk->set);
-  if (chunk->size - size < alignment_ || fault_ != Fault::none) {
+  if (chunk->size - size < alignment_ || WATERFLOW_PLANTED(fault_ != Fault::none)) {
     const SetId set = chunk->set;
     remove(chunk);
     split(chunk, size, set);

@@ -1,4 +1,4 @@
-// What Python sees of planned memory and of the counting allocator.
+// What Python sees of planned memory.
 #include <c10/core/CPUAllocator.h>
 #include <torch/extension.h>
 
@@ -102,13 +102,6 @@ void bind_memory(py::module_& m) {
   m.def(
       "lanes_are_installed", [] { return AllocatorChain::in_place(AllocatorChain::kLanes); },
       "Whether torch's CPU allocator is the lanes' one now.");
-
-  py::class_<CountingAllocator>(m, "CountingAllocator")
-      .def_static("start", &CountingAllocator::start)
-      .def_static("stop", &CountingAllocator::stop)
-      .def_static("reset_peak", &CountingAllocator::reset_peak)
-      .def_static("current", &CountingAllocator::current)
-      .def_static("peak", &CountingAllocator::peak);
 }
 
 }  // namespace waterflow

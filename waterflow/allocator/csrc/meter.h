@@ -78,15 +78,4 @@ class MeterGuard {
   c10::DebugInfoGuard guard_;
 };
 
-// A process-wide allocator that counts every thread's bytes and hands the work to torch's own.
-// It is the independent witness of tests and benchmarks; training never needs it.
-class CountingAllocator {
- public:
-  static void start();  // installs itself; bytes already held are not counted
-  static void stop();   // restores torch's own allocator; blocks it handed out stay valid
-  static void reset_peak();
-  static int64_t current();
-  static int64_t peak();
-};
-
 }  // namespace waterflow

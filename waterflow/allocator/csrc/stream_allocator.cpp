@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "request_log.h"
-
 namespace waterflow {
 namespace {
 
@@ -102,14 +100,13 @@ uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request, bool p
   chunk->stream = request.stream;
   chunk->id = ++requests_;
   // What this stream issues runs after all earlier uses, so its own stands for them.
-  const bool stale = options_.fault == Fault::no_rerecord && !chunk->uses.empty();
+  const bool stale = WATERFLOW_PLANTED(options_.fault == Fault::no_rerecord) && !chunk->uses.empty();
   if (!stale) chunk->uses.set({request.stream, OPEN});
   ++chunk->segment->live;
   if (!put_aside) live_.insert(chunk);
   held_ += chunk->size;
   peak_ = std::max(peak_, held_);
   clocks_.held(request.stream) += chunk->size;
-  if (logging_) note(ROW_REQUEST, chunk->id, clocks_.stream(request.stream), request.bytes);
   return chunk->address;
 }
 
@@ -132,8 +129,8 @@ Chunk* StreamAllocator::live_chunk(uintptr_t address) const {
 void StreamAllocator::find_owner(Chunk* chunk) {
   auto& uses = chunk->uses;
   const Slot allocated = chunk->stream;
-  if (options_.fault == Fault::free_under_allocator) uses.set({allocated, OPEN});
-  if (options_.fault == Fault::free_under_last_user) uses.set(uses[uses.size() - 1]);
+  if (WATERFLOW_PLANTED(options_.fault == Fault::free_under_allocator)) uses.set({allocated, OPEN});
+  if (WATERFLOW_PLANTED(options_.fault == Fault::free_under_last_user)) uses.set(uses[uses.size() - 1]);
   if (uses.size() == 1) {
     const Slot slot = uses[0].slot;
     if (uses[0].tick == OPEN) {
@@ -156,7 +153,6 @@ void StreamAllocator::find_owner(Chunk* chunk) {
 void StreamAllocator::release(uintptr_t address) {
   Guard guard(lock_);
   Chunk* chunk = live_chunk(address);
-  if (logging_) note(ROW_RELEASE, chunk->id, -1);
   --chunk->segment->live;
   held_ -= chunk->size;
   clocks_.held(chunk->stream) -= chunk->size;
@@ -167,7 +163,6 @@ void StreamAllocator::use(uintptr_t address, StreamId stream) {
   Guard guard(lock_);
   const Slot slot = clocks_.slot_of(stream);
   Chunk* chunk = live_chunk(address);
-  if (logging_) note(ROW_USE, chunk->id, stream);
   auto& uses = chunk->uses;
   for (int32_t i = 0; i < uses.size(); ++i) {
     if (uses[i].slot == slot) uses.erase(i--);
@@ -181,7 +176,6 @@ void StreamAllocator::end_use(uintptr_t address, StreamId stream) {
   Chunk* chunk = live_chunk(address);
   for (int32_t i = 0; i < chunk->uses.size(); ++i) {
     if (chunk->uses[i].slot != slot) continue;
-    if (logging_) note(ROW_END_USE, chunk->id, stream);
     chunk->uses[i].tick = clocks_.now(slot);
     return;
   }
@@ -191,16 +185,13 @@ void StreamAllocator::end_use(uintptr_t address, StreamId stream) {
 
 Mark StreamAllocator::mark(StreamId stream) {
   Guard guard(lock_);
-  const Mark made = clocks_.mark(clocks_.slot_of(stream));
-  if (logging_) note(ROW_MARK, made, stream);
-  return made;
+  return clocks_.mark(clocks_.slot_of(stream));
 }
 
 void StreamAllocator::wait(StreamId stream, Mark mark) {
   Guard guard(lock_);
   const Slot slot = clocks_.slot_of(stream);
   const Use use = clocks_.at_mark(mark);
-  if (logging_) note(ROW_WAIT, mark, stream);
   if (clocks_.wait(slot, use)) sets_.promote();
 }
 
@@ -208,7 +199,6 @@ void StreamAllocator::waited(StreamId stream, Mark mark) {
   Guard guard(lock_);
   const Slot slot = clocks_.slot_of(stream);
   clocks_.waited(slot, clocks_.at_mark(mark));
-  if (logging_) note(ROW_WAIT, mark, stream);
   sets_.promote();
 }
 
@@ -222,20 +212,6 @@ void StreamAllocator::set_limit(int64_t bytes) {
   }
   if (grown_ > bytes) trim_locked();
   limit_ = bytes;
-}
-
-void StreamAllocator::note(int64_t kind, int64_t id, StreamId stream, int64_t bytes) {
-  log_.insert(log_.end(), {kind, id, stream, bytes});
-}
-
-void StreamAllocator::record_log(bool on) {
-  Guard guard(lock_);
-  logging_ = on;
-}
-
-std::vector<int64_t> StreamAllocator::take_log() {
-  Guard guard(lock_);
-  return std::exchange(log_, {});
 }
 
 }  // namespace waterflow

@@ -88,10 +88,6 @@ class StreamAllocator {
   // Walks everything; throws std::logic_error at what cannot be.
   void check() const;
 
-  // Requests from now on as rows of (kind, id, stream, bytes); see request_log.h.
-  void record_log(bool on);
-  std::vector<int64_t> take_log();
-
  private:
   using Lock = std::unique_lock<SpinLock>;
   struct Request {
@@ -124,7 +120,6 @@ class StreamAllocator {
   void drop_segment(size_t index);
   int64_t trim_locked();
   int64_t trimmable() const;
-  void note(int64_t kind, int64_t id, StreamId stream, int64_t bytes = 0);
   void check_segment(const Segment& segment) const;
   std::string map_locked(int32_t width) const;
 
@@ -140,8 +135,6 @@ class StreamAllocator {
   int64_t limit_;
   int64_t held_ = 0, peak_ = 0, grown_ = 0, requests_ = 0;
   std::array<int64_t, TIERS> tiers_{};
-  bool logging_ = false;
-  std::vector<int64_t> log_;
 };
 
 }  // namespace waterflow

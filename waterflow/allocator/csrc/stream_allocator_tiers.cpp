@@ -54,7 +54,7 @@ Chunk* StreamAllocator::cut(Chunk* chunk, const Request& request, SetId rest) {
 Chunk* StreamAllocator::from_own(const Request& request) {
   Chunk* chunk = sets_.best(request.stream, request.size, options_.looks);
   if (chunk == nullptr) return nullptr;
-  if (options_.fault != Fault::no_rerecord) return sets_.take_front(chunk, request.size);
+  if (!WATERFLOW_PLANTED(options_.fault == Fault::no_rerecord)) return sets_.take_front(chunk, request.size);
   const bool own = chunk->uses.all([&](Use use) { return use.slot == request.stream; });
   chunk = sets_.take_front(chunk, request.size);
   if (own) chunk->uses = Uses();

@@ -36,7 +36,7 @@ Slot StreamClocks::place() {
   for (Slot slot = 0; slot < slots(); ++slot) {
     const auto& old = state(slot);
     const bool over = done_[static_cast<size_t>(slot)] >= old.tick - 1 && old.held == 0;
-    if (!old.live && (over || fault_ == Fault::reused_handle)) return slot;
+    if (!old.live && (over || WATERFLOW_PLANTED(fault_ == Fault::reused_handle))) return slot;
   }
   if (slots() >= (1 << SLOT_BITS)) {
     throw UsageError("there are " + std::to_string(slots()) + " streams with unfinished work; remove none before " +
@@ -125,7 +125,7 @@ Use StreamClocks::at_mark(Mark mark) const {
 bool StreamClocks::wait(Slot slot, Use use) {
   if (ordered(use, slot)) return false;
   if (use.tick >= now(use.slot)) mark(use.slot);
-  if (fault_ != Fault::dropped_wait) device_.wait(stream(slot), event(use).id);
+  if (!WATERFLOW_PLANTED(fault_ == Fault::dropped_wait)) device_.wait(stream(slot), event(use).id);
   ++waits_;
   waited(slot, use);
   return true;
@@ -153,7 +153,7 @@ void StreamClocks::renew_floor() {
       most = std::max(most, at(*state(slot).known, giver));
     }
     const bool alone = others - live(giver) == 0;
-    if (fault_ == Fault::synchronized_too_soon) least = most;
+    if (WATERFLOW_PLANTED(fault_ == Fault::synchronized_too_soon)) least = most;
     auto& floor = floor_[static_cast<size_t>(giver)];
     // Never less than before: who knew it knows it still, and who came since has waited for it.
     floor = std::max({floor, done_[static_cast<size_t>(giver)], alone ? 0 : least});

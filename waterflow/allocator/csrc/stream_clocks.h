@@ -7,10 +7,11 @@
 
 #include "chunk.h"
 #include "device.h"
+#include "test_hooks.h"
 
 namespace waterflow {
 
-// Mistakes on purpose, so that tests can show that they are found. Nothing else sets one.
+// Mistakes on purpose, so that tests can show that they are found (test_hooks.h). Nothing else sets one.
 enum class Fault : int32_t {
   none,
   dropped_wait,

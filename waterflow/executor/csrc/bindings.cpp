@@ -23,7 +23,7 @@ namespace waterflow {
 
 void bind_offsets(py::module_& m);      // partition/csrc/offsets_bindings.cpp
 void bind_memory(py::module_& m);       // allocator/csrc/memory_bindings.cpp
-void bind_allocator(py::module_& m);    // allocator/csrc/allocator_bindings.cpp
+void bind_cuda(py::module_& m);         // allocator/csrc/cuda_bindings.cpp
 void bind_admission(py::module_& m);    // admission_bindings.cpp
 void bind_programs(py::module_& m);     // program_bindings.cpp
 void bind_simulation(py::module_& m);   // simulation_bindings.cpp
@@ -137,7 +137,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
   bind_offsets(m);
   if (!observer::add_to_module(m.ptr())) throw py::error_already_set();
-  bind_allocator(m);
+  bind_cuda(m);
   bind_programs(m);
   bind_admission(m);
   bind_memory(m);

@@ -24,13 +24,13 @@ std::optional<EventId> DeviceOrder::before(int end, int64_t peak, int64_t size) 
   if (first_clear == facing.begin()) return std::nullopt;
   const EventId event = std::prev(first_clear)->event;
   facing.erase(facing.begin(), first_clear);
-  if (fault_ == OrderFault::dropped_waits && (forget_ = !forget_)) return std::nullopt;
+  if (WATERFLOW_PLANTED(fault_ == OrderFault::dropped_waits) && (forget_ = !forget_)) return std::nullopt;
   return event;
 }
 
 void DeviceOrder::after(int end, int64_t peak, EventId event, int64_t held_after) {
   auto& own = groups_[side(end)];
-  if (fault_ == OrderFault::heights_at_events) peak = held_after;
+  if (WATERFLOW_PLANTED(fault_ == OrderFault::heights_at_events)) peak = held_after;
   if (peak < 0) throw std::invalid_argument("a peak cannot be negative: " + std::to_string(peak));
   while (!own.empty() && own.back().peak <= peak) own.pop_back();
   if (peak == 0) return;

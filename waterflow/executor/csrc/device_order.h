@@ -7,10 +7,11 @@
 #include <optional>
 
 #include "../../allocator/csrc/device.h"
+#include "../../allocator/csrc/test_hooks.h"
 
 namespace waterflow {
 
-// Mistakes for tests to plant; the simulated device must find each of them.
+// Mistakes for tests to plant (test_hooks.h); the simulated device must find each of them.
 enum class OrderFault {
   none,
   heights_at_events,  // an event carries what its lane held behind the group, not the group's peak

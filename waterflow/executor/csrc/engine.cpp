@@ -32,7 +32,11 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
                                                 behind || cuda, behind ? behind->fault : OrderFault::none));
   }
   share_out();
+#ifdef WATERFLOW_TEST_HOOKS
   if (behind) device_ = std::make_unique<CpuDevice>(0, behind->stalls);
+#else
+  if (behind) throw std::invalid_argument("asynchronous= is for tests: build waterflow with WATERFLOW_TEST_HOOKS=1");
+#endif
   if (cuda) device_ = cuda->device;
   if (arenas && !(cuda && cuda->for_torch())) installed_ = std::make_unique<LaneAllocatorInstalled>();
   for (int32_t i = 0; i < lanes; ++i) {

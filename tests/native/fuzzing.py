@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from waterflow import _C
-from waterflow.allocator.stream_allocator import Fault
+from tests.native.build import load
+from tests.native.stream_allocator import Fault
 
+_C = load()
 MiB = 1 << 20
 
 
@@ -52,7 +53,7 @@ class FuzzResult:
 def fuzz_table(
     setup: FuzzSetup, rows: int, seed: int, *, largest: int = 64 * MiB, renew: bool = True
 ) -> npt.NDArray[np.int64]:
-    """Random operations (``csrc/fuzz.h``); any rows may be left out. With ``renew``, streams come and go."""
+    """Random operations (``fuzz.h``); any rows may be left out. With ``renew``, streams come and go."""
     made = _C.fuzz_table(seed, rows, setup.streams, setup.capacity, largest, renew)
     return np.asarray(made)
 

@@ -1,16 +1,14 @@
-"""The multi-stream allocator: memory for all that is not planned (``csrc/stream_allocator.h``)."""
+"""The multi-stream allocator: memory for all that is not planned (``stream_allocator.h``)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from waterflow import _C
+from tests.native.build import load
 from waterflow.errors import MemoryLimitError
 
+_C = load()
 NO_LIMIT = 2**63 - 1
 Fault = _C.Fault  # planted mistakes; for tests
 
@@ -51,7 +49,7 @@ class StreamAllocator:
 
     def __init__(
         self,
-        device: _C.Device,
+        device: Any,
         *,
         limit: int | None = None,
         alignment: int = 64,
@@ -134,11 +132,3 @@ class StreamAllocator:
     def check(self) -> None:
         """Walk everything; raises RuntimeError at what cannot be."""
         self.native.check()
-
-    def record_log(self, on: bool = True) -> None:
-        """Note requests from now on, or no more."""
-        self.native.record_log(on)
-
-    def take_log(self) -> npt.NDArray[np.int64]:
-        """What was noted, for ``RequestLog``."""
-        return np.array(self.native.take_log(), dtype=np.int64).reshape(-1, 4)

@@ -1,19 +1,19 @@
-// What Python sees of the multi-stream allocator, of request logs and of random runs.
-#include <pybind11/functional.h>
+// What tests and benchmarks see of the multi-stream allocator, request logs, random runs and counted memory.
 #include <pybind11/numpy.h>
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include "../../waterflow/allocator/csrc/stream_allocator.h"
+#include "counting_allocator.h"
 #include "fuzz.h"
 #include "request_log.h"
 #include "request_recorder.h"
-#include "stream_allocator.h"
 
 namespace py = pybind11;
 
 namespace waterflow {
 
 void bind_devices(py::module_& m);  // device_bindings.cpp
-void bind_cuda(py::module_& m);     // cuda_bindings.cpp
 
 namespace {
 
@@ -130,12 +130,7 @@ void bind_fuzz(py::module_& m) {
       py::arg("fault"), py::arg("checked"));
 }
 
-}  // namespace
-
 void bind_allocator(py::module_& m) {
-  bind_devices(m);
-  bind_errors(m);
-
   py::enum_<Fault>(m, "Fault")
       .value("none", Fault::none)
       .value("dropped_wait", Fault::dropped_wait)
@@ -189,13 +184,25 @@ void bind_allocator(py::module_& m) {
            })
       .def("limit", &StreamAllocator::limit, unlocked())
       .def("map", &StreamAllocator::map, py::arg("width") = 64, unlocked())
-      .def("check", &StreamAllocator::check, unlocked())
-      .def("record_log", &StreamAllocator::record_log, py::arg("on"), unlocked())
-      .def("take_log", &StreamAllocator::take_log, unlocked());
-
-  bind_logs(m);
-  bind_fuzz(m);
-  bind_cuda(m);
+      .def("check", &StreamAllocator::check, unlocked());
 }
 
+void bind_counting(py::module_& m) {
+  m.def("start_counting", [] { return reinterpret_cast<uintptr_t>(start_counting()); });
+  m.def("restart_peak", &restart_peak);
+  m.def("counted_now", &counted_now);
+  m.def("counted_peak", &counted_peak);
+}
+
+}  // namespace
 }  // namespace waterflow
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace waterflow;
+  bind_devices(m);
+  bind_errors(m);
+  bind_allocator(m);
+  bind_logs(m);
+  bind_fuzz(m);
+  bind_counting(m);
+}

@@ -1,10 +1,9 @@
+#include "counting_allocator.h"
+
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
-
-#include "allocator_chain.h"
-#include "meter.h"
 
 namespace waterflow {
 namespace {
@@ -55,25 +54,21 @@ c10::DeleterFnPtr Counted::raw_deleter() const { return &release; }
 
 }  // namespace
 
-void CountingAllocator::start() {
+ChainedAllocator* start_counting() {
   auto& self = counted();
-  {
-    std::lock_guard<std::mutex> guard(self.lock);
-    self.current = self.peak = 0;
-    for (auto& [pointer, block] : self.blocks) block.bytes = 0;  // from before: not counted
-  }
-  AllocatorChain::put_in(AllocatorChain::kCounting, &self);
+  std::lock_guard<std::mutex> guard(self.lock);
+  self.current = self.peak = 0;
+  for (auto& [pointer, block] : self.blocks) block.bytes = 0;  // from before: not counted
+  return &self;
 }
 
-void CountingAllocator::stop() { AllocatorChain::take_out(AllocatorChain::kCounting); }
-
-void CountingAllocator::reset_peak() {
+void restart_peak() {
   auto& self = counted();
   std::lock_guard<std::mutex> guard(self.lock);
   self.peak = self.current;
 }
 
-int64_t CountingAllocator::current() { return counted().current; }
-int64_t CountingAllocator::peak() { return counted().peak; }
+int64_t counted_now() { return counted().current; }
+int64_t counted_peak() { return counted().peak; }
 
 }  // namespace waterflow

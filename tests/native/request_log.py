@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from waterflow import _C
-from waterflow.allocator.stream_allocator import StreamAllocator
+from tests.native.build import load
+from tests.native.stream_allocator import StreamAllocator
 from waterflow.errors import MemoryLimitError
+
+_C = load()
 
 # The columns of a table are kind, id, stream and bytes; these are the kinds.
 REQUEST, RELEASE, USE, END_USE, MARK, WAIT = range(6)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 
+from tests.native.build import load
 from waterflow import _C
+
+_native = load()
+_witness = ctypes.CDLL(_C.__file__).waterflow_witness  # allocator_chain.h
+_witness.argtypes, _witness.restype = [ctypes.c_void_p], None
 
 
 class MemoryCount:
@@ -14,16 +20,16 @@ class MemoryCount:
     @property
     def peak(self) -> int:
         """The most that was held at once since the beginning, or since ``restart``."""
-        return int(_C.CountingAllocator.peak())
+        return int(_native.counted_peak())
 
     @property
     def current(self) -> int:
         """What is held now."""
-        return int(_C.CountingAllocator.current())
+        return int(_native.counted_now())
 
     def restart(self) -> None:
         """Forget the peak so far."""
-        _C.CountingAllocator.reset_peak()
+        _native.restart_peak()
 
 
 @contextlib.contextmanager
@@ -33,8 +39,8 @@ def count_memory() -> Iterator[MemoryCount]:
     Everything runs a little slower meanwhile. Memory that libraries take past torch's allocator (thread pools,
     scratch space inside oneDNN and MKL) is not seen.
     """
-    _C.CountingAllocator.start()
+    _witness(_native.start_counting())
     try:
         yield MemoryCount()
     finally:
-        _C.CountingAllocator.stop()
+        _witness(None)

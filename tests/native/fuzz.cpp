@@ -7,9 +7,9 @@
 #include <thread>
 #include <utility>
 
-#include "cpu_device.h"
+#include "../../waterflow/allocator/csrc/cpu_device.h"
+#include "../../waterflow/allocator/csrc/simulated_device.h"
 #include "request_log.h"
-#include "simulated_device.h"
 
 namespace waterflow {
 namespace {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from waterflow import _C
+from tests.native.build import load
+
+_C = load()
 
 # Two accesses to one byte, one of them a write, with nothing that orders them.
 Race = _C.Race
 
 # What every device does: ``granularity``, ``reserve``, ``unreserve``, ``grow``, ``shrink`` (memory, in bytes);
 # ``add_stream``, ``remove_stream``, ``record``, ``wait``, ``complete``, ``synchronize``, ``forget`` (order). Thread-safe.
-# ``csrc/device.h`` is the contract. A class of Python may be one, too.
+# ``waterflow/allocator/csrc/device.h`` is the contract. A class of Python may be one, too.
 Device = _C.Device
 
 

@@ -1,8 +1,8 @@
 // What Python sees of devices.
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 
-#include "cpu_device.h"
-#include "simulated_device.h"
+#include "../../waterflow/allocator/csrc/cpu_device.h"
+#include "../../waterflow/allocator/csrc/simulated_device.h"
 
 namespace py = pybind11;
 

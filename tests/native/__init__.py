@@ -1,0 +1,24 @@
+"""The tests' own extension: devices and the allocator as Python sees them, random runs, requests of real runs, counted memory."""
+
+from tests.native.counting import count_memory
+from tests.native.devices import CpuDevice, Device, Race, SimulatedDevice
+from tests.native.fuzzing import FuzzResult, FuzzSetup, fuzz_table, run_fuzz
+from tests.native.request_log import RequestLog, record_requests
+from tests.native.stream_allocator import AllocatorReport, Fault, StreamAllocator
+
+__all__ = [
+    "AllocatorReport",
+    "CpuDevice",
+    "Device",
+    "Fault",
+    "FuzzResult",
+    "FuzzSetup",
+    "Race",
+    "RequestLog",
+    "SimulatedDevice",
+    "StreamAllocator",
+    "count_memory",
+    "fuzz_table",
+    "record_requests",
+    "run_fuzz",
+]
