@@ -379,7 +379,8 @@ class Step(StepFigures):
         self.opaque_reason = str(error)
         self._tell_eager(error, self._told)
         self._variants.clear()
-        if self.engine is not None and self.job is not None:
+        limited = self._eager_step.beside is not None  # a step that hangs until its limit must leave lanes to others
+        if self.engine is not None and self.job is not None and not limited:
             self.engine.runs_eagerly(self.job)
 
     def _submit_opaque(
