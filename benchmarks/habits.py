@@ -25,7 +25,7 @@ import waterflow as wf
 from benchmarks import report
 
 STEPS, WARM, WINDOW = 2_000, 500, 125
-TRIALS, TRIAL_STEPS = 6, 300
+TRIALS, TRIAL_STEPS = 6, 600
 FLAT_MIB = 16.0
 
 

@@ -33,6 +33,7 @@ from waterflow.executor.steps_of_thread import made_here
 from waterflow.executor.variant import Variant
 from waterflow.executor.variants import Variants
 from waterflow.partition.footprint import Footprint
+from waterflow.partition.optimizers import parameters_of
 from waterflow.partition.plan import Plan
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
@@ -121,7 +122,7 @@ class Step(StepFigures):
             # Before anything reads the model's tensors: in one that another thread captures and trains lie others.
             self._hold = Hold(self.name, self.engine.over)
             self._release = weakref.finalize(self, self._hold.release)
-            holders.check(self._hold, holder, [p for group in optimizer.param_groups for p in group["params"]])
+            holders.check(self._hold, holder, parameters_of(optimizer))
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
             clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=checks.device_of(model, optimizer),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
 from waterflow.executor.captured import persistent_bytes, storage_bytes
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.executor.user_thread import current_user_thread
-from waterflow.partition.optimizers import WATCHER, captured_form, hooks_of
+from waterflow.partition.optimizers import WATCHER, captured_form, hooks_of, parameters_of
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.spec import StepSpec, split_result
 from waterflow.partition.structure import flat_leaves
@@ -131,14 +131,14 @@ class EagerStep:
 
     def __init__(self, spec: StepSpec, generator: torch.Generator | None, name: str) -> None:
         self._spec = spec
-        self._generator = generator
+        self._numbers = own_numbers(generator) if generator is not None else _NOTHING
         self._name = name
         self.beside = current_user_thread()  # where there is a time limit
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self._calls, self._largest = 0, -1
         self._persistent = (-1, -1), 0
         self.plan_before: tuple[Plan, _C.GroupPlan] | None = None
-        self._left: dict[torch.Tensor, torch.Tensor] = {}  # gradients of parameters that the optimizer does not have
+        self._trained: list[torch.Tensor] | None = None  # by the last step
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
         """The same, and the bytes that it reaches; beside the calling thread where it has a time limit."""
@@ -247,15 +247,18 @@ class EagerStep:
 
     def _train(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         spec = self._spec
-        trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
-        for parameter in trained:
-            gradient = parameter.grad
-            if gradient is None and not self.sums:
-                continue  # mostly: a look into a dict costs more
-            if gradient is None or gradient is not self._left.get(parameter):
-                parameter.grad = self.sums.get(parameter)
-        random = own_numbers(self._generator) if self._generator is not None else _NOTHING
-        with random, _NOTHING if torch.is_grad_enabled() else torch.enable_grad(), self._casts(surrounding) as cast:
+        trained = parameters_of(spec.optimizer)
+        if self.sums or any(parameter.grad is not None for parameter in trained):
+            known = set(map(id, trained if self._trained is None else self._trained))
+            for parameter in trained:
+                if parameter.grad is None or id(parameter) in known:
+                    parameter.grad = self.sums.get(parameter)
+        self._trained = trained
+        with (
+            self._numbers,
+            _NOTHING if torch.is_grad_enabled() else torch.enable_grad(),
+            self._casts(surrounding) as cast,
+        ):
             with cast:
                 result = spec.compute_loss(spec.model, batch)
             loss, metrics = split_result(result, numbers=True)
@@ -276,7 +279,6 @@ class EagerStep:
             self.sums = {p: gradient for p in trained if (gradient := p.grad) is not None}
         for parameter in trained:
             parameter.grad = None
-        self._left = {p: p.grad for p in _with_gradients(spec.model)}
         if metrics is not None:
             return loss.detach(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, metrics)
         return loss.detach()
@@ -294,17 +296,6 @@ def _shown(given: Any) -> str:
     """Shapes and types of tensors, in what they are in."""
     shown = pytree.tree_map_only(torch.Tensor, lambda one: f"{str(one.dtype)[6:]}{list(one.shape)}", given)
     return str(shown).replace("'", "")
-
-
-def _with_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters that have a gradient, without the names that ``model.parameters()`` makes: it is asked at every step."""
-    modules: list[nn.Module | None] = [model]
-    seen: set[int] = set()
-    for module in modules:
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            modules.extend(module._modules.values())
-            yield from (p for p in module._parameters.values() if p is not None and p.grad is not None)
 
 
 _RECORDED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # of each optimizer's ``step()`` of torch's

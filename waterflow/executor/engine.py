@@ -263,8 +263,7 @@ class Engine(Claims):
     def look(self, ended: int | None = None) -> None:
         """Look at how the lanes do, where it is time to. ``ended``: the job whose step has ended, if one has."""
         terms = list(self._terms.items()) if self.coordinator is not None else []
-        opportunistic = any(on.opportunistic for _, on in terms)
-        if self.coordinator is not None and opportunistic:
+        if self.coordinator is not None and any(on.opportunistic for _, on in terms):
             self.coordinator.look()
             if ended is not None:
                 self._starving.ended(ended)

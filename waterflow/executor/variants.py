@@ -26,6 +26,7 @@ from waterflow.executor.variant import Key, Variant, Whole
 from waterflow.partition.ambient import ambient_key
 from waterflow.partition.fingerprint import Fingerprint
 from waterflow.partition.layouts import surprises
+from waterflow.partition.optimizers import parameters_of
 from waterflow.partition.plan import Plan
 from waterflow.partition.questions import Answers, answers_of
 from waterflow.partition.spec import StepSpec
@@ -186,7 +187,7 @@ class Variants:
         if (reduced := self._reduced.get(key)) is not None and reduced[0] is form:
             captured = reduced[2]
         if self._hold is not None:
-            trained = [p for group in spec.optimizer.param_groups for p in group["params"]]
+            trained = parameters_of(spec.optimizer)
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
             written = [looked.strangers[one.leaf] for one in captured.changed_inputs if one.kind == "stranger"]
             holders.check_tensors(self._hold, looked.strangers, written)

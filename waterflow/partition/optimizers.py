@@ -83,6 +83,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
             raise CaptureError(f"parameter group {number} asks for a differentiable update; leave that out")
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All that it updates, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def captured_form(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
     """Within, ``step()`` computes in the form of a captured update, where its user asked for none and torch has it here."""
     groups = [group for group in optimizer.param_groups if _can_be_fused(optimizer, group)]
