@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import waterflow as wf
+from waterflow.executor import capture_budget
 from waterflow.executor.presets import gpu
 from waterflow.executor.simulation import Clock
 from waterflow.planner.search import largest_batch, largest_mix, run_copies, search_sizes
@@ -21,13 +22,13 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
-def sizes_of(norm: bool = False, batches: Any = "job", **options: Any) -> StepSizes:
+def sizes_of(norm: bool = False, **options: Any) -> StepSizes:
     layers: list[nn.Module] = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)]
     if norm:
         layers.insert(1, nn.BatchNorm1d(64))
     model = nn.Sequential(*layers)
     step = wf.Step(model, loss=loss, optimizer=torch.optim.AdamW(model.parameters()), **options)
-    return StepSizes(step, (torch.zeros(4, 32), torch.zeros(4, 8)), batches)
+    return StepSizes(step, (torch.zeros(4, 32), torch.zeros(4, 8)))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
@@ -150,6 +151,20 @@ def test_sizes_on_a_line_are_those_that_are_captured() -> None:
     assert believed.captures == 2
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_an_answer_costs_a_few_captures(copies: int) -> None:
+    sizes = sizes_of()
+    largest_batch(sizes, memory=300_000, copies=copies)
+    assert sizes.captures <= 5
+
+
+def test_a_search_captures_more_sizes_than_a_job_in_training_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 2)
+    sizes = sizes_of()
+    largest_batch(sizes, memory=300_000)
+    assert sizes.captures > 2
+
+
 class Recurrent(nn.Module):
     """oneDNN's recurrent layer, whose workspace no shape tells."""
 
@@ -168,26 +183,7 @@ def recurrent() -> StepSizes:
     return StepSizes(step, (torch.zeros(4, 9, 32), torch.zeros(4, 9, 8)))
 
 
-def test_what_no_shape_tells_is_asked_between_captures() -> None:
-    sizes, fresh = recurrent(), recurrent()
-    assert sizes.captured(4).footprint.hidden  # the workspace, at least
-    sizes.captured(32), sizes.captured(700)
-    rounded = 0
-    for size in (5, 33, 101, 350, 699):
-        believed = sizes.at(size)
-        assert not sizes.known(size)
-        asked, captured = sizes.captured(size), fresh.captured(size)
-        assert sizes.known(size) and sizes.at(size) is asked
-        assert (
-            asked == captured
-            and asked.offsets == captured.offsets
-            and asked.footprint.asked == captured.footprint.asked
-        )
-        rounded += believed != captured
-    assert rounded and sizes.captures == 3
-
-
-def test_a_step_that_hides_memory_is_captured_three_times() -> None:
+def test_memory_that_no_shape_tells_is_in_each_answer() -> None:
     sizes, fresh = recurrent(), recurrent()
     for memory, copies in ((4_000_000, 1), (4_000_000, 2), (2_500_000, 2), (1_500_000, 1)):
         found = largest_batch(sizes, memory=memory, copies=copies)
@@ -195,7 +191,7 @@ def test_a_step_that_hides_memory_is_captured_three_times() -> None:
             at = fresh.captured(size)
             needed = at.alone if copies == 1 else -(-copies * at.held // 64) * 64 + at.offsets.height
             assert (needed <= memory) == fits
-    assert sizes.captures == 3
+    assert sizes.captures <= 12
 
 
 def test_the_collector_is_left_as_it_was() -> None:

@@ -170,7 +170,7 @@ class CapturedStep:
         followed = follow(self.capture.graph, instructions)
         return Footprint(
             tuple(followed.lives()), tuple(map(operation_cost, instructions)), self.predicted.persistent,
-            self.predicted.batch, self.predicted.forward, tuple(map(line_of, instructions)), followed.asked, followed.hidden,
+            self.predicted.batch, self.predicted.forward, tuple(map(line_of, instructions)),
         )  # fmt: skip
 
     def inexact(self) -> CapturedStep:

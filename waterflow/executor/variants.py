@@ -309,7 +309,7 @@ class Variants:
             raise CaptureError(f"what the step uses changed {MOST_CAPTURES} times; pass what changes in the batch")
 
         def make() -> CapturedStep:
-            if key not in self._kinds and not self._budget.own:  # there it was checked
+            if runs and key not in self._kinds and not self._budget.own:  # there it was checked
                 self._check_budget(key, leaves, batch_spec)
             self._captures[counted] = before + 1
             with self._budget.spending():

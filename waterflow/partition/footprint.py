@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from waterflow.partition.costs import Cost
-from waterflow.partition.liveness import Hidden, Lifetime, OperationMemory, held_by
+from waterflow.partition.liveness import Lifetime, OperationMemory, held_by
 from waterflow.partition.offsets import ALIGNMENT, Offsets, place, planned, resident
-from waterflow.partition.probe import Question, answers, on_line
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,6 @@ class Footprint:
     ``lives`` is all that the step makes, ``costs`` what each operation asks of the device; ``persistent`` counts parameters, buffers
     and optimizer state, ``batch`` one batch. The first ``forward`` operations are the forward pass. ``lines`` has what
     made each operation: the user's ``file:line``, or else its module or its own name.
-    ``hidden`` names the lives whose sizes were ``asked``, as no shape tells them.
     """
 
     lives: tuple[Lifetime, ...]
@@ -27,8 +25,6 @@ class Footprint:
     batch: int
     forward: int | None = None
     lines: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    asked: tuple[Question, ...] = field(default=(), compare=False, repr=False)
-    hidden: tuple[Hidden, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def operations(self) -> int:
@@ -49,23 +45,13 @@ class Footprint:
 
     def same_shape(self, other: Footprint) -> bool:
         """Whether both consist of the same pieces, made, touched and let go by the same operations."""
-        parts = (self.operations, self.forward, self.hidden) == (other.operations, other.forward, other.hidden)
+        parts = (self.operations, self.forward) == (other.operations, other.forward)
         return parts and list(map(_form, self.lives)) == list(map(_form, other.lives))
-
-    def distance(self, other: Footprint) -> int:
-        """Bytes by which the pieces of two footprints of one shape differ, summed up."""
-        pairs = zip(self.lives, other.lives, strict=True)
-        return sum(abs(one.size - another.size) for one, another in pairs) + abs(self.held - other.held)
-
-    @property
-    def held(self) -> int:
-        """What the job holds all the time."""
-        return self.persistent + self.batch
 
     def on_line(self, size: int, other: Footprint, other_size: int, wanted: int) -> Footprint | None:
         """With batches of ``wanted``, where all bytes grow along lines through this one, of ``size``, and the other.
 
-        None where the two differ in more than bytes. What was asked is rounded, and only near the line: see ``asking``.
+        None where the two differ in more than bytes. What operators round themselves is only near the line.
         """
         if not self.same_shape(other):
             return None
@@ -73,24 +59,10 @@ class Footprint:
         def line(one: int, another: int) -> int:
             return max(0, one + (another - one) * (wanted - size) // (other_size - size))
 
-        asked = on_line(self.asked, other.asked, line)
-        if asked is None:
-            return None
         given = iter([line(one, another) for one, another in zip(_bytes(self), _bytes(other), strict=True)])
         lives = tuple(replace(life, size=next(given)) for life in self.lives)
         costs = tuple(Cost(next(given), next(given), next(given)) for _ in self.costs)
-        held = next(given), next(given)
-        return Footprint(lives, costs, *held, self.forward, self.lines, asked, self.hidden)
-
-    def asking(self) -> Footprint:
-        """The same with what the operators that hide memory say now. Runs them, unless the same has been asked before."""
-        told = answers(self.asked)
-        lives = list(self.lives)
-        for hidden in self.hidden:
-            answer = told[hidden.question]
-            size = answer.temporary if hidden.result is None else answer.results[hidden.result]
-            lives[hidden.life] = replace(lives[hidden.life], size=size)
-        return replace(self, lives=tuple(lives))
+        return Footprint(lives, costs, next(given), next(given), self.forward, self.lines)
 
 
 def _form(life: Lifetime) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from waterflow.partition.costs import bytes_moved
 from waterflow.partition.operators import is_view, lies_in_host, storage_id, tensors_in, written_by
-from waterflow.partition.probe import Question, answers, questions, reduced_losses
+from waterflow.partition.probe import hidden_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,12 @@ class Lifetime:
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """A life, by number, whose size only an operator knew: that of its result, or what it held beside them (None)."""
-
-    life: int
-    question: int
-    result: int | None
-
-
-@dataclass(frozen=True)
 class Followed:
-    """What a step makes: the life of each storage, by its identity; temporaries; and the storages behind each node.
-
-    ``hidden`` tells which of its ``lives`` are not known from shapes, and ``asked`` how their sizes were found out.
-    """
+    """What a step makes: the life of each storage, by its identity; temporaries; and the storages behind each node."""
 
     storages: dict[int, Lifetime]
     temporaries: list[Lifetime]
     of: dict[fx.Node, list[int]]
-    asked: tuple[Question, ...] = ()
-    hidden: tuple[Hidden, ...] = ()
 
     def lives(self) -> list[Lifetime]:
         """All of it."""
@@ -88,9 +74,7 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
         if node.op in ("placeholder", "get_attr")
         for t in tensors_in(node.meta.get("val"))
     }
-    hiding, asked = questions(instructions)
-    told = dict(zip(hiding, answers(asked)))
-    reduced = dict(reduced_losses(instructions))
+    told = dict(hidden_memory(instructions))
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -110,7 +94,7 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
                 birth[storage] = death[storage] = at
                 size[storage] = 0 if lies_in_host(node) else tensor.untyped_storage().nbytes()
                 reads[storage], writes[storage] = [], [at]
-        if at is not None and (found := told.get(node) or reduced.get(node)) is not None:
+        if at is not None and (found := told.get(node)) is not None:
             for tensor, actual in zip(tensors, found.results):
                 size[storage_id(tensor)] = actual
         used_at = position.get(node)
@@ -130,19 +114,8 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
     for storage in kept & death.keys():
         death[storage] = len(instructions) - 1
     made = {s: Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth}
-    numbers = {storage: number for number, storage in enumerate(made)} if told else {}
-    temporaries: list[Lifetime] = []
-    hidden: list[Hidden] = []
-    for question, (node, answer) in enumerate(told.items()):
-        results = enumerate(map(storage_id, tensors_in(node.meta["val"])))
-        hidden += [Hidden(numbers[s], question, result) for result, s in results if s in numbers]
-        if answer.temporary:
-            at = position[node]
-            hidden.append(Hidden(len(made) + len(temporaries), question, None))
-            temporaries.append(Lifetime(at, at, answer.temporary, writes=(at,)))
-    at_losses = ((position[node], found.temporary) for node, found in reduced.items() if found.temporary)
-    temporaries += [Lifetime(at, at, beside, writes=(at,)) for at, beside in at_losses]
-    return Followed(made, temporaries, of, asked, tuple(hidden))
+    beside = ((position[node], found.temporary) for node, found in told.items() if found.temporary)
+    return Followed(made, [Lifetime(at, at, more, writes=(at,)) for at, more in beside], of)
 
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:

@@ -1,8 +1,7 @@
 """Operators that hide memory from shape rules: asked once, on zeros of the right shapes.
 
 oneDNN's recurrent layers return a workspace whose size only they know, and need about as much beside it. Shape rules
-call it empty, which would put the prediction of a recurrent model off by more than half. They round those sizes, which
-is the one thing of a step's memory that lies on no line over its batch: so they are asked again for other batches.
+call it empty, which would put the prediction of a recurrent model off by more than half. They round those sizes.
 
 Losses that are reduced hide memory, too, in sizes that follow from shapes (``reduced_losses``): nothing is run for those.
 """
@@ -11,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,38 +123,6 @@ def _answers(about: tuple[Question, ...], threads: int) -> tuple[HiddenMemory, .
         sizes = tuple(t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0 for t in results)
         told.append(HiddenMemory(sizes, max(0, peak - sum(sizes))))
     return tuple(told)
-
-
-def on_line(
-    one: Sequence[Question], other: Sequence[Question], line: Callable[[int, int], int]
-) -> tuple[Question, ...] | None:
-    """The questions of a batch between or beyond two, ``line`` applied to each number; None where they differ in more."""
-    try:
-        return _between(tuple(one), tuple(other), line)
-    except _Unlike:
-        return None
-
-
-class _Unlike(Exception):
-    """Two steps do not ask the same."""
-
-
-def _between(one: Any, other: Any, line: Callable[[int, int], int]) -> Any:
-    if type(one) is not type(other):
-        raise _Unlike
-    if isinstance(one, (Question, _Zeros)):
-        return type(one)(*_between(_parts(one), _parts(other), line))
-    if isinstance(one, tuple) and len(one) == len(other):
-        return tuple(_between(a, b, line) for a, b in zip(one, other))
-    if type(one) is int:
-        return one if one == other else line(one, other)
-    if one != other:
-        raise _Unlike
-    return one
-
-
-def _parts(of: Any) -> tuple[Any, ...]:
-    return tuple(getattr(of, field.name) for field in fields(of))
 
 
 def _described(value: Any, numbers: dict[fx.Node, int]) -> Any:

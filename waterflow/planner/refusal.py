@@ -33,7 +33,7 @@ def what_fits(
 
     largest = least = recomputed = helps = None
     with contextlib.suppress(WaterflowError, RuntimeError):
-        sizes = StepSizes(step, batch, downwards=True)
+        sizes = StepSizes(step, batch)
         try:
             largest = largest_claim(sizes, room, needs).size
         except MemoryLimitError as error:

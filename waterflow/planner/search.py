@@ -14,6 +14,7 @@ from waterflow.planner.sizes import SizedStep, StepSizes
 
 _LEAST_STEPS, _MOST_STEPS, _OPERATIONS = 3, 12, 40_000  # simulated, of each job
 _MOST_BATCH = 1 << 36
+_APART = 8  # samples for each of the given batch: the further, the less a rounded size tilts a line
 _FURTHEST = 64  # times the largest known size: how far a line is trusted
 
 
@@ -156,27 +157,24 @@ def _largest(
             if own < 2 and part < most and id(job) not in smallest:  # not every step has batches of one
                 smallest[id(job)] = job.smallest().size
             own = max(smallest.get(id(job), 1), own)
-            steps.append(job.captured(own) if captured and not job.known(own) else job.at(own))
+            steps.append(job.captured(own) if captured else job.at(own))
         return steps
 
     def needed(size: int) -> int:
         return needs(sized(size))
 
-    low = lead.given
-    if needed(low) > limit:
-        low = min(low, lead.second)  # captured anyway
+    low, stride = lead.given, _APART * lead.given
     if needed(low) > limit:
         smallest.update((id(job), job.smallest().size) for job in {id(job): job for job in jobs}.values())
-        low = smallest[id(lead)]
+        low, stride = smallest[id(lead)], max(1, low - smallest[id(lead)])
         if needed(low) > limit:
             raise _too_small(jobs, sized(low), needed(low), limit)
     while True:
-        size = search_sizes(needed, low, limit)
-        known = all(job.known(step.size) for job, step in zip(jobs, sized(size)))
-        steps = sized(size, captured=True)
-        if known:
+        size = search_sizes(needed, low, limit, stride)
+        before = sum(job.captures for job in jobs)
+        steps, _ = sized(size, captured=True), sized(size + 1, captured=True)
+        if sum(job.captures for job in jobs) == before:
             return steps
-        # A size that was only believed has been captured now: is it still the largest?
 
 
 def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: int, claimed: bool) -> int:

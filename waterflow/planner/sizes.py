@@ -1,4 +1,4 @@
-"""A step with batches of any size: captured at a few, and at all others known from lines through those."""
+"""A step with batches of any size: captured at a few, and on lines between those, by which a search finds its way."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from waterflow.partition.structure import of_torch
 if TYPE_CHECKING:
     from waterflow.step import Step
 
-_MOST_LINES = 4
 _ANY_HEIGHT = 1 << 62
-_APART = 8  # times: the further, the less a rounded size tilts a line
 
 
 @dataclass(frozen=True)
@@ -99,17 +97,12 @@ class StepSizes:
     """A step with batches of any size.
 
     ``batch`` is one to start from; the dimension that varies is the first one of its tensors that is most common. Their
-    values are never read. The step is captured with two sizes. As long as those differ in nothing but bytes, others lie
-    on lines through them, and ``captured`` shows whether they really do; where a capture says otherwise, a new line begins,
-    and after a few of them every size is captured. Not thread-safe, as the step is not.
-
-    Each job holds ``batches_held`` batches on the device all the time, and the next one comes while a step runs.
-
-    The second size is larger than the given one, or, with ``downwards``, smaller, for batches that are too large as they
-    are. A step that recomputes to stay below so many bytes has other graphs for other sizes: each is captured.
+    values are never read. A line through two captures says where to look; an answer is captured. Each job holds
+    ``batches_held`` batches on the device all the time, and the next one comes while a step runs. Not thread-safe, as the step
+    is not.
     """
 
-    def __init__(self, step: Step, batch: Any, downwards: bool = False, batches_held: int = 1) -> None:
+    def __init__(self, step: Step, batch: Any, batches_held: int = 1) -> None:
         self.step = step
         self.batches_held = batches_held
         self.on_capture: Callable[[], None] = lambda: None
@@ -122,15 +115,8 @@ class StepSizes:
                 f"a batch of {step.name!r} must have a dimension that can vary; this one holds no tensor with one{advice}"
             )
         self.given = max(sorted(set(firsts)), key=firsts.count)
-        # Where normalization over the batch allows no single sample, two are the least.
-        self.second = max(min(2, self.given), self.given // _APART) if downwards else _APART * self.given
         self._captured: dict[int, SizedStep] = {}
-        self._believed: dict[int, SizedStep] = {}
-        self._asked: dict[int, SizedStep] = {}  # on a line that holds, with what only operators know asked of them
-        self._on_line: list[int] = []  # captured sizes that lie on one line; the first two make it
-        self._lines = 1
-        self._exact = True
-        self._from = 0  # the line holds for no smaller size
+        self._between: dict[int, SizedStep] = {}  # on lines through captures
         self._height: int | None = None  # that steps are brought to; None: as the step says
 
     @property
@@ -139,66 +125,35 @@ class StepSizes:
         return len(self._captured)
 
     def at(self, size: int) -> SizedStep:
-        """The step with batches of this size. Raises CaptureError where it cannot be captured."""
-        known = self._captured.get(size) or self._asked.get(size) or self._believed.get(size)
-        if known is not None:
-            return known
-        if not self._captured:
-            self.captured(self.given)
-            self.captured(self.second)
-        found = self._from_line(size)
-        if found is None:
-            return self.captured(size)
-        return self._believed.setdefault(size, self._sized(size, found))
+        """The step with batches of this size, as a line through the captures beside it says.
 
-    def captured(self, size: int) -> SizedStep:
-        """The same, captured; where it does not lie on the line that others were believed to lie on, those are forgotten.
-
-        Between captures on a line that a third one confirms, it is enough to ask what hides its memory from shapes.
+        Captured where there is no such line. Raises CaptureError where it cannot be captured.
         """
         if size in self._captured:
             return self._captured[size]
-        if self._confirmed(size):
-            return self._ask(size)
-        made = self._captured[size] = self._capture(size)
-        self._believed.pop(size, None)
-        if made.beyond is not None:
-            return made
-        line = self._on_line
-        if len(line) < 2:
-            fits = not line or made.footprint.same_shape(self._captured[line[0]].footprint)
-        else:
-            expected = self._from_line(size)
-            fits = expected is not None and expected.same_shape(made.footprint)
-            if fits and expected is not None:
-                distance = expected.asking().distance(made.footprint)
-                fits = distance <= self._tolerance()
-                self._exact &= distance == 0
-        if fits:
-            line.append(size)
-        elif size > min(line):
-            self._begin_line(size)
-        else:  # small batches are often computed in another way: nothing is believed of them
-            self._from = min(line)
-            self._believed = {known: step for known, step in self._believed.items() if known > self._from}
-        return made
+        if size not in self._between:
+            found = self._from_line(size)
+            if found is None:
+                return self.captured(size)
+            self._between[size] = self._sized(size, found)
+        return self._between[size]
 
-    def known(self, size: int) -> bool:
-        """Whether this size was captured, or lies between captures on a line that a third one confirms."""
-        if size in self._captured or size in self._asked:
-            return True
-        return self._confirmed(size) and not self._captured[self._on_line[0]].footprint.hidden
+    def captured(self, size: int) -> SizedStep:
+        """The same, captured."""
+        if size not in self._captured:
+            self._captured[size] = self._capture(size)
+            self._between.clear()
+        return self._captured[size]
 
-    def _confirmed(self, size: int) -> bool:
-        line = self._on_line
-        return self._exact and len(line) > 2 and min(line) < size < max(line)
-
-    def _ask(self, size: int) -> SizedStep:
-        step = self.at(size)
-        if step.footprint.hidden and size not in self._asked:
-            step = self._asked[size] = self._sized(size, step.footprint.asking())
-            self._believed.clear()  # what lies near it is known better now
-        return step
+    def _from_line(self, size: int) -> Footprint | None:
+        nearest = sorted(self._captured, key=lambda known: (abs(known - size), known))
+        if len(nearest) < 2:
+            return None
+        behind = (known for known in nearest if (known < size) != (nearest[0] < size))
+        one, other = self._captured[nearest[0]], self._captured[next(behind, nearest[1])]
+        if one.beyond is not None:  # other sizes recompute other things
+            return None
+        return one.footprint.on_line(one.size, other.footprint, other.size, size)
 
     def smallest(self) -> SizedStep:
         """With batches of one, or of two where normalization over the batch allows no single one."""
@@ -206,31 +161,6 @@ class StepSizes:
             return self.captured(1)
         except (CaptureError, RuntimeError):
             return self.captured(2)
-
-    def _from_line(self, size: int) -> Footprint | None:
-        if len(self._on_line) < 2 or self._lines > _MOST_LINES or size < self._from:
-            return None
-        one, other = (self._captured[known] for known in self._on_line[:2])
-        if one.footprint.hidden:  # rounded sizes are nearest to a short line
-            near = {known: self._captured.get(known) or self._asked[known] for known in (*self._on_line, *self._asked)}
-            one, other = (near[known] for known in sorted(near, key=lambda known: (abs(known - size), known))[:2])
-        return one.footprint.on_line(one.size, other.footprint, other.size, size)
-
-    def _tolerance(self) -> int:
-        """Bytes that a capture may differ from the line: a hundredth of what one more sample takes.
-
-        Kernels round the sizes of their workspaces. Such a line is good for looking around, and answers are captured.
-        """
-        one, other = (self._captured[known] for known in self._on_line[:2])
-        return (other.alone - one.alone) // (other.size - one.size) // 100
-
-    def _begin_line(self, size: int) -> None:
-        """Another one, for this size and larger ones."""
-        self._lines += 1
-        self._on_line = [size]
-        self._exact, self._from = True, 0
-        self._believed.clear()
-        self._asked.clear()
 
     def _capture(self, size: int) -> SizedStep:
         self.on_capture()
