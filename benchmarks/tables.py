@@ -101,7 +101,7 @@ def eight_jobs() -> dict[str, Any]:
     gpu = batch_size.gpu("v100-32g")
     start = time.perf_counter()
     needs = [batch_size.Need(name, step.held, step.offsets.height) for name, step in jobs]
-    turns = batch_size.in_turns(needs, gpu.usable)
+    turns = batch_size.feasible(needs, gpu.usable).turns
     together = [jobs[i][1].job(jobs[i][0], 3) for i in turns[0]]
     batch_size.simulate(together, memory=gpu.usable, clock=batch_size.Clock(gpu))
     seconds = time.perf_counter() - start

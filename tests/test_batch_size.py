@@ -175,7 +175,8 @@ def test_the_told_batch_trains_and_a_larger_one_does_not(memory: str) -> None:
 def test_copies_of_the_told_batch_are_under_way_together() -> None:
     found = max_batch_size(wide(16), copies=2, memory="200MiB")
     for size, together in ((found.size, ["a", "b"]), (found.size + found.size // 50, ["a"])):
-        assert fit_together([wide(size, "a"), wide(size, "b")], "200MiB", 2).together == together
+        plan = fit_together([wide(size, "a"), wide(size, "b")], "200MiB", 2)
+        assert [job.name for job in plan.feasibility.together] == together
 
 
 def test_a_share_above_that_beside_the_largest_is_no_limit() -> None:

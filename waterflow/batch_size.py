@@ -23,10 +23,10 @@ from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, simula
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
 from waterflow.partition.recompute import Recomputed
+from waterflow.planner.feasibility import Need, feasible, largest_set
 from waterflow.planner.recomputing import largest_recomputed
 from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
-from waterflow.planner.sets import Need, in_turns, largest_set
 from waterflow.planner.sizes import SizedStep, StepSizes
 from waterflow.step_queue import STEPS_AHEAD
 from waterflow.together import step_and_batch
@@ -288,9 +288,9 @@ __all__ = [
     "SimulatedJob",
     "SizedStep",
     "StepSizes",
+    "feasible",
     "find",
     "gpu",
-    "in_turns",
     "largest_batch",
     "largest_mix",
     "largest_recomputed",

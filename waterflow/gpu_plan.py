@@ -17,8 +17,8 @@ from waterflow.executor.simulation import Clock
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
 from waterflow.partition.recompute import Recomputed
+from waterflow.planner.feasibility import Feasibility, Need, feasible
 from waterflow.planner.report import save_report
-from waterflow.planner.sets import Need, in_turns
 from waterflow.planner.sizes import SizedStep
 from waterflow.references import ConfigError, find_function, meant, one_line
 from waterflow.step_queue import STEPS_AHEAD
@@ -37,20 +37,18 @@ _ALSO_CALLED = {
 class GPUPlan:
     """What was found for jobs on one device, counted as ``train`` does with a limit of ``memory`` bytes.
 
-    ``reserve`` bytes of them are the engine's. ``needs`` is what each job takes with the batch that it has, ``turns`` the sets
-    of jobs that train together, one after the other, by their places; a job in none of them does not fit as it is.
-    ``eager`` has, by name, why jobs cannot be captured: those are planned with no others. ``recomputed`` has what jobs make
-    again, or would, to fit alone. ``beyond`` has the jobs whose steps cannot be as low as their ``recompute=`` says, each with
-    the bytes that are too many. ``largest`` is None where not even the smallest batches of all fit together, for the
-    ``reason`` given; ``hindrance`` is then the job that takes most of them, and its step.
+    ``reserve`` bytes of them are the engine's. ``feasibility`` tells what each job takes with the batch that it has, and which of
+    them train together. ``eager`` has, by name, why jobs cannot be captured: those are planned with no others. ``recomputed``
+    has what jobs make again, or would, to fit alone. ``beyond`` has the jobs whose steps cannot be as low as their
+    ``recompute=`` says, each with the bytes that are too many. ``largest`` is None where not even the smallest batches of all
+    fit together, for the ``reason`` given; ``hindrance`` is then the job that takes most of them, and its step.
     """
 
     device: GPU | None
     memory: int
     reserve: int
     batches: tuple[int, ...]
-    needs: tuple[Need, ...]
-    turns: tuple[tuple[int, ...], ...]
+    feasibility: Feasibility
     eager: dict[str, str]
     recomputed: dict[int, Recomputed]
     beyond: dict[int, int]
@@ -61,41 +59,41 @@ class GPUPlan:
     @property
     def fits(self) -> bool | None:
         """Whether all jobs train together with the batches that they have; None where one's memory is not known."""
-        together = len(self.turns[0]) if self.turns else 0
-        return False if together < len(self.needs) else None if self.eager else True
+        return False if not self.feasibility.fits else None if self.eager else True
 
     def verdict(self, number: int) -> str:
         """Of one job, with the batch that it has."""
         recomputes = number in self.recomputed
-        for turn, jobs in enumerate(self.turns):
+        turns = self.feasibility.turns
+        for turn, jobs in enumerate(turns):
             if number in jobs:
-                waits = f"waits: set {turn + 1} of {len(self.turns)}"
+                waits = f"waits: set {turn + 1} of {len(turns)}"
                 return ("fits" if turn == 0 else waits) + (", recomputing" if recomputes else "")
         return "fits alone with recompute" if recomputes else "does not fit"
 
     def explanation(self) -> list[str]:
         """Why, in sentences."""
         lines = []
-        if self.turns and len(self.needs) > 1:
-            together = [self.needs[i] for i in self.turns[0]]
+        needs, together = self.feasibility.needs, self.feasibility.together
+        if together and len(needs) > 1:
             held, high = sum(job.held for job in together), max(together, key=lambda job: job.height)
             lines.append(
-                f"with the batches that they have, {len(together)} of {len(self.needs)} jobs train together: all of them "
+                f"with the batches that they have, {len(together)} of {len(needs)} jobs train together: all of them "
                 f"hold {format_bytes(held)}, the highest step ({high.name}) takes {format_bytes(high.height)} more, of "
-                f"{format_bytes(self.memory - self.reserve)}"
+                f"{format_bytes(self.feasibility.room)}"
             )
         lines += [
             f"{name} cannot be captured: it would train eagerly, with memory that is not known before it runs: {why}"
             for name, why in self.eager.items()
         ]
         lines += [
-            f"{self.needs[i].name} with recompute='auto' and its batch of {self.batches[i]}: {cost}"
+            f"{needs[i].name} with recompute='auto' and its batch of {self.batches[i]}: {cost}"
             if self.verdict(i).startswith("fits alone")
-            else f"{self.needs[i].name} recomputes with its batch of {self.batches[i]}: {cost}"
+            else f"{needs[i].name} recomputes with its batch of {self.batches[i]}: {cost}"
             for i, cost in self.recomputed.items()
         ]
         lines += [
-            f"{self.needs[i].name} with its batch of {self.batches[i]} cannot be brought to its recompute=: its step is "
+            f"{needs[i].name} with its batch of {self.batches[i]} cannot be brought to its recompute=: its step is "
             f"{format_bytes(more)} higher at best"
             for i, more in self.beyond.items()
         ]
@@ -118,12 +116,13 @@ class GPUPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
-        alone = {i for turn in self.turns for i in turn}
+        needs, turns = self.feasibility.needs, self.feasibility.turns
+        fit = {i for turn in turns for i in turn}
         jobs: list[dict[str, Any]] = [
             {"name": need.name, "batch": batch, "held_bytes": need.held, "height_bytes": need.height,
-             "verdict": self.verdict(i), "fits": i in alone,
+             "verdict": self.verdict(i), "fits": i in fit,
              "recomputed": dataclasses.asdict(self.recomputed[i]) if i in self.recomputed else None}
-            for i, (need, batch) in enumerate(zip(self.needs, self.batches))
+            for i, (need, batch) in enumerate(zip(needs, self.batches))
         ]  # fmt: skip
         jobs += [
             {"name": name, "verdict": "trains eagerly", "fits": None, "opaque_reason": why}
@@ -132,7 +131,7 @@ class GPUPlan:
         return {
             "gpu": self.device.name if self.device is not None else None, "memory_bytes": self.memory,
             "reserve_bytes": self.reserve, "batches_held": STEPS_AHEAD, "fits": self.fits, "jobs": jobs,
-            "sets": [[self.needs[i].name for i in turn] for turn in self.turns],
+            "sets": [[needs[i].name for i in turn] for turn in turns],
             "largest": self.largest.to_dict() if self.largest is not None else None, "reason": self.reason,
         }  # fmt: skip
 
@@ -179,12 +178,11 @@ def plan_for_gpu(
         elif steps[i].within:
             cost = each.cost(each.given)
         recomputed |= {i: cost} if cost is not None else {}
-    needs = tuple(Need(name, step.held, step.height) for name, step in zip(names, steps))
+    needs = [Need(name, step.held, step.height) for name, step in zip(names, steps)]
     beyond = {i: step.beyond for i, step in enumerate(steps) if step.beyond is not None and step.beyond > 0}
-    fit = [i for i in range(len(needs)) if i not in beyond]
-    turns = tuple(tuple(fit[k] for k in turn) for turn in in_turns([needs[i] for i in fit], limit - reserve))
+    found = feasible(needs, limit - reserve, without=beyond)
     batches = tuple(step.size for step in steps)
-    return GPUPlan(device, limit, reserve, batches, needs, turns, eager, recomputed, beyond, largest, reason, hindrance)
+    return GPUPlan(device, limit, reserve, batches, found, eager, recomputed, beyond, largest, reason, hindrance)
 
 
 def job_named(reference: str, folder: Path) -> Job:

@@ -48,7 +48,7 @@ from waterflow.optuna_private import (
     tell_quietly,
     values_of,
 )
-from waterflow.planner.sets import Need, largest_set
+from waterflow.planner.feasibility import Need, needed
 from waterflow.progress import ProgressLine
 from waterflow.run_figures import RunFigures, StudySummary
 from waterflow.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
@@ -209,8 +209,7 @@ class Coordinator:
         if not under_way or not known:
             return len(under_way) < self._engine.lanes
         like = max(known, key=lambda need: need.peak)
-        together = [need or like for need in under_way] + [like]
-        return len(largest_set(together, self._engine.room)) == len(together)
+        return needed([*(need or like for need in under_way), like]) <= self._engine.room
 
     def _need(self, number: int) -> Need | None:
         needs = self._engine.needs(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from waterflow.job import Job
 from waterflow.partition.plan import Plan, format_bytes
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.structure import flatten
+from waterflow.planner.feasibility import Feasibility, Need, needed
 from waterflow.planner.refusal import what_fits
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD
 
 
-@dataclass
+@dataclass(frozen=True)
 class Forecast:
     """What is known of one job before it is trained. ``plan`` is None where it cannot be captured.
 
@@ -61,36 +62,35 @@ class Forecast:
         return made
 
 
-@dataclass
+@dataclass(frozen=True)
 class Together:
-    """Which jobs would be under way at the same time under a limit, and why. All in bytes."""
+    """Which jobs would be under way at the same time under a limit of so many bytes, and why."""
 
     limit: int
-    room: int
     lanes: int
-    max_concurrent: int
-    jobs: list[Forecast] = field(default_factory=list)
-    together: list[str] = field(default_factory=list)
-    claimed: int = 0
-    heights: list[int] = field(default_factory=list)
+    jobs: tuple[Forecast, ...]
+    feasibility: Feasibility
 
     def explanation(self) -> list[str]:
         """Why, in sentences."""
+        room, together = self.feasibility.room, self.feasibility.together
         lines = [
-            f"limit {format_bytes(self.limit)}, {format_bytes(self.limit - self.room)} of it reserve: "
-            f"{format_bytes(self.room)} for jobs, on {self.lanes} lanes"
+            f"limit {format_bytes(self.limit)}, {format_bytes(self.limit - room)} of it reserve: "
+            f"{format_bytes(room)} for jobs, on {self.lanes} lanes"
         ]
         lines += [f"{job.name} recomputes: {job.recomputed}" for job in self.jobs if job.recomputed is not None]
         lines += [f"{job.name} cannot be captured: {job.opaque_reason}" for job in self.jobs if job.opaque_reason]
-        if self.together:
+        if together:
+            free = room - sum(job.held for job in together)
+            heights = sorted(job.height for job in together)
             lines.append(
-                f"together: {', '.join(self.together)}. Parameters, optimizer state and {STEPS_AHEAD} batches of each "
-                f"take {format_bytes(self.claimed)}, which leaves {format_bytes(self.room - self.claimed)} for steps; "
-                f"the largest reaches {format_bytes(max(self.heights))}."
+                f"together: {', '.join(job.name for job in together)}. Parameters, optimizer state and {STEPS_AHEAD} batches of "
+                f"each take {format_bytes(room - free)}, which leaves {format_bytes(free)} for steps; the largest reaches "
+                f"{format_bytes(heights[-1])}."
             )
-            side_by_side = sum(sorted(self.heights)[-self.lanes :])
-            steps = min(self.lanes, len(self.heights))
-            if steps > 1 and side_by_side <= self.room - self.claimed:
+            steps = min(self.lanes, len(heights))
+            side_by_side = sum(heights[-steps:])
+            if steps > 1 and side_by_side <= free:
                 lines.append(f"Any {steps} steps fit side by side ({format_bytes(side_by_side)} at most): none waits.")
             elif steps > 1:
                 lines.append(
@@ -101,13 +101,14 @@ class Together:
 
     def to_dict(self, groups: bool) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
+        together = self.feasibility.together
         return {
             "limit_bytes": self.limit,
-            "room_bytes": self.room,
+            "room_bytes": self.feasibility.room,
             "lanes": self.lanes,
-            "together": self.together,
-            "claimed_bytes": self.claimed,
-            "fits": None if any(job.opaque_reason for job in self.jobs) else len(self.together) == len(self.jobs),
+            "together": [job.name for job in together],
+            "claimed_bytes": sum(job.held for job in together),
+            "fits": None if any(job.opaque_reason for job in self.jobs) else len(together) == len(self.jobs),
             "jobs": [job.to_dict(groups) for job in self.jobs],
         }
 
@@ -121,53 +122,54 @@ def fit_together(
     """
     with Engine(memory=memory) as engine:
         at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
-        found = Together(engine.limit, engine.room, engine.lanes, at_once)
+        looked: list[Forecast] = []
+        taken: list[Need] = []
         for job in jobs:
-            forecast = Forecast(job.name)
-            found.jobs.append(forecast)
             try:
-                _look_at(job, forecast, found, engine)
+                found = _forecast(job, engine)
             except CaptureError as error:
-                forecast.opaque_reason = str(error)
-                forecast.verdict = "runs eagerly: memory unknown before its first step"
+                why = "runs eagerly: memory unknown before its first step"
+                found = Forecast(job.name, verdict=why, opaque_reason=str(error))
             except Exception as error:
-                forecast.error, forecast.verdict = error, "fails"
-        found.claimed = engine.claimed()
-    return found
+                found = Forecast(job.name, verdict="fails", error=error)
+            if found.plan is not None and found.error is None:
+                need = need_of(found.plan.renamed(job.name))
+                if needed([*taken, need]) > engine.room:
+                    verdict = "waits for memory: until one of the others has ended"
+                elif len(taken) >= at_once:
+                    verdict = f"waits for its turn: max_concurrent is {at_once}"
+                else:
+                    verdict = "fits"
+                    taken.append(need)
+                found = dataclasses.replace(found, verdict=verdict)
+            looked.append(found)
+    turn = (tuple(range(len(taken))),) if taken else ()
+    return Together(engine.limit, engine.lanes, tuple(looked), Feasibility(engine.room, tuple(taken), turn))
 
 
-def _look_at(job: Job, forecast: Forecast, found: Together, engine: Engine) -> None:
+def _forecast(job: Job, engine: Engine) -> Forecast:
     job.check()
     step, batch = step_and_batch(job)
-    forecast.plan, forecast.recomputed = step.plan_for(batch), step.recomputed_for(batch)
-    held = _as_claimed(forecast.plan)
+    plan, recomputed = step.plan_for(batch), step.recomputed_for(batch)
+    need = need_of(plan)
     lowest = None
-    if held.peak > engine.room and step.recompute == "auto":
-        height = max(0, engine.room - held.persistent - held.batch)
+    if need.peak > engine.room and step.recompute == "auto":
+        height = max(0, engine.room - need.held)
         try:
-            forecast.plan, forecast.recomputed = step.plan_for(batch, height), step.recomputed_for(batch, height)
-            held = _as_claimed(forecast.plan)
+            plan, recomputed = step.plan_for(batch, height), step.recomputed_for(batch, height)
+            need = need_of(plan)
         except MemoryLimitError as error:
             lowest = error.needed
-    if held.peak > engine.room:
-        leaves, form, _ = flatten(batch)
-        fits = what_fits(step, engine.room, STEPS_AHEAD, leaves, form)
-        forecast.error = fits.error(engine, forecast.plan, held.persistent + held.batch, lowest)
-        forecast.verdict = "does not fit"
-    elif not engine.would_fit(held):
-        forecast.verdict = "waits for memory: until one of the others has ended"
-    elif len(found.together) >= found.max_concurrent:
-        forecast.verdict = f"waits for its turn: max_concurrent is {found.max_concurrent}"
-    else:
-        engine.claim(engine.add_job(job.name), held)
-        forecast.verdict = "fits"
-        found.together.append(job.name)
-        found.heights.append(held.height)
+    if need.peak <= engine.room:
+        return Forecast(job.name, plan, recomputed)
+    leaves, form, _ = flatten(batch)
+    fits = what_fits(step, engine.room, STEPS_AHEAD, leaves, form)
+    return Forecast(job.name, plan, recomputed, "does not fit", fits.error(engine, plan, need.held, lowest))
 
 
-def _as_claimed(plan: Plan) -> Plan:
-    """With the batches that a running job holds."""
-    return dataclasses.replace(plan, batch=STEPS_AHEAD * plan.batch)
+def need_of(plan: Plan) -> Need:
+    """What a running job of this plan takes, with the batches that it holds."""
+    return Need(plan.name, plan.persistent + STEPS_AHEAD * plan.batch, plan.height)
 
 
 def step_and_batch(job: Job) -> tuple[Step, Any]:

@@ -9,9 +9,8 @@ from waterflow.errors import CaptureError, MemoryLimitError
 from waterflow.executor.memory_limit import reserve_of
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
-from waterflow.planner.sets import Need, in_turns
-from waterflow.step_queue import STEPS_AHEAD
-from waterflow.together import step_and_batch
+from waterflow.planner.feasibility import Need, feasible, needed
+from waterflow.together import need_of, step_and_batch
 
 
 @dataclass(frozen=True)
@@ -22,15 +21,14 @@ class JobSet:
     memory: int
 
 
-def need_of(job: Job) -> Need | None:
+def _need(job: Job) -> Need | None:
     """What a job takes of a device: makes its model, reads one batch, captures its step. None where it cannot be captured."""
     job.check()
     step, batch = step_and_batch(job)
     try:
-        plan = step.plan_for(batch)
+        return need_of(step.plan_for(batch))
     except CaptureError:
         return None
-    return Need(job.name, plan.persistent + STEPS_AHEAD * plan.batch, plan.height)
 
 
 def memory_of(jobs: Sequence[Job]) -> int:
@@ -38,9 +36,9 @@ def memory_of(jobs: Sequence[Job]) -> int:
 
     A limit must be higher by the engine's reserve, which is no job's.
     """
-    needs = [need_of(job) for job in jobs]
+    needs = [_need(job) for job in jobs]
     known = [need for need in needs if need is not None]
-    return _together(known) if len(known) == len(needs) else 0
+    return needed(known) if len(known) == len(needs) else 0
 
 
 def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
@@ -49,7 +47,7 @@ def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
     Jobs whose steps cannot be captured are alone. Raises MemoryLimitError for a job that does not even fit alone.
     """
     room = memory - reserve_of(memory)
-    found = [need_of(job) for job in jobs]
+    found = [_need(job) for job in jobs]
     for need in found:
         if need is not None and need.peak > room:
             raise MemoryLimitError(
@@ -58,13 +56,6 @@ def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
                 needed=need.peak, limit=memory,
             )  # fmt: skip
     places = [place for place, need in enumerate(found) if need is not None]
-    known = [need for need in found if need is not None]
-    sets = [[places[i] for i in chosen] for chosen in in_turns(known, room)]
-    made = [
-        JobSet(tuple(jobs[i] for i in chosen), _together([n for i in chosen if (n := found[i])])) for chosen in sets
-    ]
+    fit = feasible([need for need in found if need is not None], room)
+    made = [JobSet(tuple(jobs[places[i]] for i in turn), needed(fit.of(turn))) for turn in fit.turns]
     return [*made, *(JobSet((job,), 0) for job, need in zip(jobs, found) if need is None)]
-
-
-def _together(needs: Sequence[Need]) -> int:
-    return sum(need.held for need in needs) + max((need.height for need in needs), default=0)

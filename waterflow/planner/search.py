@@ -171,9 +171,12 @@ def _largest(
             raise _too_small(jobs, sized(low), needed(low), limit)
     while True:
         size = search_sizes(needed, low, limit, stride)
-        before = sum(job.captures for job in jobs)
-        steps, _ = sized(size, captured=True), sized(size + 1, captured=True)
-        if sum(job.captures for job in jobs) == before:
+        said = needed(size)
+        steps = sized(size, captured=True)
+        off = abs(needs(steps) - said)  # what a line knows no better
+        if off and limit < needed(size + 1) <= limit + off:
+            sized(size + 1, captured=True)
+        if needs(steps) <= limit < needed(size + 1):
             return steps
 
 

@@ -1,8 +1,8 @@
-"""Which jobs can train together, each with the batch that it has: the largest set, and why others wait."""
+"""Does it fit? Which jobs train together, each with the batch that it has; bytes throughout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -18,6 +18,37 @@ class Need:
     def peak(self) -> int:
         """All of it, alone."""
         return self.held + self.height
+
+
+def needed(jobs: Sequence[Need]) -> int:
+    """What jobs need that train together: all that they hold, and the highest step; 0 for none."""
+    return sum(job.held for job in jobs) + max((job.height for job in jobs), default=0)
+
+
+@dataclass(frozen=True)
+class Feasibility:
+    """Which jobs train together in ``room`` bytes: ``turns`` are sets of them, by their places, one after the other.
+
+    A job that is in none of them does not fit, or is not known to.
+    """
+
+    room: int
+    needs: tuple[Need, ...]
+    turns: tuple[tuple[int, ...], ...]
+
+    @property
+    def together(self) -> tuple[Need, ...]:
+        """The jobs that train first."""
+        return self.of(self.turns[0]) if self.turns else ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether all jobs train together."""
+        return len(self.together) == len(self.needs)
+
+    def of(self, turn: Sequence[int]) -> tuple[Need, ...]:
+        """The needs of the jobs at these places."""
+        return tuple(self.needs[i] for i in turn)
 
 
 def largest_set(jobs: Sequence[Need], memory: int) -> tuple[int, ...]:
@@ -43,12 +74,15 @@ def largest_set(jobs: Sequence[Need], memory: int) -> tuple[int, ...]:
     return best
 
 
-def in_turns(jobs: Sequence[Need], memory: int) -> list[tuple[int, ...]]:
-    """All jobs that fit alone, in sets that train one after the other; those that do not are in none."""
-    left = [i for i, job in enumerate(jobs) if job.peak <= memory]
+def feasible(jobs: Sequence[Need], room: int, without: Collection[int] = ()) -> Feasibility:
+    """All jobs that fit alone, in sets that train one after the other, each the largest of those that are left.
+
+    Jobs at the places ``without`` are in none.
+    """
+    left = [i for i, job in enumerate(jobs) if job.peak <= room and i not in without]
     turns = []
     while left:
-        chosen = largest_set([jobs[i] for i in left], memory)
+        chosen = largest_set([jobs[i] for i in left], room)
         turns.append(tuple(left[i] for i in chosen))
         left = [i for i in left if i not in turns[-1]]
-    return turns
+    return Feasibility(room, tuple(jobs), tuple(turns))

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waterflow.planner.sets import Need, in_turns, largest_set
+from waterflow.planner.feasibility import Need, feasible, largest_set, needed
 
 needs = st.lists(st.builds(Need, st.just("a"), st.integers(0, 20), st.integers(0, 40)), max_size=8)
 
@@ -30,14 +30,17 @@ def test_no_set_is_larger(jobs: list[Need], memory: int) -> None:
 
 @given(needs, st.integers(0, 120))
 def test_turns_have_every_job_that_fits_once(jobs: list[Need], memory: int) -> None:
-    turns = in_turns(jobs, memory)
+    found = feasible(jobs, memory)
+    turns = found.turns
     assert all(turn and fits([jobs[i] for i in turn], memory) for turn in turns)
     assert sorted(i for turn in turns for i in turn) == [i for i, job in enumerate(jobs) if job.peak <= memory]
     assert [len(turn) for turn in turns] == sorted((len(turn) for turn in turns), reverse=True)
+    assert found.fits == fits(jobs, memory) == (needed(jobs) <= memory)
+    assert needed(found.together) <= memory
 
 
 def test_a_large_job_waits_for_many_small_ones() -> None:
     jobs = [Need("large", 10, 80), *(Need(f"small {i}", 5, 20) for i in range(10))]
     # The large one leaves room for two, without it all ten fit.
     assert largest_set(jobs, 100) == tuple(range(1, 11))
-    assert in_turns(jobs, 100) == [tuple(range(1, 11)), (0,)]
+    assert feasible(jobs, 100).turns == (tuple(range(1, 11)), (0,))
