@@ -29,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 .PHONY: demo test test-changed test-all test-full tiers weight check format lint types build sanitize clean
 
 demo: $(VENV)/.built
-	$(BIN)/waterflow demo --compare --out demo-output
+	$(BIN)/python -m examples.demo
 
 test: $(VENV)/.built
 	$(PYTEST)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import waterflow as wf
 from benchmarks import report
 from benchmarks.study import fresh_study, prepare
-from waterflow import demo
+from examples import demo
 
 LIMITS = {1000: 0.01, 100: 0.05}  # by steps of a trial: what audits may add
 WAYS = ("off", "first")

@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import report
-from waterflow import demo, step
+from examples import demo
+from waterflow import step
 
 NETS = [(kind, depth) for kind in ("mlp", "cnn") for depth in (1, 2, 3)]
 MOST_FIRST_STEP = 60e-3  # seconds, in the median of all networks

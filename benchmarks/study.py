@@ -25,7 +25,7 @@ from optuna.trial import TrialState
 
 import waterflow as wf
 from benchmarks import report
-from waterflow import demo
+from examples import demo
 
 GOAL = 1.3
 

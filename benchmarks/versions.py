@@ -2,7 +2,7 @@
 
 OLD and NEW are folders of checkouts, each with its extension built in place, or git revisions of this repository, which
 are checked out and built in a temporary folder. Every measurement is a new process that imports waterflow from one
-checkout and what is measured from *this* one's ``benchmarks``: rows are sets of jobs of ``benchmarks.throughput``, and the
+checkout and what is measured from *this* one's ``benchmarks`` and ``examples``: rows are sets of jobs of ``benchmarks.throughput``, and the
 demo's study, each trained waterflow's way. Pairs of measurements begin with OLD and with NEW in turn. A ratio is
 NEW's speed over OLD's in the same pair; above 1, NEW is faster.
 """
@@ -10,7 +10,6 @@ NEW's speed over OLD's in the same pair; above 1, NEW is faster.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import json
 import math
@@ -99,13 +98,11 @@ def measure_here(name: str, way: str, seconds: float, trials: int) -> dict[str, 
     """The speed of one row in this process: trials per hour of a study, steps per second of all jobs together."""
     if name in STUDIES:
         from benchmarks import study
-        from waterflow import demo
 
         study.optuna.logging.set_verbosity(study.optuna.logging.WARNING)
         ran = study.run_here(STUDIES[name], trials)
-        text = Path(demo.__file__).read_bytes()
-        return {"speed": trials / ran["seconds"] * 3600, "trains": hashlib.sha256(text).hexdigest()}
-    return {"speed": speed_of_jobs(SETS[name], way, seconds), "trains": name}
+        return {"speed": trials / ran["seconds"] * 3600}
+    return {"speed": speed_of_jobs(SETS[name], way, seconds)}
 
 
 def speed_of_jobs(jobs: JobSet, name: str, seconds: float) -> float:
@@ -143,20 +140,23 @@ def imported_from() -> dict[str, str]:
 
 # -- processes, checkouts
 
-# Modules that a version has not yet, and benchmarks are defined with (the zoo's models), are this tree's.
+# The zoo's models, with which benchmarks are defined, are this tree's for both.
 BEGIN = """
-import sys, waterflow
-waterflow.__path__.append({later!r})
+import importlib.util, sys, waterflow
+spec = importlib.util.spec_from_file_location("waterflow.zoo", {zoo!r})
+waterflow.zoo = sys.modules["waterflow.zoo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(waterflow.zoo)
 from benchmarks import versions
 sys.exit(versions.main())
 """
 
 
 class Bench:
-    """Starts a process for each measurement. ``definitions`` is a folder that holds nothing but this tree's benchmarks."""
+    """Starts a process for each measurement. ``definitions`` is a folder that holds this tree's benchmarks and examples alone."""
 
     def __init__(self, definitions: Path, way: str = WAY, seconds: float = 3.0, trials: int = 24) -> None:
-        (definitions / "benchmarks").symlink_to(ROOT / "benchmarks", target_is_directory=True)
+        for name in ("benchmarks", "examples"):
+            (definitions / name).symlink_to(ROOT / name, target_is_directory=True)
         self.definitions = definitions
         self.settings = ["--way", way, "--seconds", str(seconds), "--trials", str(trials)]
 
@@ -169,7 +169,14 @@ class Bench:
         paths = [str(self.definitions), str(version.folder), os.environ.get("PYTHONPATH", "")]
         # A safe path: neither the process nor those that it starts import from their working folder first.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-c", BEGIN.format(later=str(ROOT / "waterflow")), "--measure", name, *self.settings]
+        command = [
+            sys.executable,
+            "-c",
+            BEGIN.format(zoo=str(ROOT / "waterflow/zoo.py")),
+            "--measure",
+            name,
+            *self.settings,
+        ]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, cwd=version.folder, env=environment, timeout=LIMIT_SECONDS
@@ -187,23 +194,17 @@ class Bench:
     def compare(self, old: Version, new: Version, name: str, pairs: int) -> dict[str, Any]:
         """All pairs of one row, told on stderr as they come."""
         speeds: dict[str, list[float]] = {"old": [], "new": []}
-        trains: dict[str, str] = {}
         sides = [("old", old), ("new", new)]
         try:
             for number in range(pairs):
                 for side, version in sides if number % 2 == 0 else sides[::-1]:
-                    answer = self.measure(version, name)
-                    speeds[side].append(answer["speed"])
-                    trains[side] = answer["trains"]
+                    speeds[side].append(self.measure(version, name)["speed"])
                 was, now = speeds["old"][-1], speeds["new"][-1]
                 tell(f"{name}, pair {number + 1} of {pairs}: old {was:.4g}, new {now:.4g}, new / old {now / was:.3f}")
         except MeasurementError as error:
             tell(f"{name}: {error}")
             return {"row": name, "why not": str(error), "holds": False}
-        made = row(name, speeds["old"], speeds["new"])
-        if trains["old"] != trains["new"]:
-            made["note"] = "waterflow/demo.py differs"
-        return made
+        return row(name, speeds["old"], speeds["new"])
 
 
 def tell(what: str) -> None:

@@ -57,8 +57,9 @@ GONE = {
     "goes_lower", "give_shares", "opportunistic_limit", "height_for", "set_spill", "allocate_pinned",
     "allocator.counting", "allocator.fuzzing", "allocator.request_log", "allocator.devices", "allocator.stream_allocator",
     "wf.count_memory", "record_log", "take_log", "CountingAllocator",
+    "waterflow demo", "waterflow/demo.py", "zoo_networks", "OtherPrograms",
 }  # fmt: skip
-INSIDE_FUNCTIONS = {"optuna": {"cli", "config", "demo", "terminal"}}
+INSIDE_FUNCTIONS = {"optuna": {"cli", "config", "terminal"}}
 
 
 def part_of(name: str) -> int:

@@ -16,7 +16,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 import waterflow
-from waterflow import demo
 from waterflow.cli import app
 from waterflow.config import load_train
 from waterflow.gpu_plan import job_named, plan_for_gpu
@@ -94,7 +93,7 @@ def is_png(path: Path) -> bool:
 def test_version_and_help():
     assert run("--version").stdout.startswith("waterflow 0.")
     said = run("--help").stdout
-    assert all(command in said for command in ("demo", "study", "train", "plan"))
+    assert all(command in said for command in ("study", "train", "plan"))
 
 
 @pytest.mark.slow
@@ -105,36 +104,6 @@ def test_entry_point_tells_errors_in_one_line(folder: Path):
     assert lines(ended.stderr) == ["waterflow: there is no file nowhere.yaml"]
     ended = subprocess.run([*command, "--debug"], capture_output=True, text=True, cwd=folder)
     assert ended.returncode != 0 and "Traceback" in ended.stderr
-
-
-# -- demo
-
-
-@pytest.mark.needs_time("the README promises plan --gpu, and the demo")
-def test_demo_compares_and_saves_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo, "EPOCHS", 1)
-    ended = run("demo", "--trials", "3", "--max-concurrent", "2", "--out", tmp_path)
-    assert ended.exit_code == 0, ended.stderr
-    assert "times as fast" in ended.stdout and "best: trial" in ended.stdout
-    assert str(tmp_path / "memory.png") in ended.stdout.replace("\n", "")
-    assert is_png(tmp_path / "memory.png")
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-
-
-def test_demo_for_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo, "EPOCHS", 1)
-    ended = run("demo", "--trials", "2", "--seed", "7", "--no-compare", "--json", "--out", tmp_path)
-    assert ended.exit_code == 0 and ended.stderr == ""
-    report = json.loads(ended.stdout)
-    assert len(report["trials"]) == 2 and report["best"]["value"] >= max(t["value"] for t in report["trials"])
-    assert report["waterflow"]["steps"] > 0 and "eager" not in report
-    assert is_png(Path(report["files"]["memory"]))
-
-
-def test_demo_refuses_a_wrong_number():
-    ended = run("demo", "--max-concurrent", "many")
-    assert ended.exit_code == 2
-    assert lines(ended.stderr) == ["waterflow: --max-concurrent must be 'auto' or a positive whole number; got 'many'"]
 
 
 # -- study
@@ -267,7 +236,7 @@ def test_plan_of_the_examples():
     assert "together: cnn-16, cnn-32, mlp" in ended.stdout and "none waits" in ended.stdout
 
 
-@pytest.mark.needs_time("the README promises plan --gpu, and the demo")
+@pytest.mark.needs_time("the README promises plan --gpu")
 def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     path = config(
         folder,
@@ -369,7 +338,7 @@ def test_plan_tells_what_is_missing(folder: Path, arguments: tuple[str, ...], sa
 
 def test_plan_names_what_there_is(folder: Path):
     ended = run("plan", "--model", "unheard-of", "--gpu", "v100-32g")
-    assert ended.exit_code == 2 and "the zoo has no 'unheard-of' (known: mlp_dropout, " in ended.stderr
+    assert ended.exit_code == 2 and "the zoo has no 'unheard-of' (known: resnet50, " in ended.stderr
     assert "resnet50, " in ended.stderr and "bert, " in ended.stderr and "module:function" in ended.stderr
     ended = run("plan", "--model", "resnet50", "--gpu", "unheard-of")
     assert ended.exit_code == 2 and "v100-32g" in ended.stderr and "h100-80g" in ended.stderr

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import optuna
 import pytest
 import torch
 
 import waterflow as wf
-from waterflow import demo
+from examples import demo
 
 PARAMS = [
     {"kind": "cnn", "depth": 2, "width": 16, "dropout": 0.3, "optimizer": "SGD", "lr": 0.05, "batch_size": 64},
@@ -100,3 +102,17 @@ def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match="pip install scikit-learn"):
         demo.digits()
+
+
+@pytest.mark.needs_time("the README promises the demo")
+def test_the_demo_compares_and_saves_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    demo.main(["--trials", "3", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "best: trial" in said and "times as fast" in said and str(tmp_path / "memory.png") in said
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_demo_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    demo.main(["--trials", "2", "--seed", "7", "--no-compare", "--out", str(tmp_path)])
+    assert "times as fast" not in capsys.readouterr().out

@@ -1,9 +1,8 @@
-"""The ``waterflow`` command: a demo, and studies, training and plans from YAML files."""
+"""The ``waterflow`` command: studies, training and plans from YAML files."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,14 +19,13 @@ from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.presets import gpu as gpu_of
 from waterflow.progress import ProgressLine
 from waterflow.references import ConfigError, blamed, wrong_use
-from waterflow.terminal import OtherPrograms, Pictures, Terminal, table
+from waterflow.terminal import Pictures, Terminal, table
 
 if TYPE_CHECKING:
     import optuna
 
 _MOST_ROWS = 50
 _PATIENCE = 2.0  # seconds before a plan shows how far it is
-_BUSY = 0.05  # share of the cores; above it, times are not to be trusted
 
 app = typer.Typer(
     name="waterflow",
@@ -63,86 +61,6 @@ def _root(
     pass
 
 
-# -- demo
-
-
-@app.command()
-def demo(
-    trials: Annotated[int, typer.Option(min=1, help="Trials of the study.")] = 24,
-    seed: Annotated[int, typer.Option(help="Of the sampler: which hyperparameters are tried.")] = 0,
-    max_concurrent: Annotated[str, typer.Option(help="Trials at a time: 'auto' or a number.")] = "auto",
-    compare: Annotated[bool, typer.Option(help="Then train the same trials one by one with study.optimize.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for memory.png and trace.json.")] = Path("demo-output"),
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Search the hyperparameters of small networks that read handwritten digits, several trials at a time."""
-    with Terminal(as_json, debug) as terminal, terminal.studies():
-        at_once = _at_once(max_concurrent)
-        from waterflow import demo as digits
-        from waterflow.study import optimize
-
-        digits.digits()
-        study = digits.create_study(seed=seed)
-        terminal.say(f"{trials} trials of networks that read handwritten digits, several at a time ...")
-        pictures = Pictures(out)
-        others = OtherPrograms()
-        done = optimize(
-            study, digits.objective, trials, max_concurrent=at_once, catch=Exception, show_progress_bar=not as_json,
-            timeline=pictures,
-        )  # fmt: skip
-        report = _study_report(study, terminal.failures)
-        ours = _pace(study, done.seconds, done.steps) | {"others_share": others.share()}
-        ours |= {"captures": done.captures, "most_at_once": done.most_at_once, "lanes": len(done.lane_busy)}
-        report |= {"waterflow": ours, "files": pictures.files}
-        _show_study(terminal, study, f"the {trials} trials; value is the share of test images read rightly", "epochs")
-        terminal.say(Text(str(done)))
-        if compare:
-            terminal.say("the same trials one by one, without waterflow ...")
-            report["eager"] = _eager(study, seed, show=not as_json)
-            report["times_faster"] = report["eager"]["seconds"] / done.seconds
-            _show_times(terminal, report)
-        terminal.files(pictures)
-        terminal.result(report)
-
-
-def _eager(study: optuna.Study, seed: int, show: bool) -> dict[str, Any]:
-    """The trials of ``study`` again, in the same order, as anybody trains them."""
-    import torch
-
-    from waterflow import demo as digits
-
-    again = digits.create_study(seed=seed)
-    for trial in study.trials:
-        again.enqueue_trial(trial.params)
-    others = OtherPrograms()
-    with ProgressLine(len(study.trials), "trials", show) as progress:
-        begin = time.perf_counter()
-        again.optimize(digits.objective_eager, len(study.trials), callbacks=[lambda *_: progress.advance()])
-        seconds = time.perf_counter() - begin
-    steps = sum(digits.steps_of(trial) for trial in again.trials)
-    return _pace(again, seconds, steps) | {"others_share": others.share(), "threads": torch.get_num_threads()}
-
-
-def _pace(study: optuna.Study, seconds: float, steps: int) -> dict[str, Any]:
-    return {"trials": len(study.trials), "seconds": seconds, "steps": steps, "steps_per_second": steps / seconds}
-
-
-def _show_times(terminal: Terminal, report: dict[str, Any]) -> None:
-    ours, eager = report["waterflow"], report["eager"]
-    shares = [pace["others_share"] for pace in (ours, eager)]
-    if None not in shares and max(shares) > _BUSY:
-        terminal.say(
-            f"[yellow]Other programs used {shares[0]:.0%} of this machine's cores during the first run and {shares[1]:.0%} during the "
-            "second, which tells on a run of several threads most: compare again when it is quiet.[/yellow] As it was:"
-        )
-    terminal.say(
-        f"{eager['steps']:,} steps in {eager['seconds']:.1f} s. [bold]waterflow was {report['times_faster']:.2f} times as fast[/bold], "
-        f"with {ours['lanes']} lanes of one thread each, and sampling; the plain loops had {eager['threads']} threads (torch's default), "
-        "fused optimizers, the same hyperparameters, weights and batches. Pruners decide by what they have seen: steps may differ."
-    )
-
-
 # -- study
 
 
@@ -170,6 +88,10 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         terminal.say(Text(str(done)))
         terminal.files(pictures)
         terminal.result(report)
+
+
+def _pace(study: optuna.Study, seconds: float, steps: int) -> dict[str, Any]:
+    return {"trials": len(study.trials), "seconds": seconds, "steps": steps, "steps_per_second": steps / seconds}
 
 
 def _check_device(config: Path, device: str | None) -> None:
@@ -206,7 +128,7 @@ def _best(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
     return None
 
 
-def _show_study(terminal: Terminal, study: optuna.Study, title: str, reports: str = "reports") -> None:
+def _show_study(terminal: Terminal, study: optuna.Study, title: str) -> None:
     from optuna.study import StudyDirection
 
     best, trials = _best(study), study.trials
@@ -214,20 +136,20 @@ def _show_study(terminal: Terminal, study: optuna.Study, title: str, reports: st
         sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
         trials = sorted(trials, key=lambda t: (t.value is None, sign * (t.value or 0.0), t.number))[:_MOST_ROWS]
         title += f", the best {len(trials)} of {len(study.trials)}"
-    wide = _trial_table(title, trials, best, reports, apart=True)
-    terminal.say(wide if terminal.holds(wide) else _trial_table(title, trials, best, reports, apart=False))
+    wide = _trial_table(title, trials, best, apart=True)
+    terminal.say(wide if terminal.holds(wide) else _trial_table(title, trials, best, apart=False))
     if best is not None:
         settings = ", ".join(f"{name} {_short(value)}" for name, value in best.params.items())
         terminal.say(f"[bold]best: trial {best.number} with {best.value:.4f}[/bold] ({settings})")
 
 
 def _trial_table(
-    title: str, trials: list[optuna.trial.FrozenTrial], best: optuna.trial.FrozenTrial | None, reports: str, apart: bool
+    title: str, trials: list[optuna.trial.FrozenTrial], best: optuna.trial.FrozenTrial | None, apart: bool
 ) -> Table:
     """A row a trial; hyperparameters each in a column of its own, or all in one."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.params))
     joined = () if apart else (", ".join(names),)
-    columns = ("trial", "state", "value", reports, "time", *(names if apart else joined))
+    columns = ("trial", "state", "value", "reports", "time", *(names if apart else joined))
     made = table(title, columns, left=("state", *joined), wraps=joined)
     colours = {"complete": "green", "pruned": "yellow", "fail": "red"}
     for trial in trials:
@@ -341,11 +263,3 @@ def plan(
 
 
 # -- what all commands share
-
-
-def _at_once(text: str) -> Any:
-    if text == "auto":
-        return text
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--max-concurrent must be 'auto' or a positive whole number; got {text!r}")
-    return int(text)

@@ -1,13 +1,11 @@
-"""What the command's functions share: where words go, pictures, exit codes, and how busy the machine is."""
+"""What the command's functions share: where words go, pictures, and exit codes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import os
 import sys
-import time
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from traceback import format_exception
@@ -156,26 +154,3 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
         if self._as_json:
             self._stack.close()
             typer.echo(json.dumps(report, indent=2, default=str))
-
-
-class OtherPrograms:
-    """How much of the machine's cores other programs use from now on: comparisons suffer from them."""
-
-    def __init__(self) -> None:
-        self._begin = self._look()
-
-    def share(self) -> float | None:
-        """A share of all cores; None where the system does not tell."""
-        end = self._look()
-        if self._begin is None or end is None:
-            return None
-        wall, all_, mine = (now - then for now, then in zip(end, self._begin))
-        return max(0.0, all_ - mine) / (wall * (os.cpu_count() or 1))
-
-    @staticmethod
-    def _look() -> tuple[float, float, float] | None:
-        with contextlib.suppress(OSError, ValueError), open("/proc/stat") as lines:
-            user, nice, system, _, _, *rest = map(int, next(lines).split()[1:9])
-            all_ = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
-            return time.perf_counter(), all_, time.process_time()
-        return None

@@ -1,26 +1,27 @@
-"""The demo's study: hyperparameters of small networks that read handwritten digits.
+"""The demo: a study of hyperparameters of small networks that read handwritten digits, several trials at a time (``make demo``).
 
 One study, written three ways: ``objective_eager`` is an ordinary Optuna objective, ``objective`` is the same with
-a ``waterflow.Step`` for the body of its loop, and ``build`` returns a ``waterflow.Job`` instead of having a loop. All
+a ``wf.Step`` for the body of its loop, and ``build`` returns a ``wf.Job`` instead of having a loop. All
 three make the same networks from the same numbers and read the same batches in the same order.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import optuna
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from waterflow.job import Job
-from waterflow.step import Step
-
-if TYPE_CHECKING:
-    import optuna
+import waterflow as wf
 
 EPOCHS = 20
 SEED = 0  # of the split, and in every trial of weights, shuffling and dropout
@@ -158,8 +159,6 @@ def accuracy(model: nn.Module) -> float:
 
 def objective_eager(trial: optuna.Trial) -> float:
     """An ordinary objective: PyTorch's training loop, and a report to the pruner after each epoch."""
-    import optuna
-
     choice = choose(trial)
     model = make_model(choice.kind, choice.depth, choice.width, choice.dropout)
     optimizer = make_optimizer(choice, model.parameters())
@@ -180,15 +179,13 @@ def objective_eager(trial: optuna.Trial) -> float:
 
 
 def objective(trial: optuna.Trial) -> float:
-    """The same objective for ``waterflow.optimize``: one line makes a step, and the loop calls it."""
-    import optuna
-
+    """The same objective for ``wf.optimize``: one line makes a step, and the loop calls it."""
     choice = choose(trial)
     model = make_model(choice.kind, choice.depth, choice.width, choice.dropout)
     optimizer = make_optimizer(choice, model.parameters())
     batches = Batches(choice.batch_size)
     numbers = torch.Generator().manual_seed(SEED)
-    step = Step(model, loss=F.cross_entropy, optimizer=optimizer, generator=numbers, name=name_of(trial, choice))
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, generator=numbers, name=name_of(trial, choice))
     value = 0.0
     for epoch in range(EPOCHS):
         for batch in batches:
@@ -200,10 +197,10 @@ def objective(trial: optuna.Trial) -> float:
     return value
 
 
-def build(trial: optuna.Trial) -> Job:
-    """The same trial as a job: ``waterflow.optimize`` trains, evaluates and prunes it."""
+def build(trial: optuna.Trial) -> wf.Job:
+    """The same trial as a job: ``wf.optimize`` trains, evaluates and prunes it."""
     choice = choose(trial)
-    return Job(
+    return wf.Job(
         name=name_of(trial, choice),
         model=lambda: make_model(choice.kind, choice.depth, choice.width, choice.dropout),
         data=lambda: Batches(choice.batch_size),
@@ -228,10 +225,61 @@ def steps_of(trial: optuna.trial.FrozenTrial) -> int:
 
 def create_study(storage: Any = None, seed: int = 0, study_name: str | None = None) -> optuna.Study:
     """The study: a seeded TPE sampler that knows what is under way, and a median pruner."""
-    import optuna
-
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, constant_liar=True)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
     return optuna.create_study(
         storage=storage, study_name=study_name, sampler=sampler, pruner=pruner, direction="maximize"
     )
+
+
+def one_by_one(study: optuna.Study, seed: int) -> tuple[float, int]:
+    """The trials of ``study`` again, in the same order, as anybody trains them: seconds and steps."""
+    again = create_study(seed=seed)
+    for trial in study.trials:
+        again.enqueue_trial(trial.params)
+    begin = time.perf_counter()
+    again.optimize(objective_eager, len(study.trials), show_progress_bar=True)
+    return time.perf_counter() - begin, sum(steps_of(trial) for trial in again.trials)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampler: which hyperparameters are tried")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for memory.png and trace.json")
+    parser.add_argument("--no-compare", action="store_true", help="leave out the same trials by study.optimize")
+    asked = parser.parse_args(arguments)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    asked.out.mkdir(parents=True, exist_ok=True)
+
+    def save(timeline: wf.Timeline) -> None:
+        timeline.save_png(asked.out / "memory.png")
+        timeline.save_trace(asked.out / "trace.json")
+
+    load = os.getloadavg()[0]
+    digits()  # read before the clock runs
+    study = create_study(seed=asked.seed)
+    print(f"{asked.trials} trials of networks that read handwritten digits, several at a time ...")
+    done = wf.optimize(study, objective, asked.trials, show_progress_bar=True, timeline=save)
+    print(done)
+    print(f"best: trial {study.best_trial.number} reads {study.best_value:.1%} of the test images, {study.best_params}")
+    if not asked.no_compare:
+        print("the same trials one by one, without waterflow ...")
+        seconds, steps = one_by_one(study, asked.seed)
+        print(
+            f"wf.optimize: {done.steps:,} steps in {done.seconds:.1f} s; {len(done.lane_busy)} lanes of one thread each"
+        )
+        print(
+            f"study.optimize: {steps:,} steps in {seconds:.1f} s; {torch.get_num_threads()} threads, fused optimizers"
+        )
+        print(
+            f"{seconds / done.seconds:.2f} times as fast; the pruner decides by what it has seen, so that steps may differ"
+        )
+        if load > 0.2 * (os.cpu_count() or 1):
+            print(f"other programs were busy (a load of {load:.1f}): compare again when the machine is quiet")
+    print(f"memory over time: {asked.out / 'memory.png'}; trace: {asked.out / 'trace.json'} (https://ui.perfetto.dev)")
+
+
+if __name__ == "__main__":
+    main()
