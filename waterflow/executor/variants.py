@@ -312,7 +312,7 @@ class Variants:
             if runs and key not in self._kinds and not self._budget.own:  # there it was checked
                 self._check_budget(key, leaves, batch_spec)
             self._captures[counted] = before + 1
-            with self._budget.spending():
+            with self._budget.spending() if runs else contextlib.nullcontext():
                 made = build(spec, leaves, batch_spec, looked, self._name, free_places(leaves, batch_spec, key[4]))
             self._budget.account["captures"] += 1
             self._budget.account["captures anew"] += before > 0
