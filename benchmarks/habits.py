@@ -148,7 +148,7 @@ def measure_loop(loop: Loop) -> dict[str, Any]:
     step = ways["waterflow"][1]
     assert step is not None
     ratios = [plain / through for plain, through in zip(times["plain"], times["waterflow"])]
-    ratio = sum(times["plain"]) / sum(times["waterflow"])
+    ratio = report.median(ratios)
     return {
         "loop": loop.what, "eager steps": step.eager_steps, "of": step.steps, "ratio": ratio, "spread": report.spread(ratios),
         "at least": loop.goal, "MiB grown": grown, "holds": ratio >= loop.goal and grown < FLAT_MIB,
