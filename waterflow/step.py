@@ -147,6 +147,7 @@ class Step(StepFigures):
         self.own_batches: OwnBatches | None = None  # where other jobs may have the same
         self.job: int | None = None
         self.batches_ahead = 1
+        self.eager_at_once = True  # when submitted; else beside who submits it, and may read the next batch meanwhile
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self.engine.accounts.append(self.account)
@@ -223,7 +224,7 @@ class Step(StepFigures):
         One that runs eagerly is run by the caller, at once: Python runs one thread at a time, and to hand it over takes a while.
         Those of a job with a time limit are not: its thread must be able to leave a step that hangs to its lane.
         """
-        at_once = self.opaque_reason is not None and self._eager_step.beside is None
+        at_once = self.eager_at_once and self.opaque_reason is not None and self._eager_step.beside is None
         pending = self._submit(batch, by_caller=at_once)
         if at_once:
             pending.wait()

@@ -54,6 +54,7 @@ def step_of(
         recompute=job.recompute, generator=numbers, name=job.name, engine=engine,
     )  # fmt: skip
     step.batches_ahead = STEPS_AHEAD
+    step.eager_at_once = job.read_ahead is not True
     return step
 
 
