@@ -26,7 +26,7 @@ from benchmarks import report
 
 STEPS, WARM, WINDOW = 2_000, 500, 125
 TRIALS, TRIAL_STEPS = 6, 600
-FLAT_MIB = 16.0
+FLAT_MIB = 4.0
 
 
 def mlp() -> nn.Module:
@@ -134,7 +134,7 @@ def measure_loop(loop: Loop) -> dict[str, Any]:
     """Windows of the two ways in turn, over batches that each makes for itself; counted behind the first steps."""
     ways = {"plain": one_step(loop, False), "waterflow": one_step(loop, True)}
     batches = {way: loop.batches() for way in ways}
-    process, memory = psutil.Process(), [0.0]
+    process = psutil.Process()
 
     def window(way: str) -> float:
         given = list(itertools.islice(batches[way], WINDOW))

@@ -356,10 +356,10 @@ class Step(StepFigures):
 
     def _is_ordinary(self, batch: Batch) -> bool:
         """Whether an eager step has memory, stands alone, and is as those before it: then it takes the shortest way."""
-        if self._under_way or self.own_batches is not None or not self._eager_step.is_as_before(batch):
-            return False
         claimed, engine = self._eager_claim, self.engine
-        return engine is None or (engine.clock is None and claimed == (engine.changes, self.batches_ahead))
+        if engine is not None and (engine.clock is not None or claimed != (engine.changes, self.batches_ahead)):
+            return False
+        return not self._under_way and self.own_batches is None and self._eager_step.is_as_before(batch)
 
     def _eagerly(self, batch: Batch, update: bool, tries_again: bool) -> Any:
         surrounding = surrounding_autocast(self._spec.device.type)
@@ -388,9 +388,9 @@ class Step(StepFigures):
     def _submit_opaque(
         self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
     ) -> Pending | Done:
+        new_kind = isinstance(refused, NewKind)
         if isinstance(refused, NewKind) and str(refused):
             self._tell_eager(refused, self._told)
-        new_kind = isinstance(refused, NewKind)
         if by_caller and (refused is None or new_kind) and self._is_ordinary(batch):
             return Done(self._eagerly(batch, update, new_kind))
         given = of_torch(batch)

@@ -35,6 +35,7 @@ from waterflow.partition.spec import GraphInput, StepSpec
 from waterflow.partition.spill import Spilled
 from waterflow.partition.surroundings import no_collections
 from waterflow.partition.survivors import LeavesTensors
+from waterflow.partition.unread import LeafRead
 
 # A step whose requests differ from time to time is planned by the highest of this many.
 MOST_PROFILES = 4
@@ -308,7 +309,7 @@ class CaptureCache:
                 if entry is not None:
                     self._entries[key] = entry
                     self._kinds[key[1]] += 1
-                    self.captures += not hasattr(entry, "places")  # but those behind which another comes
+                    self.captures += not isinstance(entry, LeafRead)  # but those behind which another comes
                     self.bytes += getattr(entry, "host_bytes", 0)
                     while len(self._entries) > (self._size if self.bytes <= self._most_bytes else 1):
                         self._forget(next(iter(self._entries)))

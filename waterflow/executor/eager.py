@@ -306,7 +306,8 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     step, patched = type(optimizer).step, vars(optimizer).get("step")
     listens = any(hooks.keys() - {WATCHER} for hooks in hooks_of(optimizer))
     by_scheduler = patched is None or getattr(patched, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
-    if listens or not by_scheduler or torch.autograd.profiler._is_profiler_enabled or step.__code__ is not _RECORDED:
+    torchs = by_scheduler and getattr(step, "__code__", None) is _RECORDED
+    if listens or not torchs or torch.autograd.profiler._is_profiler_enabled:
         optimizer.step()
     else:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]

@@ -58,7 +58,9 @@ def _read(cls: type) -> Body:
         for name, value in list(vars(base).items()):
             if name in BOOKKEEPING:
                 continue
-            if getattr(value, "__globals__", None) is _OF_FX:  # nn.Module's, while any thread traces by make_fx
+            if (
+                type(value) is types.FunctionType and value.__globals__ is _OF_FX
+            ):  # nn.Module's, while any thread traces by make_fx
                 value = getattr(value, "__wrapped__", value)
             token: Hashable = exact(value) if type(value) in _VALUES else token_of(value)
             if token is None:
