@@ -22,16 +22,16 @@ def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 @functools.cache
-def imports_of(path: Path, functions: bool = True) -> tuple[tuple[int, str], ...]:
+def imports_of(path: Path, functions: bool = True, types: bool = False) -> tuple[tuple[int, str], ...]:
     """(line, full name) of everything that a file imports; ``path`` is relative to the root, relative names are made absolute.
 
-    Without ``functions``: what it imports when it is itself imported.
+    Without ``functions``: what it imports when it is itself imported. With ``types``: under ``TYPE_CHECKING``, too.
     """
     found = []
     tree = ast.parse((ROOT / path).read_text())
     if not functions:
         tree.body = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    for node in nodes_at_run_time(tree):
+    for node in ast.walk(tree) if types else nodes_at_run_time(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -7,7 +7,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -107,6 +107,41 @@ def _upwards(path: Path) -> Iterator[tuple[int, str]]:
             allowed = other == own or part_of(other) < part_of(own) or part_of(own) == part_of(other) == part_of("")
         if not allowed:
             yield line, name
+
+
+def test_files_import_one_another_in_no_circle() -> None:
+    """Under ``TYPE_CHECKING`` and inside functions neither; those of the cluster may, until it is built anew."""
+    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+    imports = {
+        path: {modules[module] for _, name in imports_of(path, types=True) if (module := _module_of(name, modules))}
+        for path in SOURCES
+    }
+    circles = {tuple(sorted(_circle(path, imports))) for path in SOURCES} - {()}
+    assert_none([
+        " <-> ".join(map(str, circle)) for circle in sorted(circles)
+        if not all(path.is_relative_to("waterflow/cluster") for path in circle)
+    ])  # fmt: skip
+
+
+def _module_of(name: str, modules: Collection[str]) -> str | None:
+    """The file's name that an imported name stands for, or is defined in; None for others' and for the native part."""
+    found = name if name in modules else name.rpartition(".")[0]
+    return found if found in modules and name != "waterflow._C" else None
+
+
+def _circle(path: Path, imports: Mapping[Path, set[Path]]) -> set[Path]:
+    """All files that ``path`` imports, itself or through others, and that import it; none where no circle leads through it."""
+
+    def reached(start: Path) -> set[Path]:
+        found: set[Path] = set()
+        left = [start]
+        while left:
+            new = imports[left.pop()] - found
+            found |= new
+            left += new
+        return found
+
+    return {other for other in reached(path) if path in reached(other)}
 
 
 def test_optional_libraries_have_files_of_their_own() -> None:

@@ -288,7 +288,16 @@ class Step(StepFigures):
 
     def _hand_in_captured(self, run: _C.StepRun, profiled: bool, variant: Variant, update: bool) -> Pending:
         first = self._variants.begin_update(variant) if update else {}
-        pending = Pending(self, run, variant, profiled, self._micro, first, gathered=self._variants.gather(variant))
+        pending = Pending(
+            self.engine,
+            self._finish,
+            run,
+            variant,
+            profiled,
+            self._micro,
+            first,
+            gathered=self._variants.gather(variant),
+        )
         self._note(variant)
         return self._hand_in(pending, variant.planned.plan, update)
 
@@ -414,7 +423,9 @@ class Step(StepFigures):
 
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
-            return self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), None, update)
+            return self._hand_in(
+                Pending(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update
+            )
         known = self.measured_height > 0 and (refused is None or new_kind)
         plan, native = self._eager_step.plan(self.measured_height, size)
         if self._last_plan is not plan or self._eager_claim != (self.engine.changes, self.batches_ahead):
@@ -428,7 +439,9 @@ class Step(StepFigures):
                 native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
             run = _C.opaque_run(native, work)
             run.by_caller = by_caller
-            pending = self._hand_in(Pending(self, run, None, False, self._micro, {}, returned), plan, update)
+            pending = self._hand_in(
+                Pending(self.engine, self._finish, run, None, False, self._micro, {}, returned), plan, update
+            )
             if refused is not None or not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)
         return pending

@@ -15,8 +15,8 @@ from waterflow.job import Job, why_no_limit
 from waterflow.kept_weights import KeepWeights, check_keep_weights
 from waterflow.optuna_private import in_loop
 from waterflow.progress import ProgressLine
-from waterflow.run_figures import StudySummary
 from waterflow.study_coordinator import Coordinator, Objective, StudyCallback
+from waterflow.study_summary import StudySummary
 from waterflow.study_trials import Devices, spread
 
 __all__ = ["StudySummary", "optimize"]

@@ -50,8 +50,9 @@ from waterflow.optuna_private import (
 )
 from waterflow.planner.feasibility import Need, needed
 from waterflow.progress import ProgressLine
-from waterflow.run_figures import RunFigures, StudySummary
+from waterflow.run_figures import RunFigures
 from waterflow.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
+from waterflow.study_summary import StudySummary
 from waterflow.study_values import UnfitJobError, check_job, value_of
 from waterflow.time_limit import TimeLimit
 

@@ -28,9 +28,9 @@ from waterflow.optuna_private import (
     values_of,
 )
 from waterflow.progress import ProgressLine
-from waterflow.run_figures import StudySummary
 from waterflow.runner import draw_seed
 from waterflow.study_coordinator import Objective, StudyCallback, best_of
+from waterflow.study_summary import StudySummary
 from waterflow.study_values import UnfitJobError
 from waterflow.trial_runner import TrialResult, TrialTask
 

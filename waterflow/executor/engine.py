@@ -18,10 +18,8 @@ from waterflow.calls import explained
 from waterflow.errors import InvalidJobError, JobCancelled
 from waterflow.executor import cuda_lanes
 from waterflow.executor.account import Account
-from waterflow.executor.belonging import current_device as current_device
-from waterflow.executor.belonging import current_engine as current_engine
 from waterflow.executor.belonging import current_worker as current_worker
-from waterflow.executor.belonging import within as within
+from waterflow.executor.belonging import here
 from waterflow.executor.claims import Claims
 from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
@@ -365,3 +363,26 @@ def _native(settings: dict[str, Any], arenas: bool) -> _C.Engine:
     except RuntimeError as error:
         logger.warning("memory of steps is not planned, but left to torch's own allocator: %s", error)
         return _C.Engine(**settings, arenas=False)
+
+
+def current_engine() -> Engine | None:
+    """The engine that work of the calling thread belongs to; None outside of any."""
+    engine: Engine | None = here.engine
+    return engine
+
+
+@contextlib.contextmanager
+def within(engine: Engine, worker: int | None = None) -> Iterator[None]:
+    """Steps that the calling thread makes inside belong to ``engine``, and to its clock as ``worker``."""
+    before = here.engine, here.worker
+    here.engine, here.worker = engine, worker
+    try:
+        yield
+    finally:
+        here.engine, here.worker = before
+
+
+def current_device() -> torch.device:
+    """The device of the engine that the calling thread belongs to; ``cpu`` outside of any."""
+    engine = current_engine()
+    return engine.device if engine is not None else torch.device("cpu")

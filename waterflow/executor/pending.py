@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from waterflow import _C
+from waterflow.executor.engine import Engine
 from waterflow.executor.first_updates import Begun
 from waterflow.executor.variant import Variant
-
-if TYPE_CHECKING:
-    from waterflow.step import Step
 
 
 @dataclass(eq=False)
 class Pending:
     """A step that was handed to the engine. ``result()`` waits for it."""
 
-    step: Step
+    engine: Engine | None  # None: its caller runs it
+    finish: Callable[[Pending], Any]  # its step's: waits for it, and makes its result
     run: _C.StepRun
     variant: Variant | None
     profiled: bool
@@ -28,12 +28,12 @@ class Pending:
 
     def wait(self) -> None:
         """Until the step has ended, well or not."""
-        if self.step.engine is not None:
-            self.step.engine.native.wait(self.run)
+        if self.engine is not None:
+            self.engine.native.wait(self.run)
 
     def result(self) -> Any:
         """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
-        return self.step._finish(self)
+        return self.finish(self)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,14 @@ import gc
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
 from waterflow.partition.code_key import layout_of
 from waterflow.partition.exact import exact
 from waterflow.partition.looks import memory_of, pairs_of, slot_value
-
-if TYPE_CHECKING:
-    from waterflow.partition.fingerprint import Fingerprint
 
 DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType,
                 types.MethodDescriptorType, types.ClassMethodDescriptorType)  # fmt: skip
@@ -32,7 +29,18 @@ _MOST_BYTES = 64 << 10  # of an array whose contents belong to the key
 _MOST_ENTRIES = 1000  # of a container whose contents do
 
 
-def _items(looked: Fingerprint, value: Any, base: Any) -> tuple[Hashable, ...]:
+class Looked(Protocol):
+    """The key that contents belong to, as far as they ask it: a ``Fingerprint``."""
+
+    def of(self, value: Any) -> Hashable: ...  # noqa: D102
+    def entry(self, name: Any, value: Any) -> Hashable: ...  # noqa: D102
+    def cell(self, name: str, cell: types.CellType) -> Hashable: ...  # noqa: D102
+    def identity(self, value: Any) -> Hashable: ...  # noqa: D102
+    def by_identity(self, value: Any) -> Hashable: ...  # noqa: D102
+    def look(self, container: Any, kind: Any, keys: Iterable[Any] = (), **how: Any) -> None: ...  # noqa: D102
+
+
+def _items(looked: Looked, value: Any, base: Any) -> tuple[Hashable, ...]:
     if base.__len__(value) > _MOST_ENTRIES:
         return (looked.by_identity(value),)
     if base not in (tuple, frozenset):
@@ -40,7 +48,7 @@ def _items(looked: Fingerprint, value: Any, base: Any) -> tuple[Hashable, ...]:
     return tuple(map(looked.of, [*base.__iter__(value)]))
 
 
-def _dict(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+def _dict(looked: Looked, value: Any) -> tuple[Hashable, ...]:
     if dict.__len__(value) > _MOST_ENTRIES:
         return (looked.by_identity(value),)
     looked.look(value, "dict")
@@ -52,13 +60,13 @@ def _dict(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
     return tuple((looked.of(key), looked.entry(key if isinstance(key, str) else "", entry)) for key, entry in pairs)
 
 
-def _default(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+def _default(looked: Looked, value: Any) -> tuple[Hashable, ...]:
     factory = vars(defaultdict)["default_factory"]
     looked.look(value, "slots", (factory,))
     return (looked.of(slot_value(factory, value)), *_dict(looked, value))
 
 
-def _memory(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+def _memory(looked: Looked, value: Any) -> tuple[Hashable, ...]:
     """Shape, type and contents of what has at most 64 KiB; more is not looked into."""
     try:
         view = memoryview(value)
@@ -75,14 +83,14 @@ def _memory(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
     return (form, memory_of(value))
 
 
-def _builtin(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+def _builtin(looked: Looked, value: Any) -> tuple[Hashable, ...]:
     bound = value.__self__
     if bound is None or isinstance(bound, (types.ModuleType, type)):
         return (looked.identity(value),)
     return (value.__name__, looked.of(bound))
 
 
-def _named(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+def _named(looked: Looked, value: Any) -> tuple[Hashable, ...]:
     return (value.__name__, getattr(value.__objclass__, "__qualname__", ""))
 
 
@@ -95,7 +103,7 @@ def _each_item(base: Any) -> _Say:
     return lambda looked, value: _items(looked, value, base)
 
 
-def _partial(looked: Fingerprint, value: Any) -> tuple[Hashable, ...]:
+def _partial(looked: Looked, value: Any) -> tuple[Hashable, ...]:
     parts = tuple(vars(functools.partial)[name] for name in ("func", "args", "keywords"))
     looked.look(value, "slots", parts)  # __setstate__ replaces them
     return tuple(looked.of(slot_value(part, value)) for part in parts)
@@ -105,7 +113,7 @@ def _number(base: Any) -> _Say:
     return lambda looked, value: (exact(base.__pos__(value)),)
 
 
-_Say = Callable[["Fingerprint", Any], tuple[Hashable, ...]]
+_Say = Callable[[Looked, Any], tuple[Hashable, ...]]
 CONTENTS: dict[Any, _Say] = {
     object: lambda looked, value: (),
     types.SimpleNamespace: lambda looked, value: (),

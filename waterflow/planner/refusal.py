@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils import _pytree as pytree
 
@@ -11,14 +11,11 @@ from waterflow.errors import MemoryLimitError, WaterflowError
 from waterflow.executor.claiming import WhatFits
 from waterflow.planner.recomputing import largest_recomputed
 from waterflow.planner.search import largest_claim
-from waterflow.planner.sizes import SizedStep, StepSizes
-
-if TYPE_CHECKING:
-    from waterflow.step import Step
+from waterflow.planner.sizes import Plannable, SizedStep, StepSizes
 
 
 def what_fits(
-    step: Step, room: int, batches: int, leaves: list[Any], batch_spec: pytree.TreeSpec | None, beyond: int = 0
+    step: Plannable, room: int, batches: int, leaves: list[Any], batch_spec: pytree.TreeSpec | None, beyond: int = 0
 ) -> WhatFits:
     """What fits into ``room`` bytes as an engine counts them, with ``batches`` held, of a step for which this batch is too large.
 
@@ -49,7 +46,7 @@ def what_fits(
     return WhatFits(largest, least, recomputed, helps)
 
 
-def _can_be_lowered(step: Step, batch: Any, height: int) -> bool:
+def _can_be_lowered(step: Plannable, batch: Any, height: int) -> bool:
     try:
         return step.recomputed_for(batch, height) is not None
     except MemoryLimitError:

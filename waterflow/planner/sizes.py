@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -14,14 +14,22 @@ from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
 from waterflow.executor.simulation import SimulatedJob
 from waterflow.partition.footprint import Footprint
 from waterflow.partition.offsets import Offsets
-from waterflow.partition.plan import make_plan
+from waterflow.partition.plan import Plan, make_plan
 from waterflow.partition.recompute import Recomputed
 from waterflow.partition.structure import of_torch
 
-if TYPE_CHECKING:
-    from waterflow.step import Step
-
 _ANY_HEIGHT = 1 << 62
+
+
+class Plannable(Protocol):
+    """A step, as far as it is planned: a ``Step``, whose methods these are."""
+
+    name: str
+    recompute: int | Literal["auto"] | None
+
+    def plan_for(self, batch: Any, recompute: int | None = None) -> Plan: ...  # noqa: D102
+    def footprint_for(self, batch: Any, recompute: int | None = None) -> Footprint: ...  # noqa: D102
+    def recomputed_for(self, batch: Any, recompute: int | None = None) -> Recomputed | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class StepSizes:
     is not.
     """
 
-    def __init__(self, step: Step, batch: Any, batches_held: int = 1) -> None:
+    def __init__(self, step: Plannable, batch: Any, batches_held: int = 1) -> None:
         self.step = step
         self.batches_held = batches_held
         self.on_capture: Callable[[], None] = lambda: None
