@@ -272,7 +272,7 @@ class JobRunner(Asked):
         try:
             step.close()
             if isinstance(self._batches, Reader):
-                self._batches.go_to(self._batches.place)  # others do not wait for it
+                self._batches.leave()  # others do not wait for it
             tell()
             with time_does_not_count():
                 self._boundary.await_go(lambda: self.residence.look(self._check_stop), checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import pickle
@@ -10,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optuna
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import waterflow as wf
+from waterflow.executor import cancel
 from waterflow.executor.batch_copies import OwnBatches, copies_of
 from waterflow.executor.shared_data import Reader
 
@@ -31,7 +33,7 @@ BATCHES = ROWS // BATCH
 class Rows(Dataset):
     """Rows with a random transform; counts how often each is made."""
 
-    def __init__(self, broken: int | None = None, error: Exception | None = None) -> None:
+    def __init__(self, broken: int | None = None, error: Callable[[], Exception] | None = None) -> None:
         self.made: Counter[int] = Counter()
         self.broken, self.error = broken, error
 
@@ -41,7 +43,7 @@ class Rows(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.made[index] += 1
         if index == self.broken:
-            raise self.error or OSError("the disk is gone")
+            raise self.error() if self.error else OSError("the disk is gone")
         return torch.full((4,), float(index)) / ROWS + torch.rand(4), torch.rand(2)
 
 
@@ -106,6 +108,10 @@ def in_threads(*works: Any) -> list[Any]:
     return [found[number] for number in range(len(works))]
 
 
+def in_rings(data: wf.SharedData) -> list[Reader]:
+    return [reader for reader in data._readers if reader.ring is not None]
+
+
 # -- what jobs get
 
 
@@ -167,7 +173,7 @@ def test_readers_of_any_speed_that_come_and_go(seed: int, ahead: int) -> None:
         for leaves in (0, 0, 0, 0, 3)
     ]
     assert in_threads(*works) == [True] * len(works)
-    assert data._parties == []
+    assert not in_rings(data)
 
 
 @pytest.mark.needs_time("what lasts a moment lets others run beside it")
@@ -206,7 +212,7 @@ def test_who_was_left_behind_finds_the_others_again() -> None:
     assert rows.made[0] == 1
     got += [plain(next(passing)) for _ in range(3)]
     assert rows.made[0] == 2
-    assert slow.party is not None and slow.party is fast.party  # it came to a batch that the others had kept
+    assert slow.ring is not None and slow.ring is fast.ring  # it came to a batch that the others had kept
     for one, other in zip(passing, first):
         got.append(plain(one))
         expected.append(plain(other))
@@ -237,7 +243,7 @@ def test_nobody_is_further_in_front_than_the_window_and_no_more_is_kept() -> Non
     thread.start()
     for _ in slow.epoch():
         time.sleep(0.005)
-        counts.append(fast.at - slow.at)
+        counts.append((fast.place[1] or 21) - slow.place[1])  # behind its end it is at the beginning of the next epoch
         went.clear()
         assert len(alive) <= 3 + 3
     thread.join(timeout=30)
@@ -245,7 +251,7 @@ def test_nobody_is_further_in_front_than_the_window_and_no_more_is_kept() -> Non
     assert max(counts) == 3
     fast.close(), slow.close()
     went.clear()
-    assert not data._parties
+    assert not in_rings(data)
 
 
 @pytest.mark.slow
@@ -305,7 +311,8 @@ def test_a_job_that_comes_when_its_first_batch_is_about_to_go() -> None:
     assert reading.wait(timeout=30)
     late = data.reader(1)
     go.set()
-    while data._parties[0].item(1) is None:
+    assert late.ring is not None
+    while (0, 0) in late.ring.kept:
         time.sleep(0.001)
     (got,) = in_threads(lambda: read(late))
     first.join(timeout=30)
@@ -330,19 +337,50 @@ class Awkward(Exception):
         self.code = code
 
 
-@pytest.mark.parametrize("error", [None, Awkward(7, "decoding"), FileNotFoundError(2, "no file", "a.png")])
-def test_every_job_gets_what_the_data_raises(error: Exception | None) -> None:
+@pytest.mark.parametrize(
+    "error", [None, lambda: Awkward(7, "decoding"), lambda: FileNotFoundError(2, "no file", "a.png")]
+)
+def test_every_job_gets_what_the_data_raises(error: Callable[[], Exception] | None) -> None:
     rows = Rows(broken=9, error=error)
     data = wf.SharedData(loader(rows, shuffle=False))
     results = wf.train([job(f"j{i}", data) for i in range(3)], on_error="continue", max_concurrent=3)
     errors = [result.error for result in results]
-    assert len({id(each) for each in errors}) == 3 and rows.made[9] == 1
+    assert len({id(each) for each in errors}) == 3 and rows.made[9] == 3  # each reads for itself what another could not
+    expected = OSError("the disk is gone") if error is None else error()
     for result in results:
-        assert type(result.error) is (OSError if error is None else type(error))
-        assert str(result.error) == ("the disk is gone" if error is None else str(error))
-        assert getattr(result.error, "code", None) == getattr(error, "code", None)
+        assert type(result.error) is type(expected)
+        assert str(result.error) == str(expected)
+        assert getattr(result.error, "code", None) == getattr(expected, "code", None)
         assert "in __getitem__" in result.traceback and "_train_epoch" in result.traceback
         assert len(result.losses) == 2
+
+
+def test_an_error_that_comes_once_fails_one_job_alone() -> None:
+    class Once(Rows):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            row = super().__getitem__(index)
+            if index == 9 and self.made[9] == 1:
+                raise OSError("the disk is gone for a moment")
+            return row
+
+    (alone,) = losses([job("alone", wf.SharedData(loader()))])
+    rows = Once()
+    data = wf.SharedData(loader(rows))
+    results = wf.train([job(f"j{i}", data) for i in range(3)], on_error="continue", max_concurrent=3)
+    assert sorted(result.status for result in results) == ["completed", "completed", "failed"]
+    assert all(result.losses == alone[: len(result.losses)] for result in results)
+    assert rows.made[9] == 1 + 3  # the others went on together
+
+
+@pytest.mark.timeout(60)
+def test_a_reader_that_could_not_read_may_try_again() -> None:
+    rows = Rows(broken=2)
+    with contextlib.closing(wf.SharedData(loader(rows, shuffle=False)).reader()) as reader:
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                list(reader.epoch())
+        rows.broken = None
+        assert len(list(reader.epoch())) == BATCHES
 
 
 def test_a_job_that_fails_or_stops_holds_nobody_up() -> None:
@@ -363,7 +401,7 @@ def test_a_job_that_fails_or_stops_holds_nobody_up() -> None:
     assert [result.status for result in results] == ["completed", "failed", "pruned"]
     assert rows.made == dict.fromkeys(range(ROWS), 3)
     assert results[0].losses[:BATCHES] == results[1].losses == results[2].losses
-    assert data._parties == []
+    assert not in_rings(data)
 
 
 @pytest.mark.needs_time("what lasts a moment lets others run beside it")
@@ -396,6 +434,37 @@ def test_breaking_one_job_off_while_it_reads_spoils_nothing() -> None:
     assert others == [expected, expected]
 
 
+def test_nobody_waits_for_a_reader_that_was_left_behind_in_the_data() -> None:
+    hangs, go = threading.Event(), threading.Event()
+
+    class Hangs(Rows):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            row = super().__getitem__(index)
+            if index == 9 and self.made[9] == 1:
+                hangs.set()
+                assert go.wait(timeout=30)
+            return row
+
+    expected = read(wf.SharedData(loader(shuffle=False)).reader(1))
+    data = wf.SharedData(loader(Hangs(), shuffle=False))
+    hung, others = data.reader(1), [data.reader(1) for _ in range(2)]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(read(hung)), daemon=True)
+    thread.start()
+    assert others[0].ring is hung.ring
+    while (0, 1) not in hung.ring.kept:
+        time.sleep(0.001)
+    for reader in others:  # it takes no more than two before they do
+        next(reader.epoch())
+    assert hangs.wait(timeout=30)
+    cancel.left_behind.add(thread)  # as is done with one that is not broken off
+    hung.close()
+    assert in_threads(*(lambda reader=reader: read(reader) for reader in others)) == [[expected[0][1:]]] * 2
+    go.set()  # it comes back, and finds its place
+    thread.join(timeout=30)
+    assert found == [expected] and not in_rings(data)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_worker_process_is_left(fails: bool) -> None:
     before = {process.pid for process in multiprocessing.active_children()}
@@ -409,8 +478,9 @@ def test_the_last_to_leave_ends_the_workers_of_its_pass() -> None:
     data = wf.SharedData(loader(num_workers=1))
     one, other = data.reader(1), data.reader(1)
     next(one.epoch())
-    source = one.party.source  # held here: nothing ends by being forgotten
-    workers = list(source._batches._reading._workers)
+    assert one.ring is not None and one.ring is other.ring
+    source = one.ring.source  # held here: nothing ends by being forgotten
+    workers = list(source.gi_frame.f_locals["batches"]._reading._workers)
     one.close()
     assert all(worker.is_alive() for worker in workers)
     other.close()
@@ -642,5 +712,5 @@ def test_trials_of_a_study(deterministic: bool) -> None:
 def test_plans_read_one_batch_and_hold_nobody_up() -> None:
     data = wf.SharedData(loader())
     assert wf.max_batch_size(job("j", data), memory="1GiB").size > 0
-    assert data._parties == []
+    assert not in_rings(data)
     assert len(losses([job("j", data)])[0]) == 3 * BATCHES
