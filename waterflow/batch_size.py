@@ -23,8 +23,8 @@ from waterflow.executor.simulation import Clock, Simulated, SimulatedJob, simula
 from waterflow.job import Job
 from waterflow.partition.plan import format_bytes
 from waterflow.partition.recompute import Recomputed
+from waterflow.planner.alone import largest_recomputed
 from waterflow.planner.feasibility import Need, feasible, largest_set
-from waterflow.planner.recomputing import largest_recomputed
 from waterflow.planner.report import save_report
 from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, run_copies
 from waterflow.planner.sizes import SizedStep, StepSizes
@@ -168,7 +168,7 @@ def max_batch_size(
 
     A job with ``recompute=`` in bytes is planned with steps of that height. With ``"auto"`` an engine lowers a step only
     where it would not fit alone, so that side by side nothing changes: ``JobBatch.recomputed`` has the larger batch alone
-    (how it is found, and how far it can be trusted: ``planner/recomputing.py``).
+    (how it is found, and how far it can be trusted: ``planner/alone.py``).
 
     Args:
         jobs: One job, or several.
@@ -192,29 +192,28 @@ def max_batch_size(
             f"there must be a job, and a whole number of copies of it; got {len(given)} job(s), copies={copies!r}"
         )
     device, limit, context = device_of(gpu, memory)
-    looked: dict[int, StepSizes] = {}
-    for job in given:
-        if id(job) not in looked:
-            looked[id(job)] = _looked_at(job)
+    looked = {number: _looked_at(job) for number, job in {id(job): job for job in given}.items()}
     sizes = [looked[id(job)] for job in given for _ in range(copies)]
     return find(sizes, limit, context, Clock(device) if device is not None else None)
 
 
 def _looked_at(job: Job) -> StepSizes:
-    sizes = sizes_of(job)
     try:
-        sizes.at(sizes.given)
+        return sizes_of(job)
     except CaptureError as error:
         why = f"job {job.name!r} cannot be captured, and its memory is not known before it runs: {error.reason}"
         raise CaptureError(why, error.where) from None
-    return sizes
 
 
 def sizes_of(job: Job, captured: Callable[[], None] = lambda: None) -> StepSizes:
-    """The job's step with batches of any size, as ``train`` runs it; ``captured`` is called for each capture."""
+    """The job's step with batches of any size, as ``train`` runs it; ``captured`` is called for each capture.
+
+    Raises CaptureError where it cannot be captured with the batch that it has.
+    """
     job.check()
     made = StepSizes(*step_and_batch(job), batches_held=STEPS_AHEAD)
     made.on_capture = captured
+    made.at(made.given)
     return made
 
 
@@ -250,8 +249,8 @@ def _row(
 def _recomputed(sizes: StepSizes, alone: LargestBatch) -> RecomputedBatch | None:
     """The largest batch alone of a job that may recompute; None where it does not differ from the one without."""
     if sizes.step.recompute == "auto":
-        found = largest_recomputed(sizes, alone.memory, alone.size, batches=sizes.batches_held)
-        return RecomputedBatch(found.size, alone.size, found.cost) if found is not None else None
+        found = largest_recomputed(sizes, alone.memory, alone.size)
+        return RecomputedBatch(found[0].size, alone.size, found[1]) if found is not None else None
     cost = sizes.cost(alone.size)
     if cost is None:
         return None

@@ -37,24 +37,26 @@ _ALSO_CALLED = {
 class GPUPlan:
     """What was found for jobs on one device, counted as ``train`` does with a limit of ``memory`` bytes.
 
-    ``reserve`` bytes of them are the engine's. ``feasibility`` tells what each job takes with the batch that it has, and which of
-    them train together. ``eager`` has, by name, why jobs cannot be captured: those are planned with no others. ``recomputed``
-    has what jobs make again, or would, to fit alone. ``beyond`` has the jobs whose steps cannot be as low as their
-    ``recompute=`` says, each with the bytes that are too many. ``largest`` is None where not even the smallest batches of all
-    fit together, for the ``reason`` given; ``hindrance`` is then the job that takes most of them, and its step.
+    ``steps`` has each job's name and step with the batch that it has, ``feasibility`` which of them train together. ``eager`` has,
+    by name, why jobs cannot be captured: those are planned with no others. ``recomputed`` has what jobs make again, or would, to
+    fit alone. ``largest`` is None where not even the smallest batches of all fit together, for the ``reason`` given;
+    ``hindrance`` is then the job that takes most of them, and its step.
     """
 
     device: GPU | None
     memory: int
-    reserve: int
-    batches: tuple[int, ...]
+    steps: tuple[tuple[str, SizedStep], ...]
     feasibility: Feasibility
     eager: dict[str, str]
     recomputed: dict[int, Recomputed]
-    beyond: dict[int, int]
     largest: MaxBatchSize | None = None
     reason: str | None = None
     hindrance: tuple[str, SizedStep] | None = None
+
+    @property
+    def reserve(self) -> int:
+        """Bytes of the memory that are the engine's."""
+        return self.memory - self.feasibility.room
 
     @property
     def fits(self) -> bool | None:
@@ -74,11 +76,11 @@ class GPUPlan:
     def explanation(self) -> list[str]:
         """Why, in sentences."""
         lines = []
-        needs, together = self.feasibility.needs, self.feasibility.together
-        if together and len(needs) > 1:
+        together = self.feasibility.together
+        if together and len(self.steps) > 1:
             held, high = sum(job.held for job in together), max(together, key=lambda job: job.height)
             lines.append(
-                f"with the batches that they have, {len(together)} of {len(needs)} jobs train together: all of them "
+                f"with the batches that they have, {len(together)} of {len(self.steps)} jobs train together: all of them "
                 f"hold {format_bytes(held)}, the highest step ({high.name}) takes {format_bytes(high.height)} more, of "
                 f"{format_bytes(self.feasibility.room)}"
             )
@@ -87,16 +89,16 @@ class GPUPlan:
             for name, why in self.eager.items()
         ]
         lines += [
-            f"{needs[i].name} with recompute='auto' and its batch of {self.batches[i]}: {cost}"
+            f"{name} with recompute='auto' and its batch of {step.size}: {self.recomputed[i]}"
             if self.verdict(i).startswith("fits alone")
-            else f"{needs[i].name} recomputes with its batch of {self.batches[i]}: {cost}"
-            for i, cost in self.recomputed.items()
-        ]
+            else f"{name} recomputes with its batch of {step.size}: {self.recomputed[i]}"
+            for i, (name, step) in enumerate(self.steps) if i in self.recomputed
+        ]  # fmt: skip
         lines += [
-            f"{needs[i].name} with its batch of {self.batches[i]} cannot be brought to its recompute=: its step is "
-            f"{format_bytes(more)} higher at best"
-            for i, more in self.beyond.items()
-        ]
+            f"{name} with its batch of {step.size} cannot be brought to its recompute=: its step is "
+            f"{format_bytes(step.beyond or 0)} higher at best"
+            for name, step in self.steps if not step.within
+        ]  # fmt: skip
         lines += str(self.largest).splitlines() if self.largest is not None else []
         lines += [self.reason] if self.reason is not None else []
         return lines
@@ -116,13 +118,13 @@ class GPUPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
-        needs, turns = self.feasibility.needs, self.feasibility.turns
+        turns = self.feasibility.turns
         fit = {i for turn in turns for i in turn}
         jobs: list[dict[str, Any]] = [
-            {"name": need.name, "batch": batch, "held_bytes": need.held, "height_bytes": need.height,
+            {"name": name, "batch": step.size, "held_bytes": step.held, "height_bytes": step.height,
              "verdict": self.verdict(i), "fits": i in fit,
              "recomputed": dataclasses.asdict(self.recomputed[i]) if i in self.recomputed else None}
-            for i, (need, batch) in enumerate(zip(needs, self.batches))
+            for i, (name, step) in enumerate(self.steps)
         ]  # fmt: skip
         jobs += [
             {"name": name, "verdict": "trains eagerly", "fits": None, "opaque_reason": why}
@@ -131,7 +133,7 @@ class GPUPlan:
         return {
             "gpu": self.device.name if self.device is not None else None, "memory_bytes": self.memory,
             "reserve_bytes": self.reserve, "batches_held": STEPS_AHEAD, "fits": self.fits, "jobs": jobs,
-            "sets": [[needs[i].name for i in turn] for turn in turns],
+            "sets": [[need.name for need in self.feasibility.of(turn)] for turn in turns],
             "largest": self.largest.to_dict() if self.largest is not None else None, "reason": self.reason,
         }  # fmt: skip
 
@@ -145,13 +147,11 @@ def plan_for_gpu(
     A job that cannot be captured does not keep the others from being planned. ``captured`` is called for each capture.
     """
     device, limit, context = device_of(gpu, memory)
-    reserve = reserve_of(limit)
+    room = limit - reserve_of(limit)
     looked, eager = [], {}
     for job in jobs:
         try:
-            each = sizes_of(job, captured)
-            each.at(each.given)
-            looked.append(each)
+            looked.append(sizes_of(job, captured))
         except CaptureError as error:
             eager[job.name] = str(error)
         except WaterflowError:
@@ -171,18 +171,16 @@ def plan_for_gpu(
     recomputed: dict[int, Recomputed] = {}
     for i, each in enumerate(sizes):
         cost = None
-        if steps[i].held + steps[i].height > limit - reserve > steps[i].held:
+        if steps[i].held + steps[i].height > room > steps[i].held:
             with contextlib.suppress(MemoryLimitError):
-                lower, cost = each.lowered(each.given, limit - reserve - steps[i].held)
+                lower, cost = each.lowered(each.given, room - steps[i].held)
                 steps[i] = lower if each.step.recompute == "auto" else steps[i]
         elif steps[i].within:
             cost = each.cost(each.given)
         recomputed |= {i: cost} if cost is not None else {}
-    needs = [Need(name, step.held, step.height) for name, step in zip(names, steps)]
-    beyond = {i: step.beyond for i, step in enumerate(steps) if step.beyond is not None and step.beyond > 0}
-    found = feasible(needs, limit - reserve, without=beyond)
-    batches = tuple(step.size for step in steps)
-    return GPUPlan(device, limit, reserve, batches, found, eager, recomputed, beyond, largest, reason, hindrance)
+    named = tuple(zip(names, steps))
+    found = feasible([Need(name, step.held, step.height) if step.within else None for name, step in named], room)
+    return GPUPlan(device, limit, named, found, eager, recomputed, largest, reason, hindrance)
 
 
 def job_named(reference: str, folder: Path) -> Job:

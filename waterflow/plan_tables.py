@@ -21,10 +21,10 @@ def gpu_table(found: GPUPlan) -> Table:
     title = f"{where}: {format_bytes(found.memory)} for jobs, {format_bytes(found.reserve)} of it reserve"
     made = table(title, columns, left=("job", ""))
     rows = found.largest.jobs if found.largest is not None else ()
-    for i, need in enumerate(found.feasibility.needs):
+    for i, (name, step) in enumerate(found.steps):
         sizes = (str(rows[i].size), str(rows[i].alone), f"{rows[i].ratio:.3f}") if rows else ("", "", "")
-        held, height = format_bytes(need.held), format_bytes(need.height)
-        made.add_row(need.name, str(found.batches[i]), held, height, found.verdict(i), *sizes)
+        held, height = format_bytes(step.held), format_bytes(step.height)
+        made.add_row(name, str(step.size), held, height, found.verdict(i), *sizes)
     for name in found.eager:
         made.add_row(name, "", "", "", "trains eagerly: not known")
     return made

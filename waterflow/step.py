@@ -39,7 +39,7 @@ from waterflow.partition.recompute import Recomputed
 from waterflow.partition.spec import StepSpec
 from waterflow.partition.structure import flatten, of_torch
 from waterflow.partition.surroundings import surrounding_autocast
-from waterflow.planner.refusal import what_fits
+from waterflow.planner.alone import what_fits
 
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]

@@ -18,16 +18,17 @@ from waterflow.executor.shared_data import SharedData
 from waterflow.job import Job
 from waterflow.partition.plan import Plan, format_bytes
 from waterflow.partition.recompute import Recomputed
-from waterflow.partition.structure import flatten
+from waterflow.planner.alone import what_fits
 from waterflow.planner.feasibility import Feasibility, Need, needed
-from waterflow.planner.refusal import what_fits
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD
+
+ANY_ROOM = 1 << 62
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is known of one job before it is trained. ``plan`` is None where it cannot be captured.
+    """What is known of one job before it is trained, alone. ``plan`` is None where it cannot be captured.
 
     ``recomputed`` is what the job makes again, where it may and has to.
     """
@@ -38,6 +39,12 @@ class Forecast:
     verdict: str = ""
     error: Exception | None = None
     opaque_reason: str | None = None
+
+    @property
+    def need(self) -> Need | None:
+        """What the job takes while it trains, with the batches that it holds; None where that is not known."""
+        plan = self.plan
+        return None if plan is None else Need(self.name, plan.persistent + STEPS_AHEAD * plan.batch, plan.height)
 
     def to_dict(self, groups: bool) -> dict[str, Any]:
         """Plain values for JSON, bytes throughout."""
@@ -108,7 +115,7 @@ class Together:
             "lanes": self.lanes,
             "together": [job.name for job in together],
             "claimed_bytes": sum(job.held for job in together),
-            "fits": None if any(job.opaque_reason for job in self.jobs) else len(together) == len(self.jobs),
+            "fits": None if any(job.opaque_reason for job in self.jobs) else self.feasibility.fits,
             "jobs": [job.to_dict(groups) for job in self.jobs],
         }
 
@@ -123,53 +130,50 @@ def fit_together(
     with Engine(memory=memory) as engine:
         at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
         looked: list[Forecast] = []
-        taken: list[Need] = []
+        taken: dict[int, Need] = {}
         for job in jobs:
             try:
-                found = _forecast(job, engine)
-            except CaptureError as error:
-                why = "runs eagerly: memory unknown before its first step"
-                found = Forecast(job.name, verdict=why, opaque_reason=str(error))
+                found = forecast(job, engine.limit, engine.room)
             except Exception as error:
                 found = Forecast(job.name, verdict="fails", error=error)
-            if found.plan is not None and found.error is None:
-                need = need_of(found.plan.renamed(job.name))
-                if needed([*taken, need]) > engine.room:
+            if found.need is not None and found.error is None:
+                if needed([*taken.values(), found.need]) > engine.room:
                     verdict = "waits for memory: until one of the others has ended"
                 elif len(taken) >= at_once:
                     verdict = f"waits for its turn: max_concurrent is {at_once}"
                 else:
                     verdict = "fits"
-                    taken.append(need)
+                    taken[len(looked)] = found.need
                 found = dataclasses.replace(found, verdict=verdict)
             looked.append(found)
-    turn = (tuple(range(len(taken))),) if taken else ()
-    return Together(engine.limit, engine.lanes, tuple(looked), Feasibility(engine.room, tuple(taken), turn))
+    turns = (tuple(taken),) if taken else ()
+    feasibility = Feasibility(engine.room, tuple(found.need for found in looked), turns)
+    return Together(engine.limit, engine.lanes, tuple(looked), feasibility)
 
 
-def _forecast(job: Job, engine: Engine) -> Forecast:
+def forecast(job: Job, limit: int = ANY_ROOM, room: int = ANY_ROOM) -> Forecast:
+    """One job alone under a ``limit`` that has ``room`` for jobs: where it may recompute, in the form in which it fits.
+
+    Makes its model and reads one batch of its data. For a job that does not fit, ``error`` says what would.
+    """
     job.check()
     step, batch = step_and_batch(job)
-    plan, recomputed = step.plan_for(batch), step.recomputed_for(batch)
-    need = need_of(plan)
-    lowest = None
-    if need.peak > engine.room and step.recompute == "auto":
-        height = max(0, engine.room - need.held)
+    try:
+        plan, recomputed = step.plan_for(batch), step.recomputed_for(batch)
+    except CaptureError as error:
+        why = "runs eagerly: memory unknown before its first step"
+        return Forecast(job.name, verdict=why, opaque_reason=str(error))
+    held, lowest = plan.persistent + STEPS_AHEAD * plan.batch, None
+    if held + plan.height > room and step.recompute == "auto":
+        height = max(0, room - held)
         try:
             plan, recomputed = step.plan_for(batch, height), step.recomputed_for(batch, height)
-            need = need_of(plan)
         except MemoryLimitError as error:
             lowest = error.needed
-    if need.peak <= engine.room:
+    if held + plan.height <= room:
         return Forecast(job.name, plan, recomputed)
-    leaves, form, _ = flatten(batch)
-    fits = what_fits(step, engine.room, STEPS_AHEAD, leaves, form)
-    return Forecast(job.name, plan, recomputed, "does not fit", fits.error(engine, plan, need.held, lowest))
-
-
-def need_of(plan: Plan) -> Need:
-    """What a running job of this plan takes, with the batches that it holds."""
-    return Need(plan.name, plan.persistent + STEPS_AHEAD * plan.batch, plan.height)
+    refused = what_fits(step, room, STEPS_AHEAD, batch).error(limit, room, plan, held, lowest)
+    return Forecast(job.name, plan, recomputed, "does not fit", refused)
 
 
 def step_and_batch(job: Job) -> tuple[Step, Any]:

@@ -128,7 +128,10 @@ def test_sets_that_fit_together(client: wf.Cluster) -> None:
     assert len(ids) == 2
     names = sorted(result.name for id in ids for result in client.result(id, timeout=PATIENCE))
     assert names == [f"wide {n}" for n in range(4)]
-    with pytest.raises(wf.MemoryLimitError, match="job 'too wide' needs .* and a device of 256.0 MiB leaves"):
+    with pytest.raises(
+        wf.MemoryLimitError,
+        match="job 'too wide' does not fit: .* the limit of 256.0 MiB leaves .*Make the model smaller",
+    ):
         client.submit_apart([job("too wide", steps=1, width=9_000_000)])
 
 

@@ -12,7 +12,7 @@ import waterflow as wf
 from tests.support import images
 from tests.test_recompute import Deep
 from waterflow.executor.engine import Engine
-from waterflow.planner.recomputing import largest_recomputed
+from waterflow.planner.alone import largest_recomputed
 from waterflow.planner.search import largest_batch
 from waterflow.planner.sizes import StepSizes
 
@@ -39,16 +39,19 @@ def test_what_an_engine_takes_and_no_more() -> None:
     sizes = sizes_of(recompute="auto")
     plain = largest_batch(sizes, memory=MEMORY).size
     before = sizes.step._variants._captures.copy()
-    found = largest_recomputed(sizes, MEMORY, plain, batches=2)  # as many as a running job holds
-    assert found is not None and found.size > 1.5 * plain
+    running = StepSizes(sizes.step, images(1, size=256, shape=(32,))[0], batches_held=2)
+    found = largest_recomputed(running, MEMORY, plain)
+    assert found is not None
+    step, cost = found
+    assert step.size > 1.5 * plain
     assert len(sizes.step._variants._captures) - len(before) <= 8
-    found.step.offsets.check()
-    assert found.step.persistent + 2 * found.step.batch + found.step.offsets.height <= MEMORY
-    assert train(found.size, "auto").recomputed == found.cost and found.cost.share_of_bytes > 0
+    step.offsets.check()
+    assert step.held == step.persistent + 2 * step.batch and step.held + step.offsets.height <= MEMORY
+    assert train(step.size, "auto").recomputed == cost and cost.share_of_bytes > 0
     with pytest.raises(wf.MemoryLimitError):
-        train(found.size + 1, "auto")
+        train(step.size + 1, "auto")
     with pytest.raises(wf.MemoryLimitError):
-        train(found.size)
+        train(step.size)
 
 
 @pytest.mark.slow
@@ -56,7 +59,7 @@ def test_where_nothing_is_known_to_fit_without() -> None:
     sizes = sizes_of(recompute="auto")
     plain = largest_batch(sizes, memory=MEMORY).size
     one, other = largest_recomputed(sizes, MEMORY, 0), largest_recomputed(sizes, MEMORY, plain)
-    assert one is not None and other is not None and one.size == other.size
+    assert one is not None and other is not None and one[0].size == other[0].size
 
 
 def test_nothing_to_drop() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from waterflow.errors import CaptureError, MemoryLimitError
 from waterflow.executor.memory_limit import reserve_of
 from waterflow.job import Job
-from waterflow.partition.plan import format_bytes
-from waterflow.planner.feasibility import Need, feasible, needed
-from waterflow.together import need_of, step_and_batch
+from waterflow.planner.feasibility import feasible, needed
+from waterflow.together import forecast
 
 
 @dataclass(frozen=True)
@@ -21,24 +19,13 @@ class JobSet:
     memory: int
 
 
-def _need(job: Job) -> Need | None:
-    """What a job takes of a device: makes its model, reads one batch, captures its step. None where it cannot be captured."""
-    job.check()
-    step, batch = step_and_batch(job)
-    try:
-        return need_of(step.plan_for(batch))
-    except CaptureError:
-        return None
-
-
 def memory_of(jobs: Sequence[Job]) -> int:
     """Bytes that jobs need on a device that they share: all that they hold, and the highest step. 0 where that is not known.
 
     A limit must be higher by the engine's reserve, which is no job's.
     """
-    needs = [_need(job) for job in jobs]
-    known = [need for need in needs if need is not None]
-    return needed(known) if len(known) == len(needs) else 0
+    known = [need for job in jobs if (need := forecast(job).need) is not None]
+    return needed(known) if len(known) == len(jobs) else 0
 
 
 def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
@@ -47,15 +34,10 @@ def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
     Jobs whose steps cannot be captured are alone. Raises MemoryLimitError for a job that does not even fit alone.
     """
     room = memory - reserve_of(memory)
-    found = [_need(job) for job in jobs]
-    for need in found:
-        if need is not None and need.peak > room:
-            raise MemoryLimitError(
-                f"job {need.name!r} needs {format_bytes(need.peak)}, and a device of {format_bytes(memory)} leaves "
-                f"{format_bytes(room)} for jobs (the rest is the reserve). Lower its batch size, or let it recompute",
-                needed=need.peak, limit=memory,
-            )  # fmt: skip
-    places = [place for place, need in enumerate(found) if need is not None]
-    fit = feasible([need for need in found if need is not None], room)
-    made = [JobSet(tuple(jobs[places[i]] for i in turn), needed(fit.of(turn))) for turn in fit.turns]
-    return [*made, *(JobSet((job,), 0) for job, need in zip(jobs, found) if need is None)]
+    found = [forecast(job, memory, room) for job in jobs]
+    for one in found:
+        if one.error is not None:
+            raise one.error
+    fit = feasible([one.need for one in found], room)
+    made = [JobSet(tuple(jobs[i] for i in turn), needed(fit.of(turn))) for turn in fit.turns]
+    return [*made, *(JobSet((job,), 0) for job, one in zip(jobs, found) if one.need is None)]

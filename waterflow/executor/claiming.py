@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import MemoryLimitError
+from waterflow.executor.claims import too_large
 from waterflow.executor.engine import Engine
 from waterflow.executor.pending import Pending
 from waterflow.executor.variant import Variant
@@ -31,8 +32,11 @@ class WhatFits:
     recomputed: int | None = None
     helps: bool | None = None
 
-    def error(self, engine: Engine, plan: Plan, held: int, lowest: int | None = None) -> MemoryLimitError:
-        """For the job of this plan, which holds ``held`` bytes; ``lowest`` is the height that recomputing brings it to."""
+    def error(self, limit: int, room: int, plan: Plan, held: int, lowest: int | None = None) -> MemoryLimitError:
+        """For the job of this plan, which holds ``held`` bytes; ``lowest`` is the height that recomputing brings it to.
+
+        A memory ``limit`` has ``room`` for jobs.
+        """
         told = []
         if lowest is not None:
             told.append(f"recomputing brings the step to {format_bytes(lowest)} at best")
@@ -51,11 +55,11 @@ class WhatFits:
         smaller = "Make the model smaller" if none_fits else "Lower the batch size"
         more = ", pass recompute='auto', or" if self.helps else " or"
         said = "".join(f"; {part}" for part in told) + f". {smaller}{more} raise memory=."
-        return engine.too_large(plan, held, self.recomputed or self.largest or None, said)
+        return too_large(plan, held, limit, room, self.recomputed or self.largest or None, said)
 
 
-# Of a batch, as leaves and structure, for a step with this many bytes above what its graph knows: what fits.
-Search = Callable[[list[Any], pytree.TreeSpec | None, int], WhatFits]
+# In the place of a batch, for a step with this many bytes above what its graph knows: what fits.
+Search = Callable[[Any, int], WhatFits]
 
 
 def claim(
@@ -85,8 +89,9 @@ def claim(
                 lowest = out_of_reach.needed
             if lower is None:
                 beyond = max(0, plan.height - variant.captured.predicted.height)
-                found = search(leaves, batch_spec, beyond)
-                raise found.error(engine, plan.renamed(name), held, lowest) from None
+                batch = tuple(leaves) if batch_spec is None else pytree.tree_unflatten(leaves, batch_spec)
+                found = search(batch, beyond)
+                raise found.error(engine.limit, engine.room, plan.renamed(name), held, lowest) from None
             variant = lower
             variant.seen = seen
     return variant

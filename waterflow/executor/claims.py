@@ -60,7 +60,7 @@ class Claims(MakingWay):
                 self._leave(job, plan)
             return
         if needed + height > self.room:
-            raise self.too_large(plan, needed)
+            raise too_large(plan, needed, self.limit, self.room)
         if mine is not None and max(needed, mine.needed) + max(height, mine.height) <= self.room:
             needed, height = max(needed, mine.needed), max(height, mine.height)  # its other steps go on
         wanted = self._wanted(terms, needed, height)
@@ -229,17 +229,6 @@ class Claims(MakingWay):
         with self._guard:
             return sum(claim.bytes for claim in self._claims.values())
 
-    def too_large(
-        self, plan: Plan, wanted: int, largest_batch: int | None = None, told: str = ". Lower the batch size or raise memory=.",
-    ) -> MemoryLimitError:  # fmt: skip
-        """The error for a job that does not fit even alone, with what is ``told`` of it."""
-        return MemoryLimitError(
-            f"job {plan.name!r} does not fit: its state and batch take {format_bytes(wanted)} and its step reaches "
-            f"{format_bytes(plan.height)} above them; the limit of {format_bytes(self.limit)} leaves "
-            f"{format_bytes(self.room)} (the rest is the reserve){told}",
-            needed=wanted + plan.height, limit=self.limit, largest_batch=largest_batch,
-        )  # fmt: skip
-
     # -- terms
 
     def set_terms(self, job: int, terms: Terms) -> None:
@@ -374,3 +363,16 @@ class Claims(MakingWay):
 
     def _book(self, job: int, name: str, count: int) -> None:
         self.persistent_log.append((_C.Engine.now_ns(), job, name, count))
+
+
+def too_large(
+    plan: Plan, held: int, limit: int, room: int, largest_batch: int | None = None,
+    told: str = ". Lower the batch size or raise memory=.",
+) -> MemoryLimitError:  # fmt: skip
+    """The error for a job that does not fit even alone, with what is ``told`` of it; a memory ``limit`` has ``room`` for jobs."""
+    return MemoryLimitError(
+        f"job {plan.name!r} does not fit: its state and batch take {format_bytes(held)} and its step reaches "
+        f"{format_bytes(plan.height)} above them; the limit of {format_bytes(limit)} leaves "
+        f"{format_bytes(room)} (the rest is the reserve){told}",
+        needed=held + plan.height, limit=limit, largest_batch=largest_batch,
+    )  # fmt: skip

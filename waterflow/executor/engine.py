@@ -20,7 +20,7 @@ from waterflow.executor import cuda_lanes
 from waterflow.executor.account import Account
 from waterflow.executor.belonging import current_worker as current_worker
 from waterflow.executor.belonging import here
-from waterflow.executor.claims import Claims
+from waterflow.executor.claims import Claims, too_large
 from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
 from waterflow.executor.forks import fork_in_turns
@@ -207,7 +207,7 @@ class Engine(Claims):
         except _C.Cancelled as error:
             raise JobCancelled(f"step {self.names[job]!r}: {error}") from None
         except ValueError as error:
-            raise self.too_large(plan, plan.persistent + plan.batch) from error
+            raise too_large(plan, plan.persistent + plan.batch, self.limit, self.room) from error
 
     def run_audit(self, job: int, audit: OneAudit) -> Any:
         """Run an audit on a lane, as one group; returns what differs. It counts for a step where it leaves one done.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -29,11 +29,11 @@ def needed(jobs: Sequence[Need]) -> int:
 class Feasibility:
     """Which jobs train together in ``room`` bytes: ``turns`` are sets of them, by their places, one after the other.
 
-    A job that is in none of them does not fit, or is not known to.
+    A job that is in none of them does not fit alone, or has no need that is known.
     """
 
     room: int
-    needs: tuple[Need, ...]
+    needs: tuple[Need | None, ...]
     turns: tuple[tuple[int, ...], ...]
 
     @property
@@ -48,7 +48,7 @@ class Feasibility:
 
     def of(self, turn: Sequence[int]) -> tuple[Need, ...]:
         """The needs of the jobs at these places."""
-        return tuple(self.needs[i] for i in turn)
+        return tuple(need for i in turn if (need := self.needs[i]) is not None)
 
 
 def largest_set(jobs: Sequence[Need], memory: int) -> tuple[int, ...]:
@@ -74,15 +74,12 @@ def largest_set(jobs: Sequence[Need], memory: int) -> tuple[int, ...]:
     return best
 
 
-def feasible(jobs: Sequence[Need], room: int, without: Collection[int] = ()) -> Feasibility:
-    """All jobs that fit alone, in sets that train one after the other, each the largest of those that are left.
-
-    Jobs at the places ``without`` are in none.
-    """
-    left = [i for i, job in enumerate(jobs) if job.peak <= room and i not in without]
+def feasible(jobs: Sequence[Need | None], room: int) -> Feasibility:
+    """All jobs that fit alone, in sets that train one after the other, each the largest of those that are left."""
+    left = {i: job for i, job in enumerate(jobs) if job is not None and job.peak <= room}
     turns = []
     while left:
-        chosen = largest_set([jobs[i] for i in left], room)
-        turns.append(tuple(left[i] for i in chosen))
-        left = [i for i in left if i not in turns[-1]]
+        places = list(left)
+        turns.append(tuple(places[i] for i in largest_set([*left.values()], room)))
+        left = {i: job for i, job in left.items() if i not in turns[-1]}
     return Feasibility(room, tuple(jobs), tuple(turns))

@@ -136,9 +136,9 @@ def _enough_steps(steps: Sequence[SizedStep]) -> int:
     return max(_LEAST_STEPS, min(_MOST_STEPS, _OPERATIONS // operations))
 
 
-def largest_claim(sizes: StepSizes, limit: int, needs: Callable[[SizedStep], int]) -> SizedStep:
-    """The step at the largest size at which it ``needs`` no more than ``limit`` bytes. Raises as ``largest_batch`` does."""
-    return _largest([sizes], [1], limit, lambda steps: max(needs(steps[0]), _least(steps, limit)))[0]
+def largest_claim(sizes: StepSizes, limit: int) -> SizedStep:
+    """The step at the largest size at which an engine lets it in alone before its memory is placed. Raises as ``largest_batch``."""
+    return _largest([sizes], [1], limit, lambda steps: max(steps[0].held + steps[0].peak, _least(steps, limit)))[0]
 
 
 @no_collections()

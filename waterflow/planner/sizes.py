@@ -86,7 +86,12 @@ class SizedStep:
     def height(self) -> int:
         """What an engine lets the step take: placed memory and what it hands out, or, if more, what is live unplaced."""
         kept = sum(life.size for life in self.footprint.lives if life.kept)
-        return max(self.offsets.height + kept, *(memory.peak for memory in self.footprint.memory()))
+        return max(self.offsets.height + kept, self.peak)
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """The most of the step that is live at once, what it hands out and what kernels take included."""
+        return max(memory.peak for memory in self.footprint.memory())
 
     @property
     def alone(self) -> int:
