@@ -16,11 +16,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 # .ci/cpu_wheels.py makes their Python code import beside a torch without it.
 UNBOUND := torchvision==0.28.0 timm==1.0.31 torchaudio==2.11.0
 
-CPP := $(wildcard waterflow/*/csrc/*.cpp waterflow/*/csrc/*.h tests/native/*.cpp tests/native/*.h tests/*/native/*.cpp)
+CPP := $(wildcard $(addprefix waterflow/*/csrc/,*.cpp *.h */*.cpp */*.h) tests/native/*.cpp tests/native/*.h tests/*/native/*.cpp)
 
 # The allocator's core knows no torch: it compiles alone.
-CORE := $(addprefix waterflow/allocator/csrc/,simulated_device.cpp cpu_device.cpp size_bins.cpp stream_clocks.cpp \
-  free_sets.cpp stream_allocator.cpp stream_allocator_tiers.cpp stream_allocator_report.cpp)
+CORE := $(addprefix waterflow/allocator/csrc/,simulated/simulated_device.cpp cpu/cpu_device.cpp stream/stream_clocks.cpp \
+  stream/free_sets.cpp stream/stream_allocator.cpp)
 FUZZ_ROWS := 6000
 
 # Two processes: the suite is written for two cores. Tests of one file stay together as far as that fills both.
@@ -63,9 +63,9 @@ sanitize: build/fuzz-address,undefined build/fuzz-thread
 	build/fuzz-address,undefined $(FUZZ_ROWS)
 	build/fuzz-thread $(FUZZ_ROWS)
 
-build/fuzz-%: $(CORE) $(wildcard waterflow/allocator/csrc/*.h tests/native/*.h) tests/native/fuzz.cpp tests/native/fuzz_table.cpp tests/allocator/native/fuzz_main.cpp
+build/fuzz-%: $(CORE) $(wildcard waterflow/allocator/csrc/*.h waterflow/allocator/csrc/*/*.h tests/native/*.h) tests/native/fuzz.cpp tests/native/fuzz_table.cpp tests/allocator/native/fuzz_main.cpp
 	mkdir -p build
-	$(CXX) -std=c++20 -O1 -g -DWATERFLOW_TEST_HOOKS -Wall -Wextra -fsanitize=$* -fno-sanitize-recover=all -fno-omit-frame-pointer -pthread \
+	$(CXX) -std=c++20 -O1 -g -DWATERFLOW_TEST_HOOKS -Wall -Wextra -fsanitize=$* -fno-sanitize-recover=all -fno-omit-frame-pointer -pthread -I. \
 	  $(filter %.cpp,$^) -o $@
 
 format: $(VENV)/.built

@@ -16,8 +16,8 @@ import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-SOURCES = sorted(str(path) for path in Path("waterflow").glob("*/csrc/*.cpp"))
-HEADERS = sorted(str(path) for path in Path("waterflow").glob("*/csrc/*.h"))
+SOURCES = sorted(str(path) for path in Path("waterflow").glob("*/csrc/**/*.cpp"))
+HEADERS = sorted(str(path) for path in Path("waterflow").glob("*/csrc/**/*.h"))
 
 # Two compilers at once need about 3 GB of memory; MAX_JOBS overrides.
 os.environ.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, 8)))
@@ -42,6 +42,7 @@ setup(
             "waterflow._C",
             SOURCES,
             depends=HEADERS,
+            include_dirs=[str(Path(__file__).parent)],
             extra_compile_args=FLAGS,
         )
     ],

@@ -50,7 +50,7 @@ def test_helpers_and_fixtures_are_followed(request: pytest.FixtureRequest) -> No
     ("path", "concerned"),
     [
         ("waterflow/partition/liveness.py", {"tests/partition", "tests/test_bitwise.py", "tests/test_architecture.py"}),
-        ("waterflow/executor/csrc/engine.cpp", {"tests/executor"}),
+        ("waterflow/executor/csrc/engine/engine.cpp", {"tests/executor"}),
         ("waterflow/checkpoint_folder.py", {"tests/test_checkpoint_folder.py"}),
         ("benchmarks/goals.py", {"tests/test_throughput.py"}),
         ("tests/planted_programs.py", {"tests/test_planted_leaks.py", "tests/test_planted_faults.py"}),

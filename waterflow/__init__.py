@@ -153,7 +153,7 @@ def _native() -> Any:
             f"waterflow was built with torch {native.built_with_torch}, and torch {torch.__version__} is installed; {again}"
         )
     made = set(dir(native)).union(*(dir(kind) for kind in vars(native).values() if isinstance(kind, type)))
-    for path in Path(__file__).parent.glob("*/csrc/*bindings.cpp"):
+    for path in Path(__file__).parent.glob("*/csrc/**/*.cpp"):
         text = re.sub(r"#ifdef WATERFLOW_TEST_HOOKS.*?#endif", "", path.read_text(), flags=re.DOTALL)
         if missing := set(re.findall(r'\.def\w*\(\s*"(\w+)"', text)) - made:
             globals().pop("_C", None)

@@ -3,7 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "../../waterflow/allocator/csrc/stream_allocator.h"
+#include "waterflow/allocator/csrc/stream/stream_allocator.h"
 #include "counting_allocator.h"
 #include "fuzz.h"
 #include "request_log.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../../waterflow/allocator/csrc/allocator_chain.h"
+#include "waterflow/allocator/csrc/cpu/lane_allocator.h"
 
 namespace waterflow {
 

@@ -1,8 +1,8 @@
 // What Python sees of devices.
 #include <pybind11/pybind11.h>
 
-#include "../../waterflow/allocator/csrc/cpu_device.h"
-#include "../../waterflow/allocator/csrc/simulated_device.h"
+#include "waterflow/allocator/csrc/cpu/cpu_device.h"
+#include "waterflow/allocator/csrc/simulated/simulated_device.h"
 
 namespace py = pybind11;
 

@@ -7,8 +7,8 @@
 #include <thread>
 #include <utility>
 
-#include "../../waterflow/allocator/csrc/cpu_device.h"
-#include "../../waterflow/allocator/csrc/simulated_device.h"
+#include "waterflow/allocator/csrc/cpu/cpu_device.h"
+#include "waterflow/allocator/csrc/simulated/simulated_device.h"
 #include "request_log.h"
 
 namespace waterflow {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../../waterflow/allocator/csrc/stream_allocator.h"
+#include "waterflow/allocator/csrc/stream/stream_allocator.h"
 
 namespace waterflow {
 

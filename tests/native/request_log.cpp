@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "../../waterflow/allocator/csrc/stream_allocator.h"
+#include "waterflow/allocator/csrc/stream/stream_allocator.h"
 
 namespace waterflow {
 namespace {

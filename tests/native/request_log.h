@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../waterflow/allocator/csrc/device.h"
+#include "waterflow/allocator/csrc/device.h"
 
 namespace waterflow {
 

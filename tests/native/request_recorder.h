@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../../waterflow/allocator/csrc/meter.h"
+#include "waterflow/allocator/csrc/meter.h"
 #include "request_log.h"
 
 namespace waterflow {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from glob import glob
+from pathlib import Path
 
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -12,8 +13,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 CORE = [
     f"waterflow/allocator/csrc/{name}.cpp"
     for name in (
-        "simulated_device", "cpu_device", "size_bins", "stream_clocks", "free_sets", "stream_allocator",
-        "stream_allocator_tiers", "stream_allocator_report",
+        "simulated/simulated_device", "cpu/cpu_device", "stream/stream_clocks", "stream/free_sets", "stream/stream_allocator",
     )
 ]  # fmt: skip
 
@@ -24,6 +24,7 @@ setup(
         CppExtension(
             "waterflow_tests_native",
             sorted([*CORE, *glob("tests/native/*.cpp")]),
+            include_dirs=[str(Path(__file__).parents[2])],
             extra_compile_args=["-O2", "-g0", "-fvisibility=hidden", "-DWATERFLOW_TEST_HOOKS"],
         )
     ],

@@ -70,7 +70,7 @@ def test_version(version: str, tmp_path: Path) -> None:
     (tmp_path / "module.cpp").write_text(MODULE)
     sources = [tmp_path / "module.cpp", *(PARTITION / "csrc").glob("observ*.cpp")]
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Werror=return-type"]
-    flags += [f"-I{include}", f"-I{PARTITION / 'csrc'}"] + (
+    flags += [f"-I{include}", f"-I{PARTITION.parents[1]}"] + (
         ["-undefined", "dynamic_lookup"] * (sys.platform == "darwin")
     )
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(package / "_C.so")], check=True)
@@ -99,6 +99,7 @@ def test_the_observer_is_not_built_for_frames_that_it_does_not_know() -> None:
         "-std=c++17",
         "-fsyntax-only",
         include,
+        f"-I{PARTITION.parents[1]}",
         "-DPy_GIL_DISABLED",
         str(PARTITION / "csrc/observer.cpp"),
     ]

@@ -1,6 +1,6 @@
 """Steps of jobs whose every request goes to one pool: dynamic placement, on a device without memory.
 
-The pool is the engine's own allocator (``csrc/pool_replay.h``): best fit, neighbours merged at once, all of its memory one
+The pool is the engine's own allocator (``csrc/engine/pool_replay.h``): best fit, neighbours merged at once, all of its memory one
 segment from the beginning. Pieces are the ones that plans place, in multiples of 256 bytes, as allocators on GPUs give.
 """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from waterflow.executor.lanes_in_use import Decision
 
 Ints = npt.NDArray[np.int64]
-JOB, STEP, GROUP, LANE, START, END, HELD, HELD_BY_JOB = range(8)  # columns of `Span` in csrc/engine.h
+JOB, STEP, GROUP, LANE, START, END, HELD, HELD_BY_JOB = range(8)  # columns of `Span` in csrc/engine/engine.h
 MOST_EVENTS = 200_000
 _MIB, _FOREVER = 1 << 20, np.iinfo(np.int64).max
 _PIXELS = 700  # of a picture's axes, each two real ones wide

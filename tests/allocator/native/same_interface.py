@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-OURS = Path(__file__).parents[3] / "waterflow/allocator/csrc/cuda_driver.h"
+OURS = Path(__file__).parents[3] / "waterflow/allocator/csrc/cuda/cuda_driver.h"
 
 # Ours, and the header's name for it.
 NUMBERS = {

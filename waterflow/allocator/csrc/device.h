@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace waterflow {
 
@@ -33,6 +34,15 @@ class Device {
   virtual void synchronize(EventId event) = 0;
   // Nobody will name the event again; waits that were issued for it stand.
   virtual void forget(EventId event) = 0;
+};
+
+// What the engine's lanes ask of a device that runs behind its host, beside memory and order: to run things.
+
+class LaneDevice : public Device {
+ public:
+  // Work for a stream, in its order and behind what the stream was told to wait for. It runs later, or is issued at
+  // once by the calling thread; it must not throw.
+  virtual void enqueue(StreamId stream, std::function<void()> work) = 0;
 };
 
 }  // namespace waterflow

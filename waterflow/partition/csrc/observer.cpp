@@ -1,5 +1,8 @@
+#include "waterflow/partition/csrc/observer.h"
+
+#include <algorithm>
+
 #define Py_BUILD_CORE 1
-#include "observer.h"
 
 #if PY_VERSION_HEX >= 0x030E0000 || defined(Py_GIL_DISABLED)
 #error "waterflow needs CPython 3.11, 3.12 or 3.13 with its global lock: frames of others cannot be observed"
@@ -375,5 +378,167 @@ bool instruction_event([[maybe_unused]] PyObject* code, [[maybe_unused]] int32_t
   return true;
 #endif
 }
+
+}  // namespace waterflow::observer
+
+// What an observation keeps: events, the objects that they hold, and what is known of code objects.
+
+namespace waterflow::observer {
+
+void Observation::incomplete(const char* why) {
+  if (why_not.empty()) why_not = why;
+}
+
+void Observation::add(const Code& code, PyObject* kind, Take take, int32_t offset) {
+  events.push_back({&code, kind, take, offset, operands.size(), 0, false, false, nullptr});
+}
+
+void Observation::hold(PyObject* operand) {
+  operands.push_back(Py_NewRef(operand != nullptr ? operand : Py_None));
+  ++events.back().count;
+}
+
+bool Observation::allowed() {
+  if (check == nullptr || std::find(checked.begin(), checked.end(), events.back().kind) == checked.end()) return true;
+  PyObject* event = event_of(*this, events.back());
+  PyObject* said = event != nullptr ? PyObject_CallOneArg(check, event) : nullptr;
+  Py_XDECREF(event);
+  Py_XDECREF(said);
+  return said != nullptr;
+}
+
+// The planner runs with tracing off, and what is raised stays raised.
+const Code& Observation::known(PyThreadState* thread, PyCodeObject* code, PyObject* globals) {
+  const auto found = codes.find(code);
+  if (found != codes.end()) return *found->second;
+  auto made = std::make_unique<Code>();
+  made->code = reinterpret_cast<PyCodeObject*>(Py_NewRef(code));
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyThreadState_EnterTracing(thread);
+  PyObject* plan = PyObject_CallMethod(owner, "_plan", "OOi", code, globals, code->co_nlocalsplus);
+  PyThreadState_LeaveTracing(thread);
+  if (plan == nullptr || (plan != Py_None && !(read_plan(plan, *made) && monitor(code)))) {
+    incomplete("whether some code is the user's could not be told");
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    PyErr_Clear();
+  }
+  Py_XDECREF(plan);
+  PyErr_Restore(type, value, traceback);
+  return *codes.emplace(code, std::move(made)).first->second;
+}
+
+// What is dropped may run code, which must not find itself in these lists.
+void Observation::clear() {
+  std::vector<Event> gone;
+  std::vector<PyObject*> held;
+  std::unordered_map<PyCodeObject*, std::unique_ptr<Code>> known;
+  gone.swap(events);
+  held.swap(operands);
+  known.swap(codes);
+  for (Event& event : gone) Py_XDECREF(event.result);
+  for (PyObject* operand : held) Py_DECREF(operand);
+  for (auto& [code, what] : known) {
+    Py_XDECREF(what->plan);
+    Py_DECREF(code);
+  }
+}
+
+}  // namespace waterflow::observer
+
+// sys.monitoring tells of instructions, on Pythons that have it; 3.11's frames tell by themselves. In C++, for Ctrl-C
+// to find no place between the beginning and the end.
+
+namespace waterflow::observer {
+
+PyObject* cannot_observe = nullptr;
+
+#if PY_VERSION_HEX < 0x030C0000
+
+bool begin_monitoring() { return true; }
+void end_monitoring() {}
+bool monitor(PyCodeObject*) { return true; }
+
+#else
+namespace {
+
+constexpr int kPlaces[] = {4, 3, 5, 1, 2, 0};  // those last that are meant for debuggers, coverage and profilers
+
+int observing = 0;  // observations that need the tool's place
+int place = -1;
+std::vector<PyObject*> watched;  // code objects whose instructions are told
+
+PyObject* monitoring() { return PySys_GetObject("monitoring"); }
+
+// The number that stands for events of instructions; -1 with an exception set.
+int instruction_events() {
+  PyObject* events = PyObject_GetAttrString(monitoring(), "events");
+  PyObject* number = events != nullptr ? PyObject_GetAttrString(events, "INSTRUCTION") : nullptr;
+  const int found = number != nullptr ? static_cast<int>(PyLong_AsLong(number)) : -1;
+  Py_XDECREF(events);
+  Py_XDECREF(number);
+  return found;
+}
+
+bool done(PyObject* result) {
+  Py_XDECREF(result);
+  return result != nullptr;
+}
+
+bool is_free(int number) {
+  PyObject* tool = PyObject_CallMethod(monitoring(), "get_tool", "i", number);
+  const bool free = tool == Py_None;
+  if (tool == nullptr) PyErr_Clear();
+  Py_XDECREF(tool);
+  return free;
+}
+
+bool register_callback(PyObject* callback) {
+  const int events = instruction_events();
+  return events >= 0 && done(PyObject_CallMethod(monitoring(), "register_callback", "iiO", place, events, callback));
+}
+
+}  // namespace
+
+bool begin_monitoring() {
+  if (observing == 0) {
+    place = -1;
+    for (int number : kPlaces) {
+      if (place < 0 && is_free(number)) place = number;
+    }
+    if (place < 0) {
+      PyErr_SetString(cannot_observe, "all places for tools that monitor Python's code are taken (sys.monitoring)");
+      return false;
+    }
+    if (!done(PyObject_CallMethod(monitoring(), "use_tool_id", "is", place, "waterflow"))) return false;
+    if (!register_callback(instruction_callback)) {
+      done(PyObject_CallMethod(monitoring(), "free_tool_id", "i", place));
+      return false;
+    }
+  }
+  ++observing;
+  return true;
+}
+
+void end_monitoring() {
+  if (--observing > 0) return;
+  for (PyObject* code : watched) {
+    if (!done(PyObject_CallMethod(monitoring(), "set_local_events", "iOi", place, code, 0))) PyErr_Clear();
+    Py_DECREF(code);
+  }
+  watched.clear();
+  if (!register_callback(Py_None)) PyErr_Clear();
+  if (!done(PyObject_CallMethod(monitoring(), "free_tool_id", "i", place))) PyErr_Clear();
+}
+
+bool monitor(PyCodeObject* code) {
+  const int events = instruction_events();
+  if (events < 0) return false;
+  if (!done(PyObject_CallMethod(monitoring(), "set_local_events", "iOi", place, code, events))) return false;
+  watched.push_back(Py_NewRef(reinterpret_cast<PyObject*>(code)));
+  return true;
+}
+
+#endif
 
 }  // namespace waterflow::observer

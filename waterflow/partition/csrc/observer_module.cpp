@@ -1,5 +1,5 @@
 // What Python sees of the observer, without torch and pybind11: it can be built alone.
-#include "observer.h"
+#include "waterflow/partition/csrc/observer.h"
 
 namespace waterflow::observer {
 namespace {

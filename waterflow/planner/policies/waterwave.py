@@ -18,7 +18,7 @@ What it does, by sections of the paper, and how its text is read where it leaves
   proportion to their numbers, the best case of what is a race there.
 
 Persistent state and one batch of each job are taken from the memory first; the pool has the rest as one piece. After each
-iteration of all jobs the streams are synchronized, and the next begins. Time is a model (``csrc/device_clock.h``): a host
+iteration of all jobs the streams are synchronized, and the next begins. Time is a model (``csrc/engine/simulation.h``): a host
 that is never late, streams in their order, between pairs and where the allocator waits behind each other.
 """
 

@@ -1,0 +1,549 @@
+// waterflow._C: what Python sees of the engine.
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "waterflow/allocator/csrc/meter.h"
+#include "waterflow/executor/csrc/engine/admission.h"
+#include "waterflow/executor/csrc/engine/engine.h"
+#include "waterflow/executor/csrc/engine/pool_replay.h"
+#include "waterflow/executor/csrc/engine/simulation.h"
+#include "waterflow/executor/csrc/graphs/step_graphs.h"
+#include "waterflow/executor/csrc/program/bound_program.h"
+#include "waterflow/executor/csrc/program/program.h"
+#include "waterflow/partition/csrc/observer.h"
+
+namespace py = pybind11;
+
+namespace waterflow {
+
+void bind_offsets(py::module_& m);      // partition/csrc/offsets.cpp
+void bind_memory(py::module_& m);       // allocator/csrc/allocator_bindings.cpp
+void bind_cuda(py::module_& m);         // allocator/csrc/allocator_bindings.cpp
+void bind_admission(py::module_& m);    // below
+void bind_programs(py::module_& m);     // csrc/program/program_bindings.cpp
+void bind_simulation(py::module_& m);   // below
+void bind_pool_replay(py::module_& m);  // below
+void bind_generators(py::module_& m);   // csrc/program/program_bindings.cpp
+void bind_guards(py::module_& m);       // csrc/program/program_bindings.cpp
+
+namespace {
+
+// Engines that are there when Python ends: a lane that then comes for the interpreter lock would abort the process.
+struct OpenEngines {
+  std::mutex lock;
+  std::vector<std::weak_ptr<Engine>> engines;
+
+  void add(const std::shared_ptr<Engine>& engine) {
+    std::lock_guard<std::mutex> guard(lock);
+    std::erase_if(engines, [](const auto& other) { return other.expired(); });
+    engines.push_back(engine);
+  }
+  void close() {
+    std::vector<std::weak_ptr<Engine>> all;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      all.swap(engines);
+    }
+    for (const auto& weak : all) {
+      if (auto engine = weak.lock()) engine->close();
+    }
+  }
+};
+
+OpenEngines& open_engines() {
+  static auto* open = new OpenEngines;
+  return *open;
+}
+
+// A property read without the interpreter lock: lanes may hold the engine's lock while they wait for it.
+template <typename Method>
+py::cpp_function unlocked(Method method) {
+  return py::cpp_function(method, py::call_guard<py::gil_scoped_release>());
+}
+
+// Waits without the interpreter lock, looking now and then whether the user pressed Ctrl-C.
+void wait_done(Engine& engine, const std::shared_ptr<StepRun>& run) {
+  bool done = false;
+  while (!done) {
+    {
+      py::gil_scoped_release release;
+      done = engine.wait(run, 50);
+    }
+    if (!done && PyErr_CheckSignals() != 0) {
+      py::error_already_set interrupted;
+      {
+        py::gil_scoped_release release;
+        engine.leave(run->job);
+      }
+      throw interrupted;
+    }
+  }
+}
+
+py::list outputs(const StepRun& run) {
+  if (run.error) std::rethrow_exception(run.error);
+  py::list list;
+  for (const auto& tensor : run.outputs) {
+    if (tensor.defined()) {
+      list.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+    } else {
+      list.append(py::none());
+    }
+  }
+  return list;
+}
+
+// A row of numbers for each entry.
+template <typename Entries, typename Row>
+at::Tensor table_of(const Entries& entries, const Row& row) {
+  constexpr auto columns = static_cast<int64_t>(std::tuple_size_v<decltype(row(entries[0]))>);
+  auto table = at::empty({static_cast<int64_t>(entries.size()), columns}, at::kLong);
+  auto* to = table.template mutable_data_ptr<int64_t>();
+  for (const auto& entry : entries) to = std::ranges::copy(row(entry), to).out;
+  return table;
+}
+
+at::Tensor profile_table(const StepRun& run) {
+  return table_of(run.profiled.instructions,
+                  [](const auto& e) { return std::array{e.peak, e.net, e.nanoseconds, e.requests}; });
+}
+
+// (bytes, birth, death) of each request; the first request of each instruction, and the end; the tick of each one's
+// end.
+std::tuple<at::Tensor, std::vector<int32_t>, std::vector<int32_t>> request_table(const StepRun& run) {
+  const auto& log = run.profiled.log;
+  auto first = log.first;
+  first.push_back(static_cast<int32_t>(log.requests.size()));
+  const auto row = [](const auto& r) { return std::array<int64_t, 3>{r.bytes, r.birth, r.death}; };
+  return {table_of(log.requests, row), first, log.ends};
+}
+
+at::Tensor span_table(const std::vector<Span>& spans) {
+  return table_of(spans, [](const Span& s) {
+    return std::array{s.job, s.step, s.group, s.lane, s.start_ns, s.end_ns, s.held, s.held_by_job};
+  });
+}
+
+}  // namespace
+}  // namespace waterflow
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace waterflow;
+  m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
+  bind_offsets(m);
+  if (!observer::add_to_module(m.ptr())) throw py::error_already_set();
+  bind_cuda(m);
+  bind_programs(m);
+  bind_admission(m);
+  bind_memory(m);
+  bind_simulation(m);
+  bind_pool_replay(m);
+  bind_generators(m);
+  bind_guards(m);
+  py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
+  const auto& node_error = py::register_exception<NodeError>(m, "NodeError", PyExc_RuntimeError);
+  py::register_exception<NodeIndexError>(m, "NodeIndexError", node_error);
+
+  py::class_<GroupPlan, std::shared_ptr<GroupPlan>>(m, "GroupPlan")
+      .def(py::init([](std::vector<int32_t> ends, std::vector<int64_t> peak, std::vector<int64_t> after,
+                       int64_t expected_ns, std::shared_ptr<RequestPlan> requests) {
+             auto plan = std::make_shared<GroupPlan>(std::move(ends), Heights(std::move(peak), std::move(after)));
+             plan->expected_ns = expected_ns;
+             plan->requests = std::move(requests);
+             return plan;
+           }),
+           py::arg("ends"), py::arg("peak"), py::arg("after"), py::arg("expected_ns") = 0,
+           py::arg("requests") = nullptr)
+      .def_property_readonly("largest", [](const GroupPlan& self) { return self.heights.largest(); });
+
+  py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
+      .def_readonly("done", &StepRun::done)
+      .def_property_readonly("failed", [](const StepRun& self) { return self.done && self.error != nullptr; })
+      .def_readwrite("by_caller", &StepRun::by_caller)
+      .def_readonly("failed_node", &StepRun::failed_node)
+      .def_readonly("waited_ns", &StepRun::waited_ns)
+      .def_property_readonly("planned", [](const StepRun& self) { return self.placed.planned; })
+      .def_property_readonly("missed", [](const StepRun& self) { return self.placed.missed; })
+      .def("outputs", &outputs)
+      .def("profile", &profile_table)
+      .def("requests", &request_table)
+      .def("run_alone", [](const std::shared_ptr<StepRun>& self) {
+        py::gil_scoped_release release;
+        run_alone(*self);
+      });
+  m.def(
+      "opaque_run",
+      [](std::shared_ptr<GroupPlan> plan, py::object callable) {
+        auto run = std::make_shared<StepRun>();
+        run->plan = std::move(plan);
+        // The callable is let go under the interpreter lock, whichever thread lets it go.
+        std::shared_ptr<py::object> held(new py::object(std::move(callable)), [](py::object* object) {
+          py::gil_scoped_acquire acquire;
+          delete object;
+        });
+        run->opaque = [held] {
+          py::gil_scoped_acquire acquire;
+          (*held)();
+        };
+        return run;
+      },
+      py::arg("plan"), py::arg("callable"));
+
+  m.def("set_threads_here", &set_threads_here,
+        "Intra-op threads of the calling thread alone; what other threads use stays as it is.");
+  m.def(
+      "metered",
+      [](const py::object& work, bool cuda) {
+        MeterGuard meter(nullptr, cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU);
+        py::object result = work();
+        return py::make_tuple(std::move(result), meter.peak());
+      },
+      py::arg("work"), py::arg("cuda") = false,
+      "Calls `work()`; returns its result and the most bytes that this thread's requests held meanwhile.");
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<uint64_t> behind,
+                       OrderFault fault, std::shared_ptr<CudaDevice> cuda, std::vector<uintptr_t> handles,
+                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& streams, int64_t graphs) {
+             std::optional<Behind> how;
+             if (behind) how = Behind{{*behind, 0.2, 2000}, fault};
+             std::optional<OnCuda> on_cuda;
+             if (cuda) {
+               on_cuda = OnCuda{std::move(cuda), {}, {}};
+               for (const uintptr_t handle : handles) on_cuda->handles.push_back(reinterpret_cast<cu::Stream>(handle));
+               for (const auto& [id, index, type] : streams) {
+                 on_cuda->streams.push_back(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(index),
+                                                                 static_cast<c10::DeviceType>(type)));
+               }
+               on_cuda->take_captures(lanes, graphs);
+             }
+             // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
+             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas, how, on_cuda),
+                                          [](Engine* engine) {
+                                            if (engine->inherited())
+                                              return;  // its locks may be held by threads that are not here
+                                            if (engine->on_a_lane()) {
+                                              std::thread([engine] { delete engine; }).detach();
+                                            } else if (PyGILState_Check()) {
+                                              py::gil_scoped_release release;
+                                              delete engine;
+                                            } else {
+                                              delete engine;
+                                            }
+                                          });
+             open_engines().add(made);
+             return made;
+           }),
+           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true,
+           py::arg("behind") = std::nullopt, py::arg("fault") = OrderFault::none, py::arg("cuda") = nullptr,
+           py::arg("handles") = std::vector<uintptr_t>{},
+           py::arg("streams") = std::vector<std::tuple<int64_t, int64_t, int64_t>>{}, py::arg("graphs") = 0,
+           "With `cuda`, a CudaDevice: lanes on the driver's streams `handles`, which are torch's `streams` (id, "
+           "device index "
+           "and type); without those, for tests, the host's memory is planned in the device's arenas. `graphs`: bytes "
+           "that copies of inputs of device graphs may take; torch's streams are then two for each lane.")
+      .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
+      .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
+      .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,
+           py::call_guard<py::gil_scoped_release>())
+      .def("leave", &Engine::leave, py::arg("job"), py::call_guard<py::gil_scoped_release>())
+      .def("cancel", &Engine::cancel, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &wait_done)
+      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+      .def("set_capacity", &Engine::set_capacity, py::call_guard<py::gil_scoped_release>())
+      .def("set_active_lanes", &Engine::set_active_lanes, py::call_guard<py::gil_scoped_release>())
+      .def("set_eldest_first", &Engine::set_eldest_first, py::call_guard<py::gil_scoped_release>())
+      .def("set_opportunistic", &Engine::set_opportunistic, py::arg("job"), py::arg("opportunistic"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("set_rates", &Engine::set_rates, py::arg("beside"), py::arg("between"))
+      .def_property_readonly("opportunistic_ns", unlocked(&Engine::opportunistic_ns))
+      .def("take_step_times",
+           [](Engine& self) {
+             std::vector<StepTime> times;
+             {
+               py::gil_scoped_release release;
+               times = self.take_step_times();
+             }
+             py::list rows;
+             for (const auto& t : times) rows.append(py::make_tuple(t.job, t.ready_ns, t.ended_ns, t.busy_ns));
+             return rows;
+           })
+      .def_property_readonly("active_lanes", unlocked(&Engine::active_lanes))
+      .def_property_readonly("capacity", unlocked(&Engine::capacity))
+      .def_property_readonly("held", unlocked(&Engine::held))
+      .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
+      .def_property_readonly("on_a_lane", &Engine::on_a_lane)
+      .def_property_readonly("lanes", &Engine::lanes)
+      .def_property_readonly("pages_in_use", unlocked(&Engine::pages_in_use))
+      .def_property_readonly("stranded", unlocked(&Engine::stranded))
+      .def_property_readonly("placed", unlocked([](const Engine& self) {
+                               const auto counts = self.placed();
+                               return std::make_tuple(counts.planned, counts.missed, counts.outside);
+                             }))
+      .def_property_readonly("graphs", unlocked([](const Engine& self) {
+                               const auto counts = self.graphs() ? self.graphs()->counts() : GraphCounts{};
+                               return std::map<std::string, int64_t>{{"captured", counts.captured},
+                                                                     {"launched", counts.launched},
+                                                                     {"dropped", counts.dropped},
+                                                                     {"bytes", counts.bytes}};
+                             }))
+      .def(
+          "take_graph_refusals",
+          [](const Engine& self) {
+            return self.graphs() ? self.graphs()->take_refusals() : std::vector<std::pair<int64_t, std::string>>{};
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("steps_done", unlocked(&Engine::steps_done))
+      .def_property_readonly("progress_ns", unlocked(&Engine::progress_ns))
+      .def_property_readonly("groups_done", unlocked(&Engine::groups_done))
+      .def_property_readonly("scheduling_ns", unlocked(&Engine::scheduling_ns))
+      .def_property_readonly("lane_busy_ns", unlocked(&Engine::lane_busy_ns))
+      .def("queued", &Engine::queued, py::call_guard<py::gil_scoped_release>())
+      .def("record_spans", &Engine::record_spans, py::arg("on"), py::arg("most") = 1 << 20,
+           py::call_guard<py::gil_scoped_release>())
+      .def("take_spans",
+           [](Engine& self) {
+             py::gil_scoped_release release;
+             return span_table(self.take_spans());
+           })
+      .def("check", &Engine::check, py::call_guard<py::gil_scoped_release>())
+      .def_static("now_ns", &now_ns);
+
+  m.def("close_engines", [] { open_engines().close(); }, py::call_guard<py::gil_scoped_release>());
+  py::module_::import("atexit").attr("register")(m.attr("close_engines"));
+}
+
+// What Python sees of admission and barriers, for tests.
+
+namespace py = pybind11;
+
+namespace waterflow {
+namespace {
+
+// Admission with heights that live as long as it does, for tests of the policy alone.
+class OwnedAdmission : public Admission {
+ public:
+  using Admission::Admission;
+  bool issue(Id job, std::vector<int64_t> peak, std::vector<int64_t> after, bool opportunistic) {
+    auto heights = std::make_unique<Heights>(std::move(peak), std::move(after));
+    auto& owned = heights_[job];
+    if (!in_step(job)) owned = std::move(heights);
+    return try_issue(job, owned.get(), opportunistic);
+  }
+
+ private:
+  std::map<Id, std::unique_ptr<Heights>> heights_;
+};
+
+}  // namespace
+
+void bind_admission(py::module_& m) {
+  py::class_<CounterBarrier>(m, "CounterBarrier")
+      .def(py::init<int32_t>(), py::arg("parties"))
+      .def("arrive", &CounterBarrier::arrive)
+      .def("pass_", &CounterBarrier::pass)
+      .def("rearm", &CounterBarrier::rearm)
+      .def("add_party", &CounterBarrier::add_party)
+      .def("remove_party", &CounterBarrier::remove_party)
+      .def_property_readonly("open", &CounterBarrier::open)
+      .def_property_readonly("parties", &CounterBarrier::parties)
+      .def_property_readonly("waiting_for", &CounterBarrier::waiting_for);
+
+  py::class_<OwnedAdmission>(m, "Admission")
+      .def(py::init<int64_t>(), py::arg("capacity"))
+      .def("try_issue", &OwnedAdmission::issue, py::arg("job"), py::arg("peak"), py::arg("after"),
+           py::arg("opportunistic") = false)
+      .def("complete", &OwnedAdmission::complete)
+      .def("release", &OwnedAdmission::release)
+      .def("wait", &OwnedAdmission::wait, py::arg("job"), py::arg("opportunistic") = false)
+      .def("waiting", &OwnedAdmission::waiting)
+      .def("must_yield", &OwnedAdmission::must_yield, py::arg("job"), py::arg("opportunistic") = false)
+      .def("set_capacity", &OwnedAdmission::set_capacity)
+      .def("held_by", &OwnedAdmission::held_by)
+      .def("groups_left", &OwnedAdmission::groups_left)
+      .def("in_step", &OwnedAdmission::in_step)
+      .def_property_readonly("held", &OwnedAdmission::held)
+      .def_property_readonly("capacity", &OwnedAdmission::capacity)
+      .def_property_readonly("pending_capacity", &OwnedAdmission::pending_capacity)
+      .def("check", &OwnedAdmission::check);
+}
+
+}  // namespace waterflow
+
+// What Python sees of the order on the device, and of simulated runs.
+
+namespace py = pybind11;
+
+namespace waterflow {
+
+void bind_simulation(py::module_& m) {
+  py::enum_<OrderFault>(m, "OrderFault")
+      .value("none", OrderFault::none)
+      .value("heights_at_events", OrderFault::heights_at_events)
+      .value("dropped_waits", OrderFault::dropped_waits);
+  py::class_<DeviceOrder>(m, "DeviceOrder")
+      .def(py::init<OrderFault>(), py::arg("fault") = OrderFault::none)
+      .def("before", &DeviceOrder::before, py::arg("end"), py::arg("peak"), py::arg("size"))
+      .def("after", &DeviceOrder::after, py::arg("end"), py::arg("peak"), py::arg("event"), py::arg("held_after") = 0)
+      .def("reached", &DeviceOrder::reached, py::arg("end"), py::arg("event"))
+      .def("kept", &DeviceOrder::kept)
+      .def("check", &DeviceOrder::check)
+      .def_readonly_static("most", &DeviceOrder::kMost);
+
+  py::class_<DeviceClock>(m, "DeviceClock", "Lanes that share a device's rates; see csrc/engine/simulation.h.")
+      .def(py::init<int32_t>(), py::arg("lanes"))
+      .def(
+          "add",
+          [](DeviceClock& clock, int32_t lane, int64_t nanoseconds, int64_t memory, int64_t compute,
+             const std::vector<ItemId>& after) { return clock.add(lane, {nanoseconds, memory, compute}, after); },
+          py::arg("lane"), py::arg("nanoseconds"), py::arg("memory") = 0, py::arg("compute") = 0,
+          py::arg("after") = std::vector<ItemId>{})
+      .def("next",
+           [](DeviceClock& clock) -> std::optional<std::tuple<ItemId, int32_t, int64_t>> {
+             const auto done = clock.next();
+             if (!done) return std::nullopt;
+             return std::tuple(done->item, done->lane, done->at);
+           })
+      .def_property_readonly("now", &DeviceClock::now)
+      .def("start_of", &DeviceClock::start_of, py::arg("item"))
+      .def("end_of", &DeviceClock::end_of, py::arg("item"))
+      .def("check", &DeviceClock::check)
+      .def_readonly_static("whole", &Work::kWhole);
+
+  py::class_<SimulatedStep, std::shared_ptr<SimulatedStep>>(m, "SimulatedStep")
+      .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after,
+                       const std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t>>>& work,
+                       std::vector<int64_t> first, const std::vector<std::tuple<int64_t, int64_t, bool>>& touches,
+                       int64_t copy_ns) {
+             std::vector<Touch> made;
+             made.reserve(touches.size());
+             for (const auto& [offset, bytes, write] : touches) made.push_back({offset, bytes, write});
+             std::vector<std::vector<Work>> times(work.size());
+             for (size_t g = 0; g < work.size(); ++g) {
+               for (const auto& [nanoseconds, memory, compute] : work[g]) {
+                 times[g].push_back({nanoseconds, memory, compute});
+               }
+             }
+             return std::make_shared<SimulatedStep>(Heights(std::move(peak), std::move(after)), std::move(times),
+                                                    std::move(first), std::move(made), copy_ns);
+           }),
+           py::arg("peak"), py::arg("after"), py::arg("work"), py::arg("first"), py::arg("touches"),
+           py::arg("copy_ns") = 0);
+
+  py::class_<SimulatedSpan>(m, "SimulatedSpan")
+      .def_readonly("job", &SimulatedSpan::job)
+      .def_readonly("step", &SimulatedSpan::step)
+      .def_readonly("group", &SimulatedSpan::group)
+      .def_readonly("lane", &SimulatedSpan::lane)
+      .def_readonly("issued", &SimulatedSpan::issued)
+      .def_readonly("start", &SimulatedSpan::start)
+      .def_readonly("end", &SimulatedSpan::end)
+      .def_readonly("peak", &SimulatedSpan::peak)
+      .def_readonly("after", &SimulatedSpan::after);
+
+  py::class_<SimulationResult>(m, "SimulationResult")
+      .def_readonly("makespan", &SimulationResult::makespan)
+      .def_readonly("alone", &SimulationResult::alone)
+      .def_readonly("busy", &SimulationResult::busy)
+      .def_readonly("overlapped", &SimulationResult::overlapped)
+      .def_readonly("peak", &SimulationResult::peak)
+      .def_readonly("peaks", &SimulationResult::peaks)
+      .def_readonly("waits", &SimulationResult::waits)
+      .def_readonly("steps", &SimulationResult::steps)
+      .def_readonly("races", &SimulationResult::races)
+      .def_readonly("told", &SimulationResult::told)
+      .def_readonly("spans", &SimulationResult::spans);
+
+  m.def(
+      "simulate",
+      [](const std::vector<std::pair<std::shared_ptr<SimulatedStep>, int32_t>>& jobs, int64_t arena, int32_t arenas,
+         int32_t run_ahead, uint64_t seed, int32_t stalled, int64_t stall_ns, bool host_learns, OrderFault fault,
+         bool early_issue) {
+        py::gil_scoped_release release;
+        Simulation simulation({arena, arenas, run_ahead, seed, stalled, stall_ns, host_learns, fault, early_issue});
+        for (const auto& [step, steps] : jobs) simulation.add_job(step, steps);
+        return simulation.run();
+      },
+      py::arg("jobs"), py::arg("arena"), py::arg("arenas") = 1, py::arg("run_ahead") = 2, py::arg("seed") = 0,
+      py::arg("stalled") = 0, py::arg("stall_ns") = 0, py::arg("host_learns") = false,
+      py::arg("fault") = OrderFault::none, py::arg("early_issue") = false,
+      "Jobs (step, number of steps) on the lanes of arenas of so many bytes; see csrc/engine/simulation.h.");
+}
+
+}  // namespace waterflow
+
+// What Python sees of steps that ask one pool for memory.
+
+namespace py = pybind11;
+
+namespace waterflow {
+namespace {
+
+using Group = std::tuple<int32_t, int32_t, int32_t>;  // job, first operation, one past the last
+
+PoolGroup group_of(const std::optional<Group>& given) {
+  if (!given) return {};
+  const auto& [job, begin, end] = *given;
+  return {job, begin, end};
+}
+
+}  // namespace
+
+void bind_pool_replay(py::module_& m) {
+  py::class_<PoolStep, std::shared_ptr<PoolStep>>(m, "PoolStep")
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, int64_t>>& work,
+                       const std::vector<int32_t>& births, const std::vector<int32_t>& deaths,
+                       std::vector<int64_t> bytes, int64_t copy_ns) {
+             std::vector<Work> made;
+             made.reserve(work.size());
+             for (const auto& [nanoseconds, memory, compute] : work) made.push_back({nanoseconds, memory, compute});
+             return std::make_shared<PoolStep>(std::move(made), births, deaths, std::move(bytes), copy_ns);
+           }),
+           py::arg("work"), py::arg("births"), py::arg("deaths"), py::arg("bytes"), py::arg("copy_ns") = 0);
+
+  py::class_<PoolResult>(m, "PoolResult")
+      .def_readonly("refused", &PoolResult::refused)
+      .def_readonly("requests", &PoolResult::requests)
+      .def_readonly("peak", &PoolResult::peak)
+      .def_readonly("reach", &PoolResult::reach)
+      .def_readonly("waits", &PoolResult::waits)
+      .def_readonly("makespan", &PoolResult::makespan)
+      .def_readonly("overlapped", &PoolResult::overlapped)
+      .def_readonly("alone", &PoolResult::alone);
+
+  m.attr("POOL_ALIGNMENT") = kPoolAlignment;
+  m.def(
+      "replay_pairs",
+      [](const std::vector<std::shared_ptr<PoolStep>>& jobs,
+         const std::vector<std::pair<std::optional<Group>, std::optional<Group>>>& pairs, int64_t limit,
+         int32_t iterations, bool check) {
+        py::gil_scoped_release release;
+        std::vector<PoolPair> made;
+        for (const auto& [one, other] : pairs) made.push_back({group_of(one), group_of(other)});
+        return replay_pairs({jobs.begin(), jobs.end()}, made, limit, iterations, check);
+      },
+      py::arg("jobs"), py::arg("pairs"), py::arg("limit"), py::arg("iterations"), py::arg("check") = false,
+      "Pairs of groups (job, begin, end), None where a stream stays idle, on two streams; see "
+      "csrc/engine/pool_replay.h.");
+  m.def(
+      "replay_spans",
+      [](const std::vector<std::shared_ptr<PoolStep>>& jobs, const SimulationResult& simulated, int64_t limit,
+         bool check) {
+        py::gil_scoped_release release;
+        return replay_spans({jobs.begin(), jobs.end()}, simulated.spans, limit, check);
+      },
+      py::arg("jobs"), py::arg("simulated"), py::arg("limit"), py::arg("check") = false,
+      "A simulation's operations in the order of their issue, on one stream; see csrc/engine/pool_replay.h.");
+}
+
+}  // namespace waterflow

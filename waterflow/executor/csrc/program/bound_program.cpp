@@ -1,0 +1,117 @@
+#include "waterflow/executor/csrc/program/bound_program.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+
+namespace waterflow {
+void Binding::set_input(int32_t slot, const at::Tensor& tensor) { frame_->slots.at(slot) = tensor; }
+
+void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype) {
+  reads_.push_back({slot, held_(dict), held_(key), index, kind, dtype, {}, {}});
+}
+
+Binding::Form::Form(const at::Tensor& tensor)
+    : storage(tensor.storage().unsafeGetStorageImpl()),
+      address(tensor.const_data_ptr()),
+      offset(tensor.storage_offset()),
+      sizes_and_strides(tensor.sizes().begin(), tensor.sizes().end()),
+      keys(tensor.key_set()),
+      dtype(tensor.dtype()),
+      requires_grad(tensor.requires_grad()) {
+  sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
+}
+
+bool Binding::Form::holds_for(const at::Tensor& tensor) const {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  return tensor.storage().unsafeGetStorageImpl() == storage && tensor.const_data_ptr() == address &&
+         tensor.storage_offset() == offset && tensor.dtype() == dtype && tensor.key_set() == keys &&
+         tensor.requires_grad() == requires_grad && sizes.size() + strides.size() == sizes_and_strides.size() &&
+         std::equal(sizes.begin(), sizes.end(), sizes_and_strides.begin()) &&
+         std::equal(strides.begin(), strides.end(), sizes_and_strides.begin() + sizes.size());
+}
+
+void Binding::watch_form(const at::Tensor& tensor) { forms_.emplace_back(tensor, Form(tensor)); }
+
+void Binding::clear_gradients() {
+  for (auto* parameter : trained_) {
+    const auto& tensor = THPVariable_Unpack(parameter);
+    if (tensor.grad().defined()) tensor.mutable_grad() = at::Tensor();
+  }
+}
+
+void Binding::finish_inputs() {
+  frame_->program->make_views(*frame_);
+  for (int32_t slot = 0; slot < frame_->program->inputs(); ++slot) {
+    const auto& value = frame_->slots[slot];
+    if (value.isTensor()) watch_form(value.toTensor());
+  }
+}
+
+bool Binding::current() const {
+  if (!guards_.current()) return false;
+  for (const auto& [tensor, form] : forms_) {
+    if (!form.holds_for(tensor)) return false;
+  }
+  return true;
+}
+
+// The same memory under a tensor that Python does not know: a lane that lets it go needs no interpreter lock for that.
+static at::Tensor without_python(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+}
+
+std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
+                                      std::vector<std::pair<int32_t, at::Tensor>> batch, bool profile) {
+  auto run = std::make_shared<StepRun>();
+  run->plan = std::move(plan);
+  run->frame = frame_;
+  run->profile = profile;
+  clear_gradients();
+  run->inputs = look();
+  for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, without_python(tensor));
+  return run;
+}
+
+std::vector<std::pair<int32_t, c10::IValue>> Binding::look() {
+  std::vector<std::pair<int32_t, c10::IValue>> values;
+  values.reserve(reads_.size());
+  for (auto& read : reads_) {
+    PyObject* value = PyDict_GetItemWithError(read.dict, read.key);
+    if (value == nullptr) {
+      if (PyErr_Occurred()) throw py::error_already_set();
+      throw py::key_error("the optimizer's parameter group has lost its entry " +
+                          py::str(read.key).cast<std::string>());
+    }
+    if (value != read.seen.ptr() || THPVariable_Check(value)) {
+      py::object entry = py::reinterpret_borrow<py::object>(value);
+      if (read.index >= 0) entry = entry[py::int_(read.index)];
+      const bool tensor = THPVariable_Check(entry.ptr());
+      switch (read.kind) {
+        case Kind::rate: {
+          // A new tensor for each new value: steps that are queued keep theirs.
+          if (tensor) {
+            read.value = THPVariable_Unpack(entry.ptr()).detach().clone();
+          } else {
+            read.value = at::scalar_tensor(entry.cast<double>(), at::TensorOptions().dtype(read.dtype));
+          }
+          break;
+        }
+        case Kind::number:
+          read.value = tensor ? THPVariable_Unpack(entry.ptr()).item<double>() : entry.cast<double>();
+          break;
+        case Kind::flag:
+          read.value = entry.cast<bool>();
+          break;
+      }
+      read.seen = py::reinterpret_borrow<py::object>(value);
+    }
+    values.emplace_back(read.slot, read.value);
+  }
+  return values;
+}
+
+}  // namespace waterflow

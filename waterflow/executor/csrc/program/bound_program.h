@@ -1,0 +1,80 @@
+// A program bound to one job's tensors, and the means to notice that the user has replaced any of them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/python_headers.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "waterflow/executor/csrc/engine/engine.h"
+#include "waterflow/executor/csrc/program/guards.h"
+#include "waterflow/executor/csrc/program/program.h"
+
+namespace waterflow {
+
+// Needs the interpreter lock in every call: it looks into the dictionaries of modules and optimizers.
+class Binding {
+ public:
+  explicit Binding(std::shared_ptr<const Program> program) : frame_(std::make_shared<Frame>(std::move(program))) {}
+  Binding(const Binding&) = delete;
+  Binding& operator=(const Binding&) = delete;
+
+  void set_input(int32_t slot, const at::Tensor& tensor);
+  void set_generator(at::Generator generator) { frame_->generator = std::move(generator); }
+  // What must stay as it is for the program to be this job's.
+  Guards& guards() { return guards_; }
+  void watch_form(const at::Tensor& tensor);  // memory, shape, type, and whether it requires gradients
+  enum class Kind { number, flag, rate };
+  // A slot read from dict[key], or from dict[key][index], before each step; a rate becomes a scalar tensor.
+  void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype);
+  void finish_inputs();
+  // The parameters that the step's optimizer trains: whatever lies in their gradients counts for nothing.
+  void own_gradient(PyObject* parameter) { trained_.push_back(held_(parameter)); }
+
+  // False when something was replaced: bind again.
+  bool current() const;
+  // A step with this batch.
+  std::shared_ptr<StepRun> run(std::shared_ptr<const GroupPlan> plan, std::vector<std::pair<int32_t, at::Tensor>> batch,
+                               bool profile);
+
+ private:
+  void clear_gradients();
+  // What the entries that are read before each step say now, by slot.
+  std::vector<std::pair<int32_t, c10::IValue>> look();
+
+  struct Read {
+    int32_t slot;
+    PyObject* dict;
+    PyObject* key;
+    int32_t index;
+    Kind kind;
+    at::ScalarType dtype;
+    pybind11::object seen;
+    c10::IValue value;
+  };
+
+  Held held_;
+  std::shared_ptr<Frame> frame_;
+  Guards guards_;
+  std::vector<Read> reads_;
+  // All of a tensor that `tensor.data = other` replaces, and whether it requires gradients. Fixed views, and what the
+  // capture says of shapes, hold for this one form.
+  struct Form {
+    explicit Form(const at::Tensor& tensor);
+    bool holds_for(const at::Tensor& tensor) const;
+
+    const void* storage;
+    const void* address;
+    int64_t offset;
+    c10::SmallVector<int64_t, 10> sizes_and_strides;
+    c10::DispatchKeySet keys;  // with the bits of conjugate and negative views
+    caffe2::TypeMeta dtype;
+    bool requires_grad;
+  };
+  std::vector<std::pair<at::Tensor, Form>> forms_;
+  std::vector<PyObject*> trained_;
+};
+
+}  // namespace waterflow
