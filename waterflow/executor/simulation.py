@@ -1,6 +1,7 @@
 """Simulated runs: jobs on the lanes of arenas in virtual time, every access checked, no memory used.
 
-The order of groups is the real one (``csrc/engine/admission.h``, ``csrc/engine/cross_lane_fences.h``). Time is a model, not a measurement. Alone, an operation takes its launches, and then as long as its bytes or its arithmetic at the peak
+The order of groups is the real one (``csrc/engine/admission.h``, ``csrc/engine/cross_lane_fences.h``). Time is a model, not a
+measurement. Alone, an operation takes its launches, and then as long as its bytes or its arithmetic at the peak
 rates of a GPU, whichever is longer. What runs at the same time shares those rates (``csrc/engine/simulation.h``): where two
 lanes together ask for more than there is, both slow down. So lanes win by what the other one leaves idle: launches,
 bandwidth beside arithmetic. The operations of a group run one after the other, each with its own shares. Batches are
