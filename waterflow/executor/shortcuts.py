@@ -1,7 +1,8 @@
 """Shorter ways to the same bits: what torch's operators do before they reach a kernel, done once instead.
 
 A step of a launch-bound model spends most of its time on the way to kernels. Nothing here runs a kernel of another
-arithmetic: those of our own (``csrc/kernels``) give the bits of torch's, and call torch's where tensors turn out to be others than they are made for.
+arithmetic: those of our own (``csrc/kernels``) give the bits of torch's, and
+call torch's where tensors turn out to be others than they are made for.
 """
 
 from __future__ import annotations
