@@ -11,7 +11,8 @@ from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.belonging import current_worker
 from waterflow.executor.making_way import MakingWay
-from waterflow.executor.memory_limit import Claim
+from waterflow.executor.memory_limit import Claim, Need
+from waterflow.executor.memory_limit import needed as needed_by
 from waterflow.executor.terms import GUARANTEED, MakeWay, Terms
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan import Plan, format_bytes
@@ -68,7 +69,7 @@ class Claims(MakingWay):
             if terms.quota_changed and mine is not None and terms.at_boundary == threading.get_ident():
                 self._leave(job, plan)
             raise self._quota_refused(plan, wanted, terms.limit)
-        owner, began = threading.get_ident(), time.monotonic()
+        owner, worker, began = threading.get_ident(), current_worker(), time.monotonic()
         self._note(job, wanted, height)
         try:
             while True:
@@ -80,15 +81,9 @@ class Claims(MakingWay):
                     if self._closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, height):
+                        since = mine.since if mine is not None else time.monotonic()
                         self._claims[job] = Claim(
-                            plan.name,
-                            owner,
-                            current_worker(),
-                            wanted,
-                            height,
-                            terms.opportunistic,
-                            needed,
-                            mine.since if mine is not None else time.monotonic(),
+                            plan.name, owner, worker, wanted, height, terms.opportunistic, needed, since
                         )
                         claimed = sum(c.bytes + c.height for c in self._claims.values())
                         self.most_claimed = max(self.most_claimed, claimed)
@@ -113,7 +108,6 @@ class Claims(MakingWay):
                         raise self._stuck(job, plan, wanted)
                     if not making_way:
                         self._tell_who_stays(job, wanted, height)
-                    worker = current_worker()
                     if self.clock is None or worker is None or not self.clock.suspend(worker):
                         self._changed.wait(timeout=0.1)  # Ctrl-C reaches it in between
         finally:
@@ -150,10 +144,10 @@ class Claims(MakingWay):
         return holders <= self._waiting.keys() and not any(self._fits(*wish) for wish in self._waiting.values())
 
     def _stuck(self, job: int, plan: Plan, wanted: int) -> MemoryLimitError:
+        highest = max([plan.height, *(c.height for j, c in self._claims.items() if j != job)])
         return MemoryLimitError(
-            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of "
-            f"{format_bytes(self._largest(job, plan.height))}, and everyone who holds memory of the "
-            f"{format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
+            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of {format_bytes(highest)}, and everyone who "
+            f"holds memory of the {format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
             needed=wanted + plan.height, limit=self.limit,
         )  # fmt: skip
 
@@ -340,20 +334,14 @@ class Claims(MakingWay):
     ) -> bool:
         terms = terms if terms is not None else self.terms_of(job)
         others = [c for j, c in self._claims.items() if j != job and j not in without]
-        total = wanted + sum(c.bytes for c in others)
-        largest = max([height, *(c.height for c in others)])
+        lower = [Need("", wanted, height), *(c.need for c in others if c.opportunistic)]
+        guaranteed = [c.need for c in others if not c.opportunistic]
         if not terms.opportunistic:
-            return total + largest <= self.room
+            return needed_by([*lower, *guaranteed]) <= self.room
         # Its steps run beside those of guaranteed jobs, who also come first where both wait.
         if any(not self.terms_of(j).opportunistic for j, _, _ in self._waiting.values()):
             return False
-        mine = [c for c in others if c.opportunistic]
-        highest = max([height, *(c.height for c in mine)])
-        beside = max((c.height for c in others if not c.opportunistic), default=0)
-        return terms.allow(wanted + height) and total + highest + beside <= self.room
-
-    def _largest(self, job: int, height: int) -> int:
-        return max([height, *(c.height for j, c in self._claims.items() if j != job)])
+        return terms.allow(wanted + height) and needed_by(lower) + needed_by(guaranteed) <= self.room
 
     def _set_capacity(self) -> None:
         self.native.set_capacity(self._capacity())

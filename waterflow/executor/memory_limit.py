@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,25 @@ DEFAULT_MEMORY = 0.8
 # Held back of a limit, for eager work beside the steps (evaluation, the first look at what is not captured).
 RESERVE_SHARE = 0.05
 LEAST_RESERVE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job takes, in bytes: ``held`` all the time (state and batches), ``height`` more in the middle of a step."""
+
+    name: str
+    held: int
+    height: int
+
+    @property
+    def peak(self) -> int:
+        """All of it, alone."""
+        return self.held + self.height
+
+
+def needed(jobs: Sequence[Need]) -> int:
+    """What jobs need that train together: all that they hold, and the highest step; 0 for none."""
+    return sum(job.held for job in jobs) + max((job.height for job in jobs), default=0)
 
 
 @dataclass
@@ -34,6 +54,11 @@ class Claim:
     opportunistic: bool = False
     needed: int = 0
     since: float = 0.0  # seconds on the clock of time.monotonic
+
+    @property
+    def need(self) -> Need:
+        """What it takes of its engine, beside what others take."""
+        return Need(self.name, self.bytes, self.height)
 
 
 def reserve_of(limit: int) -> int:

@@ -5,24 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Need:
-    """What a job takes, in bytes: ``held`` all the time (state and batches), ``height`` more in the middle of a step."""
-
-    name: str
-    held: int
-    height: int
-
-    @property
-    def peak(self) -> int:
-        """All of it, alone."""
-        return self.held + self.height
-
-
-def needed(jobs: Sequence[Need]) -> int:
-    """What jobs need that train together: all that they hold, and the highest step; 0 for none."""
-    return sum(job.held for job in jobs) + max((job.height for job in jobs), default=0)
+from waterflow.executor.memory_limit import Need as Need
+from waterflow.executor.memory_limit import needed as needed
 
 
 @dataclass(frozen=True)
