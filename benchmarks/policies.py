@@ -2,7 +2,7 @@
 
 All policies see the same captured steps. Persistent state and one batch of each copy are taken from the memory first.
 `banker` places every piece in advance; `dynamic` lets our order of operations ask one best-fit pool; `waterwave` and
-`waterwave-s` are the published system on two streams (`waterflow/planner/policies/waterwave.py` says how its text is
+`waterwave-s` are the published system on two streams (`benchmarks/baselines/waterwave.py` says how its text is
 read), whose pool is our own allocator with all of that memory as one segment. "alone" counts live bytes. A batch fits if
 every request of three steps of both copies is served. Under fragmentation one may fit though a smaller one does not:
 "batch" is the best of the sizes looked at, 32 of them spread up to the largest batch alone, and the next four do not fit.
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import waterflow as wf
-from benchmarks import published, report
+from benchmarks import baselines, published, report
 from benchmarks.copies import sizes_of
 from benchmarks.tables import MODELS
 from benchmarks.zoo import FULL
-from waterflow import batch_size, planner
+from waterflow import batch_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,9 +53,9 @@ def measure(name: str, memory: int) -> list[dict[str, Any]]:
     known = table.get(name)
     rows = [{"model": name, "policy": "alone", "batch": alone, "ratio": 1.0, "published batch": known and known.alone}]
 
-    def row(policy: planner.Policy) -> dict[str, Any]:
+    def row(policy: baselines.Policy) -> dict[str, Any]:
         try:
-            found = planner.largest_batch_under(policy, sizes, memory=memory, copies=COPIES, most=alone)
+            found = baselines.largest_batch_under(policy, sizes, memory=memory, copies=COPIES, most=alone)
         except wf.MemoryLimitError:
             return {"model": name, "policy": policy.name, "batch": 0, "ratio": 0.0}
         outcome = found.outcome
@@ -65,19 +65,19 @@ def measure(name: str, memory: int) -> list[dict[str, Any]]:
             "overlap": outcome.overlap, "sizes looked at": len(found.looked),
         }  # fmt: skip
 
-    rows.append(row(planner.Banker()))
+    rows.append(row(baselines.Banker()))
     if name in BY_NUMBER:
-        split = [row(planner.Waterwave(groups=n)) | {"groups": n} for n in NODE_GROUPS]
+        split = [row(baselines.Waterwave(groups=n)) | {"groups": n} for n in NODE_GROUPS]
     else:
-        split = [row(planner.Waterwave(gib * 2**30)) | {"split, GiB": gib} for gib in SPLITS]
-    coarse = row(planner.WaterwaveS())
+        split = [row(baselines.Waterwave(gib * 2**30)) | {"split, GiB": gib} for gib in SPLITS]
+    coarse = row(baselines.WaterwaveS())
     if known is not None:
         there = published.V100_BEST_SPLIT.get(name)
         best = next((made for made in split if made.get("split, GiB") == there), None) if there else None
         best = best or max(split, key=lambda made: made["batch"])
         best |= {"published batch": known.waterwave, "published ratio": known.waterwave / known.alone}
         coarse |= {"published batch": known.waterwave_s, "published ratio": known.waterwave_s / known.alone}
-    return [*rows, *split, coarse, row(planner.Dynamic())]
+    return [*rows, *split, coarse, row(baselines.Dynamic())]
 
 
 def draw(path: Path, rows: list[dict[str, Any]], title: str) -> None:

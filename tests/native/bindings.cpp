@@ -13,7 +13,8 @@ namespace py = pybind11;
 
 namespace waterflow {
 
-void bind_devices(py::module_& m);  // device_bindings.cpp
+void bind_devices(py::module_& m);      // device_bindings.cpp
+void bind_pool_replay(py::module_& m);  // pool_bindings.cpp
 
 namespace {
 
@@ -205,4 +206,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_logs(m);
   bind_fuzz(m);
   bind_counting(m);
+  bind_pool_replay(m);
 }

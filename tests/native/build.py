@@ -23,7 +23,7 @@ FOLDER = ROOT / "build" / "native"
 def key() -> str:
     """Changes with the sources, with torch, and with Python."""
     found = hashlib.sha256(f"{torch.__version__} {sys.version} {os.environ.get('CXX')}".encode())
-    folders = (ROOT / "tests/native", ROOT / "waterflow/allocator/csrc")
+    folders = (ROOT / "tests/native", ROOT / "waterflow/allocator/csrc", ROOT / "waterflow/executor/csrc/engine")
     for path in sorted(path for folder in folders for path in folder.rglob("*")):
         if path.suffix in (".cpp", ".h") or path.name == "setup.py":
             found.update(path.name.encode() + path.read_bytes())

@@ -8,13 +8,18 @@ from pathlib import Path
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-# The parts of the allocator that know no torch are compiled once more, so that nothing but interfaces is shared with
-# what users have.
+# The parts of the allocator and of the engine that know no torch are compiled once more, so that nothing but interfaces
+# is shared with what users have.
 CORE = [
-    f"waterflow/allocator/csrc/{name}.cpp"
-    for name in (
-        "simulated/simulated_device", "cpu/cpu_device", "stream/stream_clocks", "stream/free_sets", "stream/stream_allocator",
-    )
+    f"waterflow/{folder}/csrc/{name}.cpp"
+    for folder, names in {
+        "allocator": (
+            "simulated/simulated_device", "cpu/cpu_device", "stream/stream_clocks", "stream/free_sets",
+            "stream/stream_allocator",
+        ),
+        "executor": ("engine/admission", "engine/cross_lane_fences", "engine/simulation"),
+    }.items()
+    for name in names
 ]  # fmt: skip
 
 setup(

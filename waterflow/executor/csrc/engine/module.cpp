@@ -15,7 +15,6 @@
 #include "waterflow/allocator/csrc/meter.h"
 #include "waterflow/executor/csrc/engine/admission.h"
 #include "waterflow/executor/csrc/engine/engine.h"
-#include "waterflow/executor/csrc/engine/pool_replay.h"
 #include "waterflow/executor/csrc/engine/simulation.h"
 #include "waterflow/executor/csrc/graphs/step_graphs.h"
 #include "waterflow/executor/csrc/program/bound_program.h"
@@ -26,15 +25,14 @@ namespace py = pybind11;
 
 namespace waterflow {
 
-void bind_offsets(py::module_& m);      // partition/csrc/offsets.cpp
-void bind_memory(py::module_& m);       // allocator/csrc/allocator_bindings.cpp
-void bind_cuda(py::module_& m);         // allocator/csrc/allocator_bindings.cpp
-void bind_admission(py::module_& m);    // below
-void bind_programs(py::module_& m);     // csrc/program/program_bindings.cpp
-void bind_simulation(py::module_& m);   // below
-void bind_pool_replay(py::module_& m);  // below
-void bind_generators(py::module_& m);   // csrc/program/program_bindings.cpp
-void bind_guards(py::module_& m);       // csrc/program/program_bindings.cpp
+void bind_offsets(py::module_& m);     // partition/csrc/offsets.cpp
+void bind_memory(py::module_& m);      // allocator/csrc/allocator_bindings.cpp
+void bind_cuda(py::module_& m);        // allocator/csrc/allocator_bindings.cpp
+void bind_admission(py::module_& m);   // below
+void bind_programs(py::module_& m);    // csrc/program/program_bindings.cpp
+void bind_simulation(py::module_& m);  // below
+void bind_generators(py::module_& m);  // csrc/program/program_bindings.cpp
+void bind_guards(py::module_& m);      // csrc/program/program_bindings.cpp
 
 namespace {
 
@@ -147,7 +145,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_admission(m);
   bind_memory(m);
   bind_simulation(m);
-  bind_pool_replay(m);
   bind_generators(m);
   bind_guards(m);
   py::register_exception<Cancelled>(m, "Cancelled", PyExc_RuntimeError);
@@ -478,72 +475,6 @@ void bind_simulation(py::module_& m) {
       py::arg("stalled") = 0, py::arg("stall_ns") = 0, py::arg("host_learns") = false,
       py::arg("fault") = OrderFault::none, py::arg("early_issue") = false,
       "Jobs (step, number of steps) on the lanes of arenas of so many bytes; see csrc/engine/simulation.h.");
-}
-
-}  // namespace waterflow
-
-// What Python sees of steps that ask one pool for memory.
-
-namespace py = pybind11;
-
-namespace waterflow {
-namespace {
-
-using Group = std::tuple<int32_t, int32_t, int32_t>;  // job, first operation, one past the last
-
-PoolGroup group_of(const std::optional<Group>& given) {
-  if (!given) return {};
-  const auto& [job, begin, end] = *given;
-  return {job, begin, end};
-}
-
-}  // namespace
-
-void bind_pool_replay(py::module_& m) {
-  py::class_<PoolStep, std::shared_ptr<PoolStep>>(m, "PoolStep")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, int64_t>>& work,
-                       const std::vector<int32_t>& births, const std::vector<int32_t>& deaths,
-                       std::vector<int64_t> bytes, int64_t copy_ns) {
-             std::vector<Work> made;
-             made.reserve(work.size());
-             for (const auto& [nanoseconds, memory, compute] : work) made.push_back({nanoseconds, memory, compute});
-             return std::make_shared<PoolStep>(std::move(made), births, deaths, std::move(bytes), copy_ns);
-           }),
-           py::arg("work"), py::arg("births"), py::arg("deaths"), py::arg("bytes"), py::arg("copy_ns") = 0);
-
-  py::class_<PoolResult>(m, "PoolResult")
-      .def_readonly("refused", &PoolResult::refused)
-      .def_readonly("requests", &PoolResult::requests)
-      .def_readonly("peak", &PoolResult::peak)
-      .def_readonly("reach", &PoolResult::reach)
-      .def_readonly("waits", &PoolResult::waits)
-      .def_readonly("makespan", &PoolResult::makespan)
-      .def_readonly("overlapped", &PoolResult::overlapped)
-      .def_readonly("alone", &PoolResult::alone);
-
-  m.attr("POOL_ALIGNMENT") = kPoolAlignment;
-  m.def(
-      "replay_pairs",
-      [](const std::vector<std::shared_ptr<PoolStep>>& jobs,
-         const std::vector<std::pair<std::optional<Group>, std::optional<Group>>>& pairs, int64_t limit,
-         int32_t iterations, bool check) {
-        py::gil_scoped_release release;
-        std::vector<PoolPair> made;
-        for (const auto& [one, other] : pairs) made.push_back({group_of(one), group_of(other)});
-        return replay_pairs({jobs.begin(), jobs.end()}, made, limit, iterations, check);
-      },
-      py::arg("jobs"), py::arg("pairs"), py::arg("limit"), py::arg("iterations"), py::arg("check") = false,
-      "Pairs of groups (job, begin, end), None where a stream stays idle, on two streams; see "
-      "csrc/engine/pool_replay.h.");
-  m.def(
-      "replay_spans",
-      [](const std::vector<std::shared_ptr<PoolStep>>& jobs, const SimulationResult& simulated, int64_t limit,
-         bool check) {
-        py::gil_scoped_release release;
-        return replay_spans({jobs.begin(), jobs.end()}, simulated.spans, limit, check);
-      },
-      py::arg("jobs"), py::arg("simulated"), py::arg("limit"), py::arg("check") = false,
-      "A simulation's operations in the order of their issue, on one stream; see csrc/engine/pool_replay.h.");
 }
 
 }  // namespace waterflow

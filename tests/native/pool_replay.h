@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "waterflow/executor/csrc/engine/simulation.h"
@@ -56,8 +57,8 @@ constexpr int64_t kPoolAlignment = 256;
 // order.
 PoolResult replay_pairs(const PoolSteps& jobs, const std::vector<PoolPair>& pairs, int64_t limit, int32_t iterations,
                         bool check = false);
-// Groups of one operation each, in the order in which a simulation issued them, on one stream; without time.
-PoolResult replay_spans(const PoolSteps& jobs, const std::vector<SimulatedSpan>& spans, int64_t limit,
-                        bool check = false);
+// Operations (job, number) in this order, on one stream; without time.
+PoolResult replay_operations(const PoolSteps& jobs, const std::vector<std::pair<int32_t, int32_t>>& operations,
+                             int64_t limit, bool check = false);
 
 }  // namespace waterflow

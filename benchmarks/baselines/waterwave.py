@@ -16,6 +16,7 @@ What it does, by sections of the paper, and how its text is read where it leaves
   to work that nothing orders behind that.
 - **Inside a pair** both groups' operations are issued at once by threads of the host. Here they are merged in
   proportion to their numbers, the best case of what is a race there.
+- **Waterwave-s** (5.1.3) has two groups per job, cut in two ways; the better one counts.
 
 Persistent state and one batch of each job are taken from the memory first; the pool has the rest as one piece. After each
 iteration of all jobs the streams are synchronized, and the next begins. Time is a model (``csrc/engine/simulation.h``): a host
@@ -27,12 +28,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from waterflow import _C
+from benchmarks.baselines.policy import Outcome, Policy, held_by, no_room
+from benchmarks.baselines.pool_replay import Pair, live_after, pool_steps, replay_pairs
 from waterflow.errors import InvalidJobError
-from waterflow.executor.pool_replay import Pair, live_after, pool_steps
 from waterflow.executor.simulation import Clock, SimulatedJob, arena_of
 from waterflow.partition.offsets import Offsets
-from waterflow.planner.policies.base import Outcome, Policy, held_by, no_room
 
 PairOfGroups = tuple[tuple[int, int] | None, tuple[int, int] | None]  # (job, group) by stream; None: idle
 
@@ -134,7 +134,7 @@ def run_in_pairs(jobs: Sequence[SimulatedJob], cuts: Sequence[NodeGroups], memor
     pairs: list[Pair] = [
         (_operations(one, cuts), _operations(other, cuts)) for one, other in order_of_groups(jobs, cuts, arena)
     ]
-    pool = _C.replay_pairs(pool_steps(jobs, clock or Clock()), pairs, arena, max(job.steps for job in jobs))
+    pool = replay_pairs(pool_steps(jobs, clock or Clock()), pairs, arena, max(job.steps for job in jobs))
     peak = held_by(jobs) + pool.peak
     if pool.refused:
         return Outcome(False, peak, pool.waits, refused=pool.refused)
@@ -178,3 +178,33 @@ class Waterwave(Policy):
             assert self.split_size is not None
             return cut(offsets, self.split_size)
         return cut(offsets, max(1, -(-max(offsets.resident) // (self.groups // 2))))
+
+
+class WaterwaveS(Policy):
+    """Steps cut at their peak, or where the backward pass begins. Jobs must tell where that is (``forward``)."""
+
+    name = "waterwave-s"
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock
+
+    def run(self, jobs: Sequence[SimulatedJob], memory: int) -> Outcome:
+        """The better of both cuts. Raises InvalidJobError for a job that does not tell where its forward pass ends."""
+        at_peak = run_in_pairs(jobs, [_at_peak(job) for job in jobs], memory, self.clock)
+        at_backward = run_in_pairs(jobs, [_at_backward(job) for job in jobs], memory, self.clock)
+        return max((at_peak, at_backward), key=lambda outcome: (outcome.fits, outcome.speed or 0.0))
+
+
+def _at_peak(job: SimulatedJob) -> NodeGroups:
+    resident = job.offsets.resident
+    return cut_in_two(job.offsets, min(resident.index(max(resident)) + 1, len(resident) - 1))
+
+
+def _at_backward(job: SimulatedJob) -> NodeGroups:
+    operations = len(job.offsets.heights)
+    if job.forward is None or not 0 < job.forward < operations:
+        raise InvalidJobError(
+            f"waterwave-s cuts a step where its backward pass begins; job {job.name!r} of {operations} operations says "
+            f"{job.forward}; make it with forward=, from Plan.forward"
+        )
+    return cut_in_two(job.offsets, job.forward)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.baselines.policy import Outcome, Policy
 from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.simulation import SimulatedJob
 from waterflow.partition.plan import format_bytes
 from waterflow.partition.surroundings import no_collections
-from waterflow.planner.policies.base import Outcome, Policy
 from waterflow.planner.sizes import StepSizes
 
 _CONFIRMED = 4

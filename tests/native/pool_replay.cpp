@@ -1,4 +1,4 @@
-#include "waterflow/executor/csrc/engine/pool_replay.h"
+#include "pool_replay.h"
 
 #include <algorithm>
 #include <optional>
@@ -242,10 +242,11 @@ PoolResult replay_pairs(const PoolSteps& jobs, const std::vector<PoolPair>& pair
   return pool.timed();
 }
 
-PoolResult replay_spans(const PoolSteps& jobs, const std::vector<SimulatedSpan>& spans, int64_t limit, bool check) {
+PoolResult replay_operations(const PoolSteps& jobs, const std::vector<std::pair<int32_t, int32_t>>& operations,
+                             int64_t limit, bool check) {
   Pool pool(jobs, limit, 1, check);
   try {
-    for (const SimulatedSpan& span : spans) pool.issue(span.job, span.group);
+    for (const auto& [job, operation] : operations) pool.issue(job, operation);
     pool.finish();
   } catch (const OutOfMemory& error) {
     return pool.refused(error);

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import waterflow as wf
-from waterflow import _C
+from benchmarks.baselines import Banker, Dynamic, Policy, Waterwave, WaterwaveS, largest_batch_under
+from benchmarks.baselines.largest import _search
+from benchmarks.baselines.pool_replay import PoolStep, live_after, pool_steps, replay_pairs
+from benchmarks.baselines.waterwave import cut, groups_ahead, order_of_groups, pair_groups
 from waterflow.batch_size import StepSizes, largest_batch
-from waterflow.executor.pool_replay import live_after, pool_steps
 from waterflow.executor.presets import GPU
 from waterflow.executor.simulation import Clock, SimulatedJob
 from waterflow.partition.costs import Cost
 from waterflow.partition.liveness import Lifetime
 from waterflow.partition.offsets import Offsets, place
-from waterflow.planner import Banker, Dynamic, Policy, Waterwave, WaterwaveS, largest_batch_under
-from waterflow.planner.largest import _search
-from waterflow.planner.policies.waterwave import cut, groups_ahead, order_of_groups, pair_groups
 
 PLENTY = 1 << 46
 # An operation of the plans below takes 64 ns, and nothing of what others use.
@@ -198,10 +197,10 @@ def test_replays_stay_within_their_limit(offsets: list[Offsets], share: int, ahe
         return job, cuts[job].ends[i - 1] if i else 0, cuts[job].ends[i]
 
     pairs = [(group(one), group(other)) for one, other in numbers]
-    free = _C.replay_pairs(pool_steps(jobs, BYTE), pairs, PLENTY, 3, check=True)
+    free = replay_pairs(pool_steps(jobs, BYTE), pairs, PLENTY, 3, check=True)
     assert not free.refused and free.requests == 3 * sum(len(one.lives) for one in offsets)
     assert max(rounded(one) for one in offsets) <= free.peak <= -(-free.reach // 256) * 256
-    tight = _C.replay_pairs(pool_steps(jobs, BYTE), pairs, limit, 3, check=True)
+    tight = replay_pairs(pool_steps(jobs, BYTE), pairs, limit, 3, check=True)
     assert tight.peak <= limit and tight.reach <= limit
     assert bool(tight.refused) == (tight.requests < free.requests)
     if not tight.refused:
@@ -213,11 +212,11 @@ def test_replays_stay_within_their_limit(offsets: list[Offsets], share: int, ahe
 def test_a_stream_takes_what_the_other_released_only_behind_it() -> None:
     # Both jobs need the whole pool at the same time of one pair: one waits for the other's last use, on the device.
     jobs = [SimulatedJob("a", plan((0, 0, 256))), SimulatedJob("b", plan((0, 0, 256)))]
-    shared = _C.replay_pairs(pool_steps(jobs, BYTE), [((0, 0, 1), (1, 0, 1))], 256, 1, check=True)
+    shared = replay_pairs(pool_steps(jobs, BYTE), [((0, 0, 1), (1, 0, 1))], 256, 1, check=True)
     assert not shared.refused and shared.waits == 1
-    apart = _C.replay_pairs(pool_steps(jobs, BYTE), [((0, 0, 1), (1, 0, 1))], 512, 1, check=True)
+    apart = replay_pairs(pool_steps(jobs, BYTE), [((0, 0, 1), (1, 0, 1))], 512, 1, check=True)
     assert apart.waits == 0
-    in_turn = _C.replay_pairs(pool_steps(jobs, BYTE), [((0, 0, 1), None), (None, (1, 0, 1))], 256, 1, check=True)
+    in_turn = replay_pairs(pool_steps(jobs, BYTE), [((0, 0, 1), None), (None, (1, 0, 1))], 256, 1, check=True)
     assert not in_turn.refused and in_turn.waits == 0
 
 
@@ -227,7 +226,7 @@ def test_time_by_hand() -> None:
     pool = pool_steps(jobs, BYTE)
 
     def time(pairs: list[Any], limit: int, iterations: int = 1) -> tuple[int, int, int]:
-        made = _C.replay_pairs(pool, pairs, limit, iterations)
+        made = replay_pairs(pool, pairs, limit, iterations)
         return made.makespan, made.overlapped, made.alone
 
     together, in_turn = [((0, 0, 1), (1, 0, 1))], [((0, 0, 1), None), (None, (1, 0, 1))]
@@ -237,25 +236,25 @@ def test_time_by_hand() -> None:
     assert time(together, 512, 3) == (3 * 64, 3 * 64, 3 * 128)
     # A batch of 100 ns: the first step waits for it, the next one for the copy behind the first.
     copied = pool_steps([SimulatedJob("a", plan((0, 0, 256)), batch=100)], BYTE)
-    assert _C.replay_pairs(copied, [((0, 0, 1), None)], 512, 2).makespan == 2 * (100 + 64)
+    assert replay_pairs(copied, [((0, 0, 1), None)], 512, 2).makespan == 2 * (100 + 64)
 
 
 def test_operations_of_a_pair_are_merged_in_proportion() -> None:
     # Job a holds 256 bytes during each of its four operations, job b 256 from its first on. b comes in the middle of a.
     a, b = plan(*((i, i, 256) for i in range(4))), plan((0, 1, 256))
     pool = pool_steps([SimulatedJob("a", a), SimulatedJob("b", b)], BYTE)
-    assert _C.replay_pairs(pool, [((0, 0, 4), (1, 0, 2))], 512, 1).peak == 512
-    assert _C.replay_pairs(pool, [((0, 0, 4), None), (None, (1, 0, 2))], 512, 1).peak == 256
+    assert replay_pairs(pool, [((0, 0, 4), (1, 0, 2))], 512, 1).peak == 512
+    assert replay_pairs(pool, [((0, 0, 4), None), (None, (1, 0, 2))], 512, 1).peak == 256
 
 
 def test_a_replay_refuses_operations_out_of_order() -> None:
     pool = pool_steps([SimulatedJob("a", hill(2))], BYTE)
     with pytest.raises(ValueError, match="in order: 2 came, 0 is next"):
-        _C.replay_pairs(pool, [((0, 2, 4), None)], 1024, 1)
+        replay_pairs(pool, [((0, 2, 4), None)], 1024, 1)
     with pytest.raises(ValueError, match="run to its end"):
-        _C.replay_pairs(pool, [((0, 0, 2), None)], 1024, 1)
+        replay_pairs(pool, [((0, 0, 2), None)], 1024, 1)
     with pytest.raises(ValueError, match="lives within the 2 operations"):
-        _C.PoolStep([(1, 0, 0)] * 2, [0], [2], [64])
+        PoolStep([(1, 0, 0)] * 2, [0], [2], [64])
 
 
 def test_best_fit_fragments() -> None:

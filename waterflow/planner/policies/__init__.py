@@ -1,1 +1,0 @@
-"""Policies: who may run when, and where memory comes from."""
