@@ -22,6 +22,7 @@ from waterflow.checkpoint import write
 from waterflow.executor.engine import Engine
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.runner import JobRunner
+from waterflow.safepoint import State
 
 Make = Callable[[], wf.Job]
 
@@ -183,23 +184,23 @@ def assert_equal(one: JobRunner, other: JobRunner, results: tuple[wf.JobResult, 
 
 def ask_at(runner: JobRunner, at: int, what: Callable[[], Any]) -> tuple[list[Any], Callable[[], None]]:
     """Ask before step ``at`` (counted over all epochs): exactly there, whatever the speed of threads."""
-    boundary, answers = runner._boundary, []
+    safepoint, answers = runner._safepoint, []
     looks = itertools.count(1)
-    kind = type(boundary)
+    kind = type(safepoint)
     thread: list[threading.Thread] = []
 
     class Counting(kind):  # type: ignore[misc, valid-type]
         @property
-        def wished(self) -> bool:
+        def state(self) -> State:
             # One look a step and one at the end of each epoch, of 10 steps each here.
             if not thread and next(looks) - 1 == at + at // 10:
                 thread.append(threading.Thread(target=lambda: answers.append(_outcome(what))))
                 thread[0].start()
-                while not self._wishes:
+                while not self._requests:
                     time.sleep(0.001)
-            return bool(self._wishes)
+            return super().state
 
-    boundary.__class__ = Counting
+    safepoint.__class__ = Counting
 
     def join() -> None:
         assert thread, "the job did not come that far"
@@ -361,8 +362,8 @@ def test_pages_go_back_to_the_system() -> None:
             runner.resume()
             return before[0] - now
 
-        boundary = JobRunner._grant
-        runner._grant = lambda: (before.append(resident()), boundary(runner))  # type: ignore[assignment, method-assign]
+        boundary = JobRunner._serve
+        runner._serve = lambda: (before.append(resident()), boundary(runner))  # type: ignore[assignment, method-assign]
         answers, join = ask_at(runner, 12, pause)
         assert runner.run().status == "completed"
         join()

@@ -119,7 +119,7 @@ def away_and_back(engine: Engine, runner: JobRunner, held: Held) -> tuple[wf.Job
         assert len(engine._claims) == 1
         copy = runner.ask_for_snapshot().result(WAIT)
     ended = result()
-    assert runner.residence.times_left == 1
+    assert runner.lease.times_left == 1
     return ended, copy
 
 
@@ -169,13 +169,13 @@ def test_a_quota_that_leaves_no_room_to_evaluate_suspends_the_job() -> None:
         result = in_thread(engine, runner)
         assert held.reached.wait(WAIT) and runner.step is not None and runner.step.job is not None
         mine = engine._claims[runner.step.job]
-        runner.residence.set(quota=mine.bytes + mine.height + MiB)  # enough to train
+        runner.lease.set(quota=mine.bytes + mine.height + MiB)  # enough to train
         held.go.set()
         until(lambda: runner.suspended)
-        runner.residence.set(quota="400MiB")
+        runner.lease.set(quota="400MiB")
         ended = result()
         assert_same(ended, alone)
-        assert ended.metrics == alone.metrics and runner.residence.times_left == 1
+        assert ended.metrics == alone.metrics and runner.lease.times_left == 1
 
 
 def test_a_job_that_was_suspended_at_the_end_of_an_epoch_is_evaluated() -> None:
@@ -192,7 +192,7 @@ def test_a_job_that_was_suspended_at_the_end_of_an_epoch_is_evaluated() -> None:
                     ended += 1
                     if ended == 2:
                         threading.Thread(target=lambda: (runner.suspend(WAIT), runner.resume()), daemon=True).start()
-                        until(lambda: runner._boundary.wished)
+                        until(lambda: runner._safepoint._requests)
                         wished.set()
                 yield batch
 

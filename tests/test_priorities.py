@@ -116,7 +116,7 @@ def test_an_opportunistic_job_makes_way_and_comes_back() -> None:
         assert engine.claimed() == engine._claims[large].bytes
         engine.remove_job(large)
         assert_same(result(), alone)
-        assert runner.residence.times_left >= 1
+        assert runner.lease.times_left >= 1
 
 
 def test_guaranteed_jobs_do_not_make_way() -> None:
@@ -137,7 +137,7 @@ def test_guaranteed_jobs_do_not_make_way() -> None:
         assert not engine.would_fit(plan)
         threading.Timer(0.2, go.set).start()
         engine.claim(late, plan)  # waits for its end
-        assert result().status == "completed" and runner.residence.times_left == 0
+        assert result().status == "completed" and runner.lease.times_left == 0
 
 
 def test_an_opportunistic_claim_leaves_room_for_a_guaranteed_step() -> None:
@@ -156,13 +156,13 @@ def test_a_lowered_quota_suspends_a_job_until_it_is_raised() -> None:
         runner = JobRunner(job("job", epochs=40, priority="opportunistic", quota="500MiB"), engine)
         result = in_thread(engine, runner)
         until(lambda: runner.steps > 3)
-        runner.residence.set(quota=1)
+        runner.lease.set(quota=1)
         until(lambda: runner.suspended)
         steps = runner.steps
         assert engine.claimed() == 0
         time.sleep(0.2)
         assert runner.steps == steps
-        runner.residence.set(quota="1GiB")
+        runner.lease.set(quota="1GiB")
         assert_same(result(), alone)
 
 
@@ -177,7 +177,7 @@ def test_jobs_that_do_not_fit_together_take_turns(priority: str) -> None:
         results = [in_thread(engine, runner) for runner in runners]
         for result, reference in zip(results, alone, strict=True):
             assert_same(result(), reference)
-        assert sum(runner.residence.times_left for runner in runners) >= 2
+        assert sum(runner.lease.times_left for runner in runners) >= 2
 
 
 @pytest.mark.parametrize("quantum", [0, -1.0])
@@ -194,7 +194,7 @@ def test_the_priority_of_a_running_job_changes() -> None:
         result = in_thread(engine, runner)
         for priority in ("opportunistic", "guaranteed", "opportunistic"):
             until(lambda: runner.steps > 2)
-            runner.residence.set(priority)  # type: ignore[arg-type]
+            runner.lease.set(priority)  # type: ignore[arg-type]
             time.sleep(0.05)
         assert_same(result(), alone)
 
@@ -299,15 +299,15 @@ def test_a_suspended_job_does_not_come_back_by_itself() -> None:
         runner = JobRunner(job("job", epochs=40, priority="opportunistic"), engine)
         result = in_thread(engine, runner)
         until(lambda: runner.steps > 3)
-        leave = runner.residence.leave
-        ask = runner._boundary.ask
+        leave = runner.lease.leave
+        request = runner._safepoint.request
 
-        def told_meanwhile(suspend: bool) -> Any:
-            runner._boundary.ask = ask  # type: ignore[method-assign]
+        def told_meanwhile(what: Any) -> Any:
+            runner._safepoint.request = request  # type: ignore[method-assign]
             leave()
-            return ask(suspend)
+            return request(what)
 
-        runner._boundary.ask = told_meanwhile  # type: ignore[method-assign]
+        runner._safepoint.request = told_meanwhile  # type: ignore[method-assign]
         runner.suspend(WAIT)
         time.sleep(0.3)
         assert runner.suspended
@@ -327,7 +327,7 @@ def test_going_on_twice_at_once_is_no_error() -> None:
             return would_fit(*args)
 
         engine.would_fit = and_others_resume_it  # type: ignore[method-assign]
-        runner.residence.leave()
+        runner.lease.leave()
         assert result().status == "completed", result().traceback
 
 
@@ -338,14 +338,14 @@ def test_a_job_that_left_and_became_guaranteed_has_room_made_for_it() -> None:
         result = in_thread(engine, runner)
         until(lambda: runner.steps > 3)
         asked = threading.Event()
-        runner.residence.leave()
+        runner.lease.leave()
         until(lambda: runner.suspended)
         other = engine.add_job("other")
         engine.set_terms(other, Terms("opportunistic", make_way=lambda: (asked.set(), engine.remove_job(other))))
         engine.claim(other, needs("other", engine.room - 4096, 4096))
         time.sleep(0.2)
         assert runner.suspended and not asked.is_set()
-        runner.residence.set("guaranteed")
+        runner.lease.set("guaranteed")
         came = asked.wait(5)
         if not came:
             engine.remove_job(other)

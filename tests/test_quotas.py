@@ -187,10 +187,10 @@ def test_quotas_that_change_on_the_way(name: str, asynchronous: int | None) -> N
             (claim,) = engine._claims.values()
             held.append((claim.bytes + claim.height, step.recomputed is not None, step.plan.height))
             if at in quotas:
-                runner.residence.set(quota=quotas[at])
+                runner.lease.set(quota=quotas[at])
             gates.let_go(at)
         assert_same(ends(), result)
-        assert runner.residence.times_left == 0
+        assert runner.lease.times_left == 0
     assert [reduced for _, reduced, _ in held] == [False, True, True, True, False]
     assert all(now[0] <= quota for now, quota in zip(held[1:], quotas.values(), strict=True))
     heights = [height for _, _, height in held]
@@ -206,7 +206,7 @@ def test_memory_that_is_really_held() -> None:
         ends = in_thread(engine, runner)
         gates.reach(4)
         whole = count.peak
-        runner.residence.set(quota=quota)
+        runner.lease.set(quota=quota)
         gates.let_go(4)
         gates.reach(8)
         count.restart()
@@ -226,15 +226,15 @@ def test_a_quota_below_the_lowest_form_suspends_the_job() -> None:
         runner = JobRunner(job(data=gates, priority="opportunistic"), engine)
         ends = in_thread(engine, runner)
         gates.reach(4)
-        runner.residence.set(quota=quota_of(plan, NO_STEP))
+        runner.lease.set(quota=quota_of(plan, NO_STEP))
         gates.let_go(4)
         until(lambda: runner.suspended)
         assert engine.claimed() == 0
         time.sleep(0.2)
         assert runner.suspended
-        runner.residence.set(quota=between("mlp", 0.2))
+        runner.lease.set(quota=between("mlp", 0.2))
         gates.reach(9)
-        assert runner.step is not None and runner.step.recomputed is not None and runner.residence.times_left == 1
+        assert runner.step is not None and runner.step.recomputed is not None and runner.lease.times_left == 1
         gates.let_go(9)
         assert_same(ends(), result)
 
@@ -247,7 +247,7 @@ def test_one_that_becomes_guaranteed_is_whole() -> None:
         ends = in_thread(engine, runner)
         gates.reach(4)
         assert runner.step is not None and runner.step.recomputed is not None
-        runner.residence.set(priority="guaranteed")
+        runner.lease.set(priority="guaranteed")
         gates.let_go(4)
         gates.reach(9)
         assert runner.step.recomputed is None
@@ -265,14 +265,14 @@ def test_it_stays_reduced_until_there_is_room() -> None:
         gates.reach(4)
         large = engine.add_job("large")
         engine.claim(large, needs("large", engine.room - quota, 0))
-        runner.residence.set(quota=quota_of(plan, plan.height))
+        runner.lease.set(quota=quota_of(plan, plan.height))
         gates.let_go(4)
         gates.reach(9)
         assert runner.step is not None and runner.step.recomputed is not None
         engine.remove_job(large)
         gates.let_go(9)
         gates.reach(14)
-        assert runner.step.recomputed is None and runner.residence.times_left == 0
+        assert runner.step.recomputed is None and runner.lease.times_left == 0
         gates.let_go(14)
         assert_same(ends(), result)
 
@@ -290,10 +290,10 @@ def test_a_quota_that_is_lowered_while_the_job_is_away() -> None:
         gates.let_go(4)
         claims.join(WAIT)
         assert large in engine._claims
-        runner.residence.set(quota=between("mlp", 0.4))
+        runner.lease.set(quota=between("mlp", 0.4))
         engine.remove_job(large)
         gates.reach(9)
-        assert runner.step is not None and runner.step.recomputed is not None and runner.residence.times_left == 1
+        assert runner.step is not None and runner.step.recomputed is not None and runner.lease.times_left == 1
         gates.let_go(9)
         assert_same(ends(), result)
 
@@ -372,12 +372,12 @@ def test_a_step_that_is_not_captured_waits() -> None:
         runner = JobRunner(job(data=gates, priority="opportunistic", **settings), engine)
         ends = in_thread(engine, runner)
         gates.reach(4)
-        runner.residence.set(quota=4096)
+        runner.lease.set(quota=4096)
         gates.let_go(4)
         until(lambda: runner.suspended)
-        runner.residence.set(quota="1GiB")
+        runner.lease.set(quota="1GiB")
         assert_same(ends(), result)
-        assert runner.residence.times_left == 1
+        assert runner.lease.times_left == 1
 
 
 # -- the book

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 
-from waterflow.boundary import JobEnded
 from waterflow.checkpoint import Checkpoint
 from waterflow.checkpoint_folder import Checkpoints, steps_of
 from waterflow.job import JobResult
 from waterflow.runner import JobRunner
+from waterflow.safepoint import JobEnded
 
 logger = logging.getLogger("waterflow")
 

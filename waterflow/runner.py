@@ -6,15 +6,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import nn
 
-from waterflow.asked import Asked
-from waterflow.boundary import Boundary
 from waterflow.building import model_of, optimizer_of
 from waterflow.checkpoint import Checkpoint
+from waterflow.engine_lease import EngineLease
 from waterflow.errors import CheckpointError, JobCancelled
 from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.account import Account
@@ -25,8 +25,8 @@ from waterflow.executor.shared_data import Reader, SharedData
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
-from waterflow.residence import Residence
 from waterflow.results import check_finite, result_of
+from waterflow.safepoint import Safepoint, State
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
 from waterflow.time_limit import run_job, time_does_not_count
@@ -44,7 +44,7 @@ class StopJob(Exception):
     """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
 
 
-class JobRunner(Asked):
+class JobRunner:
     """Trains one job. ``run()`` is called once; ``stop()``, ``snapshot()``, ``suspend()`` and ``resume()`` from any thread.
 
     ``engine`` None trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each
@@ -80,9 +80,8 @@ class JobRunner(Asked):
         self._in_order = in_order
         self._resume: Checkpoint | None = None
         self._state: JobState | None = None
-        self._boundary = Boundary(job.name)
-        self.residence = Residence(job, engine, self._boundary)
-        self._over = False
+        self._safepoint = Safepoint(job.name)
+        self.lease = EngineLease(job, engine, self._safepoint)
         self._between = False  # the job's own thread stands between two steps
         self._steps = StepQueue()
         self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
@@ -104,6 +103,47 @@ class JobRunner(Asked):
         if step is not None and step.job is not None and self.engine is not None:
             with contextlib.suppress(ValueError):  # it has left already
                 self.engine.native.cancel(step.job, reason)
+
+    def snapshot(self, timeout: float | None = None) -> Checkpoint:
+        """A copy of the job's whole state behind the step that it does now. Its other steps wait for that.
+
+        Raises CheckpointError where the job ends before, where it comes to no boundary within ``timeout`` seconds, and for
+        jobs that nobody could go on with (data that can be read only once). On the job's own thread: in ``on_epoch`` alone.
+        """
+        if threading.get_ident() != self._thread:
+            return self._safepoint.ask("copy", timeout)
+        if not self._between:
+            raise CheckpointError(
+                f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation"
+            )
+        return self._checkpoint()
+
+    def ask_for_snapshot(self) -> Future[Checkpoint]:
+        """The same without waiting for it."""
+        return self._safepoint.request("copy")
+
+    def suspend(self, timeout: float | None = None) -> Checkpoint:
+        """Stand still behind the step that it does now: the job's state leaves the device, what it claimed is given back.
+
+        Model and optimizer keep no memory until ``resume()``; ``stop()`` brings them back, too. Raises as ``snapshot`` does,
+        but suspends jobs whose data can be read only once: the checkpoint then has no place in it.
+        """
+        if threading.get_ident() == self._thread:
+            raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
+        if self.engine is not None and self.engine.clock is not None:
+            raise CheckpointError(
+                f"job {self.job.name!r} cannot be suspended: {self.lease.terms.stays}, or ask for a snapshot"
+            )
+        return self._safepoint.ask("suspend", timeout)
+
+    def resume(self) -> None:
+        """Let a suspended job go on. Raises CheckpointError for one that is not suspended."""
+        self._safepoint.resume()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the job stands still until ``resume()``."""
+        return self._safepoint.state is State.SUSPENDED
 
     def break_off(self) -> None:
         """End the job now: code of the user's, too (data, evaluation), which ``stop()`` would let come to its end."""
@@ -165,17 +205,12 @@ class JobRunner(Asked):
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            over, self._over = self._over, True
-        if over:  # from another thread, and now its own one has come back
-            return
-        self._boundary.end()
-        self.residence.end()
-        left_behind = self._thread not in (None, threading.get_ident())
+        self._safepoint.end()
+        self.lease.enter(None)
+        if self.engine is not None:
+            self.engine.take_back_priority()
         self._thread = None
-        if self._batches is not None and left_behind:  # it may be in them
-            threading.Thread(target=self._batches.close, daemon=True).start()
-        elif self._batches is not None:
+        if self._batches is not None:
             self._batches.close()
         if self.step is not None:
             self.step.close()
@@ -199,7 +234,7 @@ class JobRunner(Asked):
         step = step_of(self.job, model, optimizer, self._numbers, self.engine)
         assert self._batches is not None
         step.own_batches = self._batches.own
-        self.residence.enter(step)
+        self.lease.enter(step)
         with self._lock:
             self.step = step
 
@@ -254,35 +289,33 @@ class JobRunner(Asked):
             self._setting_numbers.set_state(state["setting_numbers"])
         put_progress(step, state["step"])
 
-    def _grant(self) -> None:
+    def _serve(self) -> None:
         """Do what others have asked for."""
         self._steps.take_all()
         self._losses += self._steps.losses()
-        self._boundary.answer(self._checkpoint)
+        self._safepoint.serve(self._checkpoint, suspend=False)
         self._make_way()
 
     def _make_way(self) -> None:
         """Stand still, where somebody wants that, until it is to go on."""
-        if self._boundary.wished:
-            self._boundary.answer(lambda: self._checkpoint(move=True), self._stand_still)
-
-    def _stand_still(self, checkpoint: Checkpoint, tell: Callable[[], None]) -> None:
+        checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True), suspend=True)
+        if checkpoint is None:
+            return
         step, state = self.step, self._state
         assert step is not None and state is not None
         try:
             step.close()
             if isinstance(self._batches, Reader):
                 self._batches.leave()  # others do not wait for it
-            tell()
             with time_does_not_count():
-                self._boundary.await_go(lambda: self.residence.look(self._check_stop), checkpoint)
+                self._safepoint.stand(checkpoint, self._check_stop, self.lease.has_room)
         finally:
-            self.residence.came_back()
             state.put(checkpoint.state["job"])
         self._make_step(step.model, step.optimizer)
         assert self.step is not None
         self.step.opaque_reason, self.step.measured_height = step.opaque_reason, step.measured_height
         put_progress(self.step, checkpoint.state["step"])
+        self._safepoint.go_on()
 
     def _train(self) -> None:
         assert self.step is not None
@@ -307,7 +340,7 @@ class JobRunner(Asked):
         """Begun again where the job made way instead of waiting for memory."""
         while True:
             assert self.step is not None
-            with self.residence.may_leave(), self._account.spending("evaluation"):
+            with self.lease.may_leave(), self._account.spending("evaluation"):
                 return self._evaluation.metrics(self.step)
             self._make_way()
 
@@ -321,14 +354,17 @@ class JobRunner(Asked):
             batches = between_steps(batches, steps, self.job.name, self._account)
         try:
             while True:
-                if self._boundary.wished:
-                    self._grant()
+                if self._safepoint.state is State.REQUESTED:
+                    self._serve()
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
                 self._check_stop()
-                if (pending := self.residence.submit(batch)) is None:  # others need what the job holds
+                pending = None
+                with self.lease.may_leave():
+                    pending = self.step.submit(batch)
+                if pending is None:  # others need what the job holds
                     self._batches.put_back(batch)
                     continue
                 steps.add(pending)
@@ -353,7 +389,9 @@ class JobRunner(Asked):
 
     def _held_up(self) -> bool:
         """Whether the job may wait for what other jobs hold: memory, lanes, or its turn in a study."""
-        return self.engine is not None and (self.residence.held_up or self.engine.waits(self._thread))
+        if self.engine is None:
+            return False
+        return self.lease.terms.opportunistic or self.engine.clock is not None or self.engine.waits(self._thread)
 
     def _check_stop(self) -> None:
         if self._stop is not None:

@@ -130,15 +130,15 @@ class TrialRunner:
         runner = JobRunner(job, self.engine, on_epoch, seed=self._task.seed, resume=self._resume)
         with self._lock:
             self._inner = runner
-            runner.residence.set(self.priority)
+            runner.lease.set(self.priority)
             if self._halted is not None:
                 runner.stop(self._halted)
         return runner.run()
 
     @property
-    def residence(self) -> Any:
+    def lease(self) -> Any:
         """Where the priority is set: of its job, once there is one."""
-        return self._inner.residence if self._inner is not None else self
+        return self._inner.lease if self._inner is not None else self
 
     def set(self, priority: Priority) -> None:
         """For the job to come."""

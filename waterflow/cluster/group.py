@@ -167,7 +167,7 @@ class RunningGroup:
             self.priority = priority
             runners = list(self._runners.values())
         for runner in runners:
-            runner.residence.set(priority)
+            runner.lease.set(priority)
 
     def steps(self) -> int:
         """Steps of all jobs, from their beginning."""
@@ -265,7 +265,7 @@ class RunningGroup:
                 job.runner(process.engine, seed, state) if isinstance(job, Task)
                 else JobRunner(job, process.engine, seed=seed, resume=state)
             )  # fmt: skip
-            runner.residence.set(self.priority)
+            runner.lease.set(self.priority)
             self._runners[number] = runner
         result: JobResult | None = None
         try:
