@@ -116,7 +116,7 @@ def test_a_lane_is_as_before_behind_a_step() -> None:
 
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_job_with_a_time_limit_has_it_too(flush: bool) -> None:
-    """Its opaque steps have a thread beside the lane."""
+    """Its own thread does its opaque steps, while a lane stands still."""
     torch.set_flush_denormal(flush)
     seen = []
 

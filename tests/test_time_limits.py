@@ -42,7 +42,6 @@ def comes_back() -> Iterator[None]:
     over.clear()
     yield
     over.set()
-    time.sleep(0.1)
 
 
 def sleeping() -> None:
@@ -116,7 +115,10 @@ def in_step(hang: Callable[[], None]) -> dict[str, Any]:
 
 PLACES = {"data": in_data, "evaluate": in_evaluate, "step": in_step}
 SAID = {"data": "reading its data", "evaluate": "evaluating", "step": "in a step"}
-STAYS = {("data", "waiting"), ("data", "stubborn")}  # the job's own thread, which nothing ends
+HANGS = [("data", "waiting"), ("evaluate", "waiting"), *(
+    pytest.param(place, way, marks=pytest.mark.slow)
+    for place in PLACES for way in ("waiting", "stubborn") if place == "step" or way == "stubborn"
+)]  # fmt: skip
 
 
 def assert_unharmed(result: wf.JobResult, expected: wf.JobResult) -> None:
@@ -126,18 +128,10 @@ def assert_unharmed(result: wf.JobResult, expected: wf.JobResult) -> None:
 
 @pytest.mark.needs_time("the README promises that what hangs ends with an error which names the line, and others go on")
 @pytest.mark.parametrize(
-    "place, way, lanes",
-    [
-        ("data", "sleeping", 1),
-        ("step", "waiting", 2),
-        *(
-            pytest.param(place, way, 2, marks=pytest.mark.slow)
-            for place in PLACES for way in WAYS if (place, way) != ("step", "waiting") and (place, way) not in STAYS
-        ),
-    ],
-)  # fmt: skip
-def test_what_hangs_ends_and_others_go_on(place: str, way: str, lanes: int) -> None:
-    hung = job("hung", timeout=LIMIT, **PLACES[place](WAYS[way]))
+    "place, lanes", [("data", 1), *(pytest.param(place, 2, marks=pytest.mark.slow) for place in PLACES)]
+)
+def test_what_hangs_ends_and_others_go_on(place: str, lanes: int) -> None:
+    hung = job("hung", timeout=LIMIT, **PLACES[place](sleeping))
     others = [job(f"near{n}", seed=n, epochs=8, model=Net(dropout=0.3)) for n in range(3)]
     expected = [JobRunner(replace(other, model=copy.deepcopy(other.model))).run() for other in others]
     began = time.monotonic()
@@ -148,11 +142,33 @@ def test_what_hangs_ends_and_others_go_on(place: str, way: str, lanes: int) -> N
     assert isinstance(result.error, TimeoutError) and result.traceback
     text = str(result.error)
     assert "job 'hung' ran longer than its limit Job.timeout=1 s" in text and SAID[place] in text
-    assert f"{__file__}:" in text and f"in {way}" in text and "in epoch 1 of 3" in text and "raise the limit" in text
-    assert ("left behind" in text) == (way != "sleeping")
+    assert f"{__file__}:" in text and "in sleeping" in text and "in epoch 1 of 3" in text and "raise the limit" in text
     assert len(result.losses) >= (3 if place == "evaluate" else 1) and result.seconds < LIMIT + 6
     for alone, mine in zip(expected, results[1:]):
         assert_unharmed(mine, alone)
+
+
+class Told(logging.Handler):
+    """What is told of code that hangs, and whether anything was."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        self.any = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "it is waited for" in (text := record.getMessage()):
+            self.text = text
+            self.any.set()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    handler, logger = Told(), logging.getLogger("waterflow")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
 
 
 class Behind(threading.Thread):
@@ -166,12 +182,9 @@ class Behind(threading.Thread):
     def run(self) -> None:
         self.returned = self.call()
 
-    def after(self, held: Callable[[], bool]) -> Any:
-        """What the call returns, which it does not before ``held`` holds, and what hangs has come back."""
-        while not held():
-            assert self.is_alive()
-            time.sleep(0.01)
-        assert self.is_alive()
+    def after(self, *held: threading.Event) -> Any:
+        """What the call returns, which it does not before all of these are, and what hangs has come back."""
+        assert all(event.wait(60) for event in held) and self.is_alive()
         over.set()
         self.join(30)
         assert not self.is_alive()
@@ -179,57 +192,59 @@ class Behind(threading.Thread):
 
 
 class Ended(wf.Callback):
-    """Counts the jobs that are through with their last epoch."""
+    """Set when so many jobs have ended well."""
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.all = threading.Event()
 
-    def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
-        if epoch == job.epochs - 1:
-            self.names.add(job.name)
+    def on_job_end(self, job: wf.Job, result: wf.JobResult) -> None:
+        self.count -= result.status == "completed"
+        if self.count == 0:
+            self.all.set()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["waiting", "stubborn"])
-def test_others_finish_beside_what_hangs_and_its_line_is_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="waterflow")
-    hung = job("hung", timeout=LIMIT, **in_data(WAYS[way]))
+@pytest.mark.needs_time("the README promises that others finish beside what hangs, and that its line is told")
+@pytest.mark.parametrize("place, way", HANGS)
+def test_others_finish_beside_what_hangs_and_its_line_is_told(place: str, way: str, told: Told) -> None:
+    """Also on one lane."""
+    hung = job("hung", timeout=LIMIT, **PLACES[place](WAYS[way]))
     others = [job(f"near{n}", seed=n, epochs=8) for n in range(2)]
     expected = [JobRunner(other).run() for other in others]
-    ended = Ended()
+    ended = Ended(2)
     settings: dict[str, Any] = {"lanes": 1, "memory": "1GiB", "on_error": "continue", "callbacks": [ended]}
     train = Behind(lambda: wf.train([hung, *others], **settings))
-    result, *found = train.after(lambda: len(ended.names) == 2 and "it is waited for" in caplog.text)
-    assert f"{__file__}:" in caplog.text and f"in {way}" in caplog.text and "reading its data" in caplog.text
-    assert result.status == "failed" and isinstance(result.error, wf.JobTimeoutError) and result.losses
-    assert "ran longer than its limit Job.timeout=1 s" in str(result.error) and f"in {way}" in str(result.error)
+    result, *found = train.after(told.any, ended.all)
+    for text in (told.text, str(result.error)):
+        assert "job 'hung' ran longer than its limit Job.timeout=1 s" in text and SAID[place] in text
+        assert f"{__file__}:" in text and f"in {way}" in text and "in epoch 1 of 3" in text
+    assert result.status == "failed" and isinstance(result.error, wf.JobTimeoutError)
     for alone, mine in zip(expected, found):
         assert_unharmed(mine, alone)
 
 
-class Press(logging.Handler):
-    """Ctrl-C as soon as something is told."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.slow
+def pressing() -> None:
+    """Hangs, and is interrupted there."""
+    press()
+    waiting()
+
+
+@pytest.mark.needs_time("the README promises that Ctrl-C ends what hangs")
 @pytest.mark.timeout(60)
-def test_ctrl_c_ends_what_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="waterflow")
-    logger, press = logging.getLogger("waterflow"), Press(logging.WARNING)
-    logger.addHandler(press)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            wf.train(
-                [job("hung", timeout=LIMIT, **in_data(waiting)), job("near")],
-                lanes=1,
-                memory="1GiB",
-                on_error="continue",
-            )
-    finally:
-        logger.removeHandler(press)
+@pytest.mark.parametrize("place, late", [("data", False), ("evaluate", False), *(
+    pytest.param(place, late, marks=pytest.mark.slow) for place in PLACES for late in (False, True)
+)])  # fmt: skip
+def test_ctrl_c_ends_what_hangs(place: str, late: bool, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its limit, and behind it (``late``), when it is waited for."""
+    if late:
+        monkeypatch.setattr(told.any, "set", press)
+    hung = job("hung", timeout=LIMIT if late else 600, **PLACES[place](waiting if late else pressing))
+    with pytest.raises(KeyboardInterrupt):
+        wf.train([hung, *(job(f"near{n}") for n in range(2))], lanes=1, memory="1GiB", on_error="continue")
 
 
 class Rows(Dataset[Any]):
@@ -246,7 +261,7 @@ class Rows(Dataset[Any]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["data", "model"])
-def test_what_a_thread_holds_that_hangs_is_free(what: str) -> None:
+def test_what_a_thread_holds_that_hangs_is_free(what: str, told: Told) -> None:
     """A data set that others read too, and the turn to make a model."""
 
     def make() -> nn.Module:
@@ -257,10 +272,10 @@ def test_what_a_thread_holds_that_hangs_is_free(what: str) -> None:
     expected = JobRunner(job(**shared)).run()
     hung = job("hung", **({"model": make} if what == "model" else {}), **shared, timeout=LIMIT)
     jobs = [hung, *(job(f"near{n}", **shared, timeout=20) for n in range(2))]
-    ended = Ended()
+    ended = Ended(2)
     settings: dict[str, Any] = {"lanes": 2, "memory": "1GiB", "on_error": "continue", "callbacks": [ended]}
     train = Behind(lambda: wf.train(jobs, **settings))
-    hung, *others = train.after(lambda: len(ended.names) == 2)
+    hung, *others = train.after(told.any, ended.all)
     assert isinstance(hung.error, wf.JobTimeoutError)
     for result in others:
         assert_unharmed(result, expected)
@@ -306,10 +321,7 @@ def test_its_memory_is_given_back() -> None:
     with Engine(lanes=2, memory="1GiB") as engine:
         room = engine.room
         for place in PLACES.values():
-            hung = job("hung", timeout=LIMIT, **place(sleeping if place is in_data else waiting))
-            wf.train([hung], engine=engine, on_error="continue")
-            over.set()
-            over.clear()
+            wf.train([job("hung", timeout=LIMIT, **place(sleeping))], engine=engine, on_error="continue")
         assert not engine._claims and engine.room == room
         assert_unharmed(wf.train([job()], engine=engine)[0], JobRunner(job()).run())
 
@@ -380,7 +392,7 @@ def looping(hang: Callable[[], None]) -> Callable[[optuna.Trial], Any]:
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
                 ("data", "sleeping"),
-                ("evaluate", "stubborn"),
+                ("evaluate", "sleeping"),
                 ("step", "sleeping"),
             )
         ),
@@ -400,23 +412,46 @@ def test_a_trial_that_hangs_fails_and_the_study_goes_on(door: str, way: str) -> 
         assert "trial 1 ran longer than its limit trial_timeout=3 s" in str(summary.results["trial-1"].error)
 
 
+@pytest.mark.needs_time("the README promises that other trials finish beside an objective that hangs")
+@pytest.mark.parametrize("door, way", [("loop", "waiting"), *(
+    pytest.param(*each, marks=pytest.mark.slow)
+    for each in (("loop", "stubborn"), ("data", "waiting"), ("evaluate", "waiting"))
+)])  # fmt: skip
+def test_other_trials_finish_beside_one_that_hangs(door: str, way: str, told: Told) -> None:
+    def objective(trial: optuna.Trial, hangs: bool = True) -> Any:
+        hang = WAYS[way] if hangs and trial.number == 1 else lambda: None
+        return looping(hang)(trial) if door == "loop" else job(f"trial-{trial.number}", **PLACES[door](hang))
+
+    def studied(objective: Callable[[optuna.Trial], Any], **more: Any) -> list[Any]:
+        study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+        settings: dict[str, Any] = {"max_concurrent": 2, "lanes": 2, "memory": "1GiB", **more}
+        wf.optimize(study, objective, 4, **settings)
+        return [(trial.state.name, trial.value) for trial in study.trials]
+
+    ended: list[int] = []
+    near = threading.Event()
+
+    def count(study: optuna.Study, trial: Any) -> None:
+        ended.append(trial.number)
+        if len(ended) == 3:
+            near.set()
+
+    torch.manual_seed(1)
+    expected = studied(lambda trial: objective(trial, hangs=False))
+    torch.manual_seed(1)
+    run = Behind(lambda: studied(objective, trial_timeout=LIMIT * 3, callbacks=[count]))
+    found = run.after(told.any, near)
+    assert found == [expected[0], ("FAIL", None), *expected[2:]] and ended[:3] == [0, 2, 3]
+    assert f"{__file__}:" in told.text and f"in {way}" in told.text
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("door, way", [("loop", "waiting"), ("loop", "stubborn"), ("data", "waiting")])
-def test_other_trials_finish_beside_one_that_hangs(door: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="waterflow")
-
-    def objective(trial: optuna.Trial) -> Any:
-        if door == "loop":
-            return looping(WAYS[way])(trial)
-        return job(f"trial-{trial.number}", **(in_data(WAYS[way]) if trial.number == 1 else {}))
-
-    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
-    run = Behind(
-        lambda: wf.optimize(study, objective, 4, max_concurrent=2, lanes=2, memory="1GiB", trial_timeout=LIMIT * 3)
-    )
-    run.after(lambda: sum(t.state.name == "COMPLETE" for t in study.trials) == 3 and "it is waited for" in caplog.text)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
-    assert f"in {way}" in caplog.text
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_an_objective_that_hangs() -> None:
+    study = optuna.create_study()
+    with pytest.raises(KeyboardInterrupt):
+        wf.optimize(study, looping(pressing), 4, max_concurrent=2, lanes=2, memory="1GiB", trial_timeout=600)
+    assert not any(trial.state == optuna.trial.TrialState.RUNNING for trial in study.trials)
 
 
 @pytest.mark.slow

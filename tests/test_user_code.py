@@ -20,8 +20,7 @@ from torch import nn
 import waterflow as wf
 from waterflow.errors import JobCancelled
 from waterflow.executor import cancel
-from waterflow.executor.breakable_lock import BreakableLock
-from waterflow.executor.cancel import UserCode, break_off_all, doing, in_user_code, left_behind, where
+from waterflow.executor.cancel import Turn, UserCode, break_off_all, doing, in_user_code, left_behind, where
 from waterflow.partition import capture
 
 
@@ -89,8 +88,8 @@ def test_a_thread_that_captures_is_broken_off_behind_it(monkeypatch: pytest.Monk
     assert not thread.is_alive() and ends == ["broken off"] and through.is_set()
 
 
-@pytest.mark.parametrize("interruptible", [False, True])
-def test_our_code_says_itself_where_it_can_be_broken_off(interruptible: bool) -> None:
+@pytest.mark.parametrize("interruptible", [None, True])
+def test_our_code_says_itself_where_it_can_be_broken_off(interruptible: bool | None) -> None:
     """Whatever its file is called."""
     scope: dict[str, Any] = {}
     file = str(Path(wf.__file__).parent / "any_name.py")
@@ -102,7 +101,7 @@ def test_our_code_says_itself_where_it_can_be_broken_off(interruptible: bool) ->
 
     doing("counting", interruptible)(Ours)
     for name, expected in (
-        ("ours", (interruptible, "counting")),
+        ("ours", (interruptible is True, "counting")),
         ("unmarked", (False, "waiting for its turn, or for memory")),
     ):
         over = threading.Event()
@@ -114,6 +113,23 @@ def test_our_code_says_itself_where_it_can_be_broken_off(interruptible: bool) ->
         over.set()
         thread.join(10)
     assert contextlib.contextmanager(scope["counts"]).__code__ not in cancel._doing  # the library's own
+
+
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_our_code_says_itself_that_it_goes_on_to_the_end(to_the_end: bool) -> None:
+    """With all that it calls, the user's code, too."""
+    inside, over = threading.Event(), threading.Event()
+
+    @doing("counting", interruptible=False if to_the_end else None)
+    def ours(users: Callable[[], object]) -> None:
+        users()
+
+    thread = threading.Thread(target=ours, args=(lambda: inside.set() or over.wait(30),), daemon=True)
+    thread.start()
+    assert inside.wait(10)
+    assert in_user_code(thread.ident or 0) is not to_the_end
+    over.set()
+    thread.join(10)
 
 
 def test_what_was_broken_off_does_not_begin() -> None:
@@ -171,7 +187,7 @@ def test_nobody_waits_longer_than_asked_for_a_thread_that_stays() -> None:
 
 @pytest.mark.slow
 def test_a_lock_is_given_back_by_a_thread_that_is_broken_off_when_it_gets_it() -> None:
-    lock, waiting = BreakableLock(), threading.Event()
+    lock, waiting = Turn(), threading.Event()
     ends: list[str] = []
 
     def wait() -> None:
@@ -203,7 +219,7 @@ def test_a_lock_is_given_back_by_a_thread_that_is_broken_off_when_it_gets_it() -
 
 
 def test_a_lock_of_a_thread_that_is_left_behind_goes_to_the_next() -> None:
-    lock, holds, over = BreakableLock(), threading.Event(), threading.Event()
+    lock, holds, over = Turn(), threading.Event(), threading.Event()
 
     def hold() -> None:
         with lock:

@@ -9,13 +9,12 @@ from torch import nn
 from torch._subclasses import fake_tensor
 
 from waterflow.errors import InvalidJobError
-from waterflow.executor.breakable_lock import BreakableLock
-from waterflow.executor.cancel import doing
+from waterflow.executor.cancel import Turn, doing
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job
 from waterflow.training_mode import begin_training
 
-_building = BreakableLock()  # functions that make models may patch what is the process's, as transformers' do
+_building = Turn()  # functions that make models may patch what is the process's, as transformers' do
 
 
 @doing("making its model or optimizer")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.cancel import UserCode, doing
 from waterflow.executor.engine import Engine
 from waterflow.executor.thread_generators import own_numbers
-from waterflow.executor.user_thread import current_user_thread
 from waterflow.job import Job, Metrics, as_metrics
 from waterflow.partition.plan import Plan, format_bytes, opaque_plan
 from waterflow.step import Step
-from waterflow.time_limit import time_does_not_count
 from waterflow.training_mode import evaluation_mode
 
 _local = threading.local()
@@ -75,20 +72,13 @@ class Evaluation:
             self._claim(engine, step, self._height)
             plan = _C.GroupPlan(ends=[1], peak=[self._height], after=[0])
         try:
-            result, height = engine.run_eager(step.job, self._beside(engine, work), plan, time_does_not_count)
+            result, height = engine.run_eager(step.job, work, plan)
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
-        if current_user_thread() is not None:
-            result, height = result
         self._height = max(height, self._height or 0)
         with contextlib.suppress(RuntimeError):
             self._plan = step.plan
         return result
-
-    def _beside(self, engine: Engine, work: Callable[[], Any]) -> Callable[[], Any]:
-        """``work`` as a lane does it: where the job has a time limit, on a thread that the lane need not wait for."""
-        thread = current_user_thread()
-        return work if thread is None else lambda: thread.metered(work, engine.device.type == "cuda")
 
     def _claim(self, engine: Engine, step: Step, height: int) -> None:
         assert step.job is not None

@@ -72,8 +72,7 @@ class Job:
         timeout: Seconds of wall time that a run of the job may take: with its waits for lanes and memory, without the time that it
             is suspended, or waits for others' first evaluations, which come one at a time. One that takes longer,
             ends at its next boundary, or by an exception in its own code, as failed with a JobTimeoutError, and the others go on as
-            they would. An evaluation or eager step that waits outside of the interpreter is left behind on a thread; data and a
-            model's function that do are told, with their line, and waited for.
+            they would. Code that waits outside of the interpreter, or catches all errors, is told, with its line, and waited for.
     """
 
     name: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
+from dataclasses import replace
+from typing import Any
 
-from waterflow.errors import NonFiniteLossError
+from waterflow.errors import JobTimeoutError, NonFiniteLossError
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.step import Step
 
@@ -40,6 +42,15 @@ def result_of(
             "state_dict": step.model.state_dict(),
         }),
     )  # fmt: skip
+
+
+def over_limit(made: Any, error: JobTimeoutError) -> Any:
+    """What becomes of the result of a job that ended at its time limit: it failed, of that. Raises the error where there is none."""
+    if not isinstance(made, JobResult):
+        raise error
+    if made.status == "completed" or made.error is error:
+        return made
+    return replace(made, status="failed", error=error, traceback="".join(traceback.format_exception(error)))
 
 
 def check_finite(job: Job, epoch: int, losses: list[float]) -> None:

@@ -18,18 +18,17 @@ from waterflow.engine_lease import EngineLease
 from waterflow.errors import CheckpointError, JobCancelled
 from waterflow.evaluation import Evaluation, step_scheduler
 from waterflow.executor.account import Account
-from waterflow.executor.cancel import UserCode, let_go
+from waterflow.executor.cancel import UserCode, let_go, limited, time_does_not_count
 from waterflow.executor.data import Batches
 from waterflow.executor.engine import Engine
 from waterflow.executor.shared_data import Reader, SharedData
 from waterflow.executor.thread_generators import own_numbers
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.job_state import JobState, check_same_job, progress_of, put_progress
-from waterflow.results import check_finite, result_of
+from waterflow.results import check_finite, over_limit, result_of
 from waterflow.safepoint import Safepoint, State
 from waterflow.step import Step
 from waterflow.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
-from waterflow.time_limit import run_job, time_does_not_count
 
 OnEpoch = Callable[[int, Metrics], None]
 InOrder = Callable[[], contextlib.AbstractContextManager[None]]
@@ -163,12 +162,11 @@ class JobRunner:
     def run(self) -> JobResult:
         """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind."""
         with self._account.spending("jobs"):
-            return run_job(self, self._run, self._user_code)
+            told = self.job.timeout, f"job {self.job.name!r}", "Job.timeout"
+            return limited(*told, self._run, self._user_code, self.stop, self._progress, over_limit)
 
-    @property
-    def progress(self) -> str:
-        """Where it is, in words."""
-        return f"in epoch {min(self._epoch + 1, self.job.epochs)} of {self.job.epochs}, after {self.steps} steps"
+    def _progress(self) -> str:
+        return f", in epoch {min(self._epoch + 1, self.job.epochs)} of {self.job.epochs}, after {self.steps} steps"
 
     def _run(self) -> JobResult:
         status: Status = "completed"

@@ -21,6 +21,7 @@ from waterflow.executor import by_hand, eager, updated_elsewhere
 from waterflow.executor import step_checks as checks
 from waterflow.executor.audit import Audit
 from waterflow.executor.batch_copies import OwnBatches
+from waterflow.executor.cancel import LentLane, has_limit
 from waterflow.executor.capture_budget import CaptureBudget, NewKind
 from waterflow.executor.captured import storage_bytes
 from waterflow.executor.claiming import claim
@@ -222,9 +223,8 @@ class Step(StepFigures):
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order.
 
         One that runs eagerly is run by the caller, at once: Python runs one thread at a time, and to hand it over takes a while.
-        Those of a job with a time limit are not: its thread must be able to leave a step that hangs to its lane.
         """
-        at_once = self.eager_at_once and self.opaque_reason is not None and self._eager_step.beside is None
+        at_once = self.eager_at_once and self.opaque_reason is not None
         pending = self._submit(batch, by_caller=at_once)
         if at_once:
             pending.wait()
@@ -390,8 +390,9 @@ class Step(StepFigures):
         self.opaque_reason = str(error)
         self._tell_eager(error, self._told)
         self._variants.clear()
-        limited = self._eager_step.beside is not None  # a step that hangs until its limit must leave lanes to others
-        if self.engine is not None and self.job is not None and not limited:
+        if (
+            self.engine is not None and self.job is not None and not has_limit()
+        ):  # one that hangs takes a lane until then
             self.engine.runs_eagerly(self.job)
 
     def _submit_opaque(
@@ -400,6 +401,8 @@ class Step(StepFigures):
         new_kind = isinstance(refused, NewKind)
         if isinstance(refused, NewKind) and str(refused):
             self._tell_eager(refused, self._told)
+        lends = self.engine is not None and self.engine.lends_lanes()
+        by_caller = by_caller and not lends
         if by_caller and (refused is None or new_kind) and self._is_ordinary(batch):
             return Done(self._eagerly(batch, update, new_kind))
         given = of_torch(batch)
@@ -437,11 +440,14 @@ class Step(StepFigures):
             if not known:
                 height = around.enter_context(self.engine.looking(self.job))
                 native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
-            run = _C.opaque_run(native, work)
+            lent = LentLane(work) if lends else None
+            run = _C.opaque_run(native, lent or work)
             run.by_caller = by_caller
             pending = self._hand_in(
                 Pending(self.engine, self._finish, run, None, False, self._micro, {}, returned), plan, update
             )
+            if lent is not None:
+                lent.use(run)
             if refused is not None or not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)
         return pending

@@ -19,7 +19,7 @@ import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from waterflow import _C
-from waterflow.errors import JobCancelled
+from waterflow.errors import JobCancelled, JobTimeoutError
 from waterflow.executor.account import Account
 from waterflow.executor.auto import AutoConcurrency
 from waterflow.executor.cancel import (
@@ -29,6 +29,7 @@ from waterflow.executor.cancel import (
     break_off_all,
     import_ahead,
     join_all,
+    limited,
     stop_all,
 )  # fmt: skip
 from waterflow.executor.engine import Engine, within
@@ -50,11 +51,11 @@ from waterflow.optuna_private import (
 )
 from waterflow.planner.feasibility import Need, needed
 from waterflow.progress import ProgressLine
+from waterflow.results import over_limit
 from waterflow.run_figures import RunFigures
 from waterflow.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
 from waterflow.study_summary import StudySummary
 from waterflow.study_values import UnfitJobError, check_job, value_of
-from waterflow.time_limit import TimeLimit
 
 Objective = Callable[[Trial], Any]
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
@@ -254,16 +255,14 @@ class Coordinator:
 
     def _limited(self, worker: _Worker) -> Any:
         """The trial's value, within the time that it may take."""
-        if self._trial_timeout is None:
-            return self._value(worker)
-        number = worker.trial.number
-        limit = TimeLimit(self._trial_timeout, f"trial {number}", "trial_timeout", worker.code, worker.stop)
         worker.steps = made_here.steps
+        told = self._trial_timeout, f"trial {worker.trial.number}", "trial_timeout"
         try:
-            return limit.run(lambda: self._value(worker))
-        finally:
+            return limited(*told, lambda: self._value(worker), worker.code, worker.stop)
+        except JobTimeoutError as error:
             if worker.result is not None:
-                worker.result = limit.applied(worker.result)
+                worker.result = over_limit(worker.result, error)
+            raise
 
     def _value(self, worker: _Worker) -> Any:
         with self._own_numbers(worker), worker.code.here():

@@ -6,24 +6,23 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from waterflow.checkpoint import Checkpoint
 from waterflow.errors import StudyError
-from waterflow.executor.cancel import UserCode
+from waterflow.executor.cancel import UserCode, limited
 from waterflow.executor.engine import Engine
 from waterflow.executor.steps_of_thread import cancel_steps, close_steps_of_thread, made_here
 from waterflow.executor.thread_generators import generators_for, own_numbers
 from waterflow.job import Job, JobResult
 from waterflow.optuna_private import TrialPruned, set_in_loop, stopped, trial_of
 from waterflow.priority import Priority
+from waterflow.results import over_limit
 from waterflow.runner import JobRunner
 from waterflow.study_coordinator import Objective, reporting
 from waterflow.study_values import check_job, value_of
 from waterflow.task import Task
-from waterflow.time_limit import TimeLimit
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,10 @@ class TrialRunner:
         value: Any = None
         error: BaseException | None = None
         try:
-            value = self._limited(lambda: self._value(trial_of(study, task.number)))
+            value = limited(
+                task.timeout, task.name.replace("-", " "), "trial_timeout",
+                lambda: self._value(trial_of(study, task.number)), self._code, self._end_at_limit, late=over_limit,
+            )  # fmt: skip
             if isinstance(value, JobResult):
                 made = value
                 error = made.error
@@ -98,15 +100,6 @@ class TrialRunner:
             "traceback": "".join(traceback.format_exception(error)) if error is not None else None,
         }  # fmt: skip
         return TrialResult(**found)
-
-    def _limited(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns within the time that the trial may take."""
-        seconds = self._task.timeout
-        if seconds is None:
-            return work()
-        limit = TimeLimit(seconds, self._task.name.replace("-", " "), "trial_timeout", self._code, self._end_at_limit)
-        value = limit.run(work)
-        return limit.applied(value) if isinstance(value, JobResult) else value
 
     def _end_at_limit(self, reason: str) -> None:
         if self._inner is not None:

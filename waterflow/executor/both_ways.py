@@ -182,7 +182,7 @@ class BothWays:
         with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers]):
             with _modules_kept(spec.model) as replaced:
                 try:
-                    result = self._eager.unmetered(self.batch, spec.update, self.surrounding)
+                    result = self._eager(self.batch, spec.update, self.surrounding)
                 except (WaterflowError, MemoryError, torch.OutOfMemoryError):
                     raise
                 except Exception as error:

@@ -1,7 +1,8 @@
-"""Ending what runs: where a thread stands, breaking off code of the user's in it, and waiting for threads within a time.
+"""Ending what runs: where a thread stands, breaking off code of the user's in it, time limits, and waiting within a time.
 
 Code of the user's hears of no cancellation: data, objectives, evaluation. Our own comes to a boundary, and is not broken off
-but where it says so itself, by ``doing``.
+but where it says so itself, by ``doing``. Code that hangs outside of the interpreter cannot be broken off: its thread is left
+behind, and neither lanes nor turns wait for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import ctypes
 import importlib
 import inspect
 import linecache
+import logging
+import math
 import os
 import sys
 import sysconfig
@@ -27,8 +30,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from waterflow import _C, partition
-from waterflow.errors import JobCancelled
+from waterflow import _C
+from waterflow.errors import JobCancelled, JobTimeoutError
+
+logger = logging.getLogger("waterflow")
 
 # Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, then to be broken off.
 STOP_SECONDS = 0.5
@@ -38,30 +43,32 @@ ORDER_AGAIN = 0.1
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _INSTALLED = ("site-packages", "dist-packages")
-# Python would keep the lock of a module for ever whose import is broken off; an exception that comes out of some of the
-# Python functions that torch calls in a trace ends the process.
-_TO_THE_END = ("<frozen importlib", str(Path(partition.__file__).parent) + os.sep)
+_IMPORTING = "<frozen importlib"  # Python would keep the lock of a module for ever whose import is broken off
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 # -- where a thread stands
 
 _doing: dict[CodeType, str] = {}
 _interruptible: set[CodeType] = set()
+_to_the_end: set[CodeType] = set()
 
 
-def doing(what: str, interruptible: bool = False) -> Callable[[F], F]:
+def doing(what: str, interruptible: bool | None = None) -> Callable[[F], F]:
     """A decorator: a thread in the function, or in a method of the class, does ``what``.
 
-    If ``interruptible``, it can be broken off there, too, where it waits for a library or for code of the user's.
+    If ``interruptible``, it can be broken off there, too, where it waits for a library or for code of the user's. If False, nothing
+    can be broken off that is called from there.
     """
+    marked = {None: set[CodeType](), True: _interruptible, False: _to_the_end}[interruptible]
 
     def mark(made: F) -> F:
         for function in vars(made).values() if isinstance(made, type) else [made]:
             if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
                 _doing[code] = what
-                _interruptible.update([code] if interruptible else [])
+                marked.add(code)
         return made
 
     return mark
@@ -91,8 +98,9 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def must_go_on(thread: int) -> bool:
-    """Whether breaking the thread off would harm others: it imports, or it captures a step."""
-    return any(frame.f_code.co_filename.startswith(_TO_THE_END) for frame in _frames(thread))
+    """Whether breaking the thread off would harm others: it imports, or does what is done to the end."""
+    codes = [frame.f_code for frame in _frames(thread)]
+    return any(code in _to_the_end or code.co_filename.startswith(_IMPORTING) for code in codes)
 
 
 def in_user_code(thread: int) -> bool:
@@ -293,6 +301,194 @@ def break_off_all(works: Sequence[Work], threads: Iterable[threading.Thread | No
     for thread in waited_for:
         if thread.is_alive():
             left_behind.add(thread)
+
+
+# -- threads that nobody waits for
+#
+# An exception from elsewhere may come at the beginning of a function of Python's and behind any call: also inside of threading's
+# events and conditions, which would then stay locked. A plain lock in a ``with`` is given back.
+
+
+class Turn:
+    """``with turn:``, one thread at a time. Nobody waits for a thread that was left behind, or that ended in its turn."""
+
+    def __init__(self) -> None:
+        self._guard, self._freed = threading.Lock(), threading.Lock()
+        self._holder: threading.Thread | None = None
+
+    @doing("waiting for another job's code", interruptible=True)
+    def __enter__(self) -> None:
+        try:
+            while not self._taken():
+                self._freed.acquire(timeout=ORDER_AGAIN)
+        except BaseException:  # from elsewhere; it may have come when the turn had just been taken
+            self.__exit__()
+            raise
+
+    def _taken(self) -> bool:
+        with self._guard:
+            holder = self._holder
+            if holder is not None and holder.is_alive() and holder not in left_behind:
+                return False
+            self._holder = threading.current_thread()
+            return True
+
+    def __exit__(self, *error: object) -> None:
+        with self._guard:
+            if self._holder is not threading.current_thread():
+                return  # this one was left behind, and others went on
+            self._holder = None
+            if self._freed.locked():
+                self._freed.release()
+
+
+class LentLane:
+    """What a lane runs, ``work``, done by the thread that made this while the lane stands still.
+
+    Where it hangs, the lane goes on once that thread is left behind.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._thread = threading.current_thread()
+        self._here, self._over = threading.Lock(), threading.Lock()
+        self._error: BaseException | None = None
+        self._here.acquire()
+        self._over.acquire()
+
+    def __call__(self) -> None:
+        """On the lane. Raises what the work raises, or JobCancelled."""
+        self._here.release()
+        while not self._over.acquire(timeout=ORDER_AGAIN):
+            if self._thread in left_behind:
+                raise JobCancelled("its thread was left behind")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def use(self, run: _C.StepRun) -> None:
+        """Do the work as soon as ``run``, which is this, has a lane."""
+        try:
+            while not self._here.acquire(timeout=ORDER_AGAIN):
+                if run.done:  # it was cancelled
+                    return
+            try:
+                self._work()
+            except BaseException as error:
+                self._error = error
+        finally:
+            self._over.release()
+
+
+# -- time limits
+
+LOOK_AGAIN = 0.1  # seconds, between two looks at a limit that may have changed
+_REMEDY = "Mend what hangs there, or raise the limit; None is no limit"
+_local = threading.local()
+
+
+def has_limit() -> bool:
+    """Whether what the calling thread does has a time limit."""
+    return getattr(_local, "limit", None) is not None
+
+
+def time_does_not_count() -> contextlib.AbstractContextManager[None]:
+    """Inside, the time of the calling thread's limit, if it has one, stands still."""
+    return _local.limit.paused() if has_limit() else contextlib.nullcontext()
+
+
+def limited(
+    seconds: float | None, who: str, setting: str, work: Callable[[], T], code: UserCode, stop: Callable[[str], None],
+    progress: Callable[[], str] = str, late: Callable[[T, JobTimeoutError], T] | None = None,
+) -> T:  # fmt: skip
+    """What ``work`` returns, done by the calling thread within ``seconds``; within another limit, the one that ends first holds.
+
+    When the time is over it is asked to stop at its next boundary (``stop``); then its user code is broken off, once. Where that
+    hangs outside of the interpreter, or catches all errors, its line is told, and its thread is waited for.
+
+    Raises JobTimeoutError behind the limit, in the place of what ``work`` returns or raises; where that is given, ``late`` makes
+    of both what is returned.
+    """
+    if seconds is None:
+        return work()
+    told = f"{who} ran longer than its limit {setting}={seconds:g} s"
+    if has_limit():
+        _local.limit.shorten(seconds, told)
+        return work()
+    return _Limit(seconds, told, code, stop, progress).run(work, late)
+
+
+class _Limit:
+    def __init__(
+        self, seconds: float, told: str, code: UserCode, stop: Callable[[str], None], progress: Callable[[], str]
+    ) -> None:
+        self._code, self._stop, self._progress = code, stop, progress
+        self._done = threading.Event()
+        self._error: JobTimeoutError | None = None  # once the limit was passed
+        self._deadline = math.inf
+        self.shorten(seconds, told)
+
+    def shorten(self, seconds: float, told: str) -> None:
+        """From now on at most so many seconds, for a part of the same work."""
+        began = time.monotonic()
+        if began + seconds < self._deadline:
+            self._told, self._began, self._deadline = told, began, began + seconds
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside does not count."""
+        began, deadline = time.monotonic(), self._deadline
+        self._deadline = math.inf
+        try:
+            yield
+        finally:
+            self._deadline = deadline + time.monotonic() - began
+
+    def run(self, work: Callable[[], T], late: Callable[[T, JobTimeoutError], T] | None) -> T:
+        me = threading.current_thread()
+        watch = threading.Thread(target=self._watch, args=(me,), daemon=True)
+        watch.start()
+        try:
+            _local.limit = self
+            made = work()
+        except Exception as error:
+            self._end(watch)
+            if self._error is None:
+                raise
+            let_go(error)
+            raise self._error from None
+        finally:
+            self._end(watch)
+            _local.limit = None
+            left_behind.discard(me)
+        if self._error is None:
+            return made
+        if late is None:
+            raise self._error
+        return late(made, self._error)
+
+    def _end(self, watch: threading.Thread) -> None:
+        self._done.set()
+        watch.join()
+
+    def _watch(self, thread: threading.Thread) -> None:
+        while (left := self._deadline - time.monotonic()) > 0:
+            if self._done.wait(min(left, LOOK_AGAIN)):
+                return
+        ran, where = time.monotonic() - self._began, self._code.where()
+        said = f"{self._told} ({ran:.2f} s{self._progress()}): it was {where}."
+        self._error = JobTimeoutError(f"{said} {_REMEDY}")
+        threading.Thread(target=self._stop, args=("over its time limit",), daemon=True).start()
+        if self._done.wait(STOP_SECONDS):
+            return
+        until, ordered = time.monotonic() + BREAK_OFF_SECONDS, False
+        while not self._done.wait(ORDER_AGAIN):
+            ordered = ordered or self._code.break_off_user_code()
+            if time.monotonic() > until:
+                left_behind.add(thread)
+                why = "This code could not be broken off, as it waits outside of the interpreter or catches all errors"
+                logger.warning("%s %s: it is waited for. Ctrl-C ends everything.", said, why)
+                return
 
 
 def let_go(error: BaseException) -> None:

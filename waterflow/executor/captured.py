@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.executor.audited import Audited
-from waterflow.executor.cancel import doing
 from waterflow.executor.capture_budget import NewKind
 from waterflow.executor.lowering import Lowered, lower
 from waterflow.executor.thread_generators import redirect
@@ -188,7 +187,6 @@ class CapturedStep:
             return self._planned[threads]
 
 
-@doing("capturing its step")
 def build(
     spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None,
     name: str = "step", unread: Collection[int] = (),

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.batch_copies import OwnBatches, copied
-from waterflow.executor.breakable_lock import BreakableLock
-from waterflow.executor.cancel import doing
+from waterflow.executor.cancel import Turn, doing
 from waterflow.executor.reading_ahead import in_workers, may_read_ahead, user_data
 from waterflow.executor.thread_generators import own_numbers
 
@@ -229,7 +228,7 @@ class Batches:
         return own_numbers(self._generator)
 
 
-_turns: dict[int, BreakableLock] = {}  # by the identity of what is read
+_turns: dict[int, Turn] = {}  # by the identity of what is read
 _guard = threading.Lock()
 
 
@@ -243,7 +242,7 @@ def _turn_of(source: Any) -> contextlib.AbstractContextManager[None]:
                 weakref.finalize(read, _turns.pop, id(read), None)
             except TypeError:  # nothing tells when it has gone
                 return contextlib.nullcontext()
-            _turns[id(read)] = BreakableLock()
+            _turns[id(read)] = Turn()
         return _turns[id(read)]
 
 

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
+from waterflow.executor.cancel import doing
 from waterflow.executor.captured import persistent_bytes, storage_bytes
 from waterflow.executor.thread_generators import own_numbers
-from waterflow.executor.user_thread import current_user_thread
 from waterflow.partition.optimizers import WATCHER, captured_form, hooks_of, parameters_of
 from waterflow.partition.plan import Plan, opaque_plan
 from waterflow.partition.spec import StepSpec, split_result
@@ -121,6 +121,7 @@ def wants_model(function: Any) -> bool:
     return bool(parameters) and parameters[0] == "model"
 
 
+@doing("in a step")
 class EagerStep:
     """One training step through autograd and the optimizer's own ``step()``. Errors get a note of ``name`` and the place.
 
@@ -133,7 +134,6 @@ class EagerStep:
         self._spec = spec
         self._numbers = own_numbers(generator) if generator is not None else _NOTHING
         self._name = name
-        self.beside = current_user_thread()  # where there is a time limit
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self._calls, self._largest = 0, -1
         self._persistent = (-1, -1), 0
@@ -141,15 +141,9 @@ class EagerStep:
         self._trained: list[torch.Tensor] | None = None  # by the last step
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
-        """The same, and the bytes that it reaches; beside the calling thread where it has a time limit."""
-
-        def work() -> Any:
-            return self(batch, update, surrounding)
-
-        if self.beside is None:
-            made: tuple[Any, int] = _C.metered(work)
-            return made
-        return self.beside.metered(work, self._spec.device.type == "cuda")
+        """The same, and the bytes that it reaches."""
+        made: tuple[Any, int] = _C.metered(lambda: self(batch, update, surrounding))
+        return made
 
     def now_and_then_metered(
         self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int
@@ -159,7 +153,7 @@ class EagerStep:
         self._calls, self._largest = self._calls + 1, max(size, self._largest)
         if wanted:
             return self.metered(batch, update, surrounding)
-        return self.unmetered(batch, update, surrounding), 0
+        return self(batch, update, surrounding), 0
 
     def _is_metered(self) -> bool:
         return self._calls < FIRST_METERED or self._calls % METERED_EVERY == 0
@@ -167,7 +161,7 @@ class EagerStep:
     def is_as_before(self, batch: Any) -> bool:
         """Whether a step on ``batch`` needs no look at its memory: there was one lately, and for a batch as large."""
         leaves = flat_leaves(batch)
-        if self.beside is not None or self._is_metered() or leaves is None or storage_bytes(leaves) > self._largest:
+        if self._is_metered() or leaves is None or storage_bytes(leaves) > self._largest:
             return False
         self._calls += 1
         return True
@@ -203,12 +197,6 @@ class EagerStep:
             raise JobCancelled(str(error)) from None
         engine.look(job)
         return returned[0]
-
-    def unmetered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
-        """What it returns alone, and without a count of bytes where that needs no other thread."""
-        if self.beside is None:
-            return self(batch, update, surrounding)
-        return self.metered(batch, update, surrounding)[0]
 
     def named_sums(self) -> dict[str, torch.Tensor]:
         """The gathered gradients by the parameter's name."""

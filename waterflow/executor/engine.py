@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from numbers import Integral
@@ -20,6 +19,7 @@ from waterflow.executor import cuda_lanes
 from waterflow.executor.account import Account
 from waterflow.executor.belonging import current_worker as current_worker
 from waterflow.executor.belonging import here
+from waterflow.executor.cancel import LentLane, Turn, has_limit, time_does_not_count
 from waterflow.executor.claims import Claims, too_large
 from waterflow.executor.coordinator import Coordinator
 from waterflow.executor.figures import EngineFigures
@@ -128,7 +128,7 @@ class Engine(Claims):
         if quantum is not None and not quantum > 0:
             raise InvalidJobError(f"quantum must be positive seconds, or None; got {quantum!r}")
         self.quantum = quantum
-        self._eager = threading.Lock()
+        self._eager = Turn()
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
         # Job, and between which times on the clock of spans; the newest ones, for pictures.
@@ -292,6 +292,13 @@ class Engine(Claims):
 
     # -- work that is not captured
 
+    def lends_lanes(self) -> bool:
+        """Whether the calling thread does what is not captured by itself, as it has a time limit, while a lane stands still.
+
+        Not on a GPU, where a lane's work goes to its stream.
+        """
+        return has_limit() and self.device.type == "cpu"
+
     def refuse_inside(self, what: str) -> None:
         """Raise InvalidJobError where the calling thread runs a step of this engine; ``what`` would be another."""
         if self.native.on_a_lane:
@@ -300,14 +307,11 @@ class Engine(Claims):
                 "this one holds; call it before or after that step, or make it outside of the engine"
             )
 
-    def run_eager(
-        self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None,
-        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> tuple[Any, int]:  # fmt: skip
+    def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None) -> tuple[Any, int]:
         """Run ``work`` on a lane as one group; returns its result and its measured height in bytes.
 
-        Without a plan the height is not known yet: it then runs in the reserve, one at a time, and waits for others' inside of
-        ``waiting()``.
+        Without a plan the height is not known yet: it then runs in the reserve, one at a time. Where the calling thread has a
+        time limit, it does the work itself, and the lane stands still.
         """
         self.refuse_inside(f"eager work of job {self.names[job]!r}")
         box: list[Any] = []
@@ -315,12 +319,15 @@ class Engine(Claims):
         def task() -> None:
             box.append(_C.metered(work, self.device.type == "cuda"))
 
-        if plan is None:
-            with waiting(), self._eager:
-                pass
-        with contextlib.nullcontext() if plan is not None else self._eager:
-            run = _C.opaque_run(plan or _C.GroupPlan(ends=[1], peak=[0], after=[0]), task)
+        with contextlib.ExitStack() as turn:
+            if plan is None:
+                with time_does_not_count():
+                    turn.enter_context(self._eager)
+            lent = LentLane(task) if self.lends_lanes() else None
+            run = _C.opaque_run(plan or _C.GroupPlan(ends=[1], peak=[0], after=[0]), lent or task)
             self.native.submit(job, run)
+            if lent is not None:
+                lent.use(run)
             self.native.wait(run)
             run.outputs()
         result, height = box[0]

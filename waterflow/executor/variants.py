@@ -17,6 +17,7 @@ from waterflow.executor import updated_elsewhere
 from waterflow.executor.audited import codes
 from waterflow.executor.batch_copies import Ranges
 from waterflow.executor.binding import Owner, bind
+from waterflow.executor.cancel import doing
 from waterflow.executor.capture_budget import CaptureBudget, NewKind
 from waterflow.executor.captured import CapturedStep, PlannedStep, build, captures
 from waterflow.executor.first_updates import Begun, FirstUpdates, HalfBegun, members_of
@@ -87,6 +88,7 @@ def _form(plain: CapturedStep, height: int | None, offload: bool = False) -> Cap
     return captures.get(key, lambda: form_for(plain, height, offload=offload))
 
 
+@doing("capturing its step", interruptible=False)  # from some functions of a trace an exception would end the process
 class Variants:
     """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
 

@@ -278,13 +278,6 @@ void bind_guards(py::module_& m) {
       .def("kept", &StateBytes::kept, "One of the tensors, as it was when it was copied.")
       .def("checksum", &StateBytes::checksum, unlocked(), "A number of what lies there now.");
   m.def("denormals_here", &denormals_here, "The calling thread's bits for denormal numbers.");
-  m.def(
-      "under_denormals",
-      [](uint32_t bits, const py::object& work) {
-        Denormals scope(bits);
-        return work();
-      },
-      "What `work()` returns on this thread under another's bits for denormal numbers.");
   m.def("modes_here", &modes_here, "How many function and dispatch modes the calling thread is in.");
 }
 
