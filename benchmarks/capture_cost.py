@@ -31,10 +31,11 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW")
 ASKED_AT_ONCE = 200
 # The functions that the parts of a first step lie in, by file and name; the later ones are parts of earlier ones.
 PARTS = {
-    "key": [("structure.py", "structure_key")], "trace": [("capture.py", "_trace")],
-    "judge": [("closed_world.py", "_check"), ("closed_world.py", "_look_back")], "passes": [("cleanup.py", "clean_up"),
-    ("in_place.py", "sum_in_place"), ("early_updates.py", "update_early")], "lowering and plan": [("captured.py", "assemble")],
-    "layouts": [("layouts.py", "surprises")], "binding": [("binding.py", "bind")], "audit": [("audit.py", "look")],
+    "key": [("step_key.py", "structure_key")], "trace": [("trace.py", "_trace")],
+    "judge": [("purity.py", "_check"), ("purity.py", "_look_back")], "passes": [("cleanup.py", "clean_up"),
+    ("gradient_memory.py", "sum_in_place"), ("gradient_memory.py", "update_early")],
+    "lowering and plan": [("capture_cache.py", "assemble")],
+    "layouts": [("fake_rules.py", "surprises")], "binding": [("binding.py", "bind")], "audit": [("audit.py", "look")],
     "step": [("step.py", "_submit_captured")],
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ without a lost byte would reach. Every run is checked: no byte is touched withou
 
 Overlap (share of the time in which both lanes are busy) and speed (against taking turns on one lane that is never idle)
 are a model, not a measurement: lanes share the peak rates of a V100, each operation takes its launch, and then as long as
-its bytes or its arithmetic, whichever is longer; batches come over a bus of 12 GB/s (``waterflow.executor.simulation``).
+its bytes or its arithmetic, whichever is longer; batches come over a bus of 12 GB/s (``waterflow.planner.simulate``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import waterflow as wf
 from benchmarks import report
 from benchmarks.zoo import FULL
-from waterflow import batch_size
+from waterflow.training import batch_size
 
 MEMORY = 32 * 2**30
 STEPS = 12

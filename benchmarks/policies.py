@@ -28,7 +28,7 @@ from benchmarks import baselines, published, report
 from benchmarks.copies import sizes_of
 from benchmarks.tables import MODELS
 from benchmarks.zoo import FULL
-from waterflow import batch_size
+from waterflow.training import batch_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from typing import Any
 import waterflow as wf
 from benchmarks import report
 from benchmarks.zoo import FULL
-from waterflow import batch_size
+from waterflow.training import batch_size
 
 MEMORY = 32 * 2**30
 STEPS = 6

@@ -1,7 +1,7 @@
 """The published tables, simulated: largest batches of jobs that train together on one GPU, and how far that is from alone.
 
 Two copies of six models on a V100 with 32 GB and a P100 with 16 GB; three and four ResNet-50 and three mixed pairs on the
-V100. Memory is what the card reports, less what a CUDA context takes (``waterflow.executor.presets``). Requests come from
+V100. Memory is what the card reports, less what a CUDA context takes (``waterflow.planner.gpus``). Requests come from
 captures of the real models with their customary optimizers; operations are issued one by one on two lanes that share an
 arena, with the placement that plans use and every access checked; each job holds its state and one batch on the device.
 Alone, a job is counted by its live bytes. "limit" is (M - N W) / (M - W), with memory M, N jobs and what each of them
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import published, report
 from benchmarks.copies import sizes_of
-from waterflow import batch_size
+from waterflow.training import batch_size
 
 CNNS = ("resnet50", "resnet152", "inception_v3", "nasnet_mobile")
 MODELS = (*CNNS, "bert", "tacotron2")

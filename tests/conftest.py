@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import tiers
-from waterflow.executor.captured import captures
+from waterflow.executor.program.capture_cache import captures
 
 os.environ.setdefault("WATERFLOW_AUDIT", "all")  # also of the processes that tests start
 torch.set_num_threads(1)

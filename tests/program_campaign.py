@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.program_runs import Comparison
 from tests.random_programs import KINDS, OPTIMIZERS, Program, modes_of, programs, single
-from waterflow.executor.captured import captures
+from waterflow.executor.program.capture_cache import captures
 
 
 def singles(kind: str) -> Iterator[Program]:

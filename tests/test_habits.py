@@ -22,8 +22,8 @@ from torch.optim import Adam, AdamW, Optimizer, lr_scheduler
 
 import waterflow as wf
 from tests.support import Compute, During, compare, images, same_bits
-from waterflow.executor.captured import CaptureCache
-from waterflow.partition.surroundings import as_in_eager
+from waterflow.executor.program.capture_cache import CaptureCache
+from waterflow.partition.capture.substitution import as_in_eager
 
 LOOKS = "looks at the values"
 CHANGES = "a step changes"

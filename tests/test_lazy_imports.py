@@ -14,7 +14,7 @@ import waterflow as wf
 ROOT = Path(wf.__file__).parent
 MODULES = sorted(
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    for path in ROOT.rglob("*.py")
     if path.stem not in ("__init__", "__main__") and path != ROOT / "cluster" / "ray.py"
 )
 
@@ -31,7 +31,7 @@ def run(code: str) -> str:
 def test_what_talks_to_a_cluster_needs_no_torch(arguments: str, tmp_path: Path) -> None:
     code = f"""
 import sys
-from waterflow.cli import app
+from waterflow.cli.main import app
 try:
     app("cluster {arguments} --state {tmp_path / "none"}".split())
 except SystemExit as end:

@@ -28,7 +28,7 @@ import typer
 from tests import pages
 from tests.imports import ROOT
 from tests.pages import PAGES, Block
-from waterflow.cli import app
+from waterflow.cli.main import app
 
 # Commands that do not run here, and why: patterns of a whole command.
 NOT_RUN = {
@@ -46,9 +46,9 @@ SECONDS = 300  # that a section may take
 PRELOADED = [
     "torch._dynamo",
     "sympy",
-    "waterflow.cli",
+    "waterflow.cli.main",
     "waterflow.study",
-    "waterflow.training",
+    "waterflow.training.train",
     "optuna.storages._rdb.storage",
 ]
 

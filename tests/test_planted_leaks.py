@@ -12,12 +12,11 @@ from tests import planted_programs as planted
 from tests.planted_programs import Program, eager_and_step
 from tests.support import assert_same, same_bits, train_eager, train_step
 from waterflow import _C, StepError, step
-from waterflow.executor import binding, variants
-from waterflow.executor.audited import codes
-from waterflow.executor.captured import captures
-from waterflow.partition.capture import Capture
-from waterflow.partition.closed_world import ClosedWorld
-from waterflow.partition.opcodes import Kind
+from waterflow.executor.program import binding, bound_step
+from waterflow.executor.program.capture_cache import captures, codes
+from waterflow.partition.capture.trace import Capture
+from waterflow.partition.guards.observer import Kind
+from waterflow.partition.guards.purity import ClosedWorld
 
 Switch = Callable[[pytest.MonkeyPatch], None]
 KEY_PARTS = ("model", "compute", "optimizer", "process", "step itself")
@@ -51,7 +50,7 @@ def _batch(monkeypatch: pytest.MonkeyPatch) -> None:
     flatten = step.flatten
     monkeypatch.setattr(step, "flatten", lambda batch: (*flatten(batch)[:2], "a batch"))
     monkeypatch.setattr(
-        variants, "with_values", lambda known, places, leaves: (*known, (places, ())) if places else known
+        bound_step, "with_values", lambda known, places, leaves: (*known, (places, ())) if places else known
     )
 
 
@@ -59,14 +58,14 @@ def _part(name: str) -> Switch:
     place = KEY_PARTS.index(name)
 
     def switch(monkeypatch: pytest.MonkeyPatch) -> None:
-        whole = variants.structure_key
+        whole = bound_step.structure_key
 
         def without(spec: Any) -> Any:
             key, looked = whole(spec)
             assert isinstance(key, tuple)
             return (*key[:place], name, *key[place + 1 :]), looked
 
-        monkeypatch.setattr(variants, "structure_key", without)
+        monkeypatch.setattr(bound_step, "structure_key", without)
 
     return switch
 

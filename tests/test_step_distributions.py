@@ -14,8 +14,8 @@ from torch.optim import AdamW, Optimizer
 
 import waterflow as wf
 from tests.support import Net, Trained, assert_same, compare, images
-from waterflow.executor.captured import CaptureCache
 from waterflow.executor.engine import Engine, within
+from waterflow.executor.program.capture_cache import CaptureCache
 
 
 def made(model: Callable[[], nn.Module] = Net) -> tuple[nn.Module, Optimizer]:

@@ -19,7 +19,7 @@ from benchmarks.zoo import SMALL
 from tests.support import MiB, Net, Trained, assert_same, images, train_step
 from waterflow.errors import CaptureError
 from waterflow.executor.engine import Engine
-from waterflow.partition.optimizers import captured_form
+from waterflow.partition.capture.optimizers import captured_form
 
 STEPS = 5
 CHEAP = ("mlp_dropout", "cnn_bn", "lstm")

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import waterflow as wf
 from tests.support import same_bits
-from waterflow.executor.batch_copies import copies_of
+from waterflow.executor.data.copies import copies_of
 
 Compute = Callable[[nn.Module, Tensor], Tensor]
 

@@ -16,8 +16,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import waterflow as wf
 from tests.support import MiB, Net, compare, images
-from waterflow.executor import variants
 from waterflow.executor.engine import Engine
+from waterflow.executor.program import bound_step
 
 
 @pytest.fixture(autouse=True)
@@ -226,13 +226,13 @@ def test_batches_without_memory() -> None:
 @pytest.mark.parametrize("where", ["structure_key", "bind", "build"])
 def test_an_error_of_the_capture_itself(where: str, engine: Engine | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step runs eagerly in the place of failing, and the optimizer starts from nothing."""
-    real = getattr(variants, where)
+    real = getattr(bound_step, where)
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         real(*args, **kwargs)
         raise KeyError("something unforeseen")
 
-    monkeypatch.setattr(variants, where, fails)
+    monkeypatch.setattr(bound_step, where, fails)
     reason = "capturing it failed with KeyError: 'something unforeseen'"
     make = making(Net, AdamW)
     compare(make, images(4), engine=engine, opaque=reason)

@@ -14,10 +14,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import waterflow as wf
 from tests.support import MiB, Net, Trained, assert_same, compare, train_eager
-from waterflow.executor.captured import CaptureCache
 from waterflow.executor.engine import Engine
-from waterflow.partition.questions import MOST_WAYS
-from waterflow.partition.surroundings import as_in_eager
+from waterflow.executor.program.capture_cache import CaptureCache
+from waterflow.partition.capture.substitution import as_in_eager
+from waterflow.partition.guards.batch_reads import MOST_WAYS
 
 
 def making(model: Any = Net, optimizer: Any = AdamW, **options: Any) -> Callable[[], tuple[nn.Module, Optimizer]]:

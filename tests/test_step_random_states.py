@@ -19,8 +19,8 @@ import waterflow as wf
 from benchmarks.zoo import SMALL
 from tests.support import MiB, assert_same, compare, images, same_bits, train_eager, train_step
 from waterflow.executor.engine import Engine
-from waterflow.partition.default_generators import touches_state
-from waterflow.partition.structure import flatten
+from waterflow.partition.capture.rng_ops import touches_state
+from waterflow.partition.guards.step_key import flatten
 
 again = functools.partial(checkpoint, use_reentrant=False)
 Block = Callable[[torch.Tensor], torch.Tensor]

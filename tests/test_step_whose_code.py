@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 import waterflow as wf
 from tests.support import images
-from waterflow.partition.code_key import in_library
+from waterflow.partition.guards.code_refs import in_library
 
 BATCH = images(1)[0]
 

@@ -49,9 +49,12 @@ def test_helpers_and_fixtures_are_followed(request: pytest.FixtureRequest) -> No
 @pytest.mark.parametrize(
     ("path", "concerned"),
     [
-        ("waterflow/partition/liveness.py", {"tests/partition", "tests/test_bitwise.py", "tests/test_architecture.py"}),
+        (
+            "waterflow/partition/plan/liveness.py",
+            {"tests/partition", "tests/test_bitwise.py", "tests/test_architecture.py"},
+        ),
         ("waterflow/executor/csrc/engine/engine.cpp", {"tests/executor"}),
-        ("waterflow/checkpoint_folder.py", {"tests/test_checkpoint_folder.py"}),
+        ("waterflow/training/checkpoint_dir.py", {"tests/training"}),
         ("benchmarks/goals.py", {"tests/test_throughput.py"}),
         ("tests/planted_programs.py", {"tests/test_planted_leaks.py", "tests/test_planted_faults.py"}),
         ("tests/test_step.py", {"tests/test_step.py"}),

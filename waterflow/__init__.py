@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from waterflow import _C as _C  # type: ignore[attr-defined]
-    from waterflow.batch_size import max_batch_size
-    from waterflow.checkpoint import Checkpoint
-    from waterflow.checkpoint_folder import Checkpoints
     from waterflow.cluster.client import Cluster
     from waterflow.errors import (
         AuditError,
@@ -34,18 +31,21 @@ if TYPE_CHECKING:
         WaterflowError,
         WorkloadError,
     )
+    from waterflow.executor.data.shared import SharedData
     from waterflow.executor.engine import Engine, within
     from waterflow.executor.engine import current_device as device
-    from waterflow.executor.shared_data import SharedData
     from waterflow.executor.timeline import Timeline
     from waterflow.job import Job, JobResult, Results
-    from waterflow.partition.offsets import Offsets
-    from waterflow.partition.plan import Plan
-    from waterflow.partition.recompute import Recomputed
-    from waterflow.runner import JobRunner
+    from waterflow.partition.passes.rematerialize import Recomputed
+    from waterflow.partition.plan.offsets import Offsets
+    from waterflow.partition.plan.plan import Plan
     from waterflow.step import Step
     from waterflow.study import optimize
-    from waterflow.training import Callback, train
+    from waterflow.training.batch_size import max_batch_size
+    from waterflow.training.checkpoint import Checkpoint
+    from waterflow.training.checkpoint_dir import Checkpoints
+    from waterflow.training.runner import JobRunner
+    from waterflow.training.train import Callback, train
 
 __version__ = "0.1.0"
 
@@ -89,25 +89,25 @@ __all__ = [
 ]
 
 _MODULES = {  # of public names; errors are in errors
-    "Callback": "training",
-    "Checkpoint": "checkpoint",
-    "Checkpoints": "checkpoint_folder",
+    "Callback": "training.train",
+    "Checkpoint": "training.checkpoint",
+    "Checkpoints": "training.checkpoint_dir",
     "Cluster": "cluster.client",
     "Engine": "executor.engine",
     "Job": "job",
     "JobResult": "job",
-    "JobRunner": "runner",
-    "Offsets": "partition.offsets",
-    "Plan": "partition.plan",
-    "Recomputed": "partition.recompute",
+    "JobRunner": "training.runner",
+    "Offsets": "partition.plan.offsets",
+    "Plan": "partition.plan.plan",
+    "Recomputed": "partition.passes.rematerialize",
     "Results": "job",
-    "SharedData": "executor.shared_data",
+    "SharedData": "executor.data.shared",
     "Step": "step",
     "Timeline": "executor.timeline",
     "device": "executor.engine",
-    "max_batch_size": "batch_size",
+    "max_batch_size": "training.batch_size",
     "optimize": "study",
-    "train": "training",
+    "train": "training.train",
     "within": "executor.engine",
 }
 _OTHERWISE_CALLED = {"device": "current_device"}
@@ -131,7 +131,7 @@ def __getattr__(name: str) -> Any:
 
 def _imported(name: str) -> Any:
     """The module, whole: one whose import Ctrl-C ends in the middle, or a native part, cannot be imported again."""
-    from waterflow.interrupts import uninterrupted
+    from waterflow.executor.interrupts import uninterrupted
 
     with uninterrupted():
         return importlib.import_module(f"waterflow.{name}")

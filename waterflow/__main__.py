@@ -1,6 +1,6 @@
 """``python -m waterflow``."""
 
-from waterflow.cli import main
+from waterflow.cli.main import main
 
 if __name__ == "__main__":
     main()

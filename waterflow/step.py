@@ -1,46 +1,218 @@
-"""Step: one captured training step, callable from anyone's loop."""
+"""What a step tells of itself: its plan, heights, and counts."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.calls import explained
-from waterflow.errors import CaptureError, InvalidJobError, JobCancelled
-from waterflow.executor import by_hand, eager, updated_elsewhere
-from waterflow.executor import step_checks as checks
+from waterflow.errors import (
+    CaptureError,
+    InvalidJobError,
+    JobCancelled,
+    StepError,
+    StepIndexError,
+    StepValueError,
+    explained,
+)
 from waterflow.executor.audit import Audit
-from waterflow.executor.batch_copies import OwnBatches
 from waterflow.executor.cancel import LentLane, has_limit
-from waterflow.executor.capture_budget import CaptureBudget, NewKind
-from waterflow.executor.captured import storage_bytes
-from waterflow.executor.claiming import claim
+from waterflow.executor.data.copies import OwnBatches
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
-from waterflow.executor.pending import Done, Pending
-from waterflow.executor.sharing import Hold, holders
-from waterflow.executor.step_figures import StepFigures
-from waterflow.executor.steps_of_thread import made_here
-from waterflow.executor.variant import Variant
-from waterflow.executor.variants import Variants
-from waterflow.partition.footprint import Footprint
-from waterflow.partition.optimizers import parameters_of
-from waterflow.partition.plan import Plan
-from waterflow.partition.recompute import Recomputed
-from waterflow.partition.spec import StepSpec
-from waterflow.partition.structure import flatten, of_torch
-from waterflow.partition.surroundings import surrounding_autocast
-from waterflow.planner.alone import what_fits
+from waterflow.executor.program import eager, ownership
+from waterflow.executor.program.bound_step import Variant, Variants
+from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, storage_bytes
+from waterflow.executor.program.eager import wants_model
+from waterflow.executor.program.ownership import Hold, holders, made_here
+from waterflow.executor.program.reserve_step import claim
+from waterflow.executor.program.step_future import Done, Pending
+from waterflow.executor.rng import thread_generator
+from waterflow.executor.stats import Account
+from waterflow.job import why_no_step
+from waterflow.partition.capture.optimizers import parameters_of
+from waterflow.partition.capture.spec import StepSpec
+from waterflow.partition.capture.substitution import shown_line, surrounding_autocast
+from waterflow.partition.guards.batch_reads import CHECK
+from waterflow.partition.guards.step_key import flatten, of_torch
+from waterflow.partition.passes.rematerialize import Recomputed
+from waterflow.partition.plan.offsets import Footprint
+from waterflow.partition.plan.plan import Plan
+from waterflow.partition.plan.profile import StepProfile
+from waterflow.planner.search import what_fits
+
+logger = logging.getLogger("waterflow")
+NEW_KINDS = "batches of ever new kinds; pad them to a few sizes, and make numbers tensors"
+
+
+class StepFigures:
+    """The figures of one job's step, as far as it has gone."""
+
+    name: str
+    steps = property(lambda self: int(self.account["steps"]), doc="Steps that have ended well.")
+    eager_steps = property(lambda self: int(self.account["eager steps"]), doc="Of these.")
+
+    def __init__(self, who: int | str) -> None:
+        self.account = Account(who)
+        self.predicted_height = 0
+        self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
+        self.most_spilled = 0  # bytes that a step held in host memory
+        self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
+        self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
+        self._last_plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the batch shape that was trained last. Raises RuntimeError before the first call."""
+        if self._last_plan is None:
+            raise RuntimeError(f"step {self.name!r} has no plan before its first call")
+        return self._last_plan.renamed(self.name)
+
+    def _tell_eager(self, error: CaptureError, told: Counter[str]) -> None:
+        """Steps run eagerly: say so where none of those that ``told`` has seen did for that cause."""
+        some = isinstance(error, NewKind)
+        self.account.cause = cause = NEW_KINDS if some else str(error)
+        told[cause] += 1
+        if told[cause] == 1:
+            which = "batches of new kinds " if some else ""
+            logger.warning("step %r runs %seagerly, about as fast as without waterflow: %s", self.name, which, error)
+
+    def _note(self, variant: Variant) -> None:
+        if self._last_plan is variant.planned.plan:
+            return
+        if (now := variant.captured.recomputed) != self.recomputed:
+            self.recomputed = now
+            logger.info("step %r recomputes: %s", self.name, now or "nothing")
+        self._last_plan = variant.planned.plan
+        self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
+        self.measured_height = max(self.measured_height, variant.planned.measured_height)
+        self.most_spilled = max(self.most_spilled, variant.planned.plan.spilled)
+
+    def _note_run(self, run: _C.StepRun, variant: Variant, profiled: bool) -> None:
+        """A captured step has ended well."""
+        planned = variant.planned
+        if profiled:
+            planned.add_profile(StepProfile.of(run, variant.owner.spec.device))
+        elif run.planned or run.missed:
+            self.planned_requests += run.planned
+            self.missed_requests += run.missed
+            planned.count_misses(run.missed)
+        self.measured_height = max(self.measured_height, planned.measured_height)
+
+
+def default_name(model: Any) -> str:
+    """The model's class, and the trial of a study that trains it."""
+    name, trial = type(model).__name__, current_worker()
+    return name if trial is None else f"{name} of trial {trial}"
+
+
+def own_generator(given: torch.Generator | None, device: torch.device, engine: Engine | None) -> torch.Generator | None:
+    """The generator that a step on ``device`` draws from; None for the process's.
+
+    ``given``, or where that is no other than the default one: the calling thread's; inside an engine a new one that stands
+    where the process's stands.
+    """
+    if given is not None and given is not torch.default_generator:
+        return given
+    if (own := thread_generator(device)) is not None:
+        return own
+    if engine is None:
+        return given
+    on_cpu = engine.device.type == "cpu"
+    own = torch.Generator(engine.device)
+    own.set_state(torch.get_rng_state() if on_cpu else torch.cuda.get_rng_state(engine.device))
+    return own
+
+
+def device_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where the model lies, or what is trained of one without tensors. Raises InvalidJobError for several devices."""
+    tensors = [*model.parameters(), *model.buffers()] or [
+        p for group in optimizer.param_groups for p in group["params"]
+    ]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise InvalidJobError(f"the model lies on several devices ({sorted(map(str, devices))}); move it to one")
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise InvalidJobError("the model lies on the meta device and has no values; materialize it first")
+    return device
+
+
+def check_arguments(
+    model: Any, optimizer: Any, accumulate: Any, loss: Any, step: Any, clips: dict[str, Any], autocast: Any
+) -> None:
+    """Raise InvalidJobError for what a Step cannot be made of."""
+    if not isinstance(model, nn.Module):
+        raise InvalidJobError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise InvalidJobError(
+            f"optimizer must be a torch.optim.Optimizer; got {got}. Make it from this model's parameters: "
+            "torch.optim.AdamW(model.parameters())"
+        )
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise InvalidJobError(f"accumulate must be a positive integer; got {accumulate!r}")
+    if loss is not None and step is not None:
+        raise InvalidJobError("give loss= or step=, not both")
+    if isinstance(loss, type):
+        raise InvalidJobError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
+    for name, value in clips.items():
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
+            raise InvalidJobError(f"{name} must be a positive number or None; got {value!r}")
+    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+        raise InvalidJobError(f"autocast must be a data type such as torch.bfloat16, or None; got {autocast!r}")
+    if (why := why_no_step(type(optimizer))) is not None:
+        raise InvalidJobError(why)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if (lazy := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
+        raise InvalidJobError(
+            f"{lazy!r} of the model has no shape yet: call the model once on a batch, before its optimizer is made; in a Job do "
+            "so in the function that makes the model"
+        )
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    whole_step = step is not None or wants_model(loss)  # which may train what the model does not hold
+    if not any(p.requires_grad for p in (*model.parameters(), *(updated if whole_step else ()))):
+        raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
+    trained = set(map(id, updated))
+    held = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
+    if not whole_step and held and not held[0].is_meta and not any(id(p) in trained for p in held):
+        raise InvalidJobError(
+            "the optimizer trains none of the model's parameters: nothing would change. Make it from this model's: "
+            "torch.optim.AdamW(model.parameters())"
+        )
+
+
+def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
+    """The error of an operation that failed while a step ran."""
+    where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
+    if node.target is CHECK:
+        return StepValueError(f"step {step!r}: {str(error).strip()}{where}")
+    phase = node.meta.get("phase", "")
+    kind = StepIndexError if isinstance(error, _C.NodeIndexError) else StepError
+    return kind(f"{node.target} in the {phase} of step {step!r} failed: {str(error).strip()}{where}")
+
+
+def check_device(name: str, model: torch.device, engine: Engine | None) -> None:
+    """Raise InvalidJobError where the model of a step is on another device than its engine."""
+    if engine is not None and model != engine.device:
+        raise InvalidJobError(
+            f"model of step {name!r} is on {model}, its engine trains on {engine.device}; move the model with "
+            f"model.to({str(engine.device)!r}) before making the step"
+        )
+
 
 Batch = Any  # tensors, and tuples, lists or dicts of them
 LossFunction = Callable[..., torch.Tensor]
@@ -108,13 +280,13 @@ class Step(StepFigures):
         engine: Engine | None = None,
     ) -> None:
         self.engine = engine if engine is not None else current_engine()
-        self.name = name or checks.default_name(model)
+        self.name = name or default_name(model)
         self._worker = current_worker()
         super().__init__(self.name if self._worker is None else self._worker)
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
-        checks.check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
-        by_hand.watch(optimizer)
-        updated_elsewhere.add(optimizer)
+        check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
+        ownership.watch(optimizer)
+        ownership.add(optimizer)
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
         holder, compute_loss = eager.compose(model, loss, step)
@@ -126,10 +298,10 @@ class Step(StepFigures):
             holders.check(self._hold, holder, parameters_of(optimizer))
         self._spec = StepSpec(
             model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
-            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=checks.device_of(model, optimizer),
+            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model, optimizer),
             early_updates=early_updates)  # fmt: skip
-        checks.check_device(self.name, self._spec.device, self.engine)
-        self.generator = generator = checks.own_generator(generator, self._spec.device, self.engine)
+        check_device(self.name, self._spec.device, self.engine)
+        self.generator = generator = own_generator(generator, self._spec.device, self.engine)
         self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
@@ -162,7 +334,7 @@ class Step(StepFigures):
         """Train on one batch; see the class."""
         ahead, began = len(self._under_way), time.perf_counter()
         try:
-            return by_hand.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
+            return ownership.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
         except BaseException:
             # Ctrl-C may strike after the step was handed in and before it is waited for: its lane waits no longer.
             if len(self._under_way) > ahead:
@@ -195,7 +367,7 @@ class Step(StepFigures):
         Inside of a step that the engine runs, this one included, it does not wait for what runs to end.
         """
         self._closed = True
-        updated_elsewhere.discard(self.optimizer)
+        ownership.discard(self.optimizer)
         if self.engine is not None:
             self._finalizer()
             self._release()
@@ -335,7 +507,7 @@ class Step(StepFigures):
             self._fall(pending)
             assert pending.variant is not None
             node = pending.variant.captured.lowered.instructions[run.failed_node]
-            raise checks.node_error(self.name, node, error) from None
+            raise node_error(self.name, node, error) from None
         except BaseException:
             self._fall(pending)
             raise

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from benchmarks.baselines.policy import Outcome, Policy
 from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.memory_limit import parse_memory
-from waterflow.executor.simulation import SimulatedJob
-from waterflow.partition.plan import format_bytes
-from waterflow.partition.surroundings import no_collections
-from waterflow.planner.sizes import StepSizes
+from waterflow.partition.capture.substitution import no_collections
+from waterflow.partition.plan.plan import format_bytes
+from waterflow.planner.simulate import SimulatedJob
+from waterflow.planner.step_sizes import StepSizes
 
 _CONFIRMED = 4
 _GRID = 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.baselines.pool_replay import pool_steps, replay_operations, unplaced_steps
 from waterflow.errors import MemoryLimitError
-from waterflow.executor.simulation import Clock, SimulatedJob, arena_of, run, simulate
+from waterflow.planner.simulate import Clock, SimulatedJob, arena_of, run, simulate
 
 
 @dataclass(frozen=True)

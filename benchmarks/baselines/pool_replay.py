@@ -12,8 +12,8 @@ from typing import Any
 
 from tests.native.build import load
 from waterflow import _C
-from waterflow.executor.simulation import Clock, SimulatedJob, work_of
-from waterflow.partition.offsets import Offsets
+from waterflow.partition.plan.offsets import Offsets
+from waterflow.planner.simulate import Clock, SimulatedJob, work_of
 
 Group = tuple[int, int, int]  # job, first operation, one past the last
 Pair = tuple[Group | None, Group | None]

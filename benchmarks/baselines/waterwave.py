@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from benchmarks.baselines.policy import Outcome, Policy, held_by, no_room
 from benchmarks.baselines.pool_replay import Pair, live_after, pool_steps, replay_pairs
 from waterflow.errors import InvalidJobError
-from waterflow.executor.simulation import Clock, SimulatedJob, arena_of
-from waterflow.partition.offsets import Offsets
+from waterflow.partition.plan.offsets import Offsets
+from waterflow.planner.simulate import Clock, SimulatedJob, arena_of
 
 PairOfGroups = tuple[tuple[int, int] | None, tuple[int, int] | None]  # (job, group) by stream; None: idle
 

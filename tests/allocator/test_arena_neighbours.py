@@ -18,7 +18,7 @@ import waterflow as wf
 from tests.support import Trained, assert_same, run_steps
 from waterflow import _C
 from waterflow.executor.engine import Engine
-from waterflow.partition.plan import Plan, opaque_plan
+from waterflow.partition.plan.plan import Plan, opaque_plan
 
 Act = Callable[[torch.Tensor], None]
 act: list[Act | None] = [None]

@@ -18,12 +18,12 @@ from benchmarks.baselines import Banker, Dynamic, Policy, Waterwave, WaterwaveS,
 from benchmarks.baselines.largest import _search
 from benchmarks.baselines.pool_replay import PoolStep, live_after, pool_steps, replay_pairs
 from benchmarks.baselines.waterwave import cut, groups_ahead, order_of_groups, pair_groups
-from waterflow.batch_size import StepSizes, largest_batch
-from waterflow.executor.presets import GPU
-from waterflow.executor.simulation import Clock, SimulatedJob
-from waterflow.partition.costs import Cost
-from waterflow.partition.liveness import Lifetime
-from waterflow.partition.offsets import Offsets, place
+from waterflow.partition.plan.costs import Cost
+from waterflow.partition.plan.liveness import Lifetime
+from waterflow.partition.plan.offsets import Offsets, place
+from waterflow.planner.gpus import GPU
+from waterflow.planner.simulate import Clock, SimulatedJob
+from waterflow.training.batch_size import StepSizes, largest_batch
 
 PLENTY = 1 << 46
 # An operation of the plans below takes 64 ns, and nothing of what others use.

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.cluster.conftest import LiveCluster
-from waterflow.cli import app
+from waterflow.cli.main import app
 from waterflow.cluster import launch
 from waterflow.cluster.ray_share import RayShare
 from waterflow.cluster.state import address_file
@@ -260,8 +260,8 @@ def test_up_goes_on_as_it_was_until_something_else_is_said(folder: Path, monkeyp
 
 def test_watch_shows_a_live_table(up: LiveCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where somebody looks at a terminal; Ctrl-C ends it."""
-    from waterflow import cli_cluster
-    from waterflow.terminal import Terminal
+    from waterflow.cli import cluster
+    from waterflow.cli.output import Terminal
 
     monkeypatch.setattr(Terminal, "live", True)
     seen: list[float] = []
@@ -271,7 +271,7 @@ def test_watch_shows_a_live_table(up: LiveCluster, monkeypatch: pytest.MonkeyPat
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_cluster.time, "sleep", sleep)
+    monkeypatch.setattr(cluster.time, "sleep", sleep)
     ended = run("status", "--watch")
     assert ended.exit_code == 130 and len(seen) == 3 and "devices, policy" in ended.stdout
 

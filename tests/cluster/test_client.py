@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_refused(client: wf.Cluster, tmp_path: Path) -> 
 
 
 def _stopped(made: wf.Job) -> wf.Checkpoint:
-    from waterflow.runner import JobRunner
+    from waterflow.training.runner import JobRunner
 
     with wf.Engine(lanes=1) as engine:
         runner = JobRunner(made, engine)

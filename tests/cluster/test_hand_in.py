@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from waterflow.cluster import hand_in
-from waterflow.partition.libraries import is_library_module
+from waterflow.partition.guards.code_refs import is_library_module
 
 
 def oracle() -> set[str]:

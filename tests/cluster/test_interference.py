@@ -16,7 +16,7 @@ from waterflow.cluster.interference import (
 )
 from waterflow.cluster.model_profiles import ANTMAN_MIX, ANTMAN_MODELS, KNOWN_MODELS, draw_model, draw_models
 from waterflow.cluster.submission import Submission
-from waterflow.executor.coordinator import Allowed
+from waterflow.executor.interference import Allowed
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
 

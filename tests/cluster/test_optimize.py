@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 import waterflow as wf
 from tests.cluster.conftest import LiveCluster
-from waterflow import study_trials
 from waterflow.errors import InvalidJobError, StudyError
+from waterflow.study import cluster_trials
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,7 @@ def test_trials_over_their_time_limit(cluster: wf.Cluster, study: optuna.Study) 
 def test_a_trial_that_nothing_ends_ends_with_its_process(
     cluster: wf.Cluster, study: optuna.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study_trials, "AFTER_LIMIT", 2.0)
+    monkeypatch.setattr(cluster_trials, "AFTER_LIMIT", 2.0)
 
     def objective(trial: optuna.Trial) -> float:
         if trial.number == 0:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from waterflow.cluster.shared_device import Load, coordinated
-from waterflow.executor.coordinator import LEAST_RATE, Allowed, RateControl
+from waterflow.executor.interference import LEAST_RATE, Allowed, RateControl
 
 ALLOWED = Allowed().median
 WINDOWS = 12 / 13  # of the time others may run, once the rate has been found

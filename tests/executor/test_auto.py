@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from waterflow.executor.auto import AutoConcurrency
+from waterflow.executor.tuning import AutoConcurrency
 
 
 @dataclass

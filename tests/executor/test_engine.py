@@ -26,7 +26,7 @@ from tests.support import MiB, Net, Trained, assert_same, images, run_steps, sam
 from waterflow import _C
 from waterflow.executor.engine import Engine, current_engine, within
 from waterflow.executor.memory_limit import free_memory, parse_memory
-from waterflow.partition.plan import opaque_plan
+from waterflow.partition.plan.plan import opaque_plan
 
 Work = Callable[[], Any]
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from waterflow.executor import forks
+from waterflow.executor import engine
 from waterflow.executor.engine import Engine
 
 context = multiprocessing.get_context("fork") if sys.platform == "linux" else None
@@ -34,7 +34,7 @@ def test_threads_fork_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> No
     fork, free = os.fork, []
 
     def watched() -> int:
-        other = threading.Thread(target=lambda: free.append(forks._one_at_a_time.acquire(blocking=False)))
+        other = threading.Thread(target=lambda: free.append(engine._one_at_a_time.acquire(blocking=False)))
         other.start()
         other.join()
         return fork()

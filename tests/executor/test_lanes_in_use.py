@@ -12,7 +12,7 @@ from torch import nn
 
 import waterflow as wf
 from waterflow.executor.engine import Engine
-from waterflow.executor.lanes_in_use import FIRST_SECONDS, WINDOW_SECONDS, Decision, LanesInUse
+from waterflow.executor.tuning import FIRST_SECONDS, WINDOW_SECONDS, Decision, LanesInUse
 
 BATCHES = [(torch.randn(4, 8), torch.randn(4, 2)) for _ in range(6)]
 

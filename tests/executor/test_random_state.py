@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from tests.support import MiB, Trained, assert_same, images, run_steps, same_bits, train_eager
 from waterflow.executor.engine import Engine
-from waterflow.executor.thread_generators import own_numbers
+from waterflow.executor.rng import own_numbers
 
 
 def draws(count: int, size: int = 3000) -> list[torch.Tensor]:

@@ -21,8 +21,8 @@ from torch import nn
 import waterflow as wf
 from waterflow import _C
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.lanes_in_use import Decision
 from waterflow.executor.timeline import END, HELD_BY_JOB, JOB, MOST_EVENTS, START, Timeline
+from waterflow.executor.tuning import Decision
 
 MiB = 1 << 20
 GiB = 1 << 30

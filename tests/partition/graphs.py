@@ -11,8 +11,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from benchmarks.zoo import SMALL
-from waterflow.executor import eager
-from waterflow.partition.capture import Capture, StepSpec, capture_step
+from waterflow.executor.program import eager
+from waterflow.partition.capture.trace import Capture, StepSpec, capture_step
 
 
 def spec_of(name: str, **options: Any) -> tuple[StepSpec, list[Any], Any]:

@@ -12,9 +12,8 @@ import waterflow as wf
 from tests.support import images
 from tests.test_recompute import Deep
 from waterflow.executor.engine import Engine
-from waterflow.planner.alone import largest_recomputed
-from waterflow.planner.search import largest_batch
-from waterflow.planner.sizes import StepSizes
+from waterflow.planner.search import largest_batch, largest_recomputed
+from waterflow.planner.step_sizes import StepSizes
 
 MEMORY = 2_000_000
 

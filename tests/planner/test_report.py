@@ -14,7 +14,7 @@ from torch import nn
 
 import waterflow as wf
 from waterflow.planner.report import lines_at_peak, save_report
-from waterflow.planner.sizes import SizedStep, StepSizes
+from waterflow.planner.step_sizes import SizedStep, StepSizes
 
 
 class Two(nn.Module):

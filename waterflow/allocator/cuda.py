@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -189,3 +190,36 @@ def _refuses(name: str) -> Callable[..., Any]:
 
     refuse.__name__ = name
     return refuse
+
+
+# More lanes than this only add launches to a GPU that two steps side by side keep busy.
+DEFAULT_LANES = 2
+
+
+@dataclass(frozen=True)
+class CudaLanes:
+    """What an engine on a GPU is made of; ``planned`` where torch's requests for memory are waterflow's to serve."""
+
+    device: torch.device
+    free: int
+    planned: bool
+
+
+def prepare(device: torch.device) -> CudaLanes:
+    """Look at the device, before anything on it has been made. Raises InvalidJobError where it cannot be used."""
+    check_settings()
+    planned = install(device)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return CudaLanes(torch.device("cuda", index), int(_C.cuda_device(index).free_memory), planned)
+
+
+def native_settings(lanes: CudaLanes, count: int, limit: int) -> dict[str, Any]:
+    """For ``_C.Engine``: the device, and two streams for each of ``count`` lanes; torch never gives one of its own back."""
+    if lanes.planned:
+        install(lanes.device, limit)
+    streams = [torch.cuda.Stream(lanes.device) for _ in range(2 * count)]
+    return {
+        "cuda": _C.cuda_device(lanes.device.index),
+        "handles": [stream.cuda_stream for stream in streams],
+        "streams": [(stream.stream_id, stream.device_index, stream.device_type) for stream in streams],
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from waterflow import _C
-from waterflow.partition.plan import Plan
+from waterflow.partition.plan.plan import Plan
 
 
 def time_planned_requests(plan: Plan) -> list[float]:

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from waterflow.calls import explained
 from waterflow.cluster.state import address_file, state_folder, token_file
 from waterflow.cluster.submission import Priority
-from waterflow.durations import parse_seconds
-from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError
+from waterflow.errors import ClusterError, InvalidJobError, JobCancelled, SubmissionError, explained
 from waterflow.executor.memory_limit import parse_memory
+from waterflow.units import parse_seconds
 
 if TYPE_CHECKING:  # these need torch, which most requests do not
     from waterflow.cluster.payload import Jobs

@@ -38,9 +38,9 @@ from waterflow.cluster.state import (
 from waterflow.cluster.store import Store
 from waterflow.cluster.submission import Tenant
 from waterflow.cluster.worker import WorkerSettings
-from waterflow.device_names import missing
 from waterflow.errors import ClusterError
-from waterflow.metrics import available, cluster_text
+from waterflow.executor.metrics import available, cluster_text
+from waterflow.units import missing
 
 logger = logging.getLogger("waterflow")
 

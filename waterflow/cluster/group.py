@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from waterflow import _C
-from waterflow.checkpoint import Checkpoint
 from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Progress, Started
 from waterflow.cluster.payload import read_result, unpack, write_result
 from waterflow.cluster.room import when_there_is_room
@@ -27,8 +26,8 @@ from waterflow.errors import CheckpointError, JobCancelled
 from waterflow.executor.cancel import UserCode
 from waterflow.executor.engine import Engine, within
 from waterflow.job import Job, JobResult
-from waterflow.runner import JobRunner, draw_seed
-from waterflow.task import Task
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.runner import JobRunner, Task, draw_seed
 
 logger = logging.getLogger("waterflow")
 

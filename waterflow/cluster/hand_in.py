@@ -14,13 +14,13 @@ from typing import Any
 
 import cloudpickle
 
-from waterflow.checkpoint import Checkpoint
 from waterflow.cluster.payload import Jobs, pack
 from waterflow.cluster.together import memory_of
 from waterflow.errors import InvalidJobError
 from waterflow.job import Job
-from waterflow.partition.libraries import is_library_module
-from waterflow.task import Task
+from waterflow.partition.guards.code_refs import is_library_module
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.runner import Task
 
 _NEVER_OWN = frozenset({"waterflow", "__main__", "__mp_main__"} | sys.stdlib_module_names)
 _packing = threading.Lock()  # what is pickled by value is known to the whole process

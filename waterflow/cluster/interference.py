@@ -22,7 +22,7 @@ from waterflow.cluster.book import Entry
 from waterflow.cluster.model_profiles import GIB, KNOWN_MODELS, UNKNOWN, ModelProfile
 from waterflow.cluster.shared_device import Load, coordinated
 from waterflow.cluster.submission import Priority, Submission
-from waterflow.executor.coordinator import Allowed
+from waterflow.executor.interference import Allowed
 
 Pair = tuple[str, str]
 

@@ -14,7 +14,7 @@ from torch import nn
 from waterflow.cluster.shared_folder import result_files
 from waterflow.errors import InvalidJobError, WaterflowError
 from waterflow.job import Job, JobResult, Results
-from waterflow.task import Task
+from waterflow.training.runner import Task
 
 Jobs = Job | Task | Iterable[Job | Task]
 ATTEMPTS = 10  # at objects that other threads change

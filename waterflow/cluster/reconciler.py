@@ -28,7 +28,7 @@ from waterflow.cluster.losses import Losses
 from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, Store
 from waterflow.cluster.stuck import Ask, Stuck
 from waterflow.cluster.submission import Action, Node, Place, Report
-from waterflow.durations import format_seconds
+from waterflow.units import format_seconds
 
 logger = logging.getLogger("waterflow")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from waterflow.executor.coordinator import ALONE_STEPS, BESIDE, PAIRS, Allowed, Coordinator
+from waterflow.executor.interference import ALONE_STEPS, BESIDE, PAIRS, Allowed, Coordinator
 
 STEP_SECONDS = 0.1  # of the guaranteed job alone: from 10 ms on, live windows are counted in steps, too
 STEADY = 1e-3  # the rate has been found once a comparison changes it by less

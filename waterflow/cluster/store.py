@@ -21,7 +21,7 @@ from typing import Any, Literal
 from waterflow.cluster.schema import create_tables
 from waterflow.cluster.state import private
 from waterflow.errors import ClusterError, InvalidJobError
-from waterflow.partition.byte_counts import format_bytes
+from waterflow.units import format_bytes
 
 FORMAT = 1  # of the file; another one is refused
 LOG_LINES = 2000  # kept per job

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from waterflow.priority import Priority as Priority
+from waterflow.units import Priority as Priority
 
 Outcome = Literal["completed", "failed", "cancelled"]
 Place: TypeAlias = tuple[str, int]  # a node's name and the index of one of its devices

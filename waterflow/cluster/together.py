@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from waterflow.executor.memory_limit import reserve_of
 from waterflow.job import Job
 from waterflow.planner.feasibility import feasible, needed
-from waterflow.together import forecast
+from waterflow.training.fit_together import forecast
 
 
 @dataclass(frozen=True)

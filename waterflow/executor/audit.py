@@ -1,33 +1,359 @@
-"""Audits: now and then a captured step is done eagerly, too, and each bit is compared.
-
-The second line of defence behind what a capture refuses. One that finds a difference ends the captures of this code in the
-process.
-"""
+"""One step done both ways, captured and eagerly, from the same state, and compared bit by bit."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import AuditError, CaptureError, InvalidJobError, JobCancelled
-from waterflow.executor.audited import Audited, Code, Faulty, codes
-from waterflow.executor.binding import bind
-from waterflow.executor.both_ways import BothWays, Difference, ProvesNothing
-from waterflow.executor.captured import CapturedStep
+from waterflow.errors import AuditError, CaptureError, InvalidJobError, JobCancelled, WaterflowError
+from waterflow.executor.data.copies import Ranges
 from waterflow.executor.engine import Engine
 from waterflow.executor.memory_limit import free_memory
-from waterflow.executor.variant import Variant
-from waterflow.partition.plan import Plan, format_bytes
-from waterflow.partition.surroundings import surrounding_autocast
+from waterflow.executor.program.binding import Owner, bind
+from waterflow.executor.program.bound_step import Variant
+from waterflow.executor.program.capture_cache import Audited, CapturedStep, Code, Faulty, codes, line_of
+from waterflow.executor.program.eager import EagerStep
+from waterflow.partition.capture.optimizers import FIRST_STEP_FLAG
+from waterflow.partition.capture.substitution import surrounding_autocast
+from waterflow.partition.capture.trace import no_gradient
+from waterflow.partition.passes.operators import storage_id
+from waterflow.partition.plan.plan import Plan, format_bytes
+
+LARGE = 64 << 10  # bytes of a frozen tensor from which on there is a checksum of it, and no copy
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that a captured and an eager step do not have in common, and the user's line that it belongs to."""
+
+    what: str
+    how: str
+    line: str = ""
+    lost: bool = False  # what was there before is not known any more
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.how}" + (f" ({self.line})" if self.line else "")
+
+
+class ProvesNothing(Exception):
+    """A step cannot be compared with itself; the message says why."""
+
+
+@dataclass
+class _Outcome:
+    """What a step leaves beside the state's memory. ``odd``: something that no step with a captured form does."""
+
+    tensors: dict[str, torch.Tensor]  # what it returns
+    numbers: torch.Tensor  # the generator's state
+    odd: str = ""
+
+
+@dataclass
+class BothWays:
+    """A captured step that is bound to a job's tensors, and the same step of ``owner``, eagerly, in the optimizer's fused form.
+
+    ``sums`` are the gradients of earlier calls of the update, by parameter; ``surrounding`` is the data type of the autocast
+    around the caller. Made on the job's own thread, where nothing of the job is under way; ``difference`` may be asked for on
+    a lane. Meanwhile the job's tensors change, and behind it they are as they were; but with ``keep``, where nothing differs, the
+    step stays done, and ``done`` is its captured run, which is ``profiled`` if asked.
+    """
+
+    name: str
+    captured: CapturedStep
+    binding: _C.Binding
+    slots: list[int]
+    given: list[torch.Tensor]  # the batch's tensors, in this order
+    owner: Owner
+    sums: Mapping[str, torch.Tensor]
+    generator: torch.Generator | None
+    batch: Any
+    surrounding: torch.dtype | None
+    keep: bool = False
+    profiled: bool = False
+    done: _C.StepRun | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.owner.spec
+        held = dict(self._held())
+        self._unchanged = {name: _C.StateBytes([held.pop(name)]) for name in self._frozen()}
+        leaves = pytree.tree_leaves(self.batch)
+        changed = Ranges([*held.values(), *(leaves[i] for i in self.captured.changed_leaves)])
+        self._read: dict[str, torch.Tensor] = {}  # of the batch
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                into = held if changed.have(leaf) else self._read
+                into[f"tensor {number} of the batch"] = leaf
+        self._changed = held
+        self._before = _C.StateBytes([*held.values(), *self._read.values()])
+        kind: Any = type(spec.optimizer)
+        self._twin = kind.__new__(kind)
+        self._eager = EagerStep(replace(spec, optimizer=self._twin), self.generator, self.name)
+        gradients = sum(p.nbytes for p in spec.updated().values())
+        # What is kept, before and behind a step, and the higher of both steps; eagerly all gradients are there at once.
+        self.bytes = 2 * self._before.bytes + self.captured.predicted.height * 9 // 8 + gradients
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a step may change beside its batch, by name."""
+        owner = self.owner
+        names = {id(tensor): name for name, tensor in owner.tensors.items()}
+        for name, tensor in owner.tensors.items():
+            yield _of_model(name, tensor), tensor
+        for parameter, entries in owner.spec.optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer state {key!r} of {names.get(id(parameter), '?')!r}", value
+        for name, tensor in owner.accumulators.items():
+            yield f"sum of gradients of {name!r}", tensor
+        for given in self.captured.changed_inputs:
+            if given.kind == "stranger":
+                yield f"tensor {given.leaf} from outside", owner.looked.strangers[given.leaf]
+
+    def _frozen(self) -> list[str]:
+        """What is large and no step changes, of which there is a checksum in the place of copies."""
+        written = {given.name for given in self.captured.changed_inputs}
+        frozen, storages = {}, set()
+        for name, tensor in self.owner.tensors.items():
+            if tensor.requires_grad or name in written or tensor.nbytes < LARGE:
+                storages.add(storage_id(tensor))
+            else:
+                frozen[_of_model(name, tensor)] = tensor
+        return [name for name, tensor in frozen.items() if storage_id(tensor) not in storages]
+
+    # -- the two ways
+
+    def difference(self) -> Difference | None:
+        """What differs; None where each bit is the same. Raises ProvesNothing, and JobCancelled where the job is broken off."""
+        generator = self.generator if self.generator is not None else torch.default_generator
+        self._before.keep()
+        numbers = generator.get_state()
+        sums = {name: one.checksum() for name, one in self._unchanged.items()}
+
+        def back() -> None:
+            self._before.put()
+            generator.set_state(numbers)
+
+        try:
+            run, captured = self._run_captured(generator)
+            after = self._kept()
+            back()
+            eager = self._run_eagerly(generator)
+            found = self._compare(captured, after, eager)
+            for name, one in self._unchanged.items():
+                if one.checksum() != sums[name]:
+                    return Difference(name, "only one of the two steps changes it", self._line(name), lost=True)
+            if found is None:
+                self.done = run if self.keep else None
+                return None
+            after = self._kept()
+            back()
+            again = self._run_eagerly(generator)
+            if self._compare(eager, after, again) is not None:
+                raise ProvesNothing("done twice from the same state, the eager step differs from itself")
+            return found
+        finally:
+            if self.done is None:
+                back()
+
+    def _kept(self) -> _C.StateBytes:
+        kept = _C.StateBytes([*self._changed.values()])
+        kept.keep()
+        return kept
+
+    def _run_captured(self, generator: torch.Generator) -> tuple[_C.StepRun, _Outcome]:
+        all_of_it = _C.GroupPlan(ends=[len(self.captured.lowered.instructions)], peak=[0], after=[0])
+        run = self.binding.run(all_of_it, self.given, self.slots, self.profiled)
+        run.run_alone()
+        try:
+            outputs = run.outputs()
+        except Exception as error:  # the step fails, and will say so
+            raise ProvesNothing(f"the captured step fails: {error}") from None
+        tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics or ())), outputs))
+        return run, _Outcome(tensors, generator.get_state())
+
+    def _run_eagerly(self, generator: torch.Generator) -> _Outcome:
+        spec = self.owner.spec
+        self._become_twin()
+        self._eager.put_sums(self.sums)
+        odd = ""
+        result: Any = torch.empty(0)
+        with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers]):
+            with _modules_kept(spec.model) as replaced:
+                try:
+                    result = self._eager(self.batch, spec.update, self.surrounding)
+                except (WaterflowError, MemoryError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    if "allocate memory" in str(error):
+                        raise ProvesNothing("there was no memory for the eager step") from None
+                    odd = f"the eager step raises {type(error).__name__}: {error}"
+                moved = list(replaced())
+            odd = odd or self._gather(moved)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        tensors = {"the loss": loss} | {_metric(name): value for name, value in metrics.items()}
+        for name, leaf in self._read.items():
+            if not odd and _differing(self._before.kept(leaf), _raw(leaf)):
+                odd = f"only the eager step changes {name}"
+        return _Outcome(tensors, generator.get_state(), odd)
+
+    def _become_twin(self) -> None:
+        """The optimizer as captured steps have it: in its fused form, and without state that only they lay out beforehand."""
+        real, twin = self.owner.spec.optimizer, self._twin
+        twin.__dict__.update(real.__dict__)
+        twin.__dict__.pop("step", None)  # schedulers wrap the instance's
+        twin.param_groups = [dict(group, fused=True, foreach=None) for group in real.param_groups]
+        twin.state = defaultdict(dict, {p: dict(entries) for p, entries in real.state.items()})
+        for number, group in enumerate(twin.param_groups):
+            if self.owner.first_step.get(f"{FIRST_STEP_FLAG}:{number}"):
+                for parameter in group["params"]:
+                    twin.state.get(parameter, {}).pop("momentum_buffer", None)
+        twin._need_device_dtype_check_for_fused = False
+
+    def _gather(self, moved: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
+        """Bring what the eager step has put into other tensors to where the captured one has it. Tells what has no place there."""
+        optimizer, owner = self.owner.spec.optimizer, self.owner
+        for parameter, entries in self._twin.state.items():
+            real = optimizer.state.get(parameter, {})
+            for key, value in entries.items():
+                if value is None or value is (old := real.get(key)):
+                    continue
+                if not isinstance(old, torch.Tensor) or not isinstance(value, torch.Tensor):
+                    return f"only the eager step keeps the optimizer state {key!r} of a parameter"
+                moved.append((old, value))
+        sums = self._eager.named_sums() if owner.spec.accumulate > 1 else {}
+        for name, tensor in owner.accumulators.items():
+            if name in sums:
+                moved.append((tensor, sums[name]))
+            elif owner.spec.update:
+                moved.append((tensor, torch.full_like(tensor, no_gradient(tensor))))
+        if missing := sums.keys() - owner.accumulators.keys():
+            return f"only the eager step has a gradient of {min(missing)!r}"
+        for old, new in (values := [(old, new.detach().clone()) for old, new in moved]):
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                return f"the eager step changes a tensor's shape or type to {tuple(new.shape)} of {new.dtype}"
+        for old, new in values:
+            _raw(old).copy_(_raw(new))
+        return ""
+
+    # -- comparing
+
+    def _compare(self, one: _Outcome, then: _C.StateBytes, other: _Outcome) -> Difference | None:
+        """An outcome, and the memory as it was then, with an outcome and the memory as it is."""
+        if one.odd != other.odd:
+            return Difference("what the step does", other.odd or one.odd)
+        if one.odd:
+            return None
+        if one.tensors.keys() != other.tensors.keys():
+            return Difference("what the step returns", f"{sorted(one.tensors)} and {sorted(other.tensors)}")
+        for name in one.tensors:
+            if how := _differing(one.tensors[name], other.tensors[name]):
+                return Difference(name, how, self._line(name))
+        if not then.is_as():
+            for name, tensor in self._changed.items():
+                if how := _differing(then.kept(tensor), _raw(tensor)):
+                    return Difference(name, how, self._line(name))
+        if how := _differing(one.numbers, other.numbers):
+            return Difference("the state of the random generator", how)
+        return None
+
+    def _line(self, name: str) -> str:
+        """The user's line that computes a result, or that first uses a tensor."""
+        capture = self.captured.capture
+        nodes = list(capture.graph.nodes)
+        results = ("the loss", *map(_metric, capture.metrics or ()))
+        if name in results:
+            node = nodes[-1].args[0][results.index(name)]
+            return line_of(node) if isinstance(node, fx.Node) and "phase" in node.meta else ""
+        for node, given in zip(nodes, capture.inputs):
+            user = next(iter(node.users), None)
+            if given.name and repr(given.name) in name and user is not None and "phase" in user.meta:
+                return line_of(user)
+        return ""
+
+
+def _metric(name: str) -> str:
+    return f"metric {name!r}"
+
+
+def _of_model(name: str, tensor: torch.Tensor) -> str:
+    return f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}"
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as they lie in memory, whatever its lazy bits say."""
+    return (
+        tensor.detach()
+        .new_empty(0)
+        .set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    )
+
+
+def _differing(one: torch.Tensor, other: torch.Tensor) -> str:
+    """How two tensors differ: types, shapes, or the bits of their first element that does; empty where they do not."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return f"captured {one!r}, eager {other!r}" if one is not other else ""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"captured {one.dtype} {tuple(one.shape)}, eager {other.dtype} {tuple(other.shape)}"
+    flat = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
+    raw = [t.view(torch.uint8) for t in flat]
+    if torch.equal(*raw):
+        return ""
+    at = int((raw[0] != raw[1]).nonzero()[0]) // one.element_size()
+    place = f" at {at} of {one.numel()}" if one.numel() > 1 else ""
+    values = (f"{t[at].item()!r} (0x{bytes(t[at : at + 1].view(torch.uint8).tolist()[::-1]).hex()})" for t in flat)
+    return "captured {}, eager {}{}".format(*values, place)
+
+
+@contextlib.contextmanager
+def _gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within, tensors have no gradients; behind it those that they had."""
+    held = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    for tensor, _ in held:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in held:
+            tensor.grad = gradient
+
+
+@contextlib.contextmanager
+def _modules_kept(model: nn.Module) -> Iterator[Any]:
+    """Behind it, modules hold the very objects that they did before. Yields what tells of tensors that others stand for."""
+    spaces = [m.__dict__ for m in model.modules()]
+    tensors = [(space[kind], dict(space[kind])) for space in spaces for kind in ("_parameters", "_buffers")]
+    attributes = [(space, dict(space)) for space in spaces] + [(s["_modules"], dict(s["_modules"])) for s in spaces]
+
+    def replaced() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for entries, before in [*tensors, *attributes]:
+            for name, old in before.items():
+                new = entries.get(name)
+                if new is not old and isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+                    yield old, new
+
+    try:
+        yield replaced
+    finally:
+        for entries, before in [*tensors, *attributes]:
+            for name in [name for name in entries if name not in before]:
+                del entries[name]
+            for name, old in before.items():
+                if name not in entries or entries[name] is not old:
+                    entries[name] = old
+
 
 logger = logging.getLogger("waterflow")
 

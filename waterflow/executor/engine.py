@@ -1,36 +1,77 @@
-"""The engine of one device: lanes, the memory limit, and what each job may hold of it."""
+"""How often threads hand the interpreter over while engines are open."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from multiprocessing import popen_fork
 from numbers import Integral
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from waterflow import _C
-from waterflow.calls import explained
-from waterflow.errors import InvalidJobError, JobCancelled
-from waterflow.executor import cuda_lanes
-from waterflow.executor.account import Account
-from waterflow.executor.belonging import current_worker as current_worker
-from waterflow.executor.belonging import here
+from waterflow.allocator import cuda
+from waterflow.errors import InvalidJobError, JobCancelled, explained
 from waterflow.executor.cancel import LentLane, Turn, has_limit, time_does_not_count
-from waterflow.executor.claims import Claims, too_large
-from waterflow.executor.coordinator import Coordinator
-from waterflow.executor.figures import EngineFigures
-from waterflow.executor.forks import fork_in_turns
-from waterflow.executor.lanes_in_use import Decision, LanesInUse
+from waterflow.executor.context import current_worker as current_worker
+from waterflow.executor.context import here
+from waterflow.executor.interference import Coordinator, Starving
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
-from waterflow.executor.starving import Starving
-from waterflow.executor.switching import shorten_switches
-from waterflow.executor.terms import Terms, parse_quota
-from waterflow.partition.plan import Plan
-from waterflow.priority import Priority, check_priority
+from waterflow.executor.policy import Terms, parse_quota
+from waterflow.executor.reservations import Claims, too_large
+from waterflow.executor.stats import Account, EngineFigures
+from waterflow.executor.tuning import Decision, LanesInUse
+from waterflow.partition.plan.plan import Plan
+from waterflow.units import Priority, check_priority
+
+_open_engines = 0
+_open_lock = threading.Lock()
+_interval_before = 0.0
+# Threads that feed lanes hand the interpreter over often: at Python's 5 ms a lane of short steps would run dry.
+SWITCH_SECONDS = 1e-3
+
+
+def shorten_switches(change: int) -> None:
+    """An engine opens (+1) or closes (-1)."""
+    global _open_engines, _interval_before
+    with _open_lock:
+        if _open_engines == 0 and change > 0:
+            _interval_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_SECONDS, _interval_before))
+        _open_engines += change
+        if _open_engines == 0:
+            sys.setswitchinterval(_interval_before)
+
+
+_one_at_a_time = threading.RLock()
+_launch = popen_fork.Popen._launch  # type: ignore[attr-defined]
+
+
+def fork_in_turns() -> None:
+    """From now on no thread forks a process of multiprocessing's while another thread is about to.
+
+    That a process has ended its parent sees by a pipe, whose other end it alone should have. One that is forked between the
+    pipe's beginning and the parent's closing of that end has it, too, and who joins the first waits for both, or for the end
+    of a time limit: torch's loaders 5 seconds for each worker.
+    """
+    if popen_fork.Popen._launch is _launch:  # type: ignore[attr-defined]
+        popen_fork.Popen._launch = _launch_alone  # type: ignore[attr-defined]
+
+
+def _launch_alone(process: Any, target: Any) -> None:
+    with _one_at_a_time:
+        _launch(process, target)
+
+
+if hasattr(os, "register_at_fork"):  # in a child nobody else is about to
+    os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
+
 
 logger = logging.getLogger("waterflow")
 
@@ -106,7 +147,7 @@ class Engine(Claims):
         for name, count in (("lanes", lanes), ("intra_op", intra_op)):
             if count is not None and (not isinstance(count, Integral) or count < 1):
                 raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
-        gpu = cuda_lanes.prepare(self.device) if self.device.type == "cuda" else None
+        gpu = cuda.prepare(self.device) if self.device.type == "cuda" else None
         self.device = gpu.device if gpu is not None else self.device
         free = gpu.free if gpu is not None else free_memory()
         limit = (parse_limit if reserve is None else parse_memory)(memory, free)
@@ -114,7 +155,7 @@ class Engine(Claims):
             logger.warning(warning)
         reserve = reserve_of(limit) if reserve is None else reserve
         self.intra_op = intra_op
-        default_lanes = cuda_lanes.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // intra_op)
+        default_lanes = cuda.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // intra_op)
         self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
@@ -122,7 +163,7 @@ class Engine(Claims):
         settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": limit - reserve, "behind": asynchronous,
                     "graphs": graphs}  # fmt: skip
         if gpu is not None:
-            settings |= {"behind": None, **cuda_lanes.native_settings(gpu, self.lanes, limit)}
+            settings |= {"behind": None, **cuda.native_settings(gpu, self.lanes, limit)}
             arenas = arenas and gpu.planned
         super().__init__(_native(settings, arenas), limit, reserve)
         if quantum is not None and not quantum > 0:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from waterflow.partition.plan import format_bytes
+from waterflow.partition.plan.plan import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from waterflow.executor.engine import Engine
-    from waterflow.executor.lanes_in_use import Decision
+    from waterflow.executor.tuning import Decision
 
 Ints = npt.NDArray[np.int64]
 JOB, STEP, GROUP, LANE, START, END, HELD, HELD_BY_JOB = range(8)  # columns of `Span` in csrc/engine/engine.h

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from waterflow import _C
-from waterflow.executor.simulation import Clock, prepare, run
-from waterflow.partition.offsets import ALIGNMENT, planned
-from waterflow.partition.plan import format_bytes
-from waterflow.planner.sizes import SizedStep
+from waterflow.partition.plan.offsets import ALIGNMENT, planned
+from waterflow.partition.plan.plan import format_bytes
+from waterflow.planner.simulate import Clock, prepare, run
+from waterflow.planner.step_sizes import SizedStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

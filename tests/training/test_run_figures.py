@@ -1,0 +1,114 @@
+"""What a study's summary and the results of train() say when they are printed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import waterflow as wf
+from waterflow.executor.program import capture_cache
+from waterflow.executor.program.capture_cache import captures
+from waterflow.job import MOST_CAUSES, RunFigures
+
+BATCHES = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(5)]
+
+
+def looking(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(output, target)
+    assert loss.item() < 1e9
+    return loss
+
+
+def objective(trial: optuna.Trial) -> float:
+    """Of each four trials two run eagerly, each for a cause of its own; the last fails behind its steps."""
+    model = nn.Linear(3, 2)
+    kind: Any = torch.optim.Adagrad if trial.number % 4 == 1 else torch.optim.SGD
+    loss = looking if trial.number % 4 == 2 else F.cross_entropy
+    step = wf.Step(model, loss=loss, optimizer=kind(model.parameters(), lr=0.1))
+    for batch in BATCHES:
+        value = step(batch)
+    if trial.number == 7:
+        raise optuna.TrialPruned
+    return float(value)
+
+
+def test_a_summary_says_how_trials_ended_and_why_some_ran_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    summary = wf.optimize(optuna.create_study(), objective, n_trials=8, max_concurrent=2)
+    figures = summary.figures
+    assert figures is not None and summary.states == {"complete": 7, "pruned": 1}
+    assert (figures.jobs, figures.steps, figures.eager_steps) == (8, 40, 20)
+    assert sorted(figures.eager.values()) == [2, 2] and 0 < figures.peak < figures.limit
+    assert sum(figures.shares.values()) == pytest.approx(1.0, abs=0.05) and figures.shares["steps"] > 0
+    first, steps, *causes = str(summary).splitlines()
+    assert first == repr(summary) and "7 complete, 1 pruned; best" in first
+    assert steps.startswith("40 steps, 50 % of them eager; ")
+    assert "  2 of 8 trials ran eagerly: the update of Adagrad is not captured; Adam, AdamW, SGD are" in causes
+    [looks] = [line for line in causes if "in looking: assert loss.item()" in line]
+    assert looks.startswith("  2 of 8 trials ran eagerly: the step looks at the values")
+    assert len(str(summary).splitlines()) <= 10
+    assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_a_study_that_trains_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    wf.optimize(optuna.create_study(), objective, n_trials=1)
+    assert "no trial trained" not in caplog.text
+    wf.optimize(optuna.create_study(), lambda trial: 1.0, n_trials=2)
+    assert caplog.text.count("no trial trained through waterflow") == 1
+
+
+def test_kinds_of_batches_that_run_eagerly_are_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_cache, "FREE_CAPTURES", 1)
+    captures.clear()
+    batches = [(torch.randn(rows, 3), torch.randint(2, (rows,))) for rows in (2, 3, 4)]
+    job = {"loss": F.cross_entropy, "data": batches, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    results = wf.train([nn.Linear(3, 2)], **job)
+    assert results[0].opaque_reason is None and results[0].eager_steps == results.figures.eager_steps == 2
+    assert "1 of 1 jobs ran eagerly: batches of ever new kinds; pad them" in str(results)
+
+
+def test_results_say_it_of_jobs_those_that_failed_first() -> None:
+    captures.clear()
+    jobs = [
+        wf.Job(f"job-{n}", lambda: nn.Linear(3, 2), BATCHES, lambda p: torch.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
+        for n in range(9)
+    ]
+    jobs[8].loss = lambda output, target: output.no_such_thing
+    results = wf.train(jobs, on_error="continue", lanes=1)
+    first, failed, second, *rest = str(results).splitlines()
+    assert first == repr(results) == "9 jobs: 8 completed, 1 failed"
+    assert failed.startswith("  job-8: failed, 0 steps") and "AttributeError" in failed
+    assert second.startswith("  job-0: completed, 5 steps in ") and "value" in second
+    assert "  ..." in rest and "40 steps, 0 % of them eager; 1 captures" in rest and len(rest) <= 10
+    with wf.Engine() as engine:  # of each call what it has done
+        for _ in range(2):
+            assert wf.train(jobs[:2], engine=engine).figures.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("shares", "eager_steps", "said"),
+    [
+        ({"loading": 0.6}, 0, "loading, 60 % of the time: DataLoader(num_workers=1)"),
+        ({"steps": 0.8}, 50, "eager steps, 40 % of the time: mend"),
+        ({"capturing": 0.4, "loading": 0.3}, 0, "capturing, 40 % of the time"),
+        ({"waiting for memory": 0.3}, 0, "raise memory="),
+        ({"steps": 0.9}, 5, None),
+    ],
+)
+def test_one_thing_to_change_first(shares: dict[str, float], eager_steps: int, said: str | None) -> None:
+    all_ = dict.fromkeys(("loading", "capturing", "evaluation", "waiting for memory", "steps", "the rest"), 0.0)
+    causes = Counter({f"cause {n}": 9 - n for n in range(5)})
+    figures = RunFigures(9, 100, eager_steps, 4, 2, causes, all_ | shares, 2**20, 2**30)
+    lines = figures.lines("jobs")
+    assert lines[0].endswith("; 4 captures, 2 of them anew") and lines[1].endswith("9 of 9 jobs ran eagerly: cause 0")
+    assert lines[1 + MOST_CAUSES] == "  and others for other causes"
+    last = lines[-1]
+    assert last == "memory: at most 1.0 MiB of 1.0 GiB claimed" if said is None else said in last

@@ -1,0 +1,371 @@
+"""``waterflow cluster``: start one, hand jobs in, watch them, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from waterflow.cli.output import Terminal, table
+from waterflow.cli.references import ConfigError, find_function
+from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
+from waterflow.units import format_bytes
+
+if TYPE_CHECKING:
+    from waterflow.cluster.client import Cluster
+    from waterflow.cluster.launch import ClusterConfig
+
+_WATCH_SECONDS = 1.0
+_LAST_ENDED = 5  # jobs that have ended and are still shown
+_FIRST_WAITING = 50  # jobs that wait and are shown
+_MOST_IN_TABLE = 200  # jobs; more are lines without a frame, which take no time to lay out
+_DOWN_SECONDS = 60.0
+
+cluster = typer.Typer(
+    name="cluster", help="Share devices among jobs, with priorities and quotas.", no_args_is_help=True
+)
+State = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="The cluster's state folder. [default: $WATERFLOW_CLUSTER, or the usual one]"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="As submit printed it.")]
+
+
+@cluster.command()
+def up(
+    devices: Annotated[int | None, typer.Option(min=1, help="How many devices: a process for each.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Names of the devices, instead of a number.")
+    ] = None,
+    ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The GPUs of a Ray cluster that runs.")] = None,
+    ray_token: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The Ray cluster's token. [default: as $RAY_AUTH_TOKEN_PATH says]"),
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Who runs where: antman, fifo, las and others.")] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=QUOTA", help="Who shares it, and their devices. Repeatable.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="What they train on. [default: cpu]")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each device, such as 2GiB.")] = None,
+    lanes: Annotated[int | None, typer.Option(min=1, help="Steps at the same time on each device.")] = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(min=0.1, help="Between checkpoints of a job.")] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where requests are answered.")] = None,
+    beyond_loopback: Annotated[
+        bool, typer.Option("--listen-beyond-loopback", help="Allow --listen to name what other machines can reach.")
+    ] = False,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay in this process, until Ctrl-C.")] = False,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Start nothing: print a systemd unit that keeps it up.")
+    ] = False,
+    state: State = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Start a cluster on this machine, or go on with the one whose state is there."""
+    with Terminal(as_json, debug) as terminal, _wrong_use():
+        from waterflow.cluster import launch
+        from waterflow.cluster.state import state_folder
+
+        folder = state_folder(state)
+        host, port = _address(listen)
+        names = tuple(filter(None, nodes.split(","))) if nodes is not None else None
+        if sum(given is not None for given in (names, devices, ray)) > 1:
+            raise ConfigError("give one of --devices, --nodes and --ray")
+        if devices is not None:
+            names = tuple(f"device-{number}" for number in range(devices))
+        wanted: dict[str, Any] = {
+            "nodes": names, "policy": policy, "tenants": _tenants(tenant), "device": device, "memory": memory, "lanes": lanes, "host": host,
+            "port": port, "checkpoint_seconds": checkpoint_seconds, "ray": ray,
+            "beyond_loopback": beyond_loopback if listen is not None else beyond_loopback or None,
+            "ray_token": None if ray_token is None else str(ray_token.resolve()),
+        }  # fmt: skip
+        before = launch.load_config(folder)
+        if ray_token is not None and ray is None and (before is None or before.ray is None):
+            raise ConfigError("--ray-token is of a Ray cluster: add --ray HOST:PORT")
+        changes = {key: value for key, value in wanted.items() if value is not None}
+        if names is not None:
+            changes |= {"ray": None, "ray_token": None}  # devices of this machine again
+        config: ClusterConfig = replace(before or launch.ClusterConfig(), **changes)  # type: ignore[arg-type]
+
+        if print_unit:
+            from waterflow.cluster.unit import unit
+
+            config.check()
+            typer.echo(unit(folder, config), nl=False)
+            return
+
+        def ready(told: dict[str, Any]) -> None:
+            terminal.say(
+                f"a cluster is up: {len(told['nodes'])} device(s), policy {told['policy']}, process {told['pid']}, "
+                f"{told['address']}"
+            )
+            terminal.say("[dim]hand in jobs: waterflow cluster submit FILE.yaml; end it: waterflow cluster down[/dim]")
+
+        if foreground:
+            from waterflow.cluster.daemon import serve
+
+            serve(folder, config, ready)
+        else:
+            told = launch.start(folder, config)
+            ready(told)
+            terminal.result(told)
+
+
+@cluster.command()
+def submit(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="FILE.YAML|MODULE:FUNCTION", help="A train config, or what makes jobs where they run."),
+    ],
+    id: Annotated[str | None, typer.Option(help="One id is one job: handed in twice, it runs once.")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose quota it counts against.")] = "default",
+    priority: Annotated[str, typer.Option(help="guaranteed or opportunistic.")] = "guaranteed",
+    devices: Annotated[int, typer.Option(min=1, help="Devices that must be there at once.")] = 1,
+    auto: Annotated[bool, typer.Option(help="A guaranteed job that waits long may run as opportunistic.")] = True,
+    memory: Annotated[str | None, typer.Option(help="What it needs on each device, such as 2GiB.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its name in tables of interference.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Go on from this file.")] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long it may run in all, such as 90s, 30min or 2h.")
+    ] = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Jobs that do not fit on one device together are handed in apart.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end, and show the results.")] = False,
+    state: State = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Hand in the jobs of a config, which train together, or a function that makes them."""
+    with Terminal(as_json, debug) as terminal, _wrong_use():
+        there = _cluster(state)
+        jobs: Any
+        limit: float | str | None = time_limit
+        if what.endswith((".yaml", ".yml")):
+            from waterflow.cli.config import load_train
+
+            config = load_train(Path(what))
+            if config.device is not None:
+                raise ConfigError(
+                    f"{what}: device: a cluster has the devices that it was started with (waterflow cluster up --device "
+                    f"{config.device.partition(':')[0]}); remove it from what is handed in"
+                )
+            jobs, limit = list(config.jobs), time_limit or config.time_limit
+        else:
+            sys.path.insert(0, "")
+            jobs = find_function(what, Path(), "submit")
+        asked: dict[str, Any] = {
+            "tenant": tenant, "priority": cast(Any, priority), "devices": devices, "auto": auto, "model": model,
+            "time_limit": limit,
+        }  # fmt: skip
+        if apart:
+            if not isinstance(jobs, list) or id is not None or memory is not None or checkpoint is not None:
+                raise ConfigError("--apart takes a config, without --id, --memory and --checkpoint")
+            ids = there.submit_apart(jobs, **asked)
+        else:
+            ids = [there.submit(jobs, id=id, memory=memory or 0, checkpoint=checkpoint, **asked)]
+        for made in ids:
+            terminal.say(made)
+        if not wait:
+            return terminal.result({"ids": ids})
+        told = []
+        for made in ids:
+            there.wait(made)
+            results, end = there.results(made), there.status(made)
+            terminal.say(Text("\n".join(map(str, results))))
+            if end["state"] != "completed":
+                terminal.fail(f"job {made!r} {_how(end)}")
+            told.append(end | {"results": [result.to_dict() for result in results]})
+        terminal.result({"ids": ids, "jobs": told})
+
+
+@cluster.command()
+def status(
+    everything: Annotated[bool, typer.Option("--all", help="All that wait, and those that ended long ago.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again each second, until Ctrl-C.")] = False,
+    state: State = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show devices, tenants, and the jobs that wait, run, or ended last."""
+    with Terminal(as_json, debug) as terminal:
+        there = _cluster(state)
+        ended = None if everything else _LAST_ENDED
+        waiting = None if everything or as_json else _FIRST_WAITING
+        told = there.status(ended=ended, waiting=waiting)
+        if as_json:
+            return terminal.result(told)
+        if not watch or not terminal.live:
+            for shown in _tables(told):
+                terminal.say(shown)
+            return None
+        with Live(Group(*_tables(told)), auto_refresh=False, screen=False) as live:
+            while True:
+                time.sleep(_WATCH_SECONDS)
+                live.update(Group(*_tables(there.status(ended=ended, waiting=waiting))), refresh=True)
+
+
+@cluster.command()
+def logs(
+    id: Id,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended.")] = False,
+    state: State = None,
+    debug: Debug = False,
+) -> None:
+    """Show what became of a job."""
+    with Terminal(False, debug), _wrong_use():
+        for line in _cluster(state).logs(id, follow):
+            typer.echo(line)
+
+
+@cluster.command()
+def result(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Wait for the end of a job, and show its results."""
+    with Terminal(as_json, debug) as terminal, _wrong_use():
+        there = _cluster(state)
+        there.wait(id)
+        end, results = there.status(id), there.results(id)
+        terminal.say(Text("\n".join(map(str, results))))
+        if end["state"] != "completed":
+            terminal.fail(f"job {id!r} {_how(end)}")
+        terminal.result(end | {"results": [made.to_dict() for made in results]})
+
+
+@cluster.command()
+def cancel(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """End a job."""
+    with Terminal(as_json, debug) as terminal, _wrong_use():
+        there = _cluster(state)
+        cancelled = there.cancel(id)
+        terminal.say(f"{id} is cancelled" if cancelled else f"{id} had ended already: {_how(there.status(id))}")
+        terminal.result({"id": id, "cancelled": cancelled})
+
+
+@cluster.command()
+def down(state: State = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """End a cluster. Jobs that run are saved, and go on when it is up again."""
+    with Terminal(as_json, debug) as terminal:
+        from waterflow.cluster.launch import wait_for_end
+
+        pid = _cluster(state).down()
+        if not wait_for_end(pid, _DOWN_SECONDS):
+            raise ClusterError(f"the cluster's process {pid} has not ended after {_DOWN_SECONDS:.0f} s")
+        terminal.say("the cluster is down; waterflow cluster up goes on with the jobs that have not ended")
+        terminal.result({"pid": pid})
+
+
+# -- parts
+
+
+@contextlib.contextmanager
+def _wrong_use() -> Iterator[None]:
+    """What is refused inside is a mistake of the command line."""
+    try:
+        yield
+    except (SubmissionError, InvalidJobError, CheckpointError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _cluster(state: Path | None) -> Cluster:
+    from waterflow.cluster.client import Cluster
+
+    return Cluster(state)
+
+
+def _tenants(given: list[str] | None) -> tuple[tuple[str, int], ...] | None:
+    if given is None:
+        return None
+    made = []
+    for text in given:
+        name, _, quota = text.partition("=")
+        if not name or not quota.isdigit():
+            raise ConfigError(f"--tenant must be NAME=QUOTA, such as vision=2; got {text!r}")
+        made.append((name, int(quota)))
+    return tuple(made)
+
+
+def _address(listen: str | None) -> tuple[str | None, int | None]:
+    if listen is None:
+        return None, None
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--listen must be HOST:PORT, such as 127.0.0.1:8470; got {listen!r}")
+    return host, int(port)
+
+
+def _how(job: dict[str, Any]) -> str:
+    return f"{job['state']}{': ' + job['reason'] if job['reason'] else ''}"
+
+
+_COLOURS = {"completed": "green", "failed": "red", "running": "bold", "cancelled": "yellow", "waiting": "dim"}
+_NUMBERS = ("done", "steps", "step", "waited")
+
+
+def _tables(told: dict[str, Any]) -> list[Table | Text]:
+    columns: tuple[str, ...] = ("device", "state", "jobs", "busy", "held", "memory")
+    nodes = table(f"devices, policy {told['policy']}", columns, left=columns[:3])
+    for node in told["nodes"]:
+        nodes.add_row(
+            node["name"], "up" if node["alive"] else "[red]lost[/]", ", ".join(node["jobs"]),
+            f"{node['utilization']:.0%}", format_bytes(node["held"]), format_bytes(node["memory"]),
+        )  # fmt: skip
+    made: list[Table | Text] = [nodes]
+    if trouble := told.get("trouble"):  # a cluster that was started by an older version does not tell
+        made.append(Text(f"goes wrong, and is tried again: {trouble}", style="red"))
+    if told["tenants"]:
+        tenants = table("tenants", ("tenant", "quota", "used"), left=("tenant",))
+        for tenant in told["tenants"]:
+            tenants.add_row(tenant["name"], str(tenant["quota"]), str(tenant["used"]))
+        made.append(tenants)
+    columns = ("job", "tenant", "state", "priority", "where", "done", "steps", "step", "waited", "why")
+    more = [
+        f"and {told[count]:,} that {what}: waterflow cluster status --all"
+        for count, what in (("waiting_not_shown", "wait behind them"), ("jobs_not_shown", "ended before")) if told[count]
+    ]  # fmt: skip
+    rows = [_row(job) for job in told["jobs"]]
+    if len(rows) > _MOST_IN_TABLE:
+        return [*made, _lines([list(columns), *rows]), *map(Text, more)]
+    jobs = table("jobs", columns, left=set(columns).difference(_NUMBERS), wraps=("why",))
+    jobs.caption, jobs.caption_justify = "\n".join(more) or None, "left"
+    for row in rows:
+        id, tenant, state, *rest = map(escape, row)
+        jobs.add_row(id, tenant, f"[{_COLOURS.get(state, 'white')}]{state}[/]", *rest)
+    return [*made, jobs]
+
+
+def _row(job: dict[str, Any]) -> list[str]:
+    step = job["step_seconds"]
+    return [
+        job["id"], job["tenant"], job["state"], job["priority"],
+        ", ".join(f"{node}:{device}" for node, device in job["places"]) or str(job["devices"]),
+        "" if job["fraction"] is None else f"{job['fraction']:.0%}", f"{job['steps']:,}",
+        "" if step is None else f"{step * 1e3:.1f} ms", f"{job['waited']:.1f} s", job["reason"],
+    ]  # fmt: skip
+
+
+def _lines(rows: list[list[str]]) -> Text:
+    """Rows beneath each other, the names of the columns first; each is one line however wide the terminal is."""
+    rows = [[" ".join(cell.split()) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    numbers = [name in _NUMBERS for name in rows[0]]
+    lines = (
+        " ".join(
+            cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, numbers)
+        )
+        for row in rows
+    )
+    return Text("\n".join(line.rstrip() for line in lines), no_wrap=True, overflow="ignore")

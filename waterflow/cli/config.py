@@ -1,0 +1,348 @@
+"""The command's YAML files: every key is checked, and the user's functions are found.
+
+A train config lists jobs, a study config names an objective. Functions are written ``module:function`` or
+``path/to/file.py:function``; paths and modules are looked up from the config's folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+
+import torch
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+from torch import nn
+
+from waterflow.cli.references import ConfigError, call, check_arguments, find_function, make, meant
+from waterflow.executor.engine import Mode
+from waterflow.executor.memory_limit import parse_memory
+from waterflow.job import Job
+from waterflow.units import DEVICE, RULE, parse_seconds
+
+if TYPE_CHECKING:
+    import optuna
+
+_COMMANDS = {"jobs": "train", "objective": "study", "build": "study"}
+_PIECES = {"model", "data", "data_args", "loss", "optimizer", "evaluate"}
+_OPTIONS = {
+    "n_trials",
+    "timeout",
+    "max_concurrent",
+    "device",
+    "memory",
+    "exact",
+    "mode",
+    "deterministic",
+    "trial_timeout",
+}
+_REFERENCE = "must name a function, as 'module:function' or 'path/to/file.py:function'"
+_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
+_PRUNERS = {
+    "median": "MedianPruner", "successive_halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner",
+    "none": "NopPruner",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Jobs to train together, and the limits they share."""
+
+    jobs: tuple[Job, ...]
+    memory: int | float | str | None
+    max_concurrent: int | None
+    exact: bool
+    mode: Mode
+    output: str | None
+    time_limit: float | None  # seconds: of ``waterflow cluster submit``
+    device: str | None  # of ``waterflow train``; None: the CPU
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """A study to run. ``make_study()`` opens or creates it; ``options`` are those of ``waterflow.optimize``."""
+
+    title: str
+    objective: Callable[[Any], Any]
+    make_study: Callable[[], optuna.Study]
+    options: dict[str, Any]
+    output: str | None
+
+
+def _broken(rule: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", rule)  # type: ignore[arg-type]
+
+
+def _says(rule: str) -> WrapValidator:
+    """Tell of ``rule`` where pydantic refuses a value."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise _broken(rule) from None
+
+    return WrapValidator(check)
+
+
+def _memory(value: Any) -> Any:
+    parse_memory(value)
+    return value
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, list) or not value:
+        raise _broken("must be a list with at least one job")
+    return value
+
+
+_TrainMode = Literal["auto", "as_is"]
+_Direction = Literal["minimize", "maximize"]
+_Text = Annotated[str, Field(min_length=1), _says("must be text")]
+_Function = Annotated[str, _says(_REFERENCE)]
+_Count = Annotated[int, Field(ge=1), _says("must be a positive whole number")]
+_Seconds = Annotated[float, BeforeValidator(parse_seconds), _says(RULE)]
+_Flag = Annotated[bool, _says("must be true or false")]
+_Settings = Annotated[dict[str, Any], _says("must be a mapping of names to values")]
+_Named = Annotated[_Settings, BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given)]
+_Device = Annotated[
+    str, Field(pattern=f"^({DEVICE.pattern})$"), _says("must be cpu, cuda, or a GPU by its number, as cuda:1")
+]
+_Form = TypeVar("_Form", bound="_Section")
+
+
+def _one_of(words: Any) -> WrapValidator:
+    return _says(f"must be one of {', '.join(get_args(words))}")
+
+
+class _Section(BaseModel, extra="forbid", strict=True):
+    """One mapping of a config. A key without a value is as if it were not there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise _broken("must be a mapping of keys to values")
+        return {str(key): v for key, v in given.items() if v is not None or key not in cls.model_fields}
+
+
+class _Entry(_Section):
+    name: _Text | None = None
+    job: _Function | None = None
+    args: _Settings = {}
+    model: _Function | None = None
+    data: _Function | None = None
+    data_args: _Settings = {}
+    loss: _Text | None = None
+    optimizer: _Named = {}
+    evaluate: _Function | None = None
+    epochs: _Count | None = None
+    seed: Annotated[int, Field(ge=0), _says("must be a whole number of at least 0")] | None = None
+    timeout: _Seconds | None = None
+    train_mode: Annotated[_TrainMode, _one_of(_TrainMode)] | None = None
+
+
+class _Shared(_Section):
+    memory: Annotated[Any, AfterValidator(_memory)] = None
+    exact: _Flag = True
+    mode: Annotated[Mode, _one_of(Mode)] = "auto"
+    output: _Text | None = None
+
+
+class _Train(_Shared):
+    jobs: Annotated[list[_Entry], BeforeValidator(_listed)] = Field(None, validate_default=True)
+    epochs: _Count | None = None
+    max_concurrent: _Count | None = None
+    device: _Device | None = None
+    time_limit: _Seconds | None = None
+
+
+class _Study(_Shared):
+    objective: _Function | None = None
+    build: _Function | None = None
+    direction: Annotated[_Direction, _one_of(_Direction)] = "minimize"
+    sampler: _Named | None = None
+    pruner: _Named | None = None
+    storage: _Text | None = None
+    study_name: _Text | None = None
+    n_trials: _Count | None = None
+    timeout: _Seconds | None = None
+    max_concurrent: Annotated[_Count | Literal["auto"], _says("must be a positive whole number, or auto")] = "auto"
+    device: _Device = "cpu"
+    deterministic: _Flag = False
+    trial_timeout: _Seconds | None = None
+
+
+def load_train(path: Path) -> TrainConfig:
+    """Read a train config and make its jobs. Raises ConfigError."""
+    config = _read(path, _Train, "train")
+    jobs: dict[str, Job] = {}
+    for number, entry in enumerate(config.jobs):
+        where = f"{path}: jobs[{number}]."
+        job = _job(entry, _Found(entry, where, path), number, config.epochs)
+        if job.name in jobs:
+            raise ConfigError(f"{where}name: two jobs are called {job.name!r}; names must differ")
+        jobs[job.name] = job
+    return TrainConfig(tuple(jobs.values()), **config.model_dump(exclude={"jobs", "epochs"}))
+
+
+def load_study(path: Path) -> StudyConfig:
+    """Read a study config and find its objective. Raises ConfigError."""
+    config = _read(path, _Study, "study")
+    found = _Found(config, f"{path}: ", path)
+    key = found.exactly_one("objective", "build")
+    function = found.function(key)
+    if key == "build":
+        function = functools.partial(_build, function, f"{path}: build")
+    if config.n_trials is None and config.timeout is None:
+        raise ConfigError(f"{path}: n_trials: give n_trials or timeout, or the study would never end")
+    import optuna
+
+    make_study = functools.partial(
+        optuna.create_study, storage=config.storage, study_name=config.study_name, direction=config.direction,
+        sampler=found.made("sampler", _SAMPLERS, optuna.samplers), pruner=found.made("pruner", _PRUNERS, optuna.pruners),
+        load_if_exists=config.study_name is not None,
+    )  # fmt: skip
+    title = config.study_name or getattr(config, key)
+    return StudyConfig(title, function, make_study, config.model_dump(include=_OPTIONS), config.output)
+
+
+def _read(path: Path, form: type[_Form], command: str) -> _Form:
+    try:
+        given = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        for key, own in _COMMANDS.items() if isinstance(given, dict) else ():
+            if key in given and own != command:
+                raise ConfigError(f"{path}: {key}: this is a {own} config; run it with: waterflow {own} {path}")
+        config = form.model_validate(given)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}{_told(error, form)}") from None
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return config
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes ``1e-3`` as a number, as everybody means it; YAML 1.1 asks for ``1.0e-3``."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _told(error: ValidationError, form: type[_Section]) -> str:
+    """What is wrong first, and where; unknown keys come before all else, for they explain what is missing."""
+    wrong = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"])
+    where, value = f": {place[1:]}" if place else "", wrong["input"]
+    if wrong["type"] == "extra_forbidden":
+        known = (form if len(wrong["loc"]) == 1 else _Entry).model_fields
+        return f"{where}: unknown key{meant(wrong['loc'][-1], known)}"
+    if wrong["type"] != "rule":
+        return f"{where}: {wrong.get('ctx', {}).get('error', wrong['msg'])}"
+    if value is None and place:
+        return f"{where} is missing; it {wrong['msg']}"
+    return f"{where} {wrong['msg']}; got {value!r}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a section's values stand for. ``where`` stands before a key in messages; each method raises ConfigError."""
+
+    section: _Section
+    where: str
+    path: Path
+
+    def exactly_one(self, *keys: str) -> str:
+        given = [key for key in keys if getattr(self.section, key) is not None]
+        if len(given) != 1:
+            found = "both are" if given else "neither is"
+            raise ConfigError(f"{self.where}{keys[0]}: give {' or '.join(keys)}, exactly one of them; {found} there")
+        return given[0]
+
+    def function(self, key: str, args: str | None = None) -> Callable[..., Any]:
+        """The function that a reference names, with the arguments in the mapping ``args`` bound to it."""
+        if (reference := getattr(self.section, key)) is None:
+            raise ConfigError(f"{self.where}{key} is missing; it {_REFERENCE}")
+        found = find_function(reference, self.path.resolve().parent, f"{self.where}{key}")
+        if args is None or not (given := getattr(self.section, args)):
+            return found
+        check_arguments(found, given, f"{self.where}{args}")
+        return functools.partial(found, **given)
+
+    def made(self, key: str, names: Mapping[str, str], module: Any, *first: Any) -> Any:
+        """An object of the class that ``name`` stands for, made of ``first`` and the other keys; None without ``key``."""
+        if (settings := getattr(self.section, key)) is None:
+            return None
+        name, settings = settings.get("name"), {k: v for k, v in settings.items() if k != "name"}
+        if str(name).lower() not in names:
+            got = "it is missing" if name is None else f"got {name!r}"
+            raise ConfigError(f"{self.where}{key}.name must be one of {', '.join(names)}; {got}")
+        return make(getattr(module, names[name.lower()]), first, settings, f"{self.where}{key}")
+
+    def optimizer(self, parameters: Any) -> Any:
+        classes = (n for n in torch.optim.__all__ if n[0].isupper() and n not in ("Optimizer", "LBFGS"))
+        return self.made("optimizer", {n.lower(): n for n in classes}, torch.optim, parameters)
+
+    def loss(self, given: str | None) -> Any:
+        """``cross_entropy`` and its like, a torch name with dots, or a reference to a function."""
+        if given is None or ":" in given:
+            return given and self.function("loss")
+        place, _, name = given.rpartition(".")
+        known = [n for n in dir(nn.functional) if "loss" in n or "entropy" in n or n == "kl_div"]
+        found = None
+        if not place and name in known:
+            found = getattr(nn.functional, name)
+        elif given.startswith("torch."):
+            found = functools.reduce(lambda at, part: getattr(at, part, None), given.split(".")[1:], torch)
+        if not callable(found):
+            raise ConfigError(f"{self.where}loss is not a loss of torch{meant(name, known)}; got {given!r}")
+        return found() if isinstance(found, type) else found
+
+
+def _job(entry: _Entry, found: _Found, number: int, epochs: int | None) -> Job:
+    given = entry.model_dump(include={"name", "epochs", "seed", "timeout", "train_mode"}, exclude_none=True)
+    if epochs is not None:
+        given = {"epochs": epochs, **given}
+    if found.exactly_one("job", "model") == "job":
+        for key in _PIECES & entry.model_fields_set:
+            raise ConfigError(f"{found.where}{key} cannot stand beside job, whose function sets it; pass it args")
+        return dataclasses.replace(
+            _checked(call(found.function("job", "args"), f"{found.where}job"), f"{found.where}job"), **given
+        )
+    job = Job(
+        **{"name": f"job-{number}", **given},
+        model=found.function("model", "args"),
+        data=found.function("data", "data_args"),
+        loss=found.loss(entry.loss),
+        optimizer=found.optimizer,
+        evaluate=found.function("evaluate") if entry.evaluate is not None else None,
+    )
+    found.optimizer([nn.Parameter(torch.zeros(1, 1))])  # what is wrong with it is told before anything runs
+    return job
+
+
+def _build(function: Callable[[Any], Any], where: str, trial: Any) -> Job:
+    return _checked(function(trial), where)
+
+
+def _checked(made: Any, where: str) -> Job:
+    if not isinstance(made, Job):
+        raise ConfigError(f"{where} must name a function that returns a waterflow.Job; it returned {made!r}")
+    return made

@@ -1,0 +1,283 @@
+"""Plans for a GPU that need not be there: the largest batches of jobs side by side, and which of them fit as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from waterflow.cli.config import TrainConfig
+from waterflow.cli.output import Terminal, table
+from waterflow.cli.references import ConfigError, blamed, find_function, meant, one_line
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError, WaterflowError
+from waterflow.executor.memory_limit import reserve_of
+from waterflow.job import Job
+from waterflow.partition.passes.rematerialize import Recomputed
+from waterflow.partition.plan.plan import format_bytes
+from waterflow.planner.feasibility import Feasibility, Need, feasible
+from waterflow.planner.gpus import GPU
+from waterflow.planner.report import save_report
+from waterflow.planner.simulate import Clock
+from waterflow.planner.step_sizes import SizedStep
+from waterflow.training.batch_size import MaxBatchSize, device_of, find, sizes_of
+from waterflow.training.fit_together import Together, fit_together
+from waterflow.training.step_queue import STEPS_AHEAD
+from waterflow.zoo import FULL
+
+_ALSO_CALLED = {
+    "bert-base": "bert",
+    "bert-base-uncased": "bert",
+    "vit-base": "vit",
+    "vit_b_16": "vit",
+    "inception": "inception_v3",
+}
+
+
+@dataclass(frozen=True)
+class GPUPlan:
+    """What was found for jobs on one device, counted as ``train`` does with a limit of ``memory`` bytes.
+
+    ``steps`` has each job's name and step with the batch that it has, ``feasibility`` which of them train together. ``eager`` has,
+    by name, why jobs cannot be captured: those are planned with no others. ``recomputed`` has what jobs make again, or would, to
+    fit alone. ``largest`` is None where not even the smallest batches of all fit together, for the ``reason`` given;
+    ``hindrance`` is then the job that takes most of them, and its step.
+    """
+
+    device: GPU | None
+    memory: int
+    steps: tuple[tuple[str, SizedStep], ...]
+    feasibility: Feasibility
+    eager: dict[str, str]
+    recomputed: dict[int, Recomputed]
+    largest: MaxBatchSize | None = None
+    reason: str | None = None
+    hindrance: tuple[str, SizedStep] | None = None
+
+    @property
+    def reserve(self) -> int:
+        """Bytes of the memory that are the engine's."""
+        return self.memory - self.feasibility.room
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether all jobs train together with the batches that they have; None where one's memory is not known."""
+        return False if not self.feasibility.fits else None if self.eager else True
+
+    def verdict(self, number: int) -> str:
+        """Of one job, with the batch that it has."""
+        recomputes = number in self.recomputed
+        turns = self.feasibility.turns
+        for turn, jobs in enumerate(turns):
+            if number in jobs:
+                waits = f"waits: set {turn + 1} of {len(turns)}"
+                return ("fits" if turn == 0 else waits) + (", recomputing" if recomputes else "")
+        return "fits alone with recompute" if recomputes else "does not fit"
+
+    def explanation(self) -> list[str]:
+        """Why, in sentences."""
+        lines = []
+        together = self.feasibility.together
+        if together and len(self.steps) > 1:
+            held, high = sum(job.held for job in together), max(together, key=lambda job: job.height)
+            lines.append(
+                f"with the batches that they have, {len(together)} of {len(self.steps)} jobs train together: all of them "
+                f"hold {format_bytes(held)}, the highest step ({high.name}) takes {format_bytes(high.height)} more, of "
+                f"{format_bytes(self.feasibility.room)}"
+            )
+        lines += [
+            f"{name} cannot be captured: it would train eagerly, with memory that is not known before it runs: {why}"
+            for name, why in self.eager.items()
+        ]
+        lines += [
+            f"{name} with recompute='auto' and its batch of {step.size}: {self.recomputed[i]}"
+            if self.verdict(i).startswith("fits alone")
+            else f"{name} recomputes with its batch of {step.size}: {self.recomputed[i]}"
+            for i, (name, step) in enumerate(self.steps) if i in self.recomputed
+        ]  # fmt: skip
+        lines += [
+            f"{name} with its batch of {step.size} cannot be brought to its recompute=: its step is "
+            f"{format_bytes(step.beyond or 0)} higher at best"
+            for name, step in self.steps if not step.within
+        ]  # fmt: skip
+        lines += str(self.largest).splitlines() if self.largest is not None else []
+        lines += [self.reason] if self.reason is not None else []
+        return lines
+
+    def save_report(self, path: Path) -> str:
+        """Draw the largest batches, or what keeps the smallest from fitting; returns what is drawn, in words."""
+        clock = Clock(self.device) if self.device is not None else None
+        where = self.device.name if self.device is not None else None
+        if self.largest is not None:
+            self.largest.save_report(path, clock)
+            return "the largest batches"
+        if self.hindrance is None:
+            raise InvalidJobError("there is nothing to draw: no job could be captured")
+        name, step = self.hindrance
+        save_report(path, [self.hindrance], limit=self.memory, reserve=self.reserve, gpu=where, clock=clock)
+        return f"{name} alone with a batch of {step.size}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, bytes throughout."""
+        turns = self.feasibility.turns
+        fit = {i for turn in turns for i in turn}
+        jobs: list[dict[str, Any]] = [
+            {"name": name, "batch": step.size, "held_bytes": step.held, "height_bytes": step.height,
+             "verdict": self.verdict(i), "fits": i in fit,
+             "recomputed": dataclasses.asdict(self.recomputed[i]) if i in self.recomputed else None}
+            for i, (name, step) in enumerate(self.steps)
+        ]  # fmt: skip
+        jobs += [
+            {"name": name, "verdict": "trains eagerly", "fits": None, "opaque_reason": why}
+            for name, why in self.eager.items()
+        ]
+        return {
+            "gpu": self.device.name if self.device is not None else None, "memory_bytes": self.memory,
+            "reserve_bytes": self.reserve, "batches_held": STEPS_AHEAD, "fits": self.fits, "jobs": jobs,
+            "sets": [[need.name for need in self.feasibility.of(turn)] for turn in turns],
+            "largest": self.largest.to_dict() if self.largest is not None else None, "reason": self.reason,
+        }  # fmt: skip
+
+
+def plan_for_gpu(
+    jobs: Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None, memory: int | float | str | None = None,
+    captured: Callable[[], None] = lambda: None,
+) -> GPUPlan:  # fmt: skip
+    """Capture the jobs' steps and find what fits; trains nothing. Arguments and errors are ``max_batch_size``'s.
+
+    A job that cannot be captured does not keep the others from being planned. ``captured`` is called for each capture.
+    """
+    device, limit, context = device_of(gpu, memory)
+    room = limit - reserve_of(limit)
+    looked, eager = [], {}
+    for job in jobs:
+        try:
+            looked.append(sizes_of(job, captured))
+        except CaptureError as error:
+            eager[job.name] = str(error)
+        except WaterflowError:
+            raise
+        except Exception as error:
+            raise InvalidJobError(f"job {job.name!r} cannot be planned: {one_line(error)}") from error
+    sizes = [each for each in looked for _ in range(copies)]
+    steps = [each.at(each.given) for each in sizes]
+    names = [f"{each.step.name} {i + 1}" if copies > 1 else each.step.name for each in looked for i in range(copies)]
+    largest = reason = hindrance = None
+    try:
+        largest = find(sizes, limit, context, Clock(device) if device is not None else None) if sizes else None
+    except MemoryLimitError as error:
+        reason = one_line(error)
+        smallest = [(each.step.name, each.smallest()) for each in looked]
+        hindrance = max(smallest, key=lambda job: job[1].held + job[1].height)
+    recomputed: dict[int, Recomputed] = {}
+    for i, each in enumerate(sizes):
+        cost = None
+        if steps[i].held + steps[i].height > room > steps[i].held:
+            with contextlib.suppress(MemoryLimitError):
+                lower, cost = each.lowered(each.given, room - steps[i].held)
+                steps[i] = lower if each.step.recompute == "auto" else steps[i]
+        elif steps[i].within:
+            cost = each.cost(each.given)
+        recomputed |= {i: cost} if cost is not None else {}
+    named = tuple(zip(names, steps))
+    found = feasible([Need(name, step.held, step.height) if step.within else None for name, step in named], room)
+    return GPUPlan(device, limit, named, found, eager, recomputed, largest, reason, hindrance)
+
+
+def job_named(reference: str, folder: Path) -> Job:
+    """The job of a model: a name of the zoo, or a function ``module:function`` that makes a job.
+
+    Raises ConfigError for a name that it has not.
+    """
+    if ":" in reference:
+        made = find_function(reference, folder, "--model")()
+        if not isinstance(made, Job):
+            raise ConfigError(f"--model: {reference} must return a waterflow.Job; it returned a {type(made).__name__}")
+        return made
+    model = FULL.get(_ALSO_CALLED.get(reference, reference))
+    if model is None:
+        raise ConfigError(
+            f"--model: the zoo has no {reference!r}{meant(reference, FULL)}; or name a function that makes a job: module:function"
+        )
+    return Job(
+        name=reference, model=model.build, data=[model.batch(8, None)], step=model.step, optimizer=model.optimizer
+    )
+
+
+def renamed(jobs: Sequence[Job]) -> list[Job]:
+    """Jobs of equal names with a number each."""
+    names = [job.name for job in jobs]
+    return [
+        dataclasses.replace(job, name=f"{job.name}-{names[:i].count(job.name) + 1}")
+        if names.count(job.name) > 1
+        else job
+        for i, job in enumerate(jobs)
+    ]
+
+
+def gpu_table(found: GPUPlan) -> Table:
+    """A row a job: what it takes with its batch, and its largest batch beside the others."""
+    where = found.device.name if found.device is not None else "a device"
+    columns = ("job", "batch", "held", "step", "", "largest batch", "alone", "ratio")
+    title = f"{where}: {format_bytes(found.memory)} for jobs, {format_bytes(found.reserve)} of it reserve"
+    made = table(title, columns, left=("job", ""))
+    rows = found.largest.jobs if found.largest is not None else ()
+    for i, (name, step) in enumerate(found.steps):
+        sizes = (str(rows[i].size), str(rows[i].alone), f"{rows[i].ratio:.3f}") if rows else ("", "", "")
+        held, height = format_bytes(step.held), format_bytes(step.height)
+        made.add_row(name, str(step.size), held, height, found.verdict(i), *sizes)
+    for name in found.eager:
+        made.add_row(name, "", "", "", "trains eagerly: not known")
+    return made
+
+
+def here_table(found: Together) -> Table:
+    """A row a job: its plan, and whether it would be under way."""
+    columns = ("job", "persistent", "batch", "height", "peak", "operations", "groups", "")
+    made = table("predicted, per job", columns, left=("job", ""))
+    for job in found.jobs:
+        p = job.plan
+        sizes = [format_bytes(n) for n in (p.persistent, p.batch, p.height, p.peak)] if p is not None else [""] * 4
+        counts = [str(p.operations), str(len(p.groups))] if p is not None else ["", ""]
+        made.add_row(job.name, *sizes, *counts, job.verdict)
+    return made
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError where no picture can be drawn."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(
+            f"--report: pictures are PNG files; call it {path.with_suffix('.png').name!r}, got {path.name!r}"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"--report: there is no folder {path.parent}; make it, or name another")
+
+
+def show_gpu_plan(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:
+    """What fits on a GPU, and a picture of it where one is wanted."""
+    terminal.say(gpu_table(found))
+    for line in found.explanation():
+        terminal.say(line)
+    if report is not None:
+        what = found.save_report(report)
+        terminal.say(f"[dim]drawn: {what}: {report}[/dim]")
+    terminal.result(found.to_dict())
+
+
+def show_plan_here(terminal: Terminal, settings: TrainConfig, groups: bool) -> None:
+    """What fits together on this machine."""
+    found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
+    terminal.say(here_table(found))
+    for line in found.explanation():
+        terminal.say(line)
+    for job in found.jobs:
+        if groups and job.plan is not None:
+            terminal.say("")
+            terminal.say(str(job.plan))
+        if job.error is not None:
+            terminal.fail(blamed(job.name, job.error))
+    terminal.result(found.to_dict(groups))

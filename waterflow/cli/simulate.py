@@ -1,0 +1,209 @@
+"""``waterflow simulate``: workloads under policies of the cluster, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.box import HEAVY_HEAD
+
+from waterflow.cli.output import Terminal, table
+from waterflow.cli.references import ConfigError, meant
+from waterflow.cluster.interference import Interference, gavel_models, read_gavel_pairs
+from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, draw_models
+from waterflow.cluster.policies import POLICIES
+from waterflow.cluster.policies.base import Policy
+from waterflow.cluster.scaling import LINEAR, TableScaling
+from waterflow.cluster.scheduler import Scheduler
+from waterflow.cluster.simulator import Overheads, Simulated, Simulator
+from waterflow.cluster.submission import Node, Submission, Tenant
+from waterflow.cluster.workload import Workload, read_workload
+
+if TYPE_CHECKING:
+    from waterflow.cluster.summary import Summary
+
+OVERHEADS = tuple(field.name for field in dataclasses.fields(Overheads))
+_GIVEN = ("scaling",)  # parameters of policies that have options of their own
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.CSV", help="job_id, submit_s, duration_s, num_gpus, ...")],
+    policy: Annotated[list[str], typer.Option(help=f"{', '.join(POLICIES)}. Several are compared.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
+    quota: Annotated[
+        list[str] | None, typer.Option(metavar="TENANT=DEVICES", help="Guaranteed devices; for all, or none.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A policy's parameter.")] = None,
+    overhead: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=SECONDS", help=f"{', '.join(OVERHEADS)}; 0 unless given.")
+    ] = None,
+    scaling: Annotated[
+        Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by devices; linear without.")
+    ] = None,
+    scaling_seed: Annotated[int, typer.Option(help="Which curve of the table stands for which job.")] = 0,
+    colocation: Annotated[
+        Path | None, typer.Option(metavar="TABLE.CSV", help="Measured pairs on a device; by utilization without.")
+    ] = None,
+    model_seed: Annotated[int, typer.Option(help="Of the models that are drawn where the trace names none.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for simulate.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Replay a cluster's workload in virtual time, with the scheduler and policies of a live cluster."""
+    with Terminal(as_json, debug) as terminal:
+        for name in policy:
+            if name not in POLICIES:
+                raise ConfigError(f"there is no policy {name!r}{meant(name, POLICIES)}")
+        workload = read_workload(trace)
+        for note in workload.notes:
+            terminal.say(note)
+        curves = TableScaling.read(scaling, scaling_seed) if scaling else LINEAR
+        parameters = _parameters(policy, set_ or ())
+        seconds = {name: _number(text, name, "--overhead") for name, text in _pairs(overhead, "--overhead", OVERHEADS)}
+        tenants = [Tenant(name, int(_number(text, name, "--quota"))) for name, text in _pairs(quota, "--quota")]
+        sharing = _Sharing(policy, colocation, model_seed)
+        submissions = sharing.with_models(terminal, workload)
+        sizes = [gpus_per_node] * (gpus // gpus_per_node) + [gpus % gpus_per_node] * (gpus % gpus_per_node > 0)
+        nodes = [Node(f"node{i}", size, sharing.memory) for i, size in enumerate(sizes)]
+        runs: dict[str, Simulated] = {}
+        printed: dict[str, dict[str, Any]] = {}
+        for name in dict.fromkeys(policy):
+            chosen = _policy(name, parameters, curves)
+            scheduler = Scheduler(nodes, chosen, tenants)
+            runs[name] = Simulator(scheduler, Overheads(**seconds), curves, **sharing.of(chosen)).run(submissions)
+            printed[name] = dict(chosen.parameters)
+        from waterflow.cluster.summary import save_pictures, summarize  # needs NumPy, which other commands do without
+
+        summaries = {name: summarize(run) for name, run in runs.items()}
+        shared = {
+            "devices": gpus, "devices per node": gpus_per_node, "quotas": {each.name: each.quota for each in tenants} or None,
+            "overheads (s)": dataclasses.asdict(Overheads(**seconds)), "scaling": str(curves), **sharing.parameters,
+        }  # fmt: skip
+        _show(terminal, f"{workload.name}: {len(workload):,} jobs on {gpus} devices", summaries)
+        for name, value in shared.items():
+            terminal.say(f"{name}: {value}")
+        for name, own in printed.items():
+            if own:
+                terminal.say(f"{name}: " + ", ".join(f"{key}={value}" for key, value in own.items()))
+        files = {}
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            files["picture"] = str(out / "simulate.png")
+            save_pictures(files["picture"], runs, f"{workload.name}: {len(workload):,} jobs on {gpus} devices")
+            terminal.say(f"distributions: {files['picture']}")
+        terminal.result({
+            "workload": workload.name, "notes": workload.notes, "parameters": shared,
+            "policies": {name: {**found.to_dict(), "parameters": printed[name]} for name, found in summaries.items()},
+            "files": files,
+        })  # fmt: skip
+
+
+class _Sharing:
+    """What happens on devices that submissions share, where one of the policies lets them."""
+
+    def __init__(self, policies: Sequence[str], colocation: Path | None, seed: int) -> None:
+        self._seed = seed
+        self._model: Interference | None = None
+        if all(POLICIES[name].sharing == "none" for name in policies):
+            return
+        if colocation is not None and not colocation.is_file():
+            raise ConfigError(f"there is no file {colocation}")
+        pairs = read_gavel_pairs(colocation) if colocation else {}
+        self._model = Interference(models=KNOWN_MODELS | gavel_models(pairs), pairs=pairs)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of each device, 0 where they do not matter."""
+        return self._model.device_memory if self._model else 0
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What is assumed."""
+        return {"sharing": self._model.parameters()} if self._model else {}
+
+    def with_models(self, terminal: Terminal, workload: Workload) -> list[Submission]:
+        """Submissions with the memory of their models; those without a model draw one."""
+        if self._model is None:
+            return workload.submissions
+        nameless = sum(each.model is None for each in workload.submissions)
+        if nameless:
+            terminal.say(
+                f"{nameless:,} of {len(workload):,} jobs name no model: drawn from AntMan's mix, seed {self._seed}"
+            )
+        known = draw_models(workload.submissions, ANTMAN_MIX, self._seed)
+        return [dataclasses.replace(each, memory=self._model.memory(each.model)) for each in known]
+
+    def of(self, policy: Policy) -> dict[str, Any]:
+        """What the simulator is told for a policy."""
+        model = self._model
+        if model is None or policy.sharing == "none":
+            return {}
+        speeds = model.under_control if policy.sharing == "controlled" else model.packed
+        return {"speeds": speeds, "utilization": lambda submission: model.utilization(submission.model)}
+
+
+def _pairs(given: Sequence[str] | None, option: str, known: Sequence[str] | None = None) -> list[tuple[str, str]]:
+    pairs = []
+    for text in given or ():
+        name, found, value = text.partition("=")
+        if not found or not name or not value:
+            raise ConfigError(f"{option} {text!r}: write it as NAME=VALUE")
+        if known is not None and name not in known:
+            raise ConfigError(f"{option} knows no {name!r}{meant(name, known)}")
+        pairs.append((name, value))
+    return pairs
+
+
+def _number(text: str, name: str, option: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{option} {name}={text}: a number of 0 or more is needed")
+    return value
+
+
+def _parameters(policies: Sequence[str], given: Sequence[str]) -> dict[str, Any]:
+    known = {name: None for policy in policies for name in _names(policy)}
+    return {name: yaml.safe_load(value) for name, value in _pairs(given, "--set", list(known))}
+
+
+def _names(policy: str) -> list[str]:
+    return [name for name in inspect.signature(POLICIES[policy]).parameters if name not in _GIVEN]
+
+
+def _policy(name: str, parameters: dict[str, Any], scaling: Any) -> Policy:
+    own = {key: value for key, value in parameters.items() if key in _names(name)}
+    if "scaling" in inspect.signature(POLICIES[name]).parameters:
+        own["scaling"] = scaling
+    try:
+        return POLICIES[name](**own)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"policy {name!r} with {own}: {error}") from None
+
+
+def _show(terminal: Terminal, title: str, summaries: dict[str, Summary]) -> None:
+    columns = (
+        "policy", "average s", "median s", "99 % s", "makespan s", "queueing s", "queueing 99 % s", "utilization", "unfair",
+        "worst share", "preemptions",
+    )  # fmt: skip
+    made = table(title, columns, left=("policy",))
+    made.box = HEAVY_HEAD
+    for name, found in summaries.items():
+        made.add_row(
+            name, f"{found.average:,.2f}", *(f"{value:,.0f}" for value in (found.p50, found.p99, found.makespan)),
+            f"{found.queueing:,.2f}", f"{found.queueing_p99:,.0f}", f"{found.utilization:.1%}",
+            f"{found.unfair:.1%}", f"{found.worst_share:.2f} x", f"{found.preemptions:,}",
+        )  # fmt: skip
+    terminal.say(made)
+    terminal.say(
+        "Completion times from submission to end; queueing: the part of it without devices. Unfair: jobs that took longer "
+        "than under an equal share of the cluster; worst share: how many times longer, 99th percentile."
+    )

@@ -1,0 +1,136 @@
+"""Copies of a batch that other jobs read, too, for a step that changes it."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from waterflow.partition.guards.step_key import extent_bytes, of_torch, ranges_of
+from waterflow.partition.passes.operators import storage_id, with_lazy_bits
+
+ALIGNMENT = 16  # bytes: of the largest elements
+
+
+def copied(batch: Any) -> Any:
+    """The batch with copies in the place of its tensors; one copy of a tensor that is there twice."""
+    leaves, form = pytree.tree_flatten(batch)
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    copies = dict(zip(tensors, copies_of([*tensors.values()])))
+    return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], form)
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the same strides and lazy bits, which lie on the same bytes of a storage where the tensors do."""
+    copies: list[Any] = [None if _is_plain(tensor) else tensor.detach().clone() for tensor in tensors]
+    spans = [
+        (storage_id(tensor), tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), i)
+        for i, tensor in enumerate(tensors)
+        if copies[i] is None
+    ]
+    overlapping: list[list[int]] = []
+    held, end = -1, 0
+    for storage, begin, stop, i in sorted(spans):
+        if storage == held and begin < end:
+            overlapping[-1].append(i)
+            end = max(end, stop)
+        else:
+            overlapping.append([i])
+            held, end = storage, stop
+    for together in overlapping:
+        for i, copy in zip(together, _copied_together([tensors[i] for i in together])):
+            copies[i] = copy
+    return [copy.requires_grad_(tensor.requires_grad) for copy, tensor in zip(copies, tensors)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    dense = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() > 0
+    return dense and not tensor.is_quantized
+
+
+def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    first, *others = tensors
+    if not others and first.is_contiguous() and not first.is_neg() and not first.is_conj():
+        return [first.detach().clone(memory_format=torch.contiguous_format)]
+    storage = tensors[0].untyped_storage()
+    start = storage.data_ptr()
+    first = tensors[0].data_ptr() - start
+    first -= first % ALIGNMENT  # so that each tensor begins at a whole number of its elements
+    end = max(tensor.data_ptr() + extent_bytes(tensor) for tensor in tensors) - start
+    raw = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    block = raw.set_(storage, first, (end - first,)).clone().untyped_storage()
+    copies = []
+    for tensor in tensors:
+        place = (tensor.data_ptr() - start - first) // tensor.element_size()
+        copy = tensor.detach().new_empty(0).set_(block, place, tensor.shape, tensor.stride())
+        copies.append(with_lazy_bits(copy, tensor))
+    return copies
+
+
+class OwnBatches:
+    """What a job has of batches that others have, too: copies, of those alone into which its steps write.
+
+    Where the data gives the same objects in each epoch, as a list does, they are ``kept``, and the job finds there what it wrote.
+    """
+
+    def __init__(self, kept: bool) -> None:
+        self._kept = kept
+        self._made: dict[int, Any] = {}  # of everything that was copied, by id, as deepcopy notes it
+        self._taken: dict[int, tuple[Any, Any]] = {}  # batches with arrays, by id, and what is taken for them
+        self._writes = False  # whether a step has
+
+    def of(self, batch: Any) -> Any:
+        """What a step is given that writes into ``batch``."""
+        self._writes = self._kept
+        batch = self._of_torch(batch)
+        return deepcopy(batch, self._made) if self._kept else copied(batch)
+
+    def _of_torch(self, batch: Any) -> Any:
+        taken = of_torch(batch)
+        return taken if taken is batch or not self._kept else self._taken.setdefault(id(batch), (batch, taken))[1]
+
+    def run(self, work: Callable[[Any], Any], batch: Any) -> Any:
+        """Do what may write into its batch: before it has, nobody knows."""
+        if self._writes:
+            return work(self.of(batch))
+        batch = self._of_torch(batch)
+        own = copied(batch)
+        before, form = pytree.tree_flatten(own)
+        versions = [_version(leaf) for leaf in before]
+        try:
+            return work(own)
+        finally:
+            now, formed = pytree.tree_flatten(own)
+            same = form == formed and all(map(operator.is_, before, now))
+            if self._kept and not (same and versions == [_version(leaf) for leaf in now]):
+                self._writes = True
+                self._made.update(zip(map(id, pytree.tree_leaves(batch)), before))
+                self._made[id(batch)] = own
+                self._made.setdefault(id(self._made), []).append(batch)  # an id is of what lives
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) else 0
+
+
+class Ranges:
+    """The memory of tensors, which may overlap."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        ranges = ranges_of(tensors)
+        self._starts = [begin for begin, _ in ranges]
+        self._ends = list(accumulate((end for _, end in ranges), max))  # the furthest so far
+
+    def have(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a byte there."""
+        if not self._starts or not tensor.numel():
+            return False
+        begin = tensor.data_ptr()
+        at = bisect_left(self._starts, begin + extent_bytes(tensor))  # the first one behind it
+        return at > 0 and self._ends[at - 1] > begin

@@ -1,0 +1,1 @@
+"""A captured step as a program, bound to a job's tensors."""

@@ -1,0 +1,147 @@
+"""Binding a captured step to one job's tensors: which object fills which slot, and what must not be replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from waterflow import _C
+from waterflow.errors import CaptureError
+from waterflow.executor.program.capture_cache import CapturedStep
+from waterflow.partition.capture.optimizers import BY_ZERO, FIRST_STEP_FLAG, GROUP_NUMBERS, READ_EACH_STEP, hooks_of
+from waterflow.partition.capture.spec import GraphInput, StepSpec
+from waterflow.partition.capture.trace import no_gradient
+from waterflow.partition.guards.cache_key import Fingerprint
+from waterflow.partition.guards.reads import Setting, Table
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose tensors and numbers fill a step's inputs.
+
+    ``accumulators`` are gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the
+    update reads; ``looked`` is what the key of the job's step was made from.
+    """
+
+    spec: StepSpec
+    accumulators: dict[str, torch.Tensor]
+    first_step: dict[str, bool]
+    looked: Fingerprint
+    tensors: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = [*self.spec.model.named_parameters(), *self.spec.model.named_buffers()]
+        object.__setattr__(self, "tensors", dict(named))
+
+    def fill(self, binding: _C.Binding, slot: int, given: GraphInput) -> None:
+        """Give an input its tensor or number. Optimizer state that does not exist yet is created, as by the optimizer."""
+        spec, groups = self.spec, self.spec.optimizer.param_groups
+        if given.kind in ("parameter", "buffer"):
+            binding.set_input(slot, self.tensors[given.name])
+        elif given.kind == "stranger":
+            binding.set_input(slot, self.looked.strangers[given.leaf])
+        elif given.kind == "state":
+            binding.set_input(slot, _state_entry(spec.optimizer, self.tensors[given.name], given.key))
+        elif given.kind == "accumulator":
+            if given.name not in self.accumulators:
+                parameter = self.tensors[given.name].detach()
+                self.accumulators[given.name] = torch.full_like(parameter, no_gradient(parameter))
+            if self.accumulators[given.name].stride() != self.tensors[given.name].stride():
+                raise CaptureError(f"parameter {given.name!r} was laid out anew between gradients that add up")
+            binding.set_input(slot, self.accumulators[given.name])
+        elif given.kind == "rate":
+            single = spec.device.type == "cuda"
+            binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
+        elif given.kind == "number":
+            key, index = GROUP_NUMBERS[given.key]
+            binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number, False)
+        else:
+            key = f"{FIRST_STEP_FLAG}:{given.group}"
+            self.first_step.setdefault(key, False)
+            binding.read(slot, self.first_step, key, -1, _C.Binding.Kind.flag, False)
+
+    def watch(self, binding: _C.Binding) -> None:
+        """From now on the binding tells whether any of what it was made from is another object."""
+        for tensor in (*self.tensors.values(), *self.looked.strangers):
+            if tensor.layout == torch.strided:
+                binding.watch_form(tensor)
+        for group in self.spec.optimizer.param_groups:
+            for parameter in group["params"]:
+                binding.own_gradient(parameter)
+        for look in self.looked.looks:
+            look.guard(binding.guards)
+        for parameter in self.spec.model.parameters():
+            binding.guards.hooks(parameter)
+        _guard_optimizer(binding.guards, self.spec.optimizer)
+
+
+def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], list[int]]:
+    """Fill a program's lasting inputs from one job's model and optimizer.
+
+    Returns the binding, the slots of the batch's tensors, and the leaf that each comes from.
+    """
+    lowered = captured.lowered
+    binding = _C.Binding(lowered.program)
+    slots: list[int] = []
+    leaves: list[int] = []
+    placeholders = [node for node in captured.capture.graph.nodes if node.op == "placeholder"]
+    for slot, given in enumerate(lowered.inputs):
+        if given.kind == "batch":
+            slots.append(slot)
+            leaves.append(given.leaf)
+        elif slot >= len(placeholders) or placeholders[slot].users:
+            owner.fill(binding, slot, given)
+    for slot, constant in lowered.constants:
+        binding.set_input(slot, constant)
+    owner.watch(binding)
+    _guard_entries(binding.guards, captured)
+    binding.finish_inputs()
+    return binding, slots, leaves
+
+
+def _state_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
+    state = optimizer.state[parameter]
+    value = state.get(key)
+    if value is None:
+        if key == "step":
+            value = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        else:
+            value = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+        state[key] = value
+    elif key == "step" and not isinstance(value, torch.Tensor):
+        value = state[key] = torch.tensor(float(value), dtype=torch.float32, device=parameter.device)
+    return value
+
+
+def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
+    """What the step's code read of modules and of libraries' classes."""
+    for entry in captured.capture.entries:
+        if isinstance(entry, Setting):
+            guards.setting(entry.container)
+        elif isinstance(entry, Table):
+            guards.dict(entry.container)
+        elif isinstance(entry.container, type):
+            guards.cls(entry.container)
+        else:
+            guards.entry(entry.container, entry.name)
+
+
+def _guard_optimizer(guards: _C.Guards, optimizer: torch.optim.Optimizer) -> None:
+    """Its groups, which parameters they have in which order, their settings, and all entries of its state."""
+    for name in ("state", "param_groups", "step"):
+        guards.entry(optimizer.__dict__, name)
+    for hooks in hooks_of(optimizer):
+        guards.dict(hooks)
+    guards.items(optimizer.param_groups, list)
+    for group in optimizer.param_groups:
+        guards.entry(group, "params")
+        guards.items(group["params"], list)
+        for name in optimizer.defaults:
+            if name in BY_ZERO:
+                guards.truth(group, name)
+            elif name not in READ_EACH_STEP:
+                guards.entry(group, name)
+    guards.dict(optimizer.state)
+    for entries in optimizer.state.values():
+        guards.dict(entries)

@@ -1,0 +1,301 @@
+"""Steps that run eagerly: the reference that captured steps equal, and the way of what cannot be captured."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
+from waterflow.executor.cancel import doing
+from waterflow.executor.program.capture_cache import persistent_bytes, storage_bytes
+from waterflow.executor.rng import own_numbers
+from waterflow.partition.capture.optimizers import WATCHER, captured_form, hooks_of, parameters_of
+from waterflow.partition.capture.spec import StepSpec, split_result
+from waterflow.partition.capture.substitution import in_forward, user_place
+from waterflow.partition.guards.step_key import flat_leaves
+from waterflow.partition.plan.plan import Plan, opaque_plan
+
+if TYPE_CHECKING:
+    from waterflow.executor.engine import Engine
+
+# Of steps that run eagerly the first ones are metered, and then one of many: counting bytes takes time of small steps.
+FIRST_METERED, METERED_EVERY = 3, 32
+
+_NOTHING = contextlib.nullcontext()
+_NOTHING_TO_SET = contextlib.nullcontext(_NOTHING)
+
+
+class ModelAndLoss(nn.Module):
+    """Holds a model beside a loss that has tensors of its own (class weights, margins)."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.training = model.training
+
+
+class _OfTarget:
+    """``loss(output, target)`` as a step function."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self.loss = loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise InvalidJobError(
+                f"loss(output, target) needs batches (input, target); got {type(batch).__name__}. "
+                "Pass step=, a function of (model, batch), for other batches; data= that is one batch needs brackets: [batch]"
+            )
+        return self.loss(model(*batch[:-1]), batch[-1])
+
+
+class _OfHeldLoss:
+    """The same for a loss module that is held beside the model."""
+
+    def __call__(self, holder: nn.Module, batch: Any) -> Any:
+        assert isinstance(holder, ModelAndLoss)
+        return _OfTarget(holder.loss)(holder.model, batch)
+
+
+class _OfOutput:
+    """The model computes its loss itself."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        named, given = (
+            (batch, ()) if isinstance(batch, Mapping) else ({}, batch if isinstance(batch, (tuple, list)) else (batch,))
+        )
+        if not model._forward_pre_hooks:  # they may change what forward is given
+            _check_call(model, given, named)
+        output = model(*given, **named)
+        if isinstance(output, dict) and "loss" in output:
+            return output["loss"]
+        return getattr(output, "loss", output)
+
+
+def _check_call(model: nn.Module, given: Any, named: Any) -> None:
+    try:
+        inspect.signature(model.forward).bind(*given, **named)
+    except ValueError:
+        pass  # a forward that does not say what it takes
+    except TypeError as error:
+        raise InvalidJobError(
+            f"without loss= and step= the model is called with the whole batch, and {type(model).__name__} does not "
+            f"take it ({error}). Pass loss=, a function of (output, target), or step=, one of (model, batch)"
+        ) from None
+
+
+def compose(
+    model: nn.Module, loss: Any, step: Callable[[nn.Module, Any], Any] | None
+) -> tuple[nn.Module, Callable[[nn.Module, Any], Any]]:
+    """The module whose tensors a step trains, and the function of (module, batch) that computes its loss."""
+    if step is None and loss is not None and not isinstance(loss, nn.Module) and wants_model(loss):
+        step = loss
+    if step is not None:
+        return model, step
+    if loss is None:
+        return model, _OfOutput()
+    if isinstance(loss, nn.Module) and any(True for _ in [*loss.parameters(), *loss.buffers()]):
+        return ModelAndLoss(model, loss), _OfHeldLoss()
+    if not callable(loss):
+        hint = "; pass the function itself, not what it returns" if isinstance(loss, torch.Tensor) else ""
+        raise InvalidJobError(
+            f"loss must be callable with (output, target), as F.cross_entropy is; got {type(loss).__name__}{hint}"
+        )
+    return model, _OfTarget(loss)
+
+
+def wants_model(function: Any) -> bool:
+    """Whether a loss is in truth a whole step: a function whose first parameter is called ``model``."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return bool(parameters) and parameters[0] == "model"
+
+
+@doing("in a step")
+class EagerStep:
+    """One training step through autograd and the optimizer's own ``step()``. Errors get a note of ``name`` and the place.
+
+    ``sums`` holds the gradients that earlier calls of an accumulating step have gathered for the next update. What a
+    parameter of the model's gathered in earlier steps, before the optimizer had it, counts in its first update. What else lies
+    in ``.grad`` of the optimizer's parameters, from a backward pass of somebody else's, counts for nothing.
+    """
+
+    def __init__(self, spec: StepSpec, generator: torch.Generator | None, name: str) -> None:
+        self._spec = spec
+        self._numbers = own_numbers(generator) if generator is not None else _NOTHING
+        self._name = name
+        self.sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._calls, self._largest = 0, -1
+        self._persistent = (-1, -1), 0
+        self.plan_before: tuple[Plan, _C.GroupPlan] | None = None
+        self._trained: list[torch.Tensor] | None = None  # by the last step
+
+    def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
+        """The same, and the bytes that it reaches."""
+        made: tuple[Any, int] = _C.metered(lambda: self(batch, update, surrounding))
+        return made
+
+    def now_and_then_metered(
+        self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int
+    ) -> tuple[Any, int]:
+        """As ``metered``, with 0 bytes for most steps on batches that are no larger, of ``size`` bytes, than one before."""
+        wanted = self._is_metered() or size > self._largest
+        self._calls, self._largest = self._calls + 1, max(size, self._largest)
+        if wanted:
+            return self.metered(batch, update, surrounding)
+        return self(batch, update, surrounding), 0
+
+    def _is_metered(self) -> bool:
+        return self._calls < FIRST_METERED or self._calls % METERED_EVERY == 0
+
+    def is_as_before(self, batch: Any) -> bool:
+        """Whether a step on ``batch`` needs no look at its memory: there was one lately, and for a batch as large."""
+        leaves = flat_leaves(batch)
+        if self._is_metered() or leaves is None or storage_bytes(leaves) > self._largest:
+            return False
+        self._calls += 1
+        return True
+
+    def persistent_bytes(self) -> int:
+        """What persists, looked at again where the optimizer has more or less than before."""
+        groups, state = self._spec.optimizer.param_groups, self._spec.optimizer.state
+        size = sum(len(group["params"]) for group in groups), sum(map(len, state.values()))
+        if size != self._persistent[0]:
+            self._persistent = size, persistent_bytes(self._spec.model, self._spec.optimizer)
+        return self._persistent[1]
+
+    def plan(self, height: int, batch: int) -> tuple[Plan, _C.GroupPlan]:
+        """Of a step that reaches ``height`` bytes on a batch of ``batch`` bytes; the same objects where nothing has changed."""
+        persistent, known = self.persistent_bytes(), self.plan_before
+        if known is None or (height, persistent, batch) != (known[0].height, known[0].persistent, known[0].batch):
+            native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
+            known = self.plan_before = opaque_plan(self._name, height, persistent=persistent, batch=batch), native
+        return known
+
+    def on_lane(self, engine: Engine, job: int, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
+        """A step by the plan of the one before, for a caller that has nothing else under way. Raises what the step raises."""
+        assert self.plan_before is not None
+        plan, native = self.plan_before
+        returned: list[Any] = []
+        run = _C.opaque_run(native, lambda: returned.append(self(batch, update, surrounding)))
+        run.by_caller = True
+        engine.submit(job, run, plan, None)
+        try:
+            engine.native.wait(run)
+            run.outputs()
+        except _C.Cancelled as error:
+            raise JobCancelled(str(error)) from None
+        engine.look(job)
+        return returned[0]
+
+    def named_sums(self) -> dict[str, torch.Tensor]:
+        """The gathered gradients by the parameter's name."""
+        named = self._spec.model.named_parameters() if self.sums else ()
+        return {name: self.sums[p] for name, p in named if p in self.sums}
+
+    def take_sums(self) -> dict[str, torch.Tensor]:
+        """The same, for somebody else to go on from."""
+        taken, self.sums = self.named_sums(), {}
+        return taken
+
+    def put_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Go on from gradients that were gathered elsewhere, which stay as they are."""
+        parameters = dict(self._spec.model.named_parameters()) if sums else {}
+        self.sums = {parameters[name]: one.clone() for name, one in sums.items()}
+
+    def __call__(self, batch: Any, update: bool, surrounding: torch.dtype | None = None) -> Any:
+        """Train on ``batch``; returns the loss, or (loss, metrics).
+
+        ``surrounding`` is the data type of the autocast around the caller, which may be on another thread.
+        """
+        try:
+            return self._train(batch, update, surrounding)
+        except Exception as error:
+            place = list(user_place(error.__traceback__, self._spec.model))
+            if not (place or isinstance(error, WaterflowError)) and isinstance(
+                self._spec.compute_loss, (_OfTarget, _OfHeldLoss)
+            ):
+                place = [
+                    f"given a batch of which {_shown(batch[:-1])} goes to the model and {_shown(batch[-1])} is the target"
+                ]
+            note = ", ".join([f"in step {self._name!r}", *place])
+            if not isinstance(error, WaterflowError) and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+    def _train(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
+        spec = self._spec
+        trained = parameters_of(spec.optimizer)
+        if self.sums or any(parameter.grad is not None for parameter in trained):
+            known = set(map(id, trained if self._trained is None else self._trained))
+            for parameter in trained:
+                if parameter.grad is None or id(parameter) in known:
+                    parameter.grad = self.sums.get(parameter)
+        self._trained = trained
+        with (
+            self._numbers,
+            _NOTHING if torch.is_grad_enabled() else torch.enable_grad(),
+            self._casts(surrounding) as cast,
+        ):
+            with cast:
+                result = spec.compute_loss(spec.model, batch)
+            loss, metrics = split_result(result, numbers=True)
+            (loss / spec.accumulate if spec.accumulate > 1 else loss).backward()
+        if update:
+            reached = [p for p in trained if p.grad is not None]
+            if spec.clip_norm is not None:
+                nn.utils.clip_grad_norm_(reached, spec.clip_norm)
+            if spec.clip_value is not None:
+                nn.utils.clip_grad_value_(reached, spec.clip_value)
+            with captured_form(spec.optimizer):
+                _step(spec.optimizer)
+        if update and type(spec.optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            self.sums = {}  # what that does, which takes time of small steps
+        else:
+            if update:
+                spec.optimizer.zero_grad(set_to_none=True)
+            self.sums = {p: gradient for p in trained if (gradient := p.grad) is not None}
+        for parameter in trained:
+            parameter.grad = None
+        if metrics is not None:
+            return loss.detach(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, metrics)
+        return loss.detach()
+
+    def _casts(self, surrounding: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+        """``in_forward``, where there is anything to set."""
+        kind = self._spec.device.type
+        set_already = torch.is_autocast_cache_enabled() and not torch.is_autocast_enabled(kind)
+        if self._spec.autocast is None and surrounding is None and set_already:
+            return _NOTHING_TO_SET
+        return in_forward(self._spec, surrounding)
+
+
+def _shown(given: Any) -> str:
+    """Shapes and types of tensors, in what they are in."""
+    shown = pytree.tree_map_only(torch.Tensor, lambda one: f"{str(one.dtype)[6:]}{list(one.shape)}", given)
+    return str(shown).replace("'", "")
+
+
+_RECORDED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # of each optimizer's ``step()`` of torch's
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``; where nobody listens without torch's record for profilers, which takes a tenth of a small step."""
+    step, patched = type(optimizer).step, vars(optimizer).get("step")
+    listens = any(hooks.keys() - {WATCHER} for hooks in hooks_of(optimizer))
+    by_scheduler = patched is None or getattr(patched, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
+    torchs = by_scheduler and getattr(step, "__code__", None) is _RECORDED
+    if listens or not torchs or torch.autograd.profiler._is_profiler_enabled:
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)  # type: ignore[attr-defined]

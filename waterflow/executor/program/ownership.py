@@ -1,0 +1,316 @@
+"""Modules and tensors that several steps hold at the same time: they may read them, and none of them may change them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.executor.program.binding import Owner
+from waterflow.partition.capture.optimizers import WATCHER
+from waterflow.partition.capture.spec import GraphInput
+
+
+class _Thread(threading.local):
+    """An object for each thread: numbers of threads are used again."""
+
+    def __init__(self) -> None:
+        self.token = object()
+
+
+_this = _Thread()
+
+
+class Hold:
+    """One step's hold on modules that have tensors, and on tensors elsewhere. ``over()`` tells that its engine has ended."""
+
+    def __init__(self, name: str, over: Callable[[], bool]) -> None:
+        self.name = name
+        self.owner = _this.token
+        self.trains: frozenset[int] = frozenset()  # modules, by id
+        self.writes: set[int] = set()  # tensors that no model has, by id
+        self._over = over
+        self._released = False
+
+    def release(self) -> None:
+        """Let go; twice is no error. Takes no lock: a finalizer may call it at any time."""
+        self._released = True
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the step is still there to be in the way of others."""
+        return not self._released and not self._over()
+
+
+class Holders:
+    """Who holds which module, and which tensor that no model has. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holds = WeakIdKeyDictionary()
+
+    def check(self, hold: Hold, model: nn.Module, trained: Iterable[nn.Parameter], written: Iterable[str] = ()) -> None:
+        """Hold a model's modules, from now on or again.
+
+        Raises InvalidJobError where another thread's step trains one of them, or this one would, and where this step
+        writes into buffers (``written``, by name) of a module that another one holds.
+        """
+        ids = {id(p) for p in trained}
+        modules = list(_with_tensors(model))
+        hold.trains = frozenset(id(m) for m in modules if _trained(m, ids))
+        with self._lock:
+            for module in modules:
+                for other in self._others(module, hold):
+                    if id(module) in hold.trains | other.trains:
+                        raise InvalidJobError(
+                            f"{other.name!r} and {hold.name!r} share a module ({type(module).__name__}) and train it at "
+                            "the same time: each would change the other's parameters. Give each its own, for example "
+                            "copy.deepcopy(model); frozen modules (requires_grad_(False)) may be shared"
+                        )
+            for buffer in written:
+                module = model.get_submodule(buffer.rpartition(".")[0])
+                for other in self._others(module, hold):
+                    raise InvalidJobError(
+                        f"{other.name!r} and {hold.name!r} share a module ({type(module).__name__}) whose buffer "
+                        f"{buffer!r} changes in every step. Put it into eval() mode, or give each its own, for example "
+                        "copy.deepcopy(model)"
+                    )
+            for module in modules:
+                self._keep(module, hold)
+
+    def check_tensors(self, hold: Hold, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+        """Hold tensors that the model does not have. Raises InvalidJobError where another thread's step, or this, writes one."""
+        hold.writes.update(map(id, written))
+        with self._lock:
+            for tensor in read:
+                for other in self._others(tensor, hold):
+                    if id(tensor) in hold.writes | other.writes:
+                        raise InvalidJobError(
+                            f"{other.name!r} and {hold.name!r} share a tensor of shape {tuple(tensor.shape)} that is in no "
+                            "model (of a closure, or a global) and changes in every step: each would see the other's "
+                            "changes. Give each its own, or make it a buffer of each model"
+                        )
+                self._keep(tensor, hold)
+
+    def _keep(self, held: nn.Module | torch.Tensor, hold: Hold) -> None:
+        lasting = [other for other in self._holds.get(held, ()) if other is not hold and other.lasts]
+        self._holds[held] = [*lasting, hold]
+
+    def _others(self, held: nn.Module | torch.Tensor, hold: Hold) -> Iterator[Hold]:
+        return (other for other in self._holds.get(held, ()) if other.owner is not hold.owner and other.lasts)
+
+
+def _with_tensors(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
+            yield module
+
+
+def _trained(module: nn.Module, ids: set[int]) -> bool:
+    return any(p is not None and p.requires_grad and id(p) in ids for p in module._parameters.values())
+
+
+holders = Holders()
+
+
+class Closable(Protocol):
+    """What is kept here of a step."""
+
+    def close(self) -> None:
+        """Leave the engine."""
+
+
+class _Made(threading.local):
+    """The steps of the calling thread that are still alive."""
+
+    def __init__(self) -> None:
+        self.steps: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+    def add(self, step: Closable) -> None:
+        """Keep a step that the calling thread has made, as long as it lives."""
+        self.steps.add(step)
+        with _guard:
+            _all.add(step)
+
+    def discard(self, step: Closable) -> None:
+        """It is closed, by whichever thread."""
+        self.steps.discard(step)
+        with _guard:
+            _all.discard(step)
+
+
+_guard = threading.Lock()
+_all: weakref.WeakSet[Any] = weakref.WeakSet()
+made_here = _Made()
+
+
+def steps_of(engine: object) -> list[Any]:
+    """The steps that are alive in an engine, whoever made them."""
+    with _guard:
+        return [step for step in _all if step.engine is engine]
+
+
+def cancel_steps(steps: weakref.WeakSet[Any], reason: str) -> None:
+    """End the steps of another thread at their next group boundary; what is called of them from then on raises JobCancelled."""
+    for step in _copied(steps):
+        if step.engine is not None and step.job is not None:
+            with contextlib.suppress(ValueError):  # it has left already
+                step.engine.native.cancel(step.job, reason)
+
+
+def _copied(steps: weakref.WeakSet[Any]) -> list[Any]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # its thread has made another one meanwhile
+            return list(steps)
+
+
+def close_steps_of_thread() -> None:
+    """Close every step that the calling thread made inside an engine: a trial's end gives all its memory back."""
+    for step in list(made_here.steps):
+        step.close()
+    made_here.steps.clear()
+
+
+# Of the Steps that are alive: each clears what it finds in ``.grad`` of its parameters before its own backward pass.
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def add(optimizer: Optimizer) -> None:
+    """From now on, a Step updates this optimizer's parameters."""
+    _optimizers.add(optimizer)
+
+
+def discard(optimizer: Optimizer) -> None:
+    """Its Step was closed."""
+    _optimizers.discard(optimizer)
+
+
+def optimizer_of(tensors: Iterable[torch.Tensor]) -> Optimizer | None:
+    """One with which a Step updates any of them."""
+    ids = set(map(id, tensors))
+    found = (one for one in [*_optimizers] for group in one.param_groups for p in group["params"] if id(p) in ids)
+    return next(found, None)
+
+
+def check(reached: Iterable[GraphInput], owner: Owner) -> None:
+    """Raise CaptureError where a gradient that the step would leave might be seen: a captured step leaves none."""
+    reached = list(reached)
+    if not reached:
+        return
+    cleared = {id(p) for optimizer in [*_optimizers] for group in optimizer.param_groups for p in group["params"]}
+    for given in reached:
+        if given.kind in ("batch", "buffer") or id(_tensor(given, owner)) not in cleared:
+            raise CaptureError(_reason(given))
+
+
+def _tensor(given: GraphInput, owner: Owner) -> torch.Tensor:
+    return owner.looked.strangers[given.leaf] if given.kind == "stranger" else owner.tensors[given.name]
+
+
+def _reason(given: GraphInput) -> str:
+    if given.kind == "parameter":
+        what = f"the parameter {given.name} requires gradients, but the optimizer does not have it"
+    elif given.kind == "buffer":
+        what = f"the buffer {given.name} requires gradients"
+    else:
+        what = "a tensor of the batch" if given.kind == "batch" else "a tensor from outside of the model"
+        what += " requires gradients, and the backward pass reaches it"
+    return f"{what}: they would add up in its .grad. Freeze it with requires_grad_(False), or give it to an optimizer of a Step"
+
+
+_NO_BACKWARD = (
+    "the step that returned this loss has done backward and update already; leave out loss.backward() and "
+    "optimizer.step(). Clip gradients with Step(clip_grad_norm=), and sum them over batches with Step(accumulate=)"
+)
+_NO_SCALER = (
+    "a step needs no GradScaler: it has done backward and update already when it returns its loss. Leave out scaler.scale(), "
+    "scaler.step() and scaler.update(), and ask for mixed precision with Step(autocast=torch.bfloat16)"
+)
+_NO_STEP = (
+    "optimizer.step() found no gradient, and changed nothing: this optimizer's Step has updated the parameters already, and "
+    "p.grad is None after it. Leave out optimizer.step(); clip with Step(clip_grad_norm=) or Step(clip_grad_value=)"
+)
+_NO_CLIP = (
+    "clip_grad_norm_() found no gradient, and clipped nothing: the Step of these parameters has updated them already, and p.grad "
+    "is None after it. Leave it out, and clip with Step(clip_grad_norm=)"
+)
+
+
+def _backward(*_: Any, **__: Any) -> None:
+    raise InvalidJobError(_NO_BACKWARD)
+
+
+def _no_state() -> None:
+    """A loss is pickled as the ordinary tensor that it is."""
+
+
+def handed_out(result: Any) -> Any:
+    """A step's loss, or ``(loss, metrics)``, whose ``loss.backward()`` says that it was done."""
+    loss = result[0] if isinstance(result, tuple) else result
+    loss.__dict__.update(backward=_backward, __getstate__=_no_state)
+    return result
+
+
+def watch(optimizer: Optimizer) -> None:
+    """Tell, once, whoever calls ``step()`` of a Step's optimizer by hand and finds no gradients there."""
+    _refuse_scaling()
+    _look_at_clipping()
+    optimizer._optimizer_step_pre_hooks.setdefault(WATCHER, _look)  # type: ignore[call-overload]
+
+
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_told_of_clipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook: a step that runs eagerly has gradients here, and a closure will make some."""
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        return
+    closure = args[1:] or kwargs.get("closure")  # the first one is the optimizer again
+    if not closure and optimizer not in _told:
+        _told.add(optimizer)
+        warnings.warn(_NO_STEP, stacklevel=3)
+
+
+@functools.cache
+def _refuse_scaling() -> None:
+    """A scaled loss is another tensor, without a backward pass: torch's own error for it names neither rule nor remedy."""
+    scale = GradScaler.scale
+
+    @functools.wraps(scale)
+    def checked(self: GradScaler, outputs: Any) -> Any:
+        of_step = isinstance(outputs, torch.Tensor) and outputs.__dict__.get("backward") is _backward
+        if of_step and self.is_enabled():
+            raise InvalidJobError(_NO_SCALER)
+        return scale(self, outputs)
+
+    GradScaler.scale = checked  # type: ignore[method-assign]
+
+
+@functools.cache
+def _look_at_clipping() -> None:
+    """Tell, once, whoever clips by hand behind a step: in what ``clip_grad_norm_`` calls, under whatever name it was imported."""
+    clip = clip_grad._clip_grads_with_norm_
+
+    @functools.wraps(clip)
+    def looking(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(parameters, list) and all(p.grad is None for p in parameters):
+            optimizer = optimizer_of(parameters)
+            if optimizer is not None and optimizer not in _told_of_clipping:
+                _told_of_clipping.add(optimizer)
+                warnings.warn(_NO_CLIP, stacklevel=4)
+        clip(parameters, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = looking

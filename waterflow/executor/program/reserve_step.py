@@ -1,0 +1,120 @@
+"""What a step claims of its engine's memory before it runs, and what is tried where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from waterflow.errors import MemoryLimitError
+from waterflow.executor.engine import Engine
+from waterflow.executor.program.bound_step import Variant, Variants
+from waterflow.executor.program.step_future import Pending
+from waterflow.executor.reservations import too_large
+from waterflow.partition.plan.plan import Plan, format_bytes
+
+
+@dataclass(frozen=True)
+class WhatFits:
+    """What would fit in the place of a step that does not, as far as it is known.
+
+    ``largest`` is the first dimension of the largest batch that fits as the step is, or, where it may recompute as much as
+    it has to, without that; ``recomputed`` the same with it. Where not even the smallest batch fits, ``largest`` is 0 and
+    ``least`` has its size and the bytes that it needs. ``helps`` tells of a step that may not recompute whether
+    ``recompute="auto"`` would make its batch fit.
+    """
+
+    largest: int | None = None
+    least: tuple[int, int] | None = None
+    recomputed: int | None = None
+    helps: bool | None = None
+
+    def error(self, limit: int, room: int, plan: Plan, held: int, lowest: int | None = None) -> MemoryLimitError:
+        """For the job of this plan, which holds ``held`` bytes; ``lowest`` is the height that recomputing brings it to.
+
+        A memory ``limit`` has ``room`` for jobs.
+        """
+        told = []
+        if lowest is not None:
+            told.append(f"recomputing brings the step to {format_bytes(lowest)} at best")
+        if self.recomputed is not None and self.recomputed != self.largest:
+            without = f"{self.largest} without recomputing" if self.largest else "none without recomputing"
+            told.append(f"the largest batch that fits is {self.recomputed}, {without}")
+        elif self.largest:
+            told.append(f"the largest batch that fits is {self.largest}")
+        if self.helps is not None:
+            told.append("with recompute='auto' this one fits" if self.helps else "recompute='auto' would not be enough")
+        none_fits = self.least is not None and not self.largest and not self.recomputed
+        if self.least is not None and none_fits:
+            size, needed = self.least
+            told.insert(0, f"not even a batch of {size} fits: it needs at least {format_bytes(needed)}, "
+                        f"{format_bytes(plan.persistent)} of it for parameters, buffers and optimizer state")  # fmt: skip
+        smaller = "Make the model smaller" if none_fits else "Lower the batch size"
+        more = ", pass recompute='auto', or" if self.helps else " or"
+        said = "".join(f"; {part}" for part in told) + f". {smaller}{more} raise memory=."
+        return too_large(plan, held, limit, room, self.recomputed or self.largest or None, said)
+
+
+# In the place of a batch, for a step with this many bytes above what its graph knows: what fits.
+Search = Callable[[Any, int], WhatFits]
+
+
+def claim(
+    engine: Engine, job: int, name: str, batches: int, variants: Variants, variant: Variant,
+    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[Pending], search: Search,
+) -> Variant:  # fmt: skip
+    """Claim memory for the job's steps on such batches; returns the variant that it was claimed for.
+
+    A step that may recompute becomes as low as it has to be to fit alone. Raises as ``Engine.claim`` does; a job that
+    does not fit alone learns what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
+    """
+    seen = engine.changes
+    variant = _within_quota(engine, job, batches, variants, variant, leaves, batch_spec, under_way)
+    variant.seen = seen
+    while variant.claimed is not (plan := variant.planned.plan):
+        try:
+            engine.claim(job, plan.renamed(name), batches=batches)
+            variant.claimed = plan
+        except MemoryLimitError as error:
+            if error.needed <= engine.room:
+                raise
+            held = plan.persistent + batches * plan.batch
+            lower = lowest = None
+            try:
+                lower = variants.lowered(variant, leaves, batch_spec, engine.room - held)
+            except MemoryLimitError as out_of_reach:
+                lowest = out_of_reach.needed
+            if lower is None:
+                beyond = max(0, plan.height - variant.captured.predicted.height)
+                batch = tuple(leaves) if batch_spec is None else pytree.tree_unflatten(leaves, batch_spec)
+                found = search(batch, beyond)
+                raise found.error(engine.limit, engine.room, plan.renamed(name), held, lowest) from None
+            variant = lower
+            variant.seen = seen
+    return variant
+
+
+def _within_quota(
+    engine: Engine, job: int, batches: int, variants: Variants, variant: Variant,
+    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[Pending],
+) -> Variant:  # fmt: skip
+    """The variant in the form that the job's quota has room for; as it is where there is none, which its claim then finds."""
+    whole = variant.whole.planned.plan
+    needed = whole.persistent + batches * whole.batch
+    most = engine.most_height(job, needed)
+    room = whole.height if most is None else min(most, whole.height)
+    goes_whole = room == whole.height and variant.planned is not variant.whole.planned
+    if goes_whole and engine.terms_of(job).opportunistic and not engine.has_room(job, needed, room):
+        return variant  # it goes on as it is until there is
+    fitting = variants.within(variant, leaves, batch_spec, room)
+    if fitting is None:
+        variant.claimed = None
+        return variant
+    if engine.above_quota(job):
+        if under_way:
+            engine.native.wait(under_way[-1].run)
+        engine.lower(job, fitting.planned.plan.height)
+        variants.claim_again()
+    return fitting

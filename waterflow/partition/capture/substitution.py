@@ -1,0 +1,418 @@
+"""What tensors carry beside their memory: attributes of their own, which a step sees and may change while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import linecache
+import logging
+import os
+import random
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch._higher_order_ops import utils as higher_order
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.errors import CaptureError
+from waterflow.partition.capture.spec import StepSpec
+from waterflow.partition.guards.cache_key import Fingerprint
+
+
+class Carried:
+    """Gives stand-ins what the real tensors carry, and notices what a step changes there."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[torch.Tensor, dict[str, Any], frozenset[str], bool]] = []
+
+    def give(self, stand_in: torch.Tensor, real: torch.Tensor) -> None:
+        """The stand-in is a parameter where the real one is, and has its attributes. Raises CaptureError for a name that is taken."""
+        here = vars(stand_in)
+        if isinstance(real, nn.Parameter):
+            here["_is_param"] = True
+        own = frozenset(here)
+        attributes = dict(_C.attributes_of(real) or {})
+        taken = own.intersection(attributes) - {"_is_param"}
+        if taken:
+            raise CaptureError(
+                f"a tensor has an attribute {min(taken)}, which stands for something else while a step is traced"
+            )
+        here.update(attributes)
+        self._given.append((stand_in, attributes, own, stand_in.requires_grad))
+
+    def check(self) -> None:
+        """Raise CaptureError where the step has given a tensor another attribute, or has frozen or unfrozen it."""
+        for stand_in, before, own, wanted in self._given:
+            if stand_in.requires_grad != wanted:
+                raise CaptureError("a step changes requires_grad of a tensor that it was given")
+            now = {name: value for name, value in vars(stand_in).items() if name not in own}
+            for name in {**before, **now}:
+                if name not in now or name not in before or now[name] is not before[name]:
+                    raise CaptureError(f"a step changes the attribute {name} of a tensor")
+
+
+_INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[2]) + os.sep)
+
+
+class ChangesItself(CaptureError):
+    """The step changes an object that its code reads: some do so in their first calls alone, as caches of settings are filled."""
+
+
+@contextlib.contextmanager
+def undisturbed(looked: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Puts back what tracing left in the places that the step's key was made from, and the random numbers.
+
+    ``stand_ins`` are, by ``id``, the tensors that the step was shown in the place of real ones, to be complete when it has run.
+    Raises CaptureError where a step would change more than tensors.
+    """
+    before = [(look, look.contents()) for look in looked.looks if look.kept]
+    drawn: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+        ("Python's random numbers", random.getstate, random.setstate),
+        ("NumPy's random numbers", *_NUMPY_STATE),
+    ]
+    drawn += [(f"the random numbers in {label}", *_state_of(source)) for label, source in looked.generators]
+    states = [read() for _, read, _ in drawn]
+    changed = ""
+    try:
+        yield
+    finally:
+        for look, contents in before:
+            key = look.put_back(contents, stand_ins)
+            if key is not None:
+                changed = ".".join(part for part in (look.label, key) if part)
+        for (label, read, write), state in zip(drawn, states):
+            if not _same_state(read(), state):
+                write(state)
+                changed = changed or label
+    if changed.startswith(("Python's", "NumPy's", "the random")):
+        raise CaptureError(f"a step draws from {changed}; draw outside, and pass what was drawn in the batch")
+    if changed:
+        raise ChangesItself(
+            f"a step changes {changed}: a tensor can be a buffer of the model, and what counts can count after the step"
+        )
+
+
+# Hooks of torch's that put a tensor into an attribute before each forward pass, and what does without one.
+_SETTING_HOOKS: dict[type, str] = {
+    WeightNorm: "use torch.nn.utils.parametrizations.weight_norm",
+    SpectralNorm: "use torch.nn.utils.parametrizations.spectral_norm",
+    BasePruningMethod: "torch.nn.utils.prune.remove makes what it computes a parameter",
+}
+
+
+def check_hooks(modules: Iterable[nn.Module]) -> None:
+    """Raise CaptureError for weight norm, spectral norm and pruning by hooks, which change modules in each step."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            for kind, remedy in _SETTING_HOOKS.items():
+                if isinstance(hook, kind):
+                    raise CaptureError(
+                        f"the hook {type(hook).__name__} sets an attribute of a {type(module).__name__} in each step; {remedy}"
+                    )
+
+
+_NUMPY_STATE = (lambda: np.random.get_state(legacy=False), np.random.set_state)
+
+
+def _state_of(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    if isinstance(source, random.Random):
+        return source.getstate, source.setstate
+    if isinstance(source, torch.Generator):
+        return source.get_state, source.set_state
+    if isinstance(source, np.random.RandomState):
+        return lambda: source.get_state(legacy=False), source.set_state
+    return lambda: source.bit_generator.state, lambda state: setattr(source.bit_generator, "state", state)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(_same_state(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+
+
+# -- while a step is traced
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Captures and searches over sizes make many objects and little garbage: a fifth of their time went into looking for it.
+
+    A collector that was off stays off. In a child that is forked meanwhile (a loader's worker) it is on.
+    """
+    global _collector_is_off
+    was_on = gc.isenabled()
+    _collector_is_off |= was_on
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+            _collector_is_off = False
+
+
+_collector_is_off = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: gc.enable() if _collector_is_off else None)
+
+
+@contextlib.contextmanager
+def no_reports() -> Iterator[None]:
+    """What stops a trace is told in one line; the fake mode would log some hundred before."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def as_in_eager(refuse: Callable[[Exception], None]) -> Iterator[None]:
+    """Within, torch and libraries that ask the calling thread what its tensors are hear the same as in eager training.
+
+    Hugging Face's models ask for values of masks only where these are no stand-ins; attention of torch's that trains nothing has
+    a kernel of its own for plain tensors. What compiles code by itself is refused: torch would remember what it made of stand-ins.
+    """
+    what = "the step calls torch.cond, or what else compiles code by itself; choose by torch.where, or by an if"
+    compiles = functools.partial(refuse, CaptureError(what))
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.overrides, "has_torch_function", lambda given: any(map(_has_functions, given))),
+        (nn.modules.activation, "_is_make_fx_tracing", lambda: False),
+        (higher_order, "setup_compilation_env", compiles),
+        (sys.modules.get("torch.nn.attention.flex_attention"), "setup_compilation_env", compiles),
+        (sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor", lambda one: False),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, answer in answers:
+            if (real := getattr(module, name, None)) is not None:
+                told = functools.partial(_told, threading.get_ident(), real, answer)
+                setattr(module, name, told)
+                stack.callback(setattr, module, name, real)
+        yield
+
+
+def _told(thread: int, real: Callable[..., Any], answer: Callable[..., Any], *given: Any) -> Any:
+    return (answer if threading.get_ident() == thread else real)(*given)
+
+
+def _has_functions(value: Any) -> bool:
+    return type(value) not in (*_PLAIN, FakeTensor) and hasattr(type(value), "__torch_function__")
+
+
+@contextlib.contextmanager
+def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor], trained: Set[int]) -> Iterator[None]:
+    """Within, the model's modules hold other tensors in the place of their own, all given by ``id``.
+
+    Parts that are frozen stay as they are, for ``Substitution`` to deal with: other threads may be reading them.
+    """
+    modules = list(model.modules())
+    frozen = set(_frozen(model, trained))
+    dicts = [module.__dict__[kind] for module in modules for kind in ("_parameters", "_buffers")]
+    before = [dict(entries) for entries in dicts]
+    shown = [(m, kind) for m in modules if m not in frozen for kind in ("_parameters", "_buffers")]
+    recurrent = [(m, m.__dict__["_flat_weights"]) for m in modules if m not in frozen and isinstance(m, nn.RNNBase)]
+    try:
+        for module, kind in shown:
+            entries = module.__dict__[kind]
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    entries[name] = stand_ins[id(tensor)]
+        for module, weights in recurrent:
+            module.__dict__["_flat_weights"] = [stand_ins.get(id(w), w) for w in weights]
+        yield
+    finally:
+        for entries, held in zip(dicts, before):
+            if any(tensor is not held.get(name) for name, tensor in entries.items()) or len(entries) != len(held):
+                entries.clear()
+                entries.update(held)
+        for module, weights in recurrent:
+            module.__dict__["_flat_weights"] = weights
+
+
+def _frozen(module: nn.Module, trained: Set[int]) -> Iterator[nn.Module]:
+    """The largest parts with tensors of which none is trained, with all that belongs to them.
+
+    What parametrizes a weight (spectral norm) belongs to the weight.
+    """
+    tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+    if tensors and not any(id(p) in trained for p in module.parameters()):
+        yield from module.modules()
+        return
+    if isinstance(module, ParametrizationList):
+        return
+    for child in module.children():
+        yield from _frozen(child, trained)
+
+
+class Substitution(TorchFunctionMode):
+    """Shows other tensors, given by ``id``, to whatever is called with one that the modules do not hold.
+
+    Also refuses to hand values of tensors to Python: they would become constants of the graph.
+    """
+
+    _READS = (
+        torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__,
+        torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__,
+    )  # fmt: skip
+    _ASKS = (
+        torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
+    )  # fmt: skip
+
+    def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._refused: Exception | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READS:
+            self._refused = RuntimeError(f"{func.__name__}() reads the values of a tensor")
+            raise self._refused
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            self._refused = RuntimeError("the step gives a tensor other memory (x.data = ...)")
+            raise self._refused
+        kwargs = kwargs or {}
+        if any(map(self._concerns, (*args, *kwargs.values()))):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._shown, (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            # Some that only a trace raises: user code that goes on without the result would go another way.
+            if func in self._ASKS or isinstance(error, (RuntimeError, BufferError)):
+                self._refused = error
+            raise
+
+    def check(self) -> None:
+        """Raise what was refused, also where the user's code went on without it."""
+        if self._refused is not None:
+            raise self._refused
+
+    def _concerns(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(self._concerns, value))
+        return type(value) in _PLAIN and id(value) in self._stand_ins
+
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._stand_ins.get(id(tensor), tensor)
+
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+
+
+def surrounding_autocast(device_type: str) -> torch.dtype | None:
+    """The data type of the autocast that the calling thread is in; None outside of any."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextlib.contextmanager
+def in_forward(
+    spec: StepSpec, surrounding: torch.dtype | None = None
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Within, autocast is off, as it is to be in the backward pass; yields the context for the forward pass.
+
+    That casts as the step asks, or else as the autocast around the caller does.
+    """
+    kind = spec.device.type
+    wanted = spec.autocast or surrounding or surrounding_autocast(kind)
+    if wanted is not None:
+        torch.clear_autocast_cache()  # of an autocast that is still open, from before the last update
+    # The flags themselves: within a region, even one that is off, those of the user would keep their casts past their end.
+    before = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_cache_enabled(True)  # a weight that is used twice is cast once
+    try:
+        yield contextlib.nullcontext() if wanted is None else torch.autocast(kind, dtype=wanted)
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_cache_enabled(before[1])
+
+
+@contextlib.contextmanager
+def noting_lines(graph: fx.Graph, model: nn.Module) -> Iterator[None]:
+    """Within, each node that is made remembers the user's line in ``meta["line"]``: (file, number, function).
+
+    That is a line of the step. Whoever called it has others, and captures are shared. Where there is none, as between the
+    layers of an ``nn.Sequential``, ``meta["module"]`` has the path and class of the model's module that made it.
+    """
+    create = graph.create_node
+    paths = {id(module): f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
+    within: Any = sys._getframe(2)  # past contextlib's
+
+    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create(*args, **kwargs)
+        frame: Any = sys._getframe(1)
+        while frame is not within and not is_users_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not within:
+            node.meta["line"] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return node
+        frame = sys._getframe(1)
+        while frame is not within:
+            if frame.f_code.co_name == "forward" and (path := paths.get(id(frame.f_locals.get("self")))):
+                node.meta["module"] = path
+                break
+            frame = frame.f_back
+        return node
+
+    graph.create_node = create_node  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del graph.create_node
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_file(name: str) -> bool:
+    """Whether code of this file is neither torch's nor waterflow's."""
+    return not name.startswith(_INSIDE) and "<frozen" not in name
+
+
+def shown_line(line: tuple[str, int, str]) -> str:
+    """``file:line, in function: code``."""
+    file, number, function = line
+    return f"{file}:{number}, in {function}: {linecache.getline(file, number).strip()}"
+
+
+def user_place(trace: types.TracebackType | None, model: nn.Module) -> list[str]:
+    """The innermost module of ``model``, by its path, that a traceback passed, and its innermost line of the user's."""
+    paths = {id(module): f"module {path!r} ({type(module).__name__})" for path, module in model.named_modules() if path}
+    passed = [paths.get(id(frame.f_locals.get("self")), "") for frame, _ in traceback.walk_tb(trace)]
+    return list(filter(None, [next(filter(None, reversed(passed)), ""), user_line(trace)]))
+
+
+def user_line(trace: types.TracebackType | None) -> str:
+    """The innermost line of a traceback that is neither torch's nor waterflow's, and that can be shown."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if is_users_file(frame.filename) and frame.line:
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why an error stops a capture, in one line."""
+    name = type(error).__name__
+    if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
+        return (
+            "the step looks at the values of its tensors (if, .item(), shapes by data); return metrics, look after it"
+        )
+    text = str(error).strip().splitlines()
+    return f"{name}: {text[0] if text else ''}"

@@ -1,0 +1,1 @@
+"""When a capture may be used again."""

@@ -1,0 +1,339 @@
+"""What the code of a step reads by name, and whether that is guarded: attributes, and entries of modules and classes.
+
+Part of the judgement of a trace (``closed_world.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.partition.guards import code_refs
+from waterflow.partition.guards.cache_key import Fingerprint
+from waterflow.partition.guards.code_refs import in_library, package_of
+from waterflow.partition.guards.guarded_places import exact, pairs_of
+from waterflow.partition.guards.settings import Ask, same
+
+ATOMS = frozenset({
+    type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice, types.CodeType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
+})  # fmt: skip
+FIXED_MODULES = ("torch._ops", "torch._library.custom_ops", "typing", "re")  # objects of their classes do not change
+_FIXED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+          types.MethodWrapperType, types.ModuleType, np.ufunc, np.dtype, np.generic, TorchVersion)  # fmt: skip
+# From these a program comes to things that no path leads to.
+_WAYS_OUT = frozenset({
+    "__globals__", "__builtins__", "gi_frame", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_globals", "f_locals", "f_back",
+    "f_builtins", "__subclasses__", "__traceback__",
+})  # fmt: skip
+_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks",
+                             "_base", "__class__", "output_nr"})  # fmt: skip
+# What no key holds of the user's functions and classes.
+_SAID_NOWHERE = frozenset(
+    {"__doc__", "__annotations__", "__module__", "__type_params__", "__abstractmethods__", "__orig_bases__"}
+)
+_HISTORY = frozenset({"grad", "_grad", "grad_fn", "is_leaf", "retains_grad"})  # which stand-ins do not have
+_HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
+_NOTHING = object()
+_SHARED = {
+    id(random._inst): "Python's random numbers",  # type: ignore[attr-defined]
+    id(np.random.mtrand._rand): "NumPy's random numbers",  # type: ignore[attr-defined]
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a module, or of a library's class, that a capture has read: another value there is another capture."""
+
+    container: Any
+    name: str
+    value: Any
+
+    def holds(self) -> bool:
+        """Whether the same is there now."""
+        now = vars(self.container).get(self.name, _NOTHING) if isinstance(self.container, type) else self._now()
+        return now is self.value or (is_atom(now) and bool(exact(now) == exact(self.value)))
+
+    def _now(self) -> Any:
+        return self.container.get(self.name, _NOTHING)
+
+
+@dataclass(frozen=True)
+class Setting(Entry):
+    """What ``container``, a function without arguments, said when the step was traced, which it must still say."""
+
+    def holds(self) -> bool:
+        """Whether it says the same now."""
+        return same(self.container(), self.value)
+
+
+class Refused(BaseException):  # no error of the user's, whose code is not to catch it
+    """An operation that leaves the closed world; the message continues "the step ..."."""
+
+
+class Reads:
+    """Judges what is read. ``entries`` are the guards that come to those of the fingerprint."""
+
+    def __init__(self, looked: Fingerprint, batch_spec: pytree.TreeSpec | None = None) -> None:
+        self.looked = looked
+        self._given = frozenset() if batch_spec is None else frozenset(classes_of(batch_spec))
+        self.entries: dict[tuple[int, str], Entry] = {}
+        self.stand_ins: frozenset[int] = frozenset()  # by id, of the tensors that the step is given
+        self.shown: Mapping[int, torch.Tensor] = {}  # the stand-ins of the step's own tensors, by their ids
+        self.batch: dict[int, bool] = {}  # what the batch consists of, by id; whether the key tells it from the rest
+        self._unlooked: dict[int, str] = {}
+        self.alive: list[Any] = []
+
+    def read(self, value: Any) -> None:
+        """An operation looks into ``value``."""
+        if type(value) in ATOMS:
+            return
+        label = self._unlooked.get(id(value))
+        if label is None and not is_fixed(value) and self.looked.cover(value) == "identity":
+            label = " ".join(filter(None, (self.looked.unlooked.get(id(value)), f"({name_of(value)})")))
+        if label is not None:
+            raise Refused(f"reads {label}, into which a capture cannot look")
+
+    def give(self, batch: Any, shown: Mapping[int, torch.Tensor], stand_ins: Iterable[torch.Tensor]) -> None:
+        """What the step is given in this trace."""
+        parts: list[Any] = []
+        pytree.tree_flatten(batch, is_leaf=parts.append)  # type: ignore[arg-type]  # it says no of each
+        alone = (enum.Enum, bool, type(None), type, torch.dtype)
+        self.batch = {id(one): isinstance(one, torch.Tensor) for one in parts if not isinstance(one, alone)}
+        self.shown, self.stand_ins = shown, frozenset(map(id, stand_ins))
+        self.alive += parts
+
+    def compared(self, operands: tuple[Any, ...]) -> None:
+        """``left is right``: must be what it is with the tensors that stand-ins are shown for, and in each step."""
+        known = [self.batch.get(id(one)) for one in operands]
+        real = [self.shown.get(id(one), one) for one in operands]
+        if known not in ([True, True], [None, None]) or (operands[0] is operands[1]) is not (real[0] is real[1]):
+            why = "let the batch say by a number what is asked"
+            raise Refused(f"asks which object a part of its batch or a tensor is; {why}")
+
+    def looked_up(self, operands: tuple[Any, ...]) -> None:
+        """(container, keys ...): dicts and sets find tensors by their identity."""
+        keyed = any(id(key) in self.stand_ins for key in operands[1:]) and isinstance(
+            operands[0], (dict, set, frozenset)
+        )
+        if keyed and self.looked.cover(operands[0]) is not None:
+            raise Refused("looks up a tensor in a dict or set, which finds it by its identity; use a name for it")
+
+    def stranger(self, value: Any, label: str) -> None:
+        """``value`` lay where nobody guards it: it must not be used."""
+        self._unlooked[id(value)] = label
+        self.alive.append(value)
+
+    def _entry(self, container: Any, name: str, value: Any, label: str) -> None:
+        """An entry was read of a module, or of a library's class. It is guarded; and its value must not change by itself."""
+        if isinstance(container, dict) and self.looked.cover(container, name) is not None:
+            return
+        if (id(container), name) not in self.entries:
+            self.entries[id(container), name] = Entry(container, name, value)
+        if not self._is_constant(value):
+            self.stranger(value, label)
+
+    def _is_constant(self, value: Any) -> bool:
+        if is_fixed(value) or is_atom(value) or self.looked.cover(value) == "whole":
+            return True
+        return isinstance(value, (type, types.FunctionType)) and in_library(value)
+
+    def of_operator(self, operator: Any, name: str, function: types.FunctionType) -> None:
+        """``function``, a gradient or a shape rule of an operator that a user has registered, was run."""
+        given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+        if function.__closure__ or not all(map(is_atom, given)):
+            raise Refused(
+                f"runs {function.__qualname__} of a registered operator, which holds values that no key has; "
+                "pass them to the operator as arguments"
+            )
+        self.entries[id(vars(operator)), name] = Entry(vars(operator), name, function)
+
+    def setting(self, ask: Ask, label: str, value: Any) -> None:
+        """The process is set so that ``ask`` says ``value``, and the step's code may depend on it."""
+        self.entries.setdefault((hash(label), label), Setting(ask, label, value))
+
+    def named_global(self, operands: tuple[Any, ...]) -> None:
+        """A global, or what a builtin name stands for: (the dict that has it, name)."""
+        space, name = operands
+        if name in space:
+            self._entry(space, name, space[name], f"the global {name}")
+
+    def imported(self, module: Any) -> None:
+        """A module that the step imports: the next time it must be the same one."""
+        if isinstance(module, types.ModuleType) and sys.modules.get(module.__name__) is module:
+            entry = Entry(sys.modules, module.__name__, module)
+            self.entries.setdefault((id(sys.modules), module.__name__), entry)
+
+    def attribute(self, operands: tuple[Any, ...]) -> None:
+        """(owner, name) is read; what a user's own code computes there is judged by itself."""
+        owner, name = operands[:2]
+        if isinstance(owner, types.ModuleType):
+            self._of_module(owner, name)
+            return
+        self.read(owner)
+        if name in _WAYS_OUT:
+            raise Refused(f"reads {name}, from which everything else can be reached")
+        if name in _SAID_NOWHERE and isinstance(owner, (type, types.FunctionType)) and not in_library(owner):
+            raise Refused(f"reads {name} of {name_of(owner)}, which no key holds")
+        if isinstance(owner, type):
+            self._of_class(owner, name, read=True)
+        elif isinstance(owner, types.FunctionType):
+            if in_library(owner) and name in vars(owner):
+                self._entry(vars(owner), name, vars(owner)[name], f"{name_of(owner)}.{name}")
+        elif isinstance(owner, torch.Tensor) and (
+            name in _TENSOR_SECRETS or (name in _HISTORY and id(owner) in self.stand_ins)
+        ):
+            raise Refused(f"reads a tensor's {name}, which a trace does not have")
+        elif not isinstance(owner, torch.Tensor) and type(owner) not in code_refs.TYPES:
+            self._of_class(type(owner), name, read=False)
+
+    def _of_module(self, module: types.ModuleType, name: str) -> None:
+        label = f"{module.__name__}.{name}"
+        space = vars(module)
+        if name in space:
+            self._entry(space, name, space[name], label)
+        elif type(module) is types.ModuleType and not hasattr(module, name):
+            self.entries.setdefault((id(space), name), Entry(space, name, _NOTHING))
+        elif name != "*" and not _is_lazy(module):
+            raise Refused(f"reads {label}, which that module computes")
+
+    def _of_class(self, cls: type, name: str, read: bool) -> None:
+        """What a library's class says is guarded by name; a user's class the fingerprint has looked into."""
+        for base in cls.__mro__:
+            if name in vars(base):
+                value = vars(base)[name]
+                if in_library(base) and isinstance(value, property) and not code_refs.is_pure_class(base):
+                    raise Refused(f"reads {name} of a {base.__module__}.{base.__qualname__}, which computes it")
+                known = in_library(base) or base in self._given
+                if known and self.looked.cover(base) != "whole" and base.__flags__ & _HEAP_TYPE:
+                    self.entries.setdefault((id(base), name), Entry(base, name, value))
+                    shown = read or base in self._given
+                    if shown and not self._is_constant(value) and not hasattr(type(value), "__get__"):
+                        self.stranger(value, f"{base.__qualname__}.{name}")
+                return
+
+    def set_attribute(self, operands: tuple[Any, ...]) -> None:
+        """(owner, name) is written or deleted: what the fingerprint has looked into is put back, and compared."""
+        owner, name = operands[0], operands[1]
+        if isinstance(owner, types.ModuleType) or (isinstance(owner, type) and in_library(owner)):
+            raise Refused(f"changes {name_of(owner)}.{name}")
+        self.read(owner)
+        if name == "training" and isinstance(owner, nn.Module):  # not put back where others may set it: by equal jobs
+            value = operands[2] if len(operands) > 2 else None
+            if not (isinstance(value, bool) and value is owner.training):
+                raise Refused("sets the mode of a module (training)")
+
+
+def classes_of(spec: pytree.TreeSpec) -> Iterator[type]:
+    """The classes that a batch brings with it."""
+    yield from (one for one in (spec.type, spec.context) if isinstance(one, type))
+    for child in spec.children():
+        yield from classes_of(child)
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value can never change."""
+    return type(value) in ATOMS
+
+
+def _is_lazy(module: types.ModuleType) -> bool:
+    """Whether a module finds some of its names when they are asked for first, and then always says the same (PEP 562)."""
+    if type(module) is types.ModuleType:
+        return "__getattr__" in vars(module) and code_refs.is_pure_module(module.__name__)
+    return type(module).__module__ in ("torch._ops", "torch._classes", "transformers.utils.import_utils")
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether an object has nothing that changes."""
+    if isinstance(value, enum.Enum):  # a user's may have attributes
+        return in_library(type(value))
+    return isinstance(value, _FIXED) or type(value).__module__ in FIXED_MODULES
+
+
+def name_of(value: Any) -> str:
+    """What a message calls something."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):
+        module = getattr(value, "__module__", None)
+        return f"{module}.{name}" if isinstance(module, str) and module != "builtins" else name
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
+    """Raise Refused for another mode of a module: a step may say again in which one it is."""
+    modules = owner.modules() if method in ("train", "eval") and isinstance(owner, nn.Module) else ()
+    if any(one.training is not (bool(mode) and method == "train") for one in modules):
+        raise Refused("sets the mode of a module (training)")
+
+
+def check_generator(owner: Any, method: str) -> None:
+    """Raise Refused for a method of a source of random numbers outside of torch."""
+    if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
+        raise Refused(f"draws from {_SHARED.get(id(owner), 'random numbers of its own')} ({method})")
+
+
+PACKAGES = frozenset({"torchvision", "torchaudio", "timm", "transformers", "diffusers", "peft", "einops", "opt_einsum"})
+_CHANGING = (int, float, torch.Tensor)  # counters, and what is cached
+_MOST_ENTRIES = 1000
+_SUBSTITUTED = "is_fake_tensor"  # while any thread traces (as_in_eager), which all threads see: no change of the step's
+
+Met = Mapping[int, tuple[types.CodeType, dict[str, Any]]]  # code that was run, by its id, with its globals
+
+
+@dataclass(frozen=True)
+class Table(Entry):
+    """A dict of functions or classes, which must have the same ones; ``value`` has its pairs."""
+
+    def holds(self) -> bool:
+        """Whether it has."""
+        now = pairs_of(self.container)
+        return len(now) == len(self.value) and all(a is c and b is d for (a, b), (c, d) in zip(now, self.value))
+
+
+def entries_of(met: Met) -> Iterator[Entry]:
+    """The entries that such code can have found by the names in it."""
+    found: dict[tuple[int, str], Entry] = {}
+    for code, space in met.values():
+        for place in _places(code, space):
+            for name in code.co_names:
+                value = place.get(name)
+                if name in place and name != _SUBSTITUTED and (type(value) is bool or not isinstance(value, _CHANGING)):
+                    found[id(place), name] = Entry(place, name, value)
+                    found.update(((id(one), ""), Table(one, "", pairs_of(one))) for one in _tables_in(value))
+    yield from found.values()
+
+
+def _places(code: types.CodeType, space: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield space
+    for name in code.co_names:
+        held = space.get(name, sys.modules.get(name))
+        if isinstance(held, types.ModuleType) and package_of(held.__name__) in PACKAGES:
+            yield vars(held)
+
+
+def _tables_in(value: Any) -> Iterator[dict[Any, Any]]:
+    """A table, or those that a registry keeps in itself and in its class."""
+    found: Iterable[Any] = [value]
+    if package_of(type(value).__module__) in PACKAGES:
+        said = [_C.attributes_of(value) or {}, *map(vars, type(value).__mro__)]
+        found = [one for body in said for one in [*body.values()]]
+    yield from (one for one in found if type(one) is dict and len(one) <= _MOST_ENTRIES and _has_names(one))
+
+
+def _has_names(table: dict[Any, Any]) -> bool:
+    """Whether it has functions or classes by their names; caches have other keys."""
+    return all(type(key) is str and callable(entry) for key, entry in pairs_of(table))

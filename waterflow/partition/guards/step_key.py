@@ -1,0 +1,222 @@
+"""Keys under which captures are found again: a batch's shape, and everything else that a step is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+from waterflow import _C
+from waterflow.errors import CaptureError, InvalidJobError
+from waterflow.partition.capture.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks, has_fused_form
+from waterflow.partition.capture.spec import StepSpec
+from waterflow.partition.guards.batch_reads import free_places
+from waterflow.partition.guards.cache_key import Fingerprint, tensor_key
+from waterflow.partition.guards.guarded_places import exact
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_FLAT = frozenset({torch.Tensor, int, float, str, bool})
+_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+
+
+def peculiarity(tensor: torch.Tensor) -> str | None:
+    """Why a graph that takes tensors for plain memory cannot take this one; None for a plain one."""
+    if type(tensor) not in _PLAIN:
+        return f"is a {type(tensor).__name__}, whose class may compute in ways of its own"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}"
+    for name in ("nested", "quantized", "meta"):
+        if getattr(tensor, f"is_{name}"):
+            return f"is {name}"
+    return None
+
+
+def check_plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise CaptureError for tensors, given with what they are, that are no plain memory."""
+    for what, tensor in tensors:
+        why = peculiarity(tensor)
+        if why is not None:
+            raise CaptureError(f"{what} {why}")
+
+
+def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[Any]) -> None:
+    """Raise CaptureError where a step has changed the containers of its batch, which a captured step never touches.
+
+    ``spec`` and ``leaves`` are those that the batch was put together from.
+    """
+    if spec is None:
+        return  # a tuple
+    now, form = pytree.tree_flatten(batch)
+    if form != spec or any(map(operator.is_not, now, leaves)):
+        raise CaptureError("a step changes what its batch consists of; let it change a copy, as dict(batch) is one")
+
+
+def flat_leaves(batch: Any) -> list[Any] | None:
+    """The leaves of a flat tuple, list or dict of tensors and numbers, as most batches are; None for others, which take longer."""
+    items = batch.values() if type(batch) is dict else batch
+    return list(items) if type(batch) in (tuple, list, dict) and _FLAT.issuperset(map(type, items)) else None
+
+
+def of_torch(batch: Any) -> Any:
+    """A batch with tensors in the place of NumPy's arrays, in their memory, and Python's numbers in that of NumPy's."""
+    if flat_leaves(batch) is not None:
+        return batch
+    leaves, spec = pytree.tree_flatten(batch)
+    taken = _of_torch(leaves)
+    return batch if taken is leaves else pytree.tree_unflatten(taken, spec)
+
+
+def _of_torch(leaves: list[Any]) -> list[Any]:
+    made = {id(leaf): _from_numpy(leaf) for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic))}
+    return [made.get(id(leaf), leaf) for leaf in leaves] if made else leaves
+
+
+def _from_numpy(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item() if value.dtype.kind in "biufc" else value
+    with contextlib.suppress(TypeError, ValueError):  # of a type or strides that torch does not have
+        if type(value) is np.ndarray:
+            shared = value.flags.writeable and min(value.strides, default=0) >= 0
+            return torch.from_numpy(value if shared else value.copy())
+    return value
+
+
+def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
+    """Leaves, structure and shape key of a batch.
+
+    Raises InvalidJobError for a batch without tensors, and CaptureError for one with things that only its user knows.
+    """
+    form = _C.form_of(batch)
+    if form is not None:
+        return list(batch), None, form
+    leaves, spec = pytree.tree_flatten(batch)
+    leaves = _of_torch(leaves)
+    key: list[Hashable] = [spec, *_dict_keys(spec)]
+    tensors, others = 0, []
+    free = {*free_places(leaves, spec)}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            tensors += 1
+            check_plain([("a tensor of the batch", leaf)])
+            key.append(_form(leaf))
+        elif isinstance(leaf, _VALUES):
+            key.append(type(leaf) if place in free else exact(leaf))  # type: ignore[arg-type]
+        else:
+            others.append(type(leaf).__name__)
+            advice = "; pass dict(batch)" if isinstance(leaf, Mapping) else ""
+    _check_bare(leaves)
+    if others:
+        raise CaptureError(f"the batch holds a {others[0]}, into which a capture cannot look{advice}")
+    if not tensors:
+        advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
+        raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
+    first: dict[int, int] = {}
+    places = [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(first) < len(places):  # a tensor that is there twice changes with itself
+        key.append(("same", *places))
+    return leaves, spec, tuple(key)
+
+
+def _check_bare(leaves: Sequence[Any]) -> None:
+    """Raise CaptureError for a batch whose tensors are more than memory: what a captured step is given are other tensors."""
+    if _C.carries_more(leaves):
+        raise CaptureError("a tensor of the batch requires gradients, or has a gradient or attributes; detach() it")
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
+
+
+def _dict_keys(spec: pytree.TreeSpec) -> Iterator[Hashable]:
+    """The keys of a batch's dicts, which specs compare by ``==``: a step may compute with them where they are numbers."""
+    is_dict = isinstance(spec.type, type) and issubclass(spec.type, dict)
+    if is_dict and any(type(key) is not str for key in spec.context):
+        yield exact(spec.context)
+    for child in spec.children():
+        if child.num_children:
+            yield from _dict_keys(child)
+
+
+def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
+    """The capture key of everything but the batch, and what it was made from."""
+    check_plain((f"parameter {name!r}", tensor) for name, tensor in spec.model.named_parameters())
+    check_plain((f"buffer {name!r}", tensor) for name, tensor in spec.model.named_buffers())
+    if not all(has_fused_form(p) for group in spec.optimizer.param_groups for p in group["params"]):
+        raise CaptureError("the optimizer has no fused form for complex parameters, nor for views with gaps in memory")
+    fingerprint = Fingerprint(spec.model)
+    model = fingerprint.of(spec.model)
+    compute = fingerprint.of(spec.compute_loss)
+    _check_parametrized(fingerprint)
+    numbers = {id(p): n for n, p in enumerate(spec.model.parameters())}
+    hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in spec.model.parameters())
+    if hooks:
+        raise CaptureError("a parameter has gradient hooks, which must run every step; take them off")
+    check_hooks(spec.optimizer)
+    groups = []
+    for group in spec.optimizer.param_groups:
+        strangers = [p for p in group["params"] if id(p) not in numbers]
+        if strangers:
+            raise CaptureError(
+                f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold; add it to that"
+            )
+        settings = tuple(
+            (name, bool(value) if name in BY_ZERO else fingerprint.of(value))
+            for name, value in group.items()
+            if name in BY_ZERO or (name in spec.optimizer.defaults and name not in READ_EACH_STEP)
+        )
+        rate = group["lr"]
+        kind = tensor_key(rate) if isinstance(rate, torch.Tensor) else None
+        groups.append((tuple(numbers[id(p)] for p in group["params"]), settings, kind))
+    optimizer = (fingerprint.of(type(spec.optimizer)), tuple(groups))
+    apart = lie_apart(spec, fingerprint)
+    own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, spec.early_updates, apart)
+    return (model, compute, optimizer, fingerprint.of_process(), exact(own)), fingerprint
+
+
+def _check_parametrized(looked: Fingerprint) -> None:
+    """Raise CaptureError where parametrized tensors are kept, by ``parametrize.cached()``, for longer than a step."""
+    looked.look(vars(parametrize), "entries", ("_cache_enabled",))
+    if parametrize._cache_enabled and any(isinstance(one, parametrize.ParametrizationList) for one in looked.modules()):
+        raise CaptureError(
+            "the step is called within parametrize.cached(), which keeps tensors; enter that within the step"
+        )
+
+
+def lie_apart(spec: StepSpec, looked: Fingerprint) -> bool:
+    """Whether no two of the step's tensors lie on the same bytes.
+
+    A graph takes its inputs as memory of their own: a change of one would be missed where another one shows it. Where
+    they do not lie apart its operations stay in their order: no early updates, and nothing is made again.
+    """
+    rates = [group["lr"] for group in spec.optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
+    own = [*spec.model.parameters(), *spec.model.buffers()]
+    ranges = sorted(r for kind in (own, looked.strangers, rates, state_of(spec.optimizer)) for r in ranges_of(kind))
+    return all(before[1] <= after[0] for before, after in pairwise(ranges))
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors that an optimizer keeps."""
+    for entries in optimizer.state.values():
+        yield from (value for value in entries.values() if isinstance(value, torch.Tensor))
+
+
+def ranges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Where tensors lie, from the first byte to behind the last, each tensor once, in order."""
+    distinct = {id(t): t for t in tensors if t.layout == torch.strided and t.numel()}
+    return sorted((t.data_ptr(), t.data_ptr() + extent_bytes(t)) for t in distinct.values())
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last one, in memory."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    return (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))) * tensor.element_size()

@@ -1,0 +1,1 @@
+"""What is changed in a captured graph; no bit of a result is."""

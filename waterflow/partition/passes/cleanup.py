@@ -1,0 +1,88 @@
+"""Clean-up of a captured graph: nothing here changes a bit of any result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from waterflow.partition.capture.rng_ops import drop_idle
+from waterflow.partition.guards.guarded_places import exact
+from waterflow.partition.passes.operators import has_effect, is_view, schema_name
+from waterflow.partition.plan.probe import keeps_more
+
+aten = torch.ops.aten
+
+_PROFILER_MARKS = ("profiler::",)
+
+
+def clean_up(graph: fx.Graph) -> None:
+    """Drop detaches, profiler marks, idle generator states and dead nodes; merge equal views; lean results."""
+    _drop_detaches(graph)
+    _merge_views(graph)
+    drop_idle(graph)
+    _drop_dead(graph)
+    _copy_results(graph)
+    graph.lint()
+
+
+def _drop_detaches(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and schema_name(node.target).startswith(_PROFILER_MARKS):
+            graph.erase_node(node)
+
+
+def _merge_views(graph: fx.Graph) -> None:
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_view(node.target):
+            continue
+        source = node.args[0] if node.args else None
+        if (
+            node.target is aten.t.default
+            and isinstance(source, fx.Node)
+            and source.op == "call_function"
+            and source.target is aten.t.default
+        ):
+            node.replace_all_uses_with(source.args[0])
+            graph.erase_node(node)
+            continue
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((k, _freeze(v)) for k, v in value.items())
+    return value if isinstance(value, fx.Node) else exact(value)
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output"):
+            continue
+        if (node.op == "get_attr" or not has_effect(node)) and not node.users:
+            graph.erase_node(node)
+
+
+def _copy_results(graph: fx.Graph) -> None:
+    """A scalar whose memory is as large as what it was reduced from is handed out as a copy, and lets that go."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for node in output.all_input_nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and keeps_more(node):
+            with graph.inserting_after(node):
+                copy = graph.call_function(aten.clone.default, (node,))
+            copy.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
+            output.replace_input_with(node, copy)

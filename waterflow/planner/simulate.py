@@ -1,0 +1,204 @@
+"""Simulated runs: jobs on the lanes of arenas in virtual time, every access checked, no memory used.
+
+The order of groups is the real one (``csrc/engine/admission.h``, ``csrc/engine/cross_lane_fences.h``). Time is a model, not a
+measurement. Alone, an operation takes its launches, and then as long as its bytes or its arithmetic at the peak
+rates of a GPU, whichever is longer. What runs at the same time shares those rates (``csrc/engine/simulation.h``): where two
+lanes together ask for more than there is, both slow down. So lanes win by what the other one leaves idle: launches,
+bandwidth beside arithmetic. The operations of a group run one after the other, each with its own shares. Batches are
+copied beside that, at the rate of the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from waterflow import _C
+from waterflow.errors import MemoryLimitError
+from waterflow.partition.plan.costs import Cost
+from waterflow.partition.plan.offsets import ALIGNMENT, Offsets
+from waterflow.partition.plan.plan import format_bytes
+from waterflow.planner.gpus import GPU, gpu
+
+_DEFAULT_GPU = gpu("v100-32g")
+
+
+class RaceError(RuntimeError):
+    """Two accesses to one byte without an order between them: a mistake in waterflow, never in a job."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The model of time: the rates of a GPU, by default a V100's.
+
+    Of 1,000 groups ``stalled`` take up to ``stall_ns`` longer, drawn from the run's seed, and use no more for that.
+    """
+
+    gpu: GPU = _DEFAULT_GPU
+    stalled: int = 0
+    stall_ns: int = 0
+
+    def work(self, cost: Cost) -> tuple[int, int, int]:
+        """Nanoseconds of an operation, alone, and the shares of bandwidth and arithmetic that it uses, in millionths."""
+        bound = max(-(-cost.bytes // self.gpu.memory_rate), -(-cost.flops // self.gpu.compute_rate))
+        nanoseconds = cost.launches * self.gpu.launch_ns + bound
+        if nanoseconds == 0:
+            return 0, 0, 0
+        whole = _C.DeviceClock.whole
+        return (
+            nanoseconds,
+            cost.bytes * whole // (self.gpu.memory_rate * nanoseconds),
+            cost.flops * whole // (self.gpu.compute_rate * nanoseconds),
+        )
+
+    def copy_ns(self, copied: int) -> int:
+        """Nanoseconds of so many bytes over the bus."""
+        return -(-copied // self.gpu.bus_rate)
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """What is to be known of a job: where its step's memory lies, what it holds beside that, in bytes, and its steps.
+
+    ``ends`` are the ends of its groups; None: every operation is a group. ``batch`` comes in the background, while the
+    step before runs. ``forward`` is how many of its operations belong to the forward pass, where somebody asks for it.
+    """
+
+    name: str
+    offsets: Offsets
+    persistent: int = 0
+    batch: int = 0
+    steps: int = 1
+    ends: tuple[int, ...] | None = None
+    forward: int | None = None
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated run. Bytes, and nanoseconds of virtual time, which are a model.
+
+    ``peak`` is all that was held at once, persistent state and batches included; ``limit`` what it had to stay within.
+    ``alone`` is the time of all steps one by one on a lane that is never idle; ``busy`` that of each lane, slowed by others.
+    ``waits`` counts groups that had to wait for the facing lane on the device, ``groups`` all.
+    """
+
+    limit: int
+    arena: int
+    peak: int
+    makespan: int
+    alone: int
+    busy: tuple[int, ...]
+    overlapped: int
+    waits: int
+    groups: int
+    steps: tuple[int, ...]
+
+    @property
+    def overlap(self) -> float:
+        """Share of the time in which two lanes were busy."""
+        return self.overlapped / max(1, self.makespan)
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast as taking turns on one lane that is never idle. A model, not a measurement."""
+        return self.alone / max(1, self.makespan)
+
+
+def arena_of(jobs: Sequence[SimulatedJob], memory: int, arenas: int = 1) -> int:
+    """Bytes of each arena beside what persists and one batch of each job. Negative where those alone do not fit."""
+    return (memory - sum(job.persistent + job.batch for job in jobs)) // arenas // ALIGNMENT * ALIGNMENT
+
+
+def simulate(
+    jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, run_ahead: int = 2, seed: int = 0,
+    clock: Clock | None = None,
+) -> Simulated:  # fmt: skip
+    """Run all steps of all jobs in ``memory`` bytes, two lanes an arena; equal arguments give equal runs.
+
+    The host issues up to ``run_ahead`` groups per lane beyond what the device has finished.
+    Raises ValueError for a plan that is wrong, MemoryLimitError for a job that does not fit into an arena, and RaceError
+    where two accesses have no order, which no job can bring about.
+    """
+    native, arena = prepare(jobs, memory, arenas, clock or Clock())
+    result = run(native, arena, arenas=arenas, run_ahead=run_ahead, seed=seed, clock=clock or Clock())
+    if result.races:
+        raise RaceError(
+            f"accesses to one byte must be ordered; {result.races} are not, the first: {result.told[0]}. "
+            "This is a mistake in waterflow; please report it"
+        )
+    if max(result.peaks) > arena:
+        raise RaceError(
+            f"an arena of {arena} bytes may hold no more; {max(result.peaks)} were held: a mistake in waterflow"
+        )
+    held = sum(job.persistent + job.batch for job in jobs)
+    return Simulated(
+        limit=memory, arena=arena, peak=held + result.peak, makespan=result.makespan, alone=result.alone,
+        busy=tuple(result.busy), overlapped=result.overlapped, waits=result.waits, groups=len(result.spans), steps=tuple(result.steps),
+    )  # fmt: skip
+
+
+def prepare(
+    jobs: Sequence[SimulatedJob], memory: int, arenas: int, clock: Clock
+) -> tuple[list[tuple[_C.SimulatedStep, int]], int]:
+    """The jobs' steps in the form that the simulation takes, each plan checked, and the bytes of an arena."""
+    arena = arena_of(jobs, memory, arenas)
+    steps: dict[Any, _C.SimulatedStep] = {}
+    native = []
+    for job in jobs:
+        if job.offsets.height > arena:
+            held = memory - arena * arenas
+            raise MemoryLimitError(
+                f"a job's step must fit into its arena: {job.name!r} reaches {format_bytes(job.offsets.height)}, and "
+                f"beside parameters, optimizer state and a batch of each job ({format_bytes(held)}) {memory:,} bytes leave "
+                f"{format_bytes(arena)}; lower its batch size or raise memory=",
+                needed=held + job.offsets.height * arenas, limit=memory,
+            )  # fmt: skip
+        key = (id(job.offsets), job.batch, job.ends)
+        if key not in steps:
+            steps[key] = simulated_step(job, clock)
+        native.append((steps[key], job.steps))
+    return native, arena
+
+
+def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.SimulatedStep:
+    """Heights, work and touches of a job's groups. Without ``check`` a wrong plan is taken as it is, for tests."""
+    offsets = job.offsets
+    operations = len(offsets.heights)
+    after = offsets.after() if check else (*offsets.heights[1:], 0)
+    ends = job.ends if job.ends is not None else tuple(range(1, operations + 1))
+    touches: list[list[tuple[int, int, bool]]] = [[] for _ in range(operations)]
+    for life, at in zip(offsets.lives, offsets.offsets):
+        for operation in life.reads:
+            touches[operation].append((at, life.size, False))
+        for operation in life.writes:
+            touches[operation].append((at, life.size, True))
+    works = work_of(offsets, clock)
+    groups = [works[begin:end] for begin, end in pairwise((0, *ends))]
+    peaks, afters, first, flat = [], [], [0], []
+    for begin, end in pairwise((0, *ends)):
+        peaks.append(max(offsets.heights[begin:end]))
+        afters.append(after[end - 1])
+        flat += [touch for operation in touches[begin:end] for touch in operation]
+        first.append(len(flat))
+    return _C.SimulatedStep(peaks, afters, groups, first, flat, clock.copy_ns(job.batch))
+
+
+def work_of(offsets: Offsets, clock: Clock) -> list[tuple[int, int, int]]:
+    """The work of each operation of a step; a step whose costs are not known takes no time."""
+    return [clock.work(cost) for cost in offsets.costs or (Cost(),) * len(offsets.heights)]
+
+
+def run(
+    steps: Sequence[tuple[_C.SimulatedStep, int]], arena: int, *, arenas: int = 1, seed: int = 0, clock: Clock,
+    run_ahead: int = 2, host_learns: bool = False, fault: _C.OrderFault = _C.OrderFault.none, early_issue: bool = False,
+) -> _C.SimulationResult:  # fmt: skip
+    """One run as the simulation tells it, races included. ``fault`` and ``early_issue`` are mistakes for tests to plant.
+
+    With ``host_learns`` the end of a group on the device orders what is issued afterwards, too, and nobody waits for it.
+    Raises RuntimeError where a group is issued before its barrier, or where groups can no longer go on.
+    """
+    return _C.simulate(
+        list(steps), arena, arenas, run_ahead, seed, clock.stalled, clock.stall_ns, host_learns, fault, early_issue
+    )

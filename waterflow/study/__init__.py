@@ -1,0 +1,187 @@
+"""The Optuna study runner: trials in, results out, several at a time on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import optuna
+
+from waterflow.errors import JobTimeoutError, StudyError, explained
+from waterflow.executor.engine import Engine, Mode
+from waterflow.executor.timeline import Timeline
+from waterflow.job import Job, why_no_limit
+from waterflow.study.cluster_trials import Devices, spread
+from waterflow.study.coordinator import Coordinator, Objective, StudyCallback
+from waterflow.study.optuna_compat import in_loop
+from waterflow.study.values import KeepWeights, StudySummary, check_keep_weights
+from waterflow.training.progress import ProgressLine
+
+__all__ = ["StudySummary", "optimize"]
+
+
+@explained("optimize", "waterflow.optimize(study, objective, n_trials=100)", StudyError)
+def optimize(
+    study: optuna.Study,
+    objective: Objective,
+    n_trials: int | None = None,
+    timeout: float | None = None,
+    *,
+    max_concurrent: int | Literal["auto"] = "auto",
+    memory: int | float | str | None = None,
+    device: str = "cpu",
+    lanes: int | None = None,
+    intra_op: int = 1,
+    catch: Iterable[type[Exception]] | type[Exception] = (),
+    callbacks: Iterable[StudyCallback] | None = None,
+    gc_after_trial: bool = False,
+    show_progress_bar: bool = False,
+    deterministic: bool = False,
+    exact: bool = True,
+    mode: Mode = "auto",
+    timeline: Callable[[Timeline], None] | None = None,
+    backend: Devices | None = None,
+    keep_weights: KeepWeights = "best",
+    trial_timeout: float | None = None,
+) -> StudySummary:
+    """``study.optimize``, with several trials training side by side on one device.
+
+    ``objective`` is an ordinary Optuna objective in whose loop a ``waterflow.Step`` trains, or a function that
+    returns a ``waterflow.Job``; the job is then trained, reported to the pruner after each evaluation, and its
+    ``value`` is told (all metrics, in a study with several objectives). Without ``evaluate=`` that is its training loss, which
+    only a study that minimizes one objective takes. Each trial runs on a thread of its own,
+    with torch random numbers of its own: ``torch.manual_seed`` and whatever draws there, its Steps too, mean those, so that
+    a trial does not depend on what runs beside it. Before it seeds them they follow from torch's generator as it stands when
+    the study begins, and from the trial's number. Python's and NumPy's global generators belong to all trials, and so does the
+    sampler, which draws in the order in which trials ask for values.
+
+    Args:
+        study: Any Optuna study: in memory, RDB or journal storage, one objective or several.
+        objective: See above.
+        n_trials, timeout: As in ``study.optimize``; running trials finish after a timeout.
+        max_concurrent: Trials under way at the same time. ``"auto"``: as many as measured throughput
+            allows, as long as all of them train together in memory. Those that began first have the lanes
+            first, the others what these leave.
+        memory: The limit for all trials together: bytes, a share of what is free, or text like ``"4GiB"``.
+        device, lanes, intra_op: As in ``train``.
+        catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``.
+        callbacks: Called with (study, trial) after each trial, on the calling thread.
+        gc_after_trial: Collect garbage after each trial.
+        show_progress_bar: One line of progress, where there is a terminal.
+        deterministic: Ask, report, prune and tell in an order that follows training steps, not the clock: the same
+            seeds then give the same study twice. Needs a whole number as ``max_concurrent``, no ``timeout`` and no
+            ``trial_timeout``.
+            What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
+        exact, mode: As in ``train``.
+        timeline: Called at the end with the record of the run, to save its pictures.
+        backend: A ``waterflow.Cluster``, over whose devices the trials spread, in the place of one device here. The study
+            needs an RDB or journal storage. Samplers work as with Optuna's ``n_jobs``: what is sampled one by one is
+            drawn in the trial's process, from numbers of its own.
+        keep_weights: Whose weights (``state_dict``) stay in the summary's results, where trials return jobs: ``"best"``, those of the
+            best trial of this call, or of all on its Pareto front in a study with several objectives; ``"all"``; ``"none"``. The
+            others' memory is free as soon as their trials have ended.
+        trial_timeout: Seconds of wall time that a trial may take. One that takes longer ends as a job does at ``Job.timeout``, and is
+            told as FAIL with a JobTimeoutError, and so does a trial whose job passes ``Job.timeout``. Neither ends the study,
+            whatever ``catch`` names. An objective that waits outside of the interpreter is waited for; with ``backend=`` its
+            process is ended a minute later.
+
+    Returns:
+        Figures of the run. What the trials found is in ``study``.
+
+    Raises:
+        StudyError: Settings that contradict each other; a job without ``evaluate=`` in a study that maximizes, or that has several
+            objectives, before it trains and whatever ``catch`` names.
+        Exception: What a trial raised and ``catch`` does not name, after the other running trials have ended.
+    """
+    caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
+    _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
+    check_keep_weights(keep_weights)
+    if (rule := why_no_limit(trial_timeout)) is not None:
+        raise StudyError(f"trial_timeout {rule}")
+    if deterministic and trial_timeout is not None:
+        raise StudyError(
+            "deterministic=True and trial_timeout= contradict each other: which trials pass it follows the clock"
+        )
+    caught = (*caught, JobTimeoutError)
+    if deterministic and not exact:
+        raise StudyError(
+            "deterministic=True and exact=False contradict each other: which kernels are faster follows the clock"
+        )
+    if backend is not None:
+        elsewhere = {"memory": (memory, None), "device": (device, "cpu"), "lanes": (lanes, None), "intra_op": (intra_op, 1),
+                     "deterministic": (deterministic, False), "exact": (exact, True), "mode": (mode, "auto"),
+                     "timeline": (timeline, None)}  # fmt: skip
+        _check_backend(backend, [name for name, (given, default) in elsewhere.items() if given != default])
+        return spread(
+            study, objective, n_trials, timeout, backend, None if max_concurrent == "auto" else max_concurrent, caught,
+            list(callbacks or ()), gc_after_trial, show_progress_bar, keep_weights, trial_timeout,
+        )  # fmt: skip
+    with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine, engine.pages_stay():
+        if timeline is not None:
+            engine.native.record_spans(True)
+        coordinator = Coordinator(
+            study,
+            objective,
+            engine,
+            max_concurrent,
+            deterministic,
+            gc_after_trial,
+            keep_weights,
+            trial_timeout,
+        )
+        with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
+            summary = coordinator.run(n_trials, timeout, caught, list(callbacks or ()), progress)
+        if timeline is not None:
+            timeline(Timeline.of(engine))
+    return summary
+
+
+def _check_backend(backend: Any, given: list[str]) -> None:
+    if not all(
+        callable(getattr(backend, name, None)) for name in ("check", "submit", "wait", "status", "results", "cancel")
+    ):
+        raise StudyError(f"backend must be a waterflow.Cluster; got {type(backend).__name__}")
+    if given:
+        raise StudyError(
+            f"{', '.join(f'{name}=' for name in given)} cannot stand beside backend=: devices belong to the cluster, and were "
+            "set up with it; leave it out"
+        )
+
+
+def _check(
+    study: Any, objective: Any, n_trials: Any, timeout: Any, max_concurrent: Any, callbacks: Any, deterministic: bool,
+    catch: tuple[Any, ...],
+) -> None:  # fmt: skip
+    if not isinstance(study, optuna.Study):
+        raise StudyError(
+            f"study must be an optuna.Study, such as optuna.create_study() makes; got {type(study).__name__}"
+        )
+    if not callable(objective):
+        advice = "; return the Job from a function of the trial" if isinstance(objective, Job) else ""
+        raise StudyError(f"objective must be a function of a trial; got {type(objective).__name__}{advice}")
+    if n_trials is not None and (not isinstance(n_trials, int) or isinstance(n_trials, bool)):
+        raise StudyError(f"n_trials must be a whole number or None; got {n_trials!r}")
+    if timeout is not None and (not isinstance(timeout, (int, float)) or isinstance(timeout, bool)):
+        raise StudyError(f"timeout must be a number of seconds or None; got {timeout!r}")
+    for kind in catch:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise StudyError(f"catch must hold kinds of exceptions, such as (ValueError,); got {kind!r}")
+    if callable(callbacks):
+        raise StudyError("callbacks takes a list; put the one you have into brackets")
+    whole = isinstance(max_concurrent, int) and not isinstance(max_concurrent, bool)
+    if max_concurrent != "auto" and (not whole or max_concurrent < 1):
+        raise StudyError(f"max_concurrent must be 'auto' or a positive integer; got {max_concurrent!r}")
+    if n_trials is not None and n_trials < 0:
+        raise StudyError(f"n_trials cannot be negative; got {n_trials}")
+    if deterministic and not isinstance(max_concurrent, int):
+        raise StudyError(
+            "deterministic=True needs a whole number as max_concurrent, for 'auto' follows the clock; "
+            "pass for example max_concurrent=4"
+        )
+    if deterministic and timeout is not None:
+        raise StudyError("deterministic=True and timeout= contradict each other; limit the study with n_trials=")
+    if in_loop(study):
+        raise StudyError(
+            "optimize() was called inside an objective or a callback of the same study; call it after the first has "
+            "returned, or give the inner one a study of its own"
+        )

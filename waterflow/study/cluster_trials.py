@@ -1,0 +1,419 @@
+"""One trial of a study in another process, on a device of a cluster: what is handed in, and what runs it there."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+
+from waterflow.errors import ClusterError, JobCancelled, JobTimeoutError, StudyError, SubmissionError
+from waterflow.executor.cancel import UserCode, limited
+from waterflow.executor.engine import Engine
+from waterflow.executor.program.ownership import cancel_steps, close_steps_of_thread, made_here
+from waterflow.executor.rng import generators_for, own_numbers
+from waterflow.job import Job, JobResult, Results
+from waterflow.results import over_limit
+from waterflow.study.coordinator import Objective, StudyCallback, best_of, reporting
+from waterflow.study.optuna_compat import (
+    TrialPruned,
+    TrialState,
+    lasting_name,
+    refresh,
+    running_trials,
+    set_in_loop,
+    shareable,
+    stopped,
+    tell_once,
+    trial_of,
+    values_of,
+)
+from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, check_job, value_of
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.progress import ProgressLine
+from waterflow.training.runner import JobRunner, Task, draw_seed
+from waterflow.units import Priority
+
+
+@dataclass(frozen=True)
+class TrialResult(JobResult):
+    """What became of a trial: ``returned`` by its objective, or by its job's evaluation; whether it stopped the study."""
+
+    returned: Any = None
+    stopped: bool = False
+
+
+class TrialTask(Task):
+    """One trial of a study, in another process: asks for its values there, trains, reports and prunes."""
+
+    def __init__(self, study: Any, number: int, objective: Objective, seed: int, weights: bool = True,
+        timeout: float | None = None,
+    ) -> None:  # fmt: skip
+        self.name = f"trial-{number}"
+        self.study = study
+        self.number = number
+        self.objective = objective
+        self.seed = seed
+        self.timeout = timeout  # seconds
+        self.weights = weights  # whether its weights come back where it is completed
+
+    def runner(self, engine: Engine, seed: int, resume: Checkpoint | None) -> TrialRunner:
+        """See ``Task``."""
+        return TrialRunner(self, engine, resume)
+
+
+class TrialRunner:
+    """Runs a trial. One that returns a Job can be saved and go on elsewhere; the user's own loop begins again there."""
+
+    def __init__(self, task: TrialTask, engine: Engine, resume: Checkpoint | None) -> None:
+        self._task = task
+        self.engine = engine
+        self.priority: Priority = "guaranteed"
+        self._resume = resume
+        self._code = UserCode()
+        self._inner: JobRunner | None = None
+        self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._halted: str | None = None
+        self._lock = threading.Lock()
+
+    def run(self) -> JobResult:
+        """See ``JobRunner``; errors end up in the result."""
+        task, began = self._task, time.perf_counter()
+        study = task.study
+        study.sampler.reseed_rng()  # all trials have copies of one sampler
+        made: JobResult | None = None
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = limited(
+                task.timeout, task.name.replace("-", " "), "trial_timeout",
+                lambda: self._value(trial_of(study, task.number)), self._code, self._end_at_limit, late=over_limit,
+            )  # fmt: skip
+            if isinstance(value, JobResult):
+                made = value
+                error = made.error
+                value = value_of(study, made) if made.status == "completed" else None
+        except BaseException as failure:
+            error = failure
+        status: Any = "completed" if error is None else "failed"
+        if isinstance(error, TrialPruned) or (made is not None and made.status == "pruned"):
+            status, error = "pruned", None
+        elif self._halted is not None and status != "completed":
+            status = "cancelled"
+        found: dict[str, Any] = {"seconds": time.perf_counter() - began}
+        if made is not None:
+            found = {field.name: getattr(made, field.name) for field in fields(JobResult)}
+        if not task.weights:
+            found["state_dict"] = None
+        found |= {
+            "name": task.name, "status": status, "error": error, "returned": value, "stopped": stopped(study),
+            "traceback": "".join(traceback.format_exception(error)) if error is not None else None,
+        }  # fmt: skip
+        return TrialResult(**found)
+
+    def _end_at_limit(self, reason: str) -> None:
+        if self._inner is not None:
+            self._inner.stop(reason)
+        cancel_steps(self._steps, reason)
+
+    def _value(self, trial: Any) -> Any:
+        """What the objective returns; where that is a job, its result."""
+        self._steps = made_here.steps
+        set_in_loop(self._task.study, True)  # study.stop() looks at it
+        try:
+            with own_numbers(*generators_for(self.engine.device, self._task.seed)), self._code.here():
+                value = self._task.objective(trial)
+            return self._train(trial, value) if isinstance(value, Job) else value
+        finally:
+            close_steps_of_thread()
+
+    def _train(self, trial: Any, job: Job) -> JobResult:
+        check_job(self._task.study, job)
+        on_epoch = reporting(self._task.study, trial)
+        runner = JobRunner(job, self.engine, on_epoch, seed=self._task.seed, resume=self._resume)
+        with self._lock:
+            self._inner = runner
+            runner.lease.set(self.priority)
+            if self._halted is not None:
+                runner.stop(self._halted)
+        return runner.run()
+
+    @property
+    def lease(self) -> Any:
+        """Where the priority is set: of its job, once there is one."""
+        return self._inner.lease if self._inner is not None else self
+
+    def set(self, priority: Priority) -> None:
+        """For the job to come."""
+        self.priority = priority
+
+    @property
+    def steps(self) -> int:
+        """Steps of its job; 0 of a loop of the user's own."""
+        return self._inner.steps if self._inner is not None else 0
+
+    @property
+    def step(self) -> Any:
+        """The step of its job."""
+        return self._inner.step if self._inner is not None else None
+
+    def snapshot(self, timeout: float | None = None) -> Checkpoint:
+        """See ``JobRunner``. Raises StudyError where there is no job to save."""
+        return self._job().snapshot(timeout)
+
+    def suspend(self, timeout: float | None = None) -> Checkpoint:
+        """See ``JobRunner``. Raises StudyError where there is no job to save."""
+        return self._job().suspend(timeout)
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End it: a job at its next group boundary, the user's own loop at once."""
+        with self._lock:
+            self._halted = reason
+            inner = self._inner
+        if inner is not None:
+            inner.stop(reason)
+        else:
+            self._code.break_off()
+
+    def break_off(self) -> None:
+        """End it now: code of the user's, too, which ``stop()`` of a job would let come to its end."""
+        with self._lock:
+            self._halted = self._halted or "interrupted"
+            inner = self._inner
+        (inner or self._code).break_off()
+
+    def _job(self) -> JobRunner:
+        if self._inner is None:
+            raise StudyError(f"{self._task.name} trains in a loop of its own, whose state is not known; return a Job")
+        return self._inner
+
+
+AFTER_LIMIT = 60.0  # seconds, behind its ``trial_timeout``, in which a trial may come to its end
+_LOOK_SECONDS = 2.0  # between two looks at whether the study was interrupted
+_AT_ONCE = 2  # trials for each device, where nobody says how many
+
+
+class Devices(Protocol):
+    """What is asked of ``optimize(backend=)``; a ``waterflow.Cluster`` is one."""
+
+    def check(self, jobs: Any) -> None:
+        """Raise InvalidJobError for what cannot be handed in."""
+
+    def submit(self, jobs: Any, *, id: str, time_limit: float | None) -> str:
+        """Hand in a task, which is ended after so many seconds."""
+
+    def wait(self, id: str, timeout: float) -> list[str]:
+        """Whether it has ended, after so many seconds at most."""
+
+    def status(self, id: str | None = None) -> dict[str, Any]:
+        """The devices; or what became of a task."""
+
+    def results(self, id: str) -> Results:
+        """What its runner returned."""
+
+    def cancel(self, id: str) -> bool:
+        """End it."""
+
+
+def spread(
+    study: Any, objective: Objective, n_trials: int | None, timeout: float | None, devices: Devices,
+    max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
+    gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
+) -> StudySummary:  # fmt: skip
+    """``study.optimize`` itself, whose trials run on ``devices``: it asks and tells, and waits for them on threads.
+
+    Trials that a process before this one handed in and did not live to tell of are waited for and told here; they count, too.
+    """
+    shared = shareable(study)
+    at_once = max_concurrent or _AT_ONCE * max(1, sum(node["devices"] for node in devices.status()["nodes"]))
+    devices.check([TrialTask(shared, 0, objective, 0)])
+    caller = _Caller(study, shared, objective, devices, catch, keep_weights, at_once, trial_timeout)
+    began = time.perf_counter()
+    with ProgressLine(n_trials, "trials", show_progress_bar) as progress, caller.interruptible():
+        then = [caller.told, *callbacks, lambda *_: progress.advance()]
+        with caller.adopting(study, then) as adopted:
+            left = None if n_trials is None else n_trials - adopted
+            if left is None or left > 0:
+                study.optimize(
+                    caller.run,
+                    left,
+                    timeout,
+                    n_jobs=at_once,
+                    catch=catch,
+                    callbacks=then,
+                    gc_after_trial=gc_after_trial,
+                )
+    if caller.failure is not None:
+        raise caller.failure
+    results = caller.results.in_order()
+    return StudySummary(
+        trials=caller.asked, seconds=time.perf_counter() - began, steps=sum(result.steps for result in results),
+        captures=0, most_at_once=caller.most, lane_busy=(), results=results,
+        states=caller.states, best=best_of(study),
+    )  # fmt: skip
+
+
+class _Caller:
+    """The objective that Optuna sees: it hands the trial in, and waits. Thread-safe."""
+
+    def __init__(
+        self, study: Any, shared: Any, objective: Objective, devices: Devices, catch: tuple[type[Exception], ...],
+        keep_weights: KeepWeights, at_once: int, trial_timeout: float | None,
+    ) -> None:  # fmt: skip
+        self._study, self._objective, self._devices, self._catch = shared, objective, devices, catch
+        self._weights, self._trial_timeout = keep_weights != "none", trial_timeout
+        self._seed = draw_seed()
+        self._name = lasting_name(study)
+        self._places = threading.Semaphore(at_once)  # also those that are adopted have one
+        self._interrupted = threading.Event()
+        self._lock = threading.Lock()
+        self._running: set[str] = set()
+        self.results = KeptResults(study, keep_weights)
+        self.states: Counter[str] = Counter()
+        self.asked = self.most = 0
+        self.failure: BaseException | None = None  # Optuna does not raise all errors of its threads
+
+    def run(self, trial: Any) -> Any:
+        """What the objective returns, or raises, on one of the devices."""
+        with self._places:
+            return self._outcome(trial, self._hand_in)
+
+    def _outcome(self, trial: Any, start: Callable[[Any, str], None]) -> Any:
+        try:
+            return self._run(trial, start)
+        except TrialPruned:
+            raise
+        except BaseException as error:
+            if isinstance(error, UnfitJobError) or not isinstance(error, self._catch):
+                with self._lock:
+                    self.failure = self.failure or error
+                trial.study.stop()
+            raise
+
+    def told(self, study: Any, trial: Any) -> None:
+        """The study knows what the trial is worth."""
+        self.states[trial.state.name.lower()] += 1
+        self.results.told(trial.number, values_of(trial))
+
+    @contextlib.contextmanager
+    def adopting(self, study: Any, callbacks: Sequence[StudyCallback]) -> Iterator[int]:
+        """Inside, trials that are on the devices already are waited for, each on a thread; at the end all have been told.
+
+        Yields how many they are.
+        """
+        found = []
+        for number in running_trials(study):
+            with contextlib.suppress(SubmissionError):  # it was never handed in, or elsewhere
+                self._devices.status(self._id(number))
+                found.append(trial_of(study, number))
+        threads = [threading.Thread(target=self._adopt, args=(study, trial, callbacks)) for trial in found]
+        for thread in threads:
+            thread.start()
+        try:
+            yield len(found)
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._interrupted.set()
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+
+    def _adopt(self, study: Any, trial: Any, callbacks: Sequence[StudyCallback]) -> None:
+        set_in_loop(study, True)  # on this thread
+        value: Any = None
+        state: TrialState | None = None
+        error: BaseException | None = None
+        try:
+            with self._places:
+                value = self._outcome(trial, lambda *_: None)
+        except TrialPruned as pruned:
+            state, error = TrialState.PRUNED, pruned
+        except BaseException as failure:
+            state, error = TrialState.FAIL, failure
+        try:
+            told = tell_once(study, trial, value, state, error, self._catch)
+            if told is not None:
+                for callback in callbacks:
+                    callback(study, told)
+        except BaseException as failure:
+            with self._lock:
+                self.failure = self.failure or failure
+
+    def _id(self, number: int) -> str:
+        """The same in each process, now and later."""
+        return f"trial-{number}-{self._name}"
+
+    def _hand_in(self, trial: Any, id: str) -> None:
+        seed = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(self._seed + trial.number)))
+        task = TrialTask(self._study, trial.number, self._objective, seed, self._weights, self._trial_timeout)
+        # A trial that hangs holds its process: the cluster ends that.
+        limit = self._trial_timeout and self._trial_timeout + AFTER_LIMIT
+        self._devices.submit([task], id=id, time_limit=limit)
+
+    def _run(self, trial: Any, start: Callable[[Any, str], None]) -> Any:
+        id = self._id(trial.number)
+        with self._lock:
+            self._running.add(id)
+            self.asked, self.most = self.asked + 1, max(self.most, len(self._running))
+        try:
+            start(trial, id)
+            while not self._devices.wait(id, _LOOK_SECONDS):
+                if self._interrupted.is_set():
+                    raise JobCancelled("interrupted")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._devices.cancel(id)
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(id)
+        return self._ended(trial, id)
+
+    def _ended(self, trial: Any, id: str) -> Any:
+        refresh(trial)
+        results = self._devices.results(id)
+        if not results:
+            told = self._devices.status(id)
+            late = told["time_limit"] is not None and told["ran"] >= told["time_limit"]
+            raise (JobTimeoutError if late else ClusterError)(
+                f"trial {trial.number} ({id}) is {told['state']}: {told['reason'] or 'it has no result'}"
+            )
+        result = results[0]
+        assert isinstance(result, TrialResult)
+        if result.steps:
+            self.results.add(trial.number, result)
+        if result.stopped:
+            trial.study.stop()
+        if result.status == "pruned":
+            raise TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
+        if result.error is not None:
+            raise result.error
+        return result.returned
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C inside lets threads that wait for trials end, and the trials."""
+        before: Callable[[int, Any], Any] | Any = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(before):
+            yield  # nobody can press it, or it is ignored, as by a shell's background jobs
+            return
+
+        def pressed(number: int, frame: Any) -> None:
+            self._interrupted.set()
+            before(number, frame)
+
+        signal.signal(signal.SIGINT, pressed)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

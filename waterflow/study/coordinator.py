@@ -1,0 +1,369 @@
+"""One thread asks and tells; trials run on threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import optuna
+import torch
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from waterflow import _C
+from waterflow.errors import JobCancelled, JobTimeoutError
+from waterflow.executor.cancel import (
+    BREAK_OFF_SECONDS,
+    STOP_SECONDS,
+    UserCode,
+    break_off_all,
+    import_ahead,
+    join_all,
+    limited,
+    stop_all,
+)  # fmt: skip
+from waterflow.executor.engine import Engine, within
+from waterflow.executor.interrupts import remembered_interrupts, uninterrupted
+from waterflow.executor.program.ownership import cancel_steps, close_steps_of_thread, made_here
+from waterflow.executor.rng import generators_for, own_numbers, telling_of_shared_numbers
+from waterflow.executor.stats import Account
+from waterflow.executor.tuning import AutoConcurrency
+from waterflow.executor.virtual_clock import VirtualClock
+from waterflow.job import Job, JobResult, Metrics, RunFigures
+from waterflow.planner.feasibility import Need, needed
+from waterflow.results import over_limit
+from waterflow.study.optuna_compat import (
+    fail_stale,
+    heartbeat,
+    loop,
+    set_in_loop,
+    stopped,
+    take_turns,
+    tell_quietly,
+    values_of,
+)
+from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, check_job, value_of
+from waterflow.training.progress import ProgressLine
+from waterflow.training.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
+
+Objective = Callable[[Trial], Any]
+StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
+
+
+@dataclass
+class _Worker:
+    """A trial under way, and how it ended."""
+
+    trial: Trial
+    seed: int  # of its own random numbers, and of a job that has none
+    thread: threading.Thread | None = None
+    code: UserCode = field(default_factory=UserCode)
+    runner: JobRunner | None = None
+    value: Any = None
+    result: JobResult | None = None
+    state: TrialState | None = None
+    error: BaseException | None = None
+    told: threading.Event = field(default_factory=threading.Event)
+    steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that its objective made
+
+    def stop(self, reason: str) -> None:
+        """End its job, or the steps of its loop, at the next boundary."""
+        if self.runner is not None:
+            self.runner.stop(reason)
+        cancel_steps(self.steps, reason)
+
+    def break_off(self) -> None:
+        """Break off whatever its thread does."""
+        (self.runner or self.code).break_off()
+
+
+class Coordinator:
+    """Asks and tells on the calling thread; trials run on theirs and send word when they end."""
+
+    def __init__(
+        self, study: optuna.Study, objective: Objective, engine: Engine, max_concurrent: int | Literal["auto"],
+        deterministic: bool, gc_after_trial: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
+    ) -> None:  # fmt: skip
+        self._study = study
+        self._objective = objective
+        self._engine = engine
+        self._clock = VirtualClock() if deterministic else None
+        engine.clock = self._clock
+        self._at_once = max_concurrent if max_concurrent != "auto" else engine.lanes
+        self._auto = (
+            AutoConcurrency(engine.lanes, lambda: engine.native.progress_ns) if max_concurrent == "auto" else None
+        )
+        self._gc_after_trial = gc_after_trial
+        self._trial_timeout = trial_timeout
+        import_ahead()
+        self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
+        self._running: dict[int, _Worker] = {}
+        self._ended: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._ended_last: deque[Need] = deque(maxlen=engine.lanes)
+        self._results = KeptResults(study, keep_weights)
+        self._failure: BaseException | None = None
+        self._asked = 0
+        self._most = 0
+        self._states: Counter[str] = Counter()
+
+    def run(
+        self, n_trials: int | None, timeout: float | None, catch: tuple[type[Exception], ...],
+        callbacks: Sequence[StudyCallback], progress: ProgressLine,
+    ) -> StudySummary:  # fmt: skip
+        """Run trials until there are enough; see ``optimize``."""
+        started = time.perf_counter()
+
+        def wanted() -> bool:
+            return not (
+                self._failure is not None
+                or stopped(self._study)
+                or (n_trials is not None and self._asked >= n_trials)
+                or (timeout is not None and time.perf_counter() - started >= timeout)
+            )
+
+        # A pruner compares with trials that have ended: the sooner there are some, the less is trained in vain.
+        first = self._engine.eldest_first()
+        with first, loop(self._study, self._clock), remembered_interrupts() as check_interrupt:
+            try:
+                self._fill(wanted, 0)
+                while self._running or wanted():
+                    check_interrupt()
+                    worker = self._next_ended()
+                    if self._auto is not None:
+                        in_use = self._engine.lanes_in_use
+                        self._at_once = self._auto.update(len(self._running), self._one_more_fits(), in_use)
+                    if worker is not None:
+                        try:
+                            self._tell(worker, catch, callbacks, progress)
+                            self._fill(wanted, self._leave(worker))
+                        finally:
+                            worker.told.set()
+                            join_all([worker.thread], 1.0)
+                    elif self._auto is not None:
+                        self._fill(wanted, 0)
+            except BaseException:
+                with uninterrupted():
+                    self._interrupt()
+                raise
+        if self._failure is not None:
+            raise self._failure
+        seconds = time.perf_counter() - started
+        busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
+        figures = RunFigures.of(self._engine)
+        if self._states["complete"] and not figures.jobs:
+            told = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
+            logging.getLogger("waterflow").warning(told)
+        return StudySummary(
+            trials=self._asked,
+            seconds=seconds,
+            steps=self._engine.steps,
+            captures=figures.captures,
+            most_at_once=self._most,
+            lane_busy=busy,
+            results=self._results.in_order(),
+            states=self._states,
+            best=best_of(self._study),
+            figures=figures,
+        )
+
+    # -- asking
+
+    def _fill(self, wanted: Callable[[], bool], time_: int) -> None:
+        fresh = []
+        while len(self._running) < self._at_once and wanted() and (self._auto is None or self._one_more_fits()):
+            with uninterrupted():
+                trial = self._ask()
+                worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds))
+            self._asked += 1
+            if self._clock is not None:
+                self._clock.join(trial.number, time_)
+                take_turns(trial, self._clock)
+            fresh.append(worker)
+        self._most = max(self._most, len(self._running))
+        for worker in fresh:  # all are known to the clock before the first of them acts
+            name = f"trial-{worker.trial.number}"
+            worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            worker.thread.start()
+
+    def _ask(self) -> Trial:
+        fail_stale(self._study)
+        return self._study.ask()
+
+    def _one_more_fits(self) -> bool:
+        """Whether one more trial would train together with those under way.
+
+        What it needs is not known before it claims. It is taken to be like the largest of those under way and of those that
+        ended last, and so is each trial that has just begun. Before anything is known, there is one for each lane.
+        """
+        under_way = [self._need(number) for number in self._running]
+        known = [*filter(None, under_way), *self._ended_last]
+        if not under_way or not known:
+            return len(under_way) < self._engine.lanes
+        like = max(known, key=lambda need: need.peak)
+        return needed([*(need or like for need in under_way), like]) <= self._engine.room
+
+    def _need(self, number: int) -> Need | None:
+        needs = self._engine.needs(number)
+        return None if needs is None else Need(f"trial-{number}", *needs)
+
+    def _next_ended(self) -> _Worker | None:
+        with contextlib.suppress(queue.Empty):
+            return self._ended.get(timeout=0.1)
+        return None
+
+    # -- one trial, on its own thread
+
+    def _work(self, worker: _Worker) -> None:
+        trial = worker.trial
+        set_in_loop(self._study, True)
+        account = Account(trial.number)
+        self._engine.accounts.append(account)
+        with contextlib.suppress(JobCancelled), within(self._engine, trial.number), account.spending("trials"):
+            try:
+                _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
+                with heartbeat(trial, self._study):
+                    worker.value = self._limited(worker)
+            except optuna.TrialPruned as pruned:
+                worker.state, worker.error = TrialState.PRUNED, pruned.with_traceback(None)  # its frames hold loaders
+            except BaseException as error:
+                worker.state, worker.error = TrialState.FAIL, error
+            with self._turn(worker):
+                try:
+                    close_steps_of_thread()
+                finally:
+                    self._ended.put(worker)
+                if self._clock is not None:
+                    worker.told.wait()
+
+    @contextlib.contextmanager
+    def _own_numbers(self, worker: _Worker) -> Iterator[None]:
+        """The trial's thread draws as it would alone; who draws elsewhere is told."""
+        own = own_numbers(*generators_for(self._engine.device, worker.seed))
+        with own, telling_of_shared_numbers(f"trial {worker.trial.number}", lambda: len(self._running) > 1):
+            yield
+
+    def _limited(self, worker: _Worker) -> Any:
+        """The trial's value, within the time that it may take."""
+        worker.steps = made_here.steps
+        told = self._trial_timeout, f"trial {worker.trial.number}", "trial_timeout"
+        try:
+            return limited(*told, lambda: self._value(worker), worker.code, worker.stop)
+        except JobTimeoutError as error:
+            if worker.result is not None:
+                worker.result = over_limit(worker.result, error)
+            raise
+
+    def _value(self, worker: _Worker) -> Any:
+        with self._own_numbers(worker), worker.code.here():
+            value = self._objective(worker.trial)
+            return self._train(worker, value) if isinstance(value, Job) else value
+
+    def _turn(self, worker: _Worker) -> contextlib.AbstractContextManager[None]:
+        return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()
+
+    def _train(self, worker: _Worker, job: Job) -> Any:
+        check_job(self._study, job)
+        if self._clock is not None and job.timeout is not None:
+            raise UnfitJobError(
+                f"job {job.name!r} has timeout={job.timeout:g}, which follows the clock, and the study is deterministic=True; "
+                "leave one of them out"
+            )
+
+        def turn() -> contextlib.AbstractContextManager[None]:
+            return self._turn(worker)
+
+        on_epoch = reporting(self._study, worker.trial, turn)
+        worker.runner = JobRunner(job, self._engine, on_epoch, seed=worker.seed, in_order=turn)
+        result = worker.result = worker.runner.run()
+        if result.status == "pruned":
+            raise optuna.TrialPruned(f"pruned after epoch {len(result.metrics) - 1}")
+        if result.error is not None:
+            raise result.error
+        return value_of(self._study, result)
+
+    # -- telling
+
+    def _tell(
+        self, worker: _Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
+        progress: ProgressLine,
+    ) -> None:  # fmt: skip
+        trial, error = worker.trial, worker.error
+        with uninterrupted():
+            try:
+                told = tell_quietly(self._study, trial, worker.value, worker.state, error, catch)
+            except Exception as failure:  # a sampler's own
+                self._failure = self._failure or failure
+                return
+            finally:
+                del self._running[trial.number]
+                if (need := self._need(trial.number)) is not None:
+                    self._ended_last.append(need)
+        self._states[told.state.name.lower()] += 1
+        if worker.result is not None:
+            self._results.add(trial.number, worker.result)
+            self._results.told(trial.number, values_of(told))
+            worker.result = worker.runner = None
+        fatal = isinstance(error, UnfitJobError) or not isinstance(error, catch)
+        if worker.state == TrialState.FAIL and error is not None and fatal:
+            self._failure = self._failure or error
+            return
+        if self._gc_after_trial:
+            gc.collect()
+        for callback in callbacks:
+            callback(self._study, told)
+        progress.advance(best_of(self._study))
+
+    def _leave(self, worker: _Worker) -> int:
+        """The trial leaves the clock; returns the virtual time at which the next one may begin."""
+        if self._clock is None:
+            return 0
+        ended = self._clock.time(worker.trial.number)
+        self._clock.leave(worker.trial.number)
+        return ended
+
+    def _interrupt(self) -> None:
+        """Ctrl-C, or a callback that raised: stop what runs, and leave no trial RUNNING."""
+        workers = list(self._running.values())
+        if self._clock is not None:
+            self._clock.open()
+        stop_all([worker.runner for worker in workers if worker.runner is not None], "interrupted")
+        for worker in workers:
+            worker.told.set()
+            if worker.runner is None:
+                worker.break_off()
+        join_all([worker.thread for worker in workers], STOP_SECONDS)
+        break_off_all(workers, [worker.thread for worker in workers], BREAK_OFF_SECONDS)
+        for worker in workers:
+            with contextlib.suppress(Exception):
+                self._study.tell(worker.trial, state=TrialState.FAIL)
+        self._running.clear()
+
+
+def reporting(study: optuna.Study, trial: Trial, turn: InOrder = contextlib.nullcontext) -> OnEpoch:
+    """What a trial's job calls after each evaluation: a study of one objective hears the first number, and may prune it."""
+
+    def on_epoch(epoch: int, metrics: Metrics) -> None:
+        if len(study.directions) == 1:
+            with turn():
+                trial.report(next(iter(metrics.values())), epoch)
+                if trial.should_prune():
+                    raise StopJob
+
+    return on_epoch
+
+
+def best_of(study: optuna.Study) -> str:
+    """Its best value, and whose; nothing where there is none, or several objectives."""
+    if len(study.directions) > 1:
+        return ""
+    with contextlib.suppress(ValueError):
+        return f"best {study.best_value:.6g} (trial {study.best_trial.number})"
+    return ""

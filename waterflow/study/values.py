@@ -1,0 +1,145 @@
+"""What a study is told of a trial that returned a job: which jobs it can take, and their numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from waterflow.errors import StudyError
+from waterflow.job import Job, JobResult, Results, RunFigures
+
+
+class UnfitJobError(StudyError):
+    """A job that says nothing of what its study looks for. It ends the study, whatever ``catch`` names."""
+
+
+def check_job(study: Any, job: Job) -> None:
+    """Raise UnfitJobError, before ``job`` trains, where its value would not be what ``study`` looks for."""
+    if job.evaluate is not None:
+        return
+    directions = [direction.name.lower() for direction in study.directions]
+    if len(directions) == 1 and directions[0] == "maximize":
+        raise UnfitJobError(
+            f"the study has direction='maximize' and job {job.name!r} has no evaluate=: its value would be its training loss, of "
+            "which the study would look for the largest. Pass Job(evaluate=), a function of the model that returns the number to "
+            "maximize, or make the study with direction='minimize'"
+        )
+    if len(directions) > 1:
+        raise UnfitJobError(
+            f"the study has {len(directions)} objectives and evaluate of job {job.name!r} is missing, without which a job has 1 "
+            f"number, its training loss (directions are {', '.join(directions)}): loss. Return one per objective from evaluate=, "
+            "in their order"
+        )
+
+
+def value_of(study: Any, result: JobResult) -> Any:
+    """The number, or the numbers, that a job which has ended is worth. Raises StudyError where they are too few or too many."""
+    count = len(study.directions)
+    if count == 1:
+        return result.value
+    values = list(result.metrics[-1].values())
+    if len(values) != count:
+        raise StudyError(
+            f"the study has {count} objectives and evaluate of job {result.name!r} returned {len(values)} number(s): "
+            f"{', '.join(result.metrics[-1])}. Return one per objective, in their order"
+        )
+    return values
+
+
+KeepWeights = Literal["best", "all", "none"]
+
+
+def check_keep_weights(keep: Any) -> None:
+    """Raise StudyError for a setting that there is not."""
+    if keep not in get_args(KeepWeights):
+        raise StudyError(f"keep_weights must be one of {', '.join(map(repr, get_args(KeepWeights)))}; got {keep!r}")
+
+
+def without_weights(result: JobResult) -> JobResult:
+    """The same result, whose weights can go."""
+    return result if result.state_dict is None else replace(result, state_dict=None)
+
+
+class KeptResults:
+    """Results by trial. Thread-safe.
+
+    With ``keep`` ``"best"`` the weights of a trial go as soon as the study was told a better one: in the end there are those of
+    the best trial of this call, or of all that no other one of it dominates (the Pareto front) in a study with several objectives.
+    Trials that were pruned, failed, or that break a constraint are none of these.
+    """
+
+    def __init__(self, study: Any, keep: KeepWeights) -> None:
+        self._study, self._keep = study, keep
+        self._signs = [-1.0 if direction.name == "MAXIMIZE" else 1.0 for direction in study.directions]
+        self._lock = threading.Lock()
+        self._results: dict[int, JobResult] = {}
+        self._best: dict[
+            int, list[float]
+        ] = {}  # trials that none is better than, and what they are worth: less is better
+
+    def add(self, number: int, result: JobResult) -> None:
+        """A trial's job has ended, and the study may be told of it yet."""
+        may_be_best = self._keep == "best" and result.status == "completed"
+        with self._lock:
+            self._results[number] = result if self._keep == "all" or may_be_best else without_weights(result)
+
+    def told(self, number: int, values: list[float] | None) -> None:
+        """The study was told of a trial: its ``values``, or None for one that can not be the best."""
+        with self._lock:
+            if self._keep != "best" or number not in self._results:
+                return
+            worth = [sign * value for sign, value in zip(self._signs, values or ())]
+            for other in list(self._best) if values is not None else ():
+                if self._gives_way(other, self._best[other], number, worth):
+                    del self._best[other]
+                    self._results[other] = without_weights(self._results[other])
+                elif self._gives_way(number, worth, other, self._best[other]):
+                    values = None
+            if values is None:
+                self._results[number] = without_weights(self._results[number])
+            else:
+                self._best[number] = worth
+
+    def _gives_way(self, one: int, worth: list[float], other: int, worth_of_other: list[float]) -> bool:
+        if worth != worth_of_other:
+            return all(mine >= theirs for mine, theirs in zip(worth, worth_of_other))
+        if len(worth) > 1:
+            return False  # both are on the front
+        with contextlib.suppress(ValueError):
+            return bool(self._study.best_trial.number != one)
+        return one > other
+
+    def in_order(self) -> Results:
+        """All results, by the numbers of their trials."""
+        return Results(result for _, result in sorted(self._results.items()))
+
+
+@dataclass(frozen=True)
+class StudySummary:
+    """What one call of ``optimize`` did; print it. ``results`` holds the jobs of trials that returned one, by trial.
+
+    Weights (``state_dict``) are in the results that ``keep_weights`` names, and None in the others. ``states`` counts trials by
+    how they ended; ``figures`` are None where a cluster's devices have trained.
+    """
+
+    trials: int
+    seconds: float
+    steps: int
+    captures: int
+    most_at_once: int
+    lane_busy: tuple[float, ...]
+    results: Results = field(default_factory=Results)
+    states: Mapping[str, int] = field(default_factory=dict)
+    best: str = ""
+    figures: RunFigures | None = None
+
+    def __repr__(self) -> str:
+        ended = ", ".join(f"{count} {state}" for state, count in self.states.items())
+        many = f"{self.trials} trials in {self.seconds:.1f} s, up to {self.most_at_once} at a time"
+        return "; ".join(filter(None, [many, ended, self.best]))
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *(self.figures.lines("trials") if self.figures else ())])

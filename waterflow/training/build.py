@@ -1,0 +1,115 @@
+"""Which modules of a model train and which evaluate: the flags that ``train()`` and ``eval()`` set."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+
+from waterflow.errors import InvalidJobError
+from waterflow.executor.cancel import Turn, doing
+from waterflow.executor.rng import own_numbers
+from waterflow.job import Job
+
+logger = logging.getLogger("waterflow")
+
+
+def begin_training(job: Job, model: nn.Module) -> None:
+    """Leave the flags of a model that is in training mode; put one that is in evaluation mode as a whole into training mode.
+
+    Modules that have a ``train()`` of their own, as those that keep a backbone in evaluation mode, may put parts of theirs there.
+    With ``job.train_mode="as_is"`` no flag changes.
+    """
+    if job.train_mode == "as_is":
+        return
+    if model.training:
+        flags = [(module, module.training) for module in model.modules()]
+        _call_own_train(model)
+        for module, training in flags:
+            module.training = module.training and training
+        return
+    model.train()
+    logger.warning(
+        "job %r: its %s came in evaluation mode, as from_pretrained() returns models, and train() was called on all of it. Call "
+        "train() in model= yourself, and eval() on parts that are to stay in evaluation mode, or pass train_mode='as_is' to "
+        "keep all flags",
+        job.name, type(model).__name__,
+    )  # fmt: skip
+
+
+def _call_own_train(module: nn.Module) -> None:
+    """Call the outermost ones that are not torch's."""
+    if getattr(module.train, "__func__", None) is not nn.Module.train:
+        module.train()
+        return
+    for child in module.children():
+        _call_own_train(child)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the whole model is in evaluation mode. Behind it each module's flag is as it was before.
+
+    A module that was added inside gets the flag of the module that holds it.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+        known = {id(module) for module, _ in before}
+        for holder in model.modules():  # holders come before what they hold
+            for module in holder.children():
+                if id(module) not in known:
+                    known.add(id(module))
+                    module.training = holder.training
+
+
+_building = Turn()  # functions that make models may patch what is the process's, as transformers' do
+
+
+@doing("making its model or optimizer")
+def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
+    """The job's model, ready to train. A function that makes it draws from ``numbers``; without them from torch's own.
+
+    Raises InvalidJobError where the function makes something else.
+    """
+    if isinstance(job.model, nn.Module):
+        model = job.model
+    elif numbers is None:
+        model = job.model()
+    else:
+        with own_numbers(numbers), _building:
+            model = _made(job)
+    if not isinstance(model, nn.Module):
+        raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
+    begin_training(job, model)
+    return model
+
+
+def _made(job: Job) -> nn.Module:
+    try:
+        return job.model()
+    except Exception as error:
+        if all(frame.f_code.co_filename != fake_tensor.__file__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        raise InvalidJobError(
+            f"job {job.name!r}: model() came upon a tensor without values, of modules that another job trains. Give each job its "
+            "own, as by copy.deepcopy; frozen tensors can be shared: docs/howto.md, LoRA adapters over one frozen model"
+        ) from error
+
+
+@doing("making its model or optimizer")
+def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """The job's optimizer of the parameters of ``model``. Raises InvalidJobError where it is none."""
+    optimizer = job.optimizer(model.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidJobError(f"job {job.name!r}: optimizer made a {type(optimizer).__name__}, not an optimizer")
+    return optimizer

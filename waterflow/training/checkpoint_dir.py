@@ -1,0 +1,349 @@
+"""A folder of checkpoints: where the jobs of ``train`` go on after the process has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow.errors import CheckpointError, InvalidJobError
+from waterflow.executor.data.loader import why_not_again
+from waterflow.job import Job, JobResult
+from waterflow.training.checkpoint import Checkpoint, read, write
+from waterflow.training.runner import JobRunner
+from waterflow.training.safepoint import JobEnded
+
+logger = logging.getLogger("waterflow")
+
+_STATE, _RESULT, _SEEDS = "step-{:010d}.state", "result.state", "seeds.json"
+# Of a result; the rest has objects in it, or belongs to the process.
+_KEPT = frozenset(field.name for field in fields(JobResult)) - {
+    "error",
+    "traceback",
+    "recomputed",
+    "state_dict",
+}
+
+
+class Checkpoints:
+    """Where and how often the jobs of one ``train`` call are written.
+
+    A second call with the same folder, and with the same jobs by their names, goes on where the first one stopped, whether
+    it was interrupted, failed, or killed: jobs that have ended are not trained again. One call at a time may use a folder.
+
+    Args:
+        folder: Is made where it is missing; has a folder for each job.
+        every: Seconds between two checkpoints of a job; None: only at the end and at Ctrl-C.
+        steps: Steps between two, at least, where that comes first.
+        keep: So many of the last checkpoints of each job stay. Where the last one is damaged, the one before is taken.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, every: float | None = 60.0, steps: int | None = None, keep: int = 2
+    ) -> None:
+        self.folder = Path(folder)
+        if every is not None and not every > 0:
+            raise InvalidJobError(f"every must be a positive number of seconds, or None; got {every!r}")
+        for name, value in (("steps", steps), ("keep", keep)):
+            if not (value is None and name == "steps") and (not isinstance(value, int) or value < 1):
+                raise InvalidJobError(f"{name} of checkpoints must be a positive integer; got {value!r}")
+        self.every, self.steps, self.keep = every, steps, keep
+
+    @contextlib.contextmanager
+    def opened(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Keep the folder for one call. Raises CheckpointError where another one has it, or a job could not go on."""
+        for job in jobs:
+            if (why := why_not_again(f"data of job {job.name!r}", job.data, job.data)) is not None:
+                raise CheckpointError(why)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "in-use", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(
+                    f"checkpoints in {self.folder} are in use by another call; wait for its end, or give this one a folder of "
+                    "its own"
+                ) from None
+            for left in self.folder.glob("**/.*.part"):  # of a process that was killed while it wrote
+                left.unlink(missing_ok=True)
+            yield
+
+    def seeds(self, jobs: Sequence[Job], drawn: Sequence[int]) -> list[int]:
+        """The seeds of jobs: those of the first call, and for jobs that are new those that were ``drawn`` now."""
+        path = self.folder / _SEEDS
+        known: dict[str, int] = {}
+        try:
+            known = json.loads(path.read_text())
+        except FileNotFoundError:
+            pass
+        except ValueError:
+            raise CheckpointError(f"{path} is damaged; remove the folder to start anew") from None
+        found = [seed if job.seed is not None else known.get(job.name, seed) for job, seed in zip(jobs, drawn)]
+        if (all_ := known | {job.name: seed for job, seed in zip(jobs, found)}) != known:
+            try:
+                self._write_seeds(path, json.dumps(all_))
+            except OSError as error:
+                logger.warning(
+                    "%s could not be written: %s. Training goes on; a second call draws other seeds for jobs that have neither a "
+                    "checkpoint nor a result by then. Free space there, or pass Job(seed=)",
+                    path, error,
+                )  # fmt: skip
+        return found
+
+    def _write_seeds(self, path: Path, text: str) -> None:
+        part = self.folder / ".seeds.part"
+        try:
+            part.write_text(text)
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def load(self, job: Job) -> Checkpoint | JobResult | None:
+        """Where the job stands: its result, its last checkpoint that is whole, or None. Raises CheckpointError."""
+        result = self.of(job.name) / _RESULT
+        if result.exists():
+            try:
+                return _result(job, read(result, job=job.name))
+            except CheckpointError as error:
+                raise self._anew(job.name, error) from error
+        last: CheckpointError | None = None
+        for path in reversed(self.states(job.name)):
+            try:
+                return Checkpoint.load(path, job=job.name)
+            except CheckpointError as error:
+                logger.warning("%s; an older checkpoint is looked for", error)
+                last = last or error
+        if last is not None:
+            raise self._anew(job.name, last) from last
+        return None
+
+    def _anew(self, name: str, error: CheckpointError) -> CheckpointError:
+        """The error with what to do about it."""
+        return CheckpointError(f"{error}. To start job {name!r} anew, remove {self.of(name)}")
+
+    def states(self, name: str) -> list[Path]:
+        """The checkpoints of a job, the last one last."""
+        return sorted(self.of(name).glob("step-*.state"))
+
+    def of(self, name: str) -> Path:
+        """The folder of a job. Unlike names have unlike folders."""
+        plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:48]
+        return self.folder / f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+
+    def save(self, checkpoint: Checkpoint, *, durable: bool = True) -> None:
+        """Write it, and let the oldest go; as ``Checkpoint.save``."""
+        folder = self.of(checkpoint.job)
+        folder.mkdir(exist_ok=True)
+        checkpoint.save(folder / _STATE.format(checkpoint.steps), durable=durable)
+        for old in self.states(checkpoint.job)[: -self.keep]:
+            old.unlink(missing_ok=True)
+
+    def finish(self, result: JobResult) -> None:
+        """The job has ended well: its result takes the place of its checkpoints."""
+        folder = self.of(result.name)
+        folder.mkdir(exist_ok=True)
+        content: dict[str, Any] = {name: getattr(result, name) for name in _KEPT}
+        content |= {"metrics": list(result.metrics), "losses": list(result.losses), "state_dict": result.state_dict}
+        write(folder / _RESULT, content, {"job": result.name, "steps": result.steps})
+        for old in self.states(result.name):
+            old.unlink(missing_ok=True)
+
+
+def steps_of(state: Path) -> int:
+    """How many steps the job had done whose checkpoint the file is."""
+    return int(state.stem.removeprefix("step-"))
+
+
+def _result(job: Job, content: dict[str, Any]) -> JobResult:
+    content |= {"metrics": tuple(content["metrics"]), "losses": tuple(content["losses"])}
+    epochs, state = len(content["metrics"]), content["state_dict"]
+    if content["status"] == "completed" and epochs != job.epochs:
+        raise _other_result(job, f"{epochs} epochs; it has {job.epochs} now")
+    if isinstance(job.model, nn.Module):
+        model = job.model
+    else:
+        with torch.random.fork_rng(devices=[]):
+            model = job.model()
+    try:
+        if state is not None:
+            model.load_state_dict(state)
+    except RuntimeError as error:
+        raise _other_result(job, f"another model: {error}") from None
+    known = {field.name for field in fields(JobResult)}  # what an earlier version told beside is left out
+    return JobResult(**{name: value for name, value in content.items() if name in known})
+
+
+def _other_result(job: Job, told: str) -> CheckpointError:
+    return CheckpointError(
+        f"the result of job {job.name!r} is of {told}. Give the job another name, or train it in another folder"
+    )
+
+
+LOOK_AGAIN = 0.05  # seconds
+RESULTS_AGAIN = 10.0  # seconds
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MOST_NAMED = 5
+LAST_SECONDS = 0.5  # at Ctrl-C, which returns within two seconds
+
+
+class Checkpointing:
+    """A thread that asks jobs for their state when it is time, and writes what they give. Thread-safe.
+
+    A job stands still only for the copy of its state. What cannot be written, as on a full disk, ends no job: a warning says so
+    once, later checkpoints are tried again, and at the end another one names the jobs whose last checkpoint is old.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._to = checkpoints
+        self._lock = threading.Lock()
+        self._files = threading.Lock()  # one file at a time
+        self._running: dict[JobRunner, tuple[float, int]] = {}  # when the job was written last, and its steps then
+        self._asked: dict[JobRunner, Future[Checkpoint]] = {}
+        self._refused: set[JobRunner] = set()
+        self._unwritten: dict[str, Exception] = {}  # jobs whose last checkpoint or result could not be written, and why
+        self._results: dict[str, JobResult] = {}  # of them, those that have ended well
+        self._said: set[object] = set()  # causes that there was a warning of
+        self._again = 0.0  # when results are tried again
+        self._hurry = False  # Ctrl-C was pressed
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Within, jobs are written."""
+        thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+            if not self._hurry:
+                self._write_results()
+            self._say_what_is_old()
+
+    def begin(self, runner: JobRunner, at_once: bool) -> None:
+        """A job begins; ``at_once``: its beginning cannot be made again from its seed."""
+        with self._lock:
+            self._running[runner] = (time.monotonic(), runner.begun)
+            if at_once:
+                self._asked[runner] = runner.ask_for_snapshot()
+
+    def end(self, runner: JobRunner, result: JobResult) -> None:
+        """It has ended. What ended well is written as its result."""
+        with self._lock:
+            self._running.pop(runner, None)
+            self._asked.pop(runner, None)
+        if result.status in ("completed", "pruned"):
+            with self._files:
+                self._finish(result)
+
+    def last(self) -> None:
+        """Write all that run, as far as time allows."""
+        self._hurry = True
+        until = time.monotonic() + LAST_SECONDS
+        with self._lock:
+            asked = {self._asked.get(runner) or runner.ask_for_snapshot(): runner for runner in self._running}
+        wait(asked, timeout=LAST_SECONDS)
+        for made, runner in asked.items():
+            if made.done() and time.monotonic() < until:
+                self._save(runner, made, durable=False)  # the process ends, not the machine
+
+    def _work(self) -> None:
+        while not self._over.wait(timeout=LOOK_AGAIN):
+            with self._lock:
+                due = [runner for runner in self._running if runner not in self._refused and self._due(runner)]
+                for runner in due:
+                    if runner not in self._asked:
+                        self._asked[runner] = runner.ask_for_snapshot()
+                done = [(runner, made) for runner, made in self._asked.items() if made.done()]
+            for runner, made in done:
+                self._save(runner, made)
+            if self._results and time.monotonic() >= self._again:
+                self._write_results()
+
+    def _due(self, runner: JobRunner) -> bool:
+        when, steps = self._running[runner]
+        by_time = self._to.every is not None and time.monotonic() - when >= self._to.every
+        return by_time or (self._to.steps is not None and runner.begun - steps >= self._to.steps)
+
+    def _save(self, runner: JobRunner, made: Future[Checkpoint], durable: bool = True) -> None:
+        with self._files:
+            with self._lock:
+                self._asked.pop(runner, None)
+                if runner not in self._running:
+                    return  # its result has been written
+            try:
+                checkpoint = made.result()
+            except JobEnded:
+                return
+            except Exception as error:  # its own, or of the user's state_dict()
+                logger.warning("job %r trains without checkpoints: %s", runner.job.name, error)
+                self._refused.add(runner)
+                return
+            self._attempt(runner.job.name, lambda: self._to.save(checkpoint, durable=durable))
+        with self._lock:
+            if runner in self._running:
+                self._running[runner] = (time.monotonic(), checkpoint.steps)
+
+    # -- what cannot be written
+
+    def _attempt(self, name: str, write: Callable[[], None]) -> bool:
+        """Whether it could be written; if not, the file that was there before is there still."""
+        try:
+            write()
+        except Exception as error:
+            self._unwritten[name] = error
+            of_all = isinstance(error, OSError | RuntimeError)  # of the disk, most likely
+            cause = (type(error), getattr(error, "errno", None)) if of_all else name
+            log = logger.info if cause in self._said else logger.warning
+            self._said.add(cause)
+            advice = ". Training goes on, and later checkpoints are tried again"
+            advice += f": free space in {self._to.folder}" if getattr(error, "errno", None) in FULL else ""
+            log("job %r could not be written: %s%s", name, error, advice)
+            return False
+        if self._unwritten.pop(name, None) is not None:
+            logger.info("job %r could be written again", name)
+        return True
+
+    def _finish(self, result: JobResult) -> None:
+        if self._attempt(result.name, lambda: self._to.finish(result)):
+            self._results.pop(result.name, None)
+        else:
+            self._results[result.name] = result
+
+    def _write_results(self) -> None:
+        """Once more, of those that could not be written."""
+        with self._files:
+            for result in list(self._results.values()):
+                self._finish(result)
+        self._again = time.monotonic() + RESULTS_AGAIN
+
+    def _say_what_is_old(self) -> None:
+        if not self._unwritten:
+            return
+        told = []
+        for name in self._unwritten:
+            states = self._to.states(name)
+            told.append(f"{name!r} ({f'step {steps_of(states[-1])}' if states else 'none'})")
+        many = ", ".join(told[:MOST_NAMED]) + (f" and {len(told) - MOST_NAMED} more" if len(told) > MOST_NAMED else "")
+        logger.warning(
+            "the last checkpoints in %s are old, or missing, for what came later could not be written (%s): %s. What was trained is "
+            "in the results of this call; a second call would train again from these steps",
+            self._to.folder, next(reversed(self._unwritten.values())), many,
+        )  # fmt: skip

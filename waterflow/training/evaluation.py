@@ -1,0 +1,109 @@
+"""A job's ``evaluate``: on a lane, beside the steps of other jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow import _C
+from waterflow.errors import JobCancelled, MemoryLimitError
+from waterflow.executor.cancel import UserCode, doing
+from waterflow.executor.engine import Engine
+from waterflow.executor.rng import own_numbers
+from waterflow.job import Job, Metrics, as_metrics
+from waterflow.partition.plan.plan import Plan, format_bytes, opaque_plan
+from waterflow.step import Step
+from waterflow.training.build import evaluation_mode
+
+_local = threading.local()
+
+
+def evaluating() -> bool:
+    """Whether the calling thread is inside a job's ``evaluate``, and so keeps a lane."""
+    return getattr(_local, "evaluating", False)
+
+
+@doing("evaluating")
+class Evaluation:
+    """Calls a job's ``evaluate`` after an epoch, with the memory that it was seen to need."""
+
+    def __init__(self, job: Job, engine: Engine | None, user_code: UserCode) -> None:
+        self._job = job
+        self._engine = engine
+        self._user_code = user_code
+        self._height: int | None = None
+        self._plan: Plan | None = None  # of the job's last step
+        self._model: nn.Module | None = None  # only while it is evaluated: the engine may keep the work for longer
+
+    def metrics(self, step: Step) -> Metrics | None:
+        """What it returned for the model of ``step``; None for a job that is not evaluated."""
+        if self._job.evaluate is None:
+            return None
+        self._model = step.model
+        try:
+            return as_metrics(self._job.name, self._evaluate(step))
+        finally:
+            self._model = None
+
+    def _evaluate(self, step: Step) -> Any:
+        evaluate, engine, generator = self._job.evaluate, self._engine, step.generator
+
+        @doing("evaluating")
+        def work() -> Any:
+            model = self._model
+            assert model is not None and evaluate is not None
+            numbers = own_numbers(generator) if generator is not None else contextlib.nullcontext()
+            _local.evaluating = True
+            try:
+                with evaluation_mode(model), torch.no_grad(), numbers, self._user_code.here():
+                    return evaluate(model)
+            finally:
+                _local.evaluating = False
+
+        if engine is None:
+            return work()
+        assert step.job is not None
+        plan = None
+        if self._height is not None:
+            self._claim(engine, step, self._height)
+            plan = _C.GroupPlan(ends=[1], peak=[self._height], after=[0])
+        try:
+            result, height = engine.run_eager(step.job, work, plan)
+        except _C.Cancelled as error:
+            raise JobCancelled(str(error)) from None
+        self._height = max(height, self._height or 0)
+        with contextlib.suppress(RuntimeError):
+            self._plan = step.plan
+        return result
+
+    def _claim(self, engine: Engine, step: Step, height: int) -> None:
+        assert step.job is not None
+        with contextlib.suppress(RuntimeError):  # of one that has come back, and has not trained since
+            self._plan = step.plan
+            if height <= self._plan.height:
+                return
+        if (plan := self._plan) is None:
+            return
+        height = max(height, plan.height)
+        needed = opaque_plan(self._job.name, height, persistent=plan.persistent, batch=plan.batch)
+        try:
+            engine.claim(step.job, needed, batches=step.batches_ahead)
+        except MemoryLimitError as error:
+            raise MemoryLimitError(
+                f"evaluate of job {self._job.name!r} reaches {format_bytes(height)} above the job's state, which the "
+                f"limit of {format_bytes(error.limit)} does not leave. Evaluate in smaller batches, train fewer jobs "
+                "at once, or raise memory=.",
+                needed=error.needed, limit=error.limit,
+            ) from None  # fmt: skip
+
+
+def step_scheduler(scheduler: Any, metrics: Metrics) -> None:
+    """A learning-rate scheduler's step behind an epoch; some look at its first number."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(next(iter(metrics.values())))
+    else:
+        scheduler.step()

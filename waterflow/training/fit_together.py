@@ -1,0 +1,196 @@
+"""What jobs would need, and which of them fit together: captured and planned, never trained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from waterflow.errors import CaptureError, InvalidJobError, MemoryLimitError
+from waterflow.executor.data.loader import Batches
+from waterflow.executor.data.shared import SharedData
+from waterflow.executor.engine import Engine
+from waterflow.job import Job
+from waterflow.partition.passes.rematerialize import Recomputed
+from waterflow.partition.plan.plan import Plan, format_bytes
+from waterflow.planner.feasibility import Feasibility, Need, needed
+from waterflow.planner.search import what_fits
+from waterflow.step import Step
+from waterflow.training.build import model_of, optimizer_of
+from waterflow.training.step_queue import STEPS_AHEAD
+
+ANY_ROOM = 1 << 62
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is known of one job before it is trained, alone. ``plan`` is None where it cannot be captured.
+
+    ``recomputed`` is what the job makes again, where it may and has to.
+    """
+
+    name: str
+    plan: Plan | None = None
+    recomputed: Recomputed | None = None
+    verdict: str = ""
+    error: Exception | None = None
+    opaque_reason: str | None = None
+
+    @property
+    def need(self) -> Need | None:
+        """What the job takes while it trains, with the batches that it holds; None where that is not known."""
+        plan = self.plan
+        return None if plan is None else Need(self.name, plan.persistent + STEPS_AHEAD * plan.batch, plan.height)
+
+    def to_dict(self, groups: bool) -> dict[str, Any]:
+        """Plain values for JSON, bytes throughout."""
+        made: dict[str, Any] = {
+            "name": self.name,
+            "verdict": self.verdict,
+            "opaque_reason": self.opaque_reason,
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        }
+        if self.recomputed is not None:
+            made["recomputed"] = dataclasses.asdict(self.recomputed)
+        if self.plan is not None:
+            made |= {
+                "persistent_bytes": self.plan.persistent,
+                "batch_bytes": self.plan.batch,
+                "height_bytes": self.plan.height,
+                "predicted_peak_bytes": self.plan.peak,
+                "operations": self.plan.operations,
+            }
+            if groups:
+                made["groups"] = [dataclasses.asdict(g) | {"kind": g.kind} for g in self.plan.groups]
+        return made
+
+
+@dataclass(frozen=True)
+class Together:
+    """Which jobs would be under way at the same time under a limit of so many bytes, and why."""
+
+    limit: int
+    lanes: int
+    jobs: tuple[Forecast, ...]
+    feasibility: Feasibility
+
+    def explanation(self) -> list[str]:
+        """Why, in sentences."""
+        room, together = self.feasibility.room, self.feasibility.together
+        lines = [
+            f"limit {format_bytes(self.limit)}, {format_bytes(self.limit - room)} of it reserve: "
+            f"{format_bytes(room)} for jobs, on {self.lanes} lanes"
+        ]
+        lines += [f"{job.name} recomputes: {job.recomputed}" for job in self.jobs if job.recomputed is not None]
+        lines += [f"{job.name} cannot be captured: {job.opaque_reason}" for job in self.jobs if job.opaque_reason]
+        if together:
+            free = room - sum(job.held for job in together)
+            heights = sorted(job.height for job in together)
+            lines.append(
+                f"together: {', '.join(job.name for job in together)}. Parameters, optimizer state and {STEPS_AHEAD} batches of "
+                f"each take {format_bytes(room - free)}, which leaves {format_bytes(free)} for steps; the largest reaches "
+                f"{format_bytes(heights[-1])}."
+            )
+            steps = min(self.lanes, len(heights))
+            side_by_side = sum(heights[-steps:])
+            if steps > 1 and side_by_side <= free:
+                lines.append(f"Any {steps} steps fit side by side ({format_bytes(side_by_side)} at most): none waits.")
+            elif steps > 1:
+                lines.append(
+                    f"The {steps} largest steps at their peaks would take {format_bytes(side_by_side)}: there node "
+                    "groups wait until another step has given memory back."
+                )
+        return lines
+
+    def to_dict(self, groups: bool) -> dict[str, Any]:
+        """Plain values for JSON, bytes throughout."""
+        together = self.feasibility.together
+        return {
+            "limit_bytes": self.limit,
+            "room_bytes": self.feasibility.room,
+            "lanes": self.lanes,
+            "together": [job.name for job in together],
+            "claimed_bytes": sum(job.held for job in together),
+            "fits": None if any(job.opaque_reason for job in self.jobs) else self.feasibility.fits,
+            "jobs": [job.to_dict(groups) for job in self.jobs],
+        }
+
+
+def fit_together(
+    jobs: Iterable[Job], memory: int | float | str | None = None, max_concurrent: int | None = None
+) -> Together:
+    """Capture each job's step and see, in the order given, who could be under way beside those before it.
+
+    Makes each model and reads one batch of its data. A job that fails to do so has the error in its forecast.
+    """
+    with Engine(memory=memory) as engine:
+        at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
+        looked: list[Forecast] = []
+        taken: dict[int, Need] = {}
+        for job in jobs:
+            try:
+                found = forecast(job, engine.limit, engine.room)
+            except Exception as error:
+                found = Forecast(job.name, verdict="fails", error=error)
+            if found.need is not None and found.error is None:
+                if needed([*taken.values(), found.need]) > engine.room:
+                    verdict = "waits for memory: until one of the others has ended"
+                elif len(taken) >= at_once:
+                    verdict = f"waits for its turn: max_concurrent is {at_once}"
+                else:
+                    verdict = "fits"
+                    taken[len(looked)] = found.need
+                found = dataclasses.replace(found, verdict=verdict)
+            looked.append(found)
+    turns = (tuple(taken),) if taken else ()
+    feasibility = Feasibility(engine.room, tuple(found.need for found in looked), turns)
+    return Together(engine.limit, engine.lanes, tuple(looked), feasibility)
+
+
+def forecast(job: Job, limit: int = ANY_ROOM, room: int = ANY_ROOM) -> Forecast:
+    """One job alone under a ``limit`` that has ``room`` for jobs: where it may recompute, in the form in which it fits.
+
+    Makes its model and reads one batch of its data. For a job that does not fit, ``error`` says what would.
+    """
+    job.check()
+    step, batch = step_and_batch(job)
+    try:
+        plan, recomputed = step.plan_for(batch), step.recomputed_for(batch)
+    except CaptureError as error:
+        why = "runs eagerly: memory unknown before its first step"
+        return Forecast(job.name, verdict=why, opaque_reason=str(error))
+    held, lowest = plan.persistent + STEPS_AHEAD * plan.batch, None
+    if held + plan.height > room and step.recompute == "auto":
+        height = max(0, room - held)
+        try:
+            plan, recomputed = step.plan_for(batch, height), step.recomputed_for(batch, height)
+        except MemoryLimitError as error:
+            lowest = error.needed
+    if held + plan.height <= room:
+        return Forecast(job.name, plan, recomputed)
+    refused = what_fits(step, room, STEPS_AHEAD, batch).error(limit, room, plan, held, lowest)
+    return Forecast(job.name, plan, recomputed, "does not fit", refused)
+
+
+def step_and_batch(job: Job) -> tuple[Step, Any]:
+    """The job's step, made and not called, and the first batch of its data. Raises InvalidJobError, as ``train`` does."""
+    if isinstance(job.data, Iterator):
+        raise InvalidJobError(
+            f"data of job {job.name!r} is an iterator, which can be read only once: a plan would take a batch that training "
+            "then lacks. Pass a list, a DataLoader, or a function that makes a fresh iterator"
+        )
+    numbers = torch.Generator().manual_seed(job.seed or 0)
+    model = model_of(job)
+    step = Step(
+        model, optimizer=optimizer_of(job, model), loss=job.loss, step=job.step, accumulate=job.accumulate,
+        clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
+        recompute=job.recompute, generator=numbers, name=job.name,
+    )  # fmt: skip
+    data = job.data
+    source = data.reader() if isinstance(data, SharedData) else Batches(job.name, data, numbers)
+    with contextlib.closing(source) as batches:
+        return step, next(iter(batches.epoch()))

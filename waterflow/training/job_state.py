@@ -1,0 +1,231 @@
+"""The tensors and numbers that a job consists of between two steps: taken out of its objects, and put into them again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow.errors import CheckpointError
+from waterflow.executor.data.shared import SharedData
+from waterflow.executor.program.eager import compose
+from waterflow.job import Job
+from waterflow.step import Step
+from waterflow.training.checkpoint import Checkpoint
+
+logger = logging.getLogger("waterflow")
+
+HOST = torch.device("cpu")
+_COUNTS = ("planned_requests", "missed_requests", "most_spilled")
+
+
+class JobState:
+    """A job's model, the tensors of its loss, optimizer and scheduler. Nothing may run on them while it works."""
+
+    def __init__(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        self._name = job.name
+        self._holder, _ = compose(model, job.loss, job.step)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._placed: set[str] = set()  # tensors whose memory was moved out
+
+    def take(self, move: bool = False) -> dict[str, Any]:
+        """A copy in host memory: tensors, and plain data. With ``move`` the objects keep no memory where that can be.
+
+        What is moved out of host memory is not copied. Raises CheckpointError for a scheduler without a state_dict, and where
+        tensors are trained that the model does not have, unless these objects go on.
+        """
+        held = set(self._holder.parameters())
+        updated = (p for group in self._optimizer.param_groups for p in group["params"])
+        if not move and (stranger := next((p for p in updated if p not in held), None)) is not None:
+            raise CheckpointError(
+                f"the optimizer of job {self._name!r} trains a tensor of shape {tuple(stranger.shape)} that is no parameter of "
+                "the model, whose values a checkpoint would not have; make it one"
+            )
+        if self._scheduler is not None and not callable(getattr(self._scheduler, "state_dict", None)):
+            raise CheckpointError(
+                f"the scheduler of job {self._name!r}, a {type(self._scheduler).__name__}, has no state_dict, so that nobody "
+                "could go on with it; give it the methods state_dict and load_state_dict, as torch's schedulers have"
+            )
+        tensors = dict(self._tensors())
+        alone = _alone(tensors) if move else set()
+        modules = dict(self._holder.named_modules())
+        taken = {
+            "tensors": {name: _on_host(tensor, name not in alone) for name, tensor in tensors.items()},
+            "extra": {name: copied(module.get_extra_state()) for name, module in modules.items() if _has_extra(module)},
+            "evaluating": [name for name, module in modules.items() if not module.training],
+            "frozen": [name for name, p in self._holder.named_parameters() if not p.requires_grad],
+            "optimizer": copied(self._optimizer.state_dict(), not move),
+            "optimizer_class": type(self._optimizer).__name__,
+            "scheduler": copied(self._scheduler.state_dict()) if self._scheduler is not None else None,
+        }
+        if move:
+            for name in alone:
+                tensors[name].data = tensors[name].data.new_empty(0)
+            self._placed = alone
+            self._optimizer.state.clear()
+        return taken
+
+    def put(self, taken: dict[str, Any]) -> None:
+        """Bring the objects to a state that was taken, of which they keep nothing.
+
+        Raises CheckpointError where it is of a model, an optimizer or a scheduler of another kind.
+        """
+        tensors = dict(self._tensors())
+        self._check(tensors, taken)
+        with torch.no_grad():
+            for name, saved in taken["tensors"].items():
+                if name in self._placed:
+                    tensors[name].data = saved.to(tensors[name].device, copy=True)
+                else:
+                    tensors[name].copy_(saved)
+        self._placed = set()
+        for name, module in self._holder.named_modules():
+            module.training = name not in taken["evaluating"]
+            if name in taken["extra"]:
+                module.set_extra_state(copied(taken["extra"][name]))
+        for name, parameter in self._holder.named_parameters():
+            parameter.requires_grad_(name not in taken["frozen"])
+        self._put_optimizer(taken["optimizer"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(copied(taken["scheduler"]))
+
+    def _put_optimizer(self, taken: dict[str, Any]) -> None:
+        optimizer, state = self._optimizer, copied(taken)
+        mine = [dict(group) for group in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(state)
+        except (ValueError, KeyError) as error:
+            raise _other(self._name, f"its {type(optimizer).__name__} has other parameters: {error}") from None
+        for before, now in zip(mine, optimizer.param_groups):  # what a scheduler changes may differ
+            own = {"initial_lr"} if self._scheduler is not None else before.keys() - {"params"}
+            if other := [f"{name}={now[name]}" for name in sorted(own & now.keys()) if now[name] != before[name]]:
+                told = "job %r goes on with %s, as its checkpoint has it, and not with what its optimizer was made with"
+                logger.warning(told, self._name, ", ".join(other))
+        # torch casts state to its parameter's type, which loses bits of state that is kept in another one.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, parameters):
+            for key, value in state["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.to(optimizer.state[parameter][key].device)
+
+    def _check(self, tensors: dict[str, torch.Tensor], taken: dict[str, Any]) -> None:
+        saved = taken["tensors"]
+        if missing := sorted(saved.keys() ^ tensors.keys()):
+            of = "model" if missing[0] in tensors else "checkpoint"
+            raise _other(
+                self._name, f"only the {of} has {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"
+            )
+        for name, tensor in tensors.items():
+            if name in self._placed:
+                continue
+            mine, theirs = (tuple(tensor.shape), tensor.dtype), (tuple(saved[name].shape), saved[name].dtype)
+            if mine != theirs:
+                raise _other(
+                    self._name, f"{name} is {_shown(*mine)} in the model and {_shown(*theirs)} in the checkpoint"
+                )
+        if (kind := type(self._optimizer).__name__) != taken["optimizer_class"]:
+            raise _other(self._name, f"it trains with {kind}, the checkpoint was made with {taken['optimizer_class']}")
+        if (self._scheduler is None) != (taken["scheduler"] is None):
+            has = "no scheduler" if self._scheduler is None else "a scheduler"
+            raise _other(self._name, f"it has {has}, unlike that of the checkpoint")
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._holder.named_parameters()
+        yield from self._holder.named_buffers()
+
+
+def progress_of(step: Step) -> dict[str, Any]:
+    """What a step has counted, and how far it is in gathering gradients for an update: calls, and sums by parameter."""
+    sums: dict[str, torch.Tensor] = {}
+    if step._micro and step.opaque_reason is None:
+        sums = step._variants.sums
+    elif step._micro:
+        sums = step._eager_step.named_sums()
+    return {"calls": step._micro, "sums": copied(sums), "counts": {name: getattr(step, name) for name in _COUNTS}}
+
+
+def put_progress(step: Step, taken: dict[str, Any]) -> None:
+    """Let a step that has not been called yet go on from there."""
+    step._micro = taken["calls"]
+    for name, count in taken["counts"].items():
+        setattr(step, name, count)
+    parameters = dict(step._spec.model.named_parameters())
+    sums = {name: one.to(parameters[name].device, copy=True) for name, one in taken["sums"].items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    if step.opaque_reason is None:
+        step._variants.put_sums(sums)
+    else:
+        step._eager_step.put_sums(sums)
+
+
+def check_same_job(job: Job, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a job that is not to go on from a checkpoint; its model is looked at when it is made."""
+    state = checkpoint.state
+    told = None
+    if job.name != checkpoint.job:
+        told = f"it was made from {checkpoint.job!r}"
+    elif job.seed is not None and int(job.seed) != state["seed"]:
+        told = f"its seed is {job.seed}, the checkpoint's is {state['seed']}"
+    elif isinstance(job.data, SharedData) != state["shared"]:
+        told = (
+            f"its data is {'' if not state['shared'] else 'not '}shared with other jobs, unlike that of the checkpoint"
+        )
+    elif job.epochs < checkpoint.epoch + (checkpoint.batch > 0):
+        told = f"it has {job.epochs} epochs, the checkpoint is in epoch {checkpoint.epoch + 1}"
+    if told is not None:
+        raise _other(job.name, told)
+    if not state["shared"] and state["data"] is None:
+        raise CheckpointError(
+            f"the checkpoint of job {job.name!r} was made of a suspended job whose data can be read only once, and only that job "
+            "can go on from it. Pass a list, a DataLoader, a function that makes an iterator, or data with the methods "
+            "state_dict and load_state_dict"
+        )
+
+
+def copied(value: Any, tensors: bool = True) -> Any:
+    """A copy of plain data with tensors in it, which come to host memory; those that are there stay where not ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        return _on_host(value, tensors)
+    if type(value) in (list, tuple):
+        return type(value)(copied(entry, tensors) for entry in value)
+    if type(value) is dict:
+        return {key: copied(entry, tensors) for key, entry in value.items()}
+    return copy.deepcopy(value)
+
+
+def _other(name: str, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint is of another job than {name!r}: {how}. Go on with the job that it was made from, or start this one anew"
+    )
+
+
+def _on_host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    return tensor.detach().to(HOST, copy=copy) if copy or tensor.device != HOST else tensor.detach()
+
+
+def _alone(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Those that fill a memory which no other of them lies in."""
+    users: dict[int, int] = {}
+    for tensor in tensors.values():
+        users[tensor.untyped_storage().data_ptr()] = users.get(tensor.untyped_storage().data_ptr(), 0) + 1
+    return {
+        name for name, tensor in tensors.items()
+        if tensor.numel() and users[tensor.untyped_storage().data_ptr()] == 1
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    }  # fmt: skip
+
+
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} of {str(dtype).removeprefix('torch.')}"

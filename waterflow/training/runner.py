@@ -1,0 +1,411 @@
+"""Task: work that runs on a device in the place of a job, such as a trial of a study."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow.errors import CheckpointError, JobCancelled
+from waterflow.executor.cancel import UserCode, let_go, limited, time_does_not_count
+from waterflow.executor.data.loader import Batches
+from waterflow.executor.data.shared import Reader, SharedData
+from waterflow.executor.engine import Engine
+from waterflow.executor.rng import own_numbers
+from waterflow.executor.stats import Account
+from waterflow.job import Job, JobResult, Metrics, Status
+from waterflow.results import check_finite, over_limit, result_of
+from waterflow.step import Step
+from waterflow.training.build import model_of, optimizer_of
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.engine_lease import EngineLease
+from waterflow.training.evaluation import Evaluation, step_scheduler
+from waterflow.training.job_state import JobState, check_same_job, progress_of, put_progress
+from waterflow.training.safepoint import Safepoint, State
+from waterflow.training.step_queue import STEPS_AHEAD, StepQueue, between_steps, step_of, steps_ahead
+
+
+class Task(ABC):
+    """Something with a name that can be pickled, and makes its runner where it runs."""
+
+    name: str
+
+    def check(self) -> None:  # noqa: B027
+        """Raise InvalidJobError where a setting cannot be right."""
+
+    @abstractmethod
+    def runner(self, engine: Engine, seed: int, resume: Checkpoint | None) -> Any:
+        """What runs it, with the methods of a ``JobRunner``; what it cannot do (a snapshot), it raises an error for."""
+
+
+OnEpoch = Callable[[int, Metrics], None]
+InOrder = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """A seed for a job that has none, from torch's default generator or another."""
+    return int(torch.randint(2**31, (), generator=generator))
+
+
+class StopJob(Exception):
+    """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
+
+
+class JobRunner:
+    """Trains one job. ``run()`` is called once; ``stop()``, ``snapshot()``, ``suspend()`` and ``resume()`` from any thread.
+
+    ``engine`` None trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each
+    evaluation (after each epoch where there is none, with the mean loss); what it raises ends the job. ``seed``
+    stands in for a seed that the job does not have; without one it is drawn here. Model and data are made inside of
+    ``in_order()``, which may wait. With ``resume`` the job goes on from a checkpoint of it; raises CheckpointError for one
+    of another job.
+    """
+
+    def __init__(
+        self, job: Job, engine: Engine | None = None, on_epoch: OnEpoch | None = None, *,
+        seed: int | None = None, in_order: InOrder = contextlib.nullcontext, resume: Checkpoint | None = None,
+    ) -> None:  # fmt: skip
+        job.check()
+        self.job = job
+        self.engine = engine
+        self.step: Step | None = None
+        self._on_epoch = on_epoch
+        self._stop: str | None = None
+        self._started = time.perf_counter()
+        self._losses: list[float] = []
+        self._metrics: list[Metrics] = []
+        self._epoch = self._epoch_began = 0  # epochs done, and the steps before
+        self._batches: Batches | Reader | None = None
+        self._thread: int | None = None
+        self._scheduler: Any = None
+        self._user_code = UserCode()
+        self._account = Account(job.name)
+        if engine is not None:
+            engine.accounts.append(self._account)
+        self._evaluation = Evaluation(job, engine, self._user_code)
+        self._lock = threading.Lock()
+        self._in_order = in_order
+        self._resume: Checkpoint | None = None
+        self._state: JobState | None = None
+        self._safepoint = Safepoint(job.name)
+        self.lease = EngineLease(job, engine, self._safepoint)
+        self._between = False  # the job's own thread stands between two steps
+        self._steps = StepQueue()
+        self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
+        self._setting_numbers = torch.Generator()  # for the optimizer and its scheduler, which works while steps draw
+        if resume is not None:
+            seed = self._start_at(resume)
+        elif job.seed is not None or seed is None:
+            seed = int(job.seed) if job.seed is not None else draw_seed()
+        self._set_seed(seed)
+        if isinstance(job.data, SharedData):  # from now on other jobs wait for this one
+            place = (0, 0) if resume is None else (resume.epoch, resume.batch)
+            self._batches = job.data.reader(job.epochs, self._check_stop, self._held_up, place)
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End the job at its next group boundary, and wait for that."""
+        with self._lock:
+            self._stop = reason
+            step = self.step
+        if step is not None and step.job is not None and self.engine is not None:
+            with contextlib.suppress(ValueError):  # it has left already
+                self.engine.native.cancel(step.job, reason)
+
+    def snapshot(self, timeout: float | None = None) -> Checkpoint:
+        """A copy of the job's whole state behind the step that it does now. Its other steps wait for that.
+
+        Raises CheckpointError where the job ends before, where it comes to no boundary within ``timeout`` seconds, and for
+        jobs that nobody could go on with (data that can be read only once). On the job's own thread: in ``on_epoch`` alone.
+        """
+        if threading.get_ident() != self._thread:
+            return self._safepoint.ask("copy", timeout)
+        if not self._between:
+            raise CheckpointError(
+                f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation"
+            )
+        return self._checkpoint()
+
+    def ask_for_snapshot(self) -> Future[Checkpoint]:
+        """The same without waiting for it."""
+        return self._safepoint.request("copy")
+
+    def suspend(self, timeout: float | None = None) -> Checkpoint:
+        """Stand still behind the step that it does now: the job's state leaves the device, what it claimed is given back.
+
+        Model and optimizer keep no memory until ``resume()``; ``stop()`` brings them back, too. Raises as ``snapshot`` does,
+        but suspends jobs whose data can be read only once: the checkpoint then has no place in it.
+        """
+        if threading.get_ident() == self._thread:
+            raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
+        if self.engine is not None and self.engine.clock is not None:
+            raise CheckpointError(
+                f"job {self.job.name!r} cannot be suspended: {self.lease.terms.stays}, or ask for a snapshot"
+            )
+        return self._safepoint.ask("suspend", timeout)
+
+    def resume(self) -> None:
+        """Let a suspended job go on. Raises CheckpointError for one that is not suspended."""
+        self._safepoint.resume()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the job stands still until ``resume()``."""
+        return self._safepoint.state is State.SUSPENDED
+
+    def break_off(self) -> None:
+        """End the job now: code of the user's, too (data, evaluation), which ``stop()`` would let come to its end."""
+        self._stop = self._stop or "interrupted"
+        self._user_code.break_off()
+
+    @property
+    def steps(self) -> int:
+        """Steps that it has done so far, or a few less."""
+        return len(self._losses) + self._steps.ended
+
+    @property
+    def begun(self) -> int:
+        """The same with those that are under way."""
+        return self.steps + len(self._steps)
+
+    def run(self) -> JobResult:
+        """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind."""
+        with self._account.spending("jobs"):
+            told = self.job.timeout, f"job {self.job.name!r}", "Job.timeout"
+            return limited(*told, self._run, self._user_code, self.stop, self._progress, over_limit)
+
+    def _progress(self) -> str:
+        return f", in epoch {min(self._epoch + 1, self.job.epochs)} of {self.job.epochs}, after {self.steps} steps"
+
+    def _run(self) -> JobResult:
+        status: Status = "completed"
+        self._thread = threading.get_ident()
+        error: BaseException | None = None
+        try:
+            with self._user_code.here():
+                with self._in_order():
+                    self._build()
+                    if self._resume is not None:
+                        self._go_on_from(self._resume)
+                        self._resume = None
+                self._train()
+        except StopJob:
+            status = "pruned"
+        except JobCancelled as cancelled:
+            status, error = "cancelled", cancelled
+        except KeyboardInterrupt:
+            self._end(None)
+            raise
+        except BaseException as failure:
+            status, error = "failed", failure
+        if error is not None and self._stop is not None:
+            status = "cancelled"
+        return self._ended(status, error)
+
+    # -- the parts
+
+    def _ended(self, status: Status, error: BaseException | None) -> JobResult:
+        try:
+            told = tuple(self._metrics), tuple(self._losses), time.perf_counter() - self._started
+            return result_of(self.job.name, status, error, self.step, *told)
+        finally:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._safepoint.end()
+        self.lease.enter(None)
+        if self.engine is not None:
+            self.engine.take_back_priority()
+        self._thread = None
+        if self._batches is not None:
+            self._batches.close()
+        if self.step is not None:
+            self.step.close()
+        if error is not None:  # it is kept, and this object with it
+            let_go(error)
+            self.step = self._batches = self._scheduler = self._state = None
+
+    def _build(self) -> None:
+        job = self.job
+        self._check_stop()
+        model = model_of(job, self._numbers)
+        with own_numbers(self._setting_numbers):
+            optimizer = optimizer_of(job, model)
+            self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
+        self._state = JobState(job, model, optimizer, self._scheduler)
+        if not isinstance(job.data, SharedData):
+            self._batches = Batches(job.name, job.data, self._data_numbers, read_ahead=job.read_ahead)
+        self._make_step(model, optimizer)
+
+    def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        step = step_of(self.job, model, optimizer, self._numbers, self.engine)
+        assert self._batches is not None
+        step.own_batches = self._batches.own
+        self.lease.enter(step)
+        with self._lock:
+            self.step = step
+
+    # -- between two steps
+
+    def _checkpoint(self, move: bool = False) -> Checkpoint:
+        """The job's state; with ``move`` its model keeps none."""
+        step, batches, state = self.step, self._batches, self._state
+        assert step is not None and batches is not None and state is not None
+        place: dict[str, Any] | None = None
+        if isinstance(batches, Batches):
+            with contextlib.suppress(CheckpointError) if move else contextlib.nullcontext():
+                place = batches.place(in_pass=len(self._losses) > self._epoch_began)
+        held = {
+            "seed": self._seed,
+            "shared": isinstance(batches, Reader),
+            "data": place,
+            "numbers": self._numbers.get_state(),
+            "setting_numbers": self._setting_numbers.get_state(),
+            "step": progress_of(step),
+            "losses": torch.tensor(self._losses, dtype=torch.float64),
+            "metrics": [dict(metrics) for metrics in self._metrics],
+            "seconds": time.perf_counter() - self._started,
+            "job": state.take(move),
+        }
+        return Checkpoint(self.job.name, self._epoch, len(self._losses) - self._epoch_began, len(self._losses), held)
+
+    def _start_at(self, checkpoint: Checkpoint) -> int:
+        """Begin there; returns the seed."""
+        check_same_job(self.job, checkpoint)
+        self._resume = checkpoint
+        self._losses = checkpoint.state["losses"].tolist()
+        self._metrics = [dict(metrics) for metrics in checkpoint.state["metrics"]]
+        self._started -= checkpoint.state["seconds"]
+        self._epoch, self._epoch_began = checkpoint.epoch, checkpoint.steps - checkpoint.batch
+        return int(checkpoint.state["seed"])
+
+    def _set_seed(self, seed: int) -> None:
+        self._seed = seed
+        self._numbers.manual_seed(seed)
+        self._data_numbers.manual_seed(seed)
+        self._setting_numbers.manual_seed(seed)
+
+    def _go_on_from(self, checkpoint: Checkpoint) -> None:
+        state, step = checkpoint.state, self.step
+        assert step is not None and self._state is not None
+        self._state.put(state["job"])
+        if isinstance(self._batches, Batches):
+            self._batches.go_on_from(state["data"])
+        self._numbers.set_state(state["numbers"])
+        if "setting_numbers" in state:  # an older version's has none
+            self._setting_numbers.set_state(state["setting_numbers"])
+        put_progress(step, state["step"])
+
+    def _serve(self) -> None:
+        """Do what others have asked for."""
+        self._steps.take_all()
+        self._losses += self._steps.losses()
+        self._safepoint.serve(self._checkpoint, suspend=False)
+        self._make_way()
+
+    def _make_way(self) -> None:
+        """Stand still, where somebody wants that, until it is to go on."""
+        checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True), suspend=True)
+        if checkpoint is None:
+            return
+        step, state = self.step, self._state
+        assert step is not None and state is not None
+        try:
+            step.close()
+            if isinstance(self._batches, Reader):
+                self._batches.leave()  # others do not wait for it
+            with time_does_not_count():
+                self._safepoint.stand(checkpoint, self._check_stop, self.lease.has_room)
+        finally:
+            state.put(checkpoint.state["job"])
+        self._make_step(step.model, step.optimizer)
+        assert self.step is not None
+        self.step.opaque_reason, self.step.measured_height = step.opaque_reason, step.measured_height
+        put_progress(self.step, checkpoint.state["step"])
+        self._safepoint.go_on()
+
+    def _train(self) -> None:
+        assert self.step is not None
+        while self._epoch < self.job.epochs:
+            epoch, losses = self._epoch, self._train_epoch()
+            check_finite(self.job, epoch, losses)
+            self._check_stop()
+            metrics = self._evaluate() or {"loss": sum(losses) / len(losses)}
+            self._metrics.append(metrics)
+            if self._scheduler is not None and self.job.scheduler_interval == "epoch":
+                with own_numbers(self._setting_numbers):
+                    step_scheduler(self._scheduler, metrics)
+            self._epoch, self._epoch_began = epoch + 1, len(self._losses)
+            if self._on_epoch is not None:
+                self._between = True
+                try:
+                    self._on_epoch(epoch, metrics)
+                finally:
+                    self._between = False
+
+    def _evaluate(self) -> Metrics | None:
+        """Begun again where the job made way instead of waiting for memory."""
+        while True:
+            assert self.step is not None
+            with self.lease.may_leave(), self._account.spending("evaluation"):
+                return self._evaluation.metrics(self.step)
+            self._make_way()
+
+    def _train_epoch(self) -> list[float]:
+        """One pass over the data: the next batch is loaded while the last ones run."""
+        assert self.step is not None and self._batches is not None
+        steps = self._steps
+        ahead = steps_ahead(self.step, self.engine)
+        batches = self._account.reading(self._batches.epoch())
+        if not self._batches.reads_ahead:
+            batches = between_steps(batches, steps, self.job.name, self._account)
+        try:
+            while True:
+                if self._safepoint.state is State.REQUESTED:
+                    self._serve()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                self._check_stop()
+                pending = None
+                with self.lease.may_leave():
+                    pending = self.step.submit(batch)
+                if pending is None:  # others need what the job holds
+                    self._batches.put_back(batch)
+                    continue
+                steps.add(pending)
+                if self._scheduler is not None and self.job.scheduler_interval == "step":
+                    # Schedulers look for it; the update that it stands for is on its way.
+                    self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
+                    with own_numbers(self._setting_numbers):
+                        self._scheduler.step()
+                if len(steps) >= ahead:
+                    if ahead == STEPS_AHEAD:
+                        ahead = steps_ahead(self.step, self.engine)
+                    steps.take_half()
+            steps.take_all()
+        except BaseException:
+            # What is under way must end before its memory goes.
+            with contextlib.suppress(Exception):
+                steps.take_all()
+            raise
+        finally:
+            self._losses += steps.losses()
+        return self._losses[self._epoch_began :]
+
+    def _held_up(self) -> bool:
+        """Whether the job may wait for what other jobs hold: memory, lanes, or its turn in a study."""
+        if self.engine is None:
+            return False
+        return self.lease.terms.opportunistic or self.engine.clock is not None or self.engine.waits(self._thread)
+
+    def _check_stop(self) -> None:
+        if self._stop is not None:
+            raise JobCancelled(self._stop)

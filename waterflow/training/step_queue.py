@@ -1,0 +1,130 @@
+"""Steps of one job that were handed to its engine, and the losses that they gave."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from waterflow.executor.engine import Engine
+from waterflow.executor.program.step_future import Done, Pending
+from waterflow.executor.stats import Account
+from waterflow.job import Job
+from waterflow.step import Step
+
+logger = logging.getLogger("waterflow")
+_told = threading.Lock()  # whoever says that data is read between steps takes it, for good
+
+# Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
+STEPS_AHEAD = 2
+# Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
+BRIDGE_SECONDS = 5e-3
+MOST_STEPS_AHEAD = 16
+TOLD_SECONDS, TOLD_SHARE = 3.0, 0.2  # a job that has waited for its data for that share of so long is told of it
+BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
+
+
+def steps_ahead(step: Step, engine: Engine | None) -> int:
+    """How many steps to have queued or running.
+
+    Batches beyond those that are claimed lie in the reserve: a job that fits must not fail, or wait, for a deeper queue.
+    """
+    if engine is None or not step.steps or not step.plan.measured:
+        return STEPS_AHEAD
+    plan = step.plan
+    by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
+    by_memory = STEPS_AHEAD + int(engine.reserve * BATCH_SHARE / max(plan.batch, 1))
+    return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
+
+
+def step_of(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Generator, engine: Engine | None
+) -> Step:
+    """A job's step, whose batches are handed in ahead."""
+    step = Step(
+        model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
+        clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
+        recompute=job.recompute, generator=numbers, name=job.name, engine=engine,
+    )  # fmt: skip
+    step.batches_ahead = STEPS_AHEAD
+    step.eager_at_once = job.read_ahead is not True
+    return step
+
+
+class StepQueue:
+    """Steps under way, in order, and the losses of those that ended; numbers come from the device all at once."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[Pending | Done] = deque()
+        self._ended: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def ended(self) -> int:
+        """Steps whose losses were not asked for yet."""
+        return len(self._ended)
+
+    def add(self, pending: Pending | Done) -> None:
+        """A step was handed in."""
+        self._under_way.append(pending)
+
+    def take_half(self) -> None:
+        """One wait for half of the queue: its steps end in order, and each wait costs two thread switches."""
+        half = (len(self._under_way) + 1) // 2
+        self._under_way[half - 1].wait()
+        for _ in range(half):
+            self._take()
+
+    def take_all(self) -> None:
+        """Wait for all of them. Raises what the first that fails raised; those behind it do not count."""
+        while self._under_way:
+            self._take()
+
+    def losses(self) -> list[float]:
+        """Those of the steps that ended since the last call."""
+        ended, self._ended = self._ended, []
+        # One transfer from the device.
+        return torch.stack([loss.reshape(()).to(torch.float64) for loss in ended]).tolist() if ended else []
+
+    def _take(self) -> None:
+        try:
+            self._ended.append(_loss_of(self._under_way.popleft().result()))
+        except BaseException:
+            for pending in self._under_way:
+                with contextlib.suppress(Exception):
+                    pending.result()
+            self._under_way.clear()
+            raise
+
+
+def between_steps(batches: Iterator[Any], steps: StepQueue, name: str, account: Account) -> Iterator[Any]:
+    """``batches``, each read when all ``steps`` before it are done: it may depend on the model, or lie in the last one's memory.
+
+    Where a job named ``name`` waits for its data for long, it is told once what would help.
+    """
+    began, before = time.perf_counter(), account["loading"]
+    steps.take_all()
+    for batch in batches:
+        seconds, reading = time.perf_counter() - began, account["loading"] - before
+        if seconds > TOLD_SECONDS and reading > TOLD_SHARE * seconds and _told.acquire(blocking=False):
+            logger.warning(
+                "job %r has spent %.0f %% of its time reading batches between its steps, for its data runs code that may look at "
+                "the model, or write batches to the memory of those before. Where it does neither, Job(read_ahead=True) reads "
+                "while steps run; a DataLoader with num_workers=1 or more does so in any case",
+                name, 100 * reading / seconds,
+            )  # fmt: skip
+        yield batch
+        steps.take_all()
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result

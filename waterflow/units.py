@@ -1,0 +1,78 @@
+"""Bytes, lengths of time, devices and priorities, as people write and read them. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal, get_args
+
+from waterflow.errors import InvalidJobError
+
+DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]*))?")
+
+
+def missing(device: str, count: int = 1) -> str | None:
+    """Why this machine has not ``count`` devices of that name, with the remedy; None where it has them.
+
+    ``device`` matches ``DEVICE``. CUDA is not initialized, which a process that forks or starts others must not do.
+    """
+    if device == "cpu":
+        return None
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not there:
+        return (
+            f"{device!r} needs a GPU, and torch finds none on this machine; take device 'cpu', or a CUDA build of torch"
+        )
+    last = int(device.partition(":")[2]) if ":" in device else count - 1
+    if last >= there:
+        asked = f"{device!r}" if ":" in device else f"{count} devices"
+        return f"{asked} of {there} GPU(s) on this machine cannot be; ask for at most {there}, the last is 'cuda:{there - 1}'"
+    return None
+
+
+RULE = "must be a positive number of seconds, or text like '90s', '30min' or '2h'"
+_UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(given: float | str, what: str = "a limit of time") -> float:
+    """Seconds: a positive number, or text like ``90s``, ``30min``, ``2h``, ``1.5d``. Raises InvalidJobError."""
+    text = given.strip().lower() if isinstance(given, str) else given
+    try:
+        if isinstance(text, str):
+            number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+            seconds = float(number) * _UNITS[text[len(number) :].strip()]
+        else:
+            seconds = math.nan if isinstance(text, bool) else float(text)
+    except (ValueError, KeyError, TypeError):
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InvalidJobError(f"{what} {RULE}; got {given!r}")
+    return seconds
+
+
+def format_seconds(seconds: float) -> str:
+    """For people, in the largest unit of which there is one at least."""
+    for unit in ("d", "h", "min"):
+        if seconds >= _UNITS[unit]:
+            return f"{seconds / _UNITS[unit]:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def format_bytes(count: float) -> str:
+    """``412.0 MiB`` for people; exact below one KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{int(count)} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+Priority = Literal["guaranteed", "opportunistic"]
+
+
+def check_priority(what: str, priority: object) -> None:
+    """Raise InvalidJobError for a word that is no priority."""
+    if priority not in get_args(Priority):
+        raise InvalidJobError(f"{what}: priority must be 'guaranteed' or 'opportunistic'; got {priority!r}")
