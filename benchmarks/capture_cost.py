@@ -35,7 +35,7 @@ PARTS = {
     "judge": [("purity.py", "_check"), ("purity.py", "_look_back")], "passes": [("cleanup.py", "clean_up"),
     ("gradient_memory.py", "sum_in_place"), ("gradient_memory.py", "update_early")],
     "lowering and plan": [("capture_cache.py", "assemble")],
-    "layouts": [("fake_rules.py", "surprises")], "binding": [("binding.py", "bind")], "audit": [("audit.py", "look")],
+    "layouts": [("fake_rules.py", "surprises")], "binding": [("binding.py", "bind")], "audit": [("audit.py", "compare")],
     "step": [("step.py", "_submit_captured")],
 }  # fmt: skip
 

@@ -105,7 +105,7 @@ def graphs(steps: int = 60) -> dict[str, Any]:
             losses += [step(batch) for _ in range(steps)]
             torch.cuda.synchronize()
             figures[f"{name}_steps_per_second"] = steps / (time.perf_counter() - start)
-            figures["graphs_launched"] = engine.figures().graphs["launched"]
+            figures["graphs_launched"] = engine.stats().graphs["launched"]
         ends.append([*losses, *(p.detach().clone() for p in model.parameters())])
     figures["bitwise"] = all(torch.equal(a, b) for a, b in zip(*ends))
     return figures
@@ -151,7 +151,7 @@ def jobs(count: int) -> dict[str, Any]:
             "limit_bytes": engine.limit,
             "planned_requests": planned,
             "missed_requests": missed,
-            "peak_held_bytes": engine.figures().peak_held,
+            "peak_held_bytes": engine.stats().peak_held,
         }
 
 

@@ -29,7 +29,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
                 for i, model in enumerate(models)
             ]  # fmt: skip
             wf.train(jobs, engine=engine, max_concurrent=JOBS)
-            figures = engine.figures()
+            figures = engine.stats()
         shares.append(figures.scheduling_seconds / figures.busy_seconds)
         costs.append(figures.scheduling_seconds / figures.groups)
         steps_ms.append(figures.busy_seconds / figures.steps * 1e3)

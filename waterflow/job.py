@@ -177,7 +177,7 @@ class JobResult:
     the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
     count persistent state, one batch, and the step, and are None where the job did not come that far.
     ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
-    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass, ``spilled`` are the most
+    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass, ``offloaded`` are the most
     bytes that a step held in host memory from its forward to its backward pass.
     ``eager_steps`` ran eagerly since the job last came to its device; ``opaque_reason`` says why, where all do from some step on.
     ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
@@ -197,7 +197,7 @@ class JobResult:
     missed_requests: int = 0
     eager_steps: int = 0
     recomputed: Recomputed | None = None
-    spilled: int = 0
+    offloaded: int = 0
     opaque_reason: str | None = None
     error: BaseException | None = field(default=None, compare=False)
     traceback: str | None = field(default=None, compare=False, repr=False)
@@ -232,7 +232,7 @@ class JobResult:
             "planned_requests": self.planned_requests,
             "missed_requests": self.missed_requests,
             "recomputed": None if self.recomputed is None else asdict(self.recomputed),
-            "spilled_bytes": self.spilled,
+            "offloaded_bytes": self.offloaded,
             "opaque_reason": self.opaque_reason,
             "error": None if self.error is None else _line(self.error),
         }
@@ -242,14 +242,14 @@ class Results(list[JobResult]):
     """The results of several jobs, in the order in which they were handed in.
 
     Print them for what the run was like. ``decisions`` tells in words what the engine tried with ``mode="auto"``, and what it
-    kept; ``figures`` are there where ``train`` returned them.
+    kept; ``stats`` are there where ``train`` returned them.
     """
 
     def __init__(
-        self, results: Iterable[JobResult] = (), decisions: Sequence[str] = (), figures: RunFigures | None = None
+        self, results: Iterable[JobResult] = (), decisions: Sequence[str] = (), stats: RunStats | None = None
     ) -> None:
         super().__init__(results)
-        self.decisions, self.figures = tuple(decisions), figures
+        self.decisions, self.stats = tuple(decisions), stats
 
     def __repr__(self) -> str:
         ended = Counter(result.status for result in self)
@@ -258,7 +258,7 @@ class Results(list[JobResult]):
     def __str__(self) -> str:
         first = sorted(self, key=lambda result: result.status != "failed")[:6]
         told = [f"  {result}" for result in first] + ["  ..."] * (len(self) > 6)
-        return "\n".join([repr(self), *told, *(self.figures.lines("jobs") if self.figures else ())])
+        return "\n".join([repr(self), *told, *(self.stats.lines("jobs") if self.stats else ())])
 
     @property
     def failed(self) -> Results:
@@ -342,7 +342,7 @@ FIRST = {
 
 
 @dataclass(frozen=True)
-class RunFigures:
+class RunStats:
     """What the jobs of one call of ``optimize`` or ``train`` have done.
 
     ``captured_again`` of the captures were for batches of a kind that the job had captured, as it computes with something else now.
@@ -361,13 +361,13 @@ class RunFigures:
     limit: int
 
     @staticmethod
-    def of(engine: Engine, first: int = 0) -> RunFigures:
+    def of(engine: Engine, first: int = 0) -> RunStats:
         """By the accounts of ``engine`` from the ``first`` on."""
         accounts = engine.accounts[first:]
         spent: Counter[str] = Counter()
         for account in accounts:
             spent.update(dict(account))  # type: ignore[arg-type]  # numbers, whole or not
-        return RunFigures(
+        return RunStats(
             jobs=len({account.who for account in accounts if account.get("steps")}),
             steps=spent["steps"], eager_steps=spent["eager steps"], captures=spent["captures"],
             captured_again=spent["captures anew"],

@@ -38,7 +38,7 @@ def result_of(
         traceback="".join(traceback.format_exception(error)) if error is not None else None,
         **({} if step is None else {
             "opaque_reason": step.opaque_reason, "eager_steps": step.eager_steps, "planned_requests": step.planned_requests,
-            "missed_requests": step.missed_requests, "recomputed": step.recomputed, "spilled": step.most_spilled,
+            "missed_requests": step.missed_requests, "recomputed": step.recomputed, "offloaded": step.most_offloaded,
             "state_dict": step.model.state_dict(),
         }),
     )  # fmt: skip

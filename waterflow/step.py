@@ -33,12 +33,12 @@ from waterflow.executor.data.copies import OwnBatches
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import eager, ownership
-from waterflow.executor.program.bound_step import Variant, Variants
+from waterflow.executor.program.bound_step import BoundStep, BoundSteps
 from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, storage_bytes
 from waterflow.executor.program.eager import wants_model
 from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import claim
-from waterflow.executor.program.step_future import Done, Pending
+from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.rng import thread_generator
 from waterflow.executor.stats import Account
 from waterflow.job import why_no_step
@@ -55,61 +55,6 @@ from waterflow.planner.search import what_fits
 
 logger = logging.getLogger("waterflow")
 NEW_KINDS = "batches of ever new kinds; pad them to a few sizes, and make numbers tensors"
-
-
-class StepFigures:
-    """The figures of one job's step, as far as it has gone."""
-
-    name: str
-    steps = property(lambda self: int(self.account["steps"]), doc="Steps that have ended well.")
-    eager_steps = property(lambda self: int(self.account["eager steps"]), doc="Of these.")
-
-    def __init__(self, who: int | str) -> None:
-        self.account = Account(who)
-        self.predicted_height = 0
-        self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
-        self.most_spilled = 0  # bytes that a step held in host memory
-        self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
-        self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
-        self._last_plan: Plan | None = None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the batch shape that was trained last. Raises RuntimeError before the first call."""
-        if self._last_plan is None:
-            raise RuntimeError(f"step {self.name!r} has no plan before its first call")
-        return self._last_plan.renamed(self.name)
-
-    def _tell_eager(self, error: CaptureError, told: Counter[str]) -> None:
-        """Steps run eagerly: say so where none of those that ``told`` has seen did for that cause."""
-        some = isinstance(error, NewKind)
-        self.account.cause = cause = NEW_KINDS if some else str(error)
-        told[cause] += 1
-        if told[cause] == 1:
-            which = "batches of new kinds " if some else ""
-            logger.warning("step %r runs %seagerly, about as fast as without waterflow: %s", self.name, which, error)
-
-    def _note(self, variant: Variant) -> None:
-        if self._last_plan is variant.planned.plan:
-            return
-        if (now := variant.captured.recomputed) != self.recomputed:
-            self.recomputed = now
-            logger.info("step %r recomputes: %s", self.name, now or "nothing")
-        self._last_plan = variant.planned.plan
-        self.predicted_height = max(self.predicted_height, variant.captured.predicted.height)
-        self.measured_height = max(self.measured_height, variant.planned.measured_height)
-        self.most_spilled = max(self.most_spilled, variant.planned.plan.spilled)
-
-    def _note_run(self, run: _C.StepRun, variant: Variant, profiled: bool) -> None:
-        """A captured step has ended well."""
-        planned = variant.planned
-        if profiled:
-            planned.add_profile(StepProfile.of(run, variant.owner.spec.device))
-        elif run.planned or run.missed:
-            self.planned_requests += run.planned
-            self.missed_requests += run.missed
-            planned.count_misses(run.missed)
-        self.measured_height = max(self.measured_height, planned.measured_height)
 
 
 def default_name(model: Any) -> str:
@@ -219,7 +164,7 @@ LossFunction = Callable[..., torch.Tensor]
 StepFunction = Callable[[nn.Module, Batch], Any]
 
 
-class Step(StepFigures):
+class Step:
     """A training step of ``model``: forward, loss, backward and update in one call.
 
     Calling it with a batch returns the loss, an ordinary scalar tensor that is the caller's to keep, or ``(loss, metrics)`` where the
@@ -260,6 +205,9 @@ class Step(StepFigures):
         InvalidJobError: Settings that contradict each other, or a model that is on another device.
     """
 
+    steps = property(lambda self: int(self.account["steps"]), doc="Steps that have ended well.")
+    eager_steps = property(lambda self: int(self.account["eager steps"]), doc="Of these.")
+
     @explained("Step", "Step(model, loss=F.cross_entropy, optimizer=optimizer)", InvalidJobError)
     def __init__(
         self,
@@ -282,7 +230,13 @@ class Step(StepFigures):
         self.engine = engine if engine is not None else current_engine()
         self.name = name or default_name(model)
         self._worker = current_worker()
-        super().__init__(self.name if self._worker is None else self._worker)
+        self.account = Account(self.name if self._worker is None else self._worker)
+        self.predicted_height = 0
+        self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
+        self.most_offloaded = 0  # bytes that a step held in host memory
+        self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
+        self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
+        self._last_plan: Plan | None = None
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
         ownership.watch(optimizer)
@@ -302,15 +256,17 @@ class Step(StepFigures):
             early_updates=early_updates)  # fmt: skip
         check_device(self.name, self._spec.device, self.engine)
         self.generator = generator = own_generator(generator, self._spec.device, self.engine)
-        self._threads = threads = self.engine.intra_op if self.engine is not None else torch.get_num_threads()
+        self._threads = threads = self.engine.threads_per_lane if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.clock is not None
         self.recompute = parse_recompute(recompute)
         budget = CaptureBudget((lambda: self.steps) if ordered else None)
         budget.account = self.account
         forms = (self.recompute, self.engine is None or self.engine.exact, budget)
-        self._variants = Variants(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
-        self._under_way: deque[Pending] = deque()
+        self._bound_steps = BoundSteps(
+            self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms
+        )
+        self._under_way: deque[StepFuture] = deque()
         self._micro = 0
         self._told: Counter[str] = Counter() if self.engine is None else self.engine.told
         self._eager_step = eager.EagerStep(self._spec, generator, self.name)
@@ -345,21 +301,28 @@ class Step(StepFigures):
         finally:
             self.account["calls"] += time.perf_counter() - began
 
+    @property
+    def plan(self) -> Plan:
+        """The plan of the batch shape that was trained last. Raises RuntimeError before the first call."""
+        if self._last_plan is None:
+            raise RuntimeError(f"step {self.name!r} has no plan before its first call")
+        return self._last_plan.renamed(self.name)
+
     def plan_for(self, batch: Batch, recompute: int | None = None) -> Plan:
         """The plan of a step on batches like this one, without training on it; ``recompute`` bytes high at most.
 
         Raises CaptureError where the step would run as an opaque job, which has no plan before it has run, and
         MemoryLimitError for a height that it cannot be brought to; its ``needed`` is the lowest that was found.
         """
-        return self._variants.plan(*flatten(batch), recompute).renamed(self.name)
+        return self._bound_steps.plan(*flatten(batch), recompute).renamed(self.name)
 
     def footprint_for(self, batch: Batch, recompute: int | None = None) -> Footprint:
         """What such a step asks of memory; ``offsets()`` tell where. Else as ``plan_for``."""
-        return self._variants.captured(*flatten(batch), recompute).footprint()
+        return self._bound_steps.captured(*flatten(batch), recompute).footprint()
 
     def recomputed_for(self, batch: Batch, recompute: int | None = None) -> Recomputed | None:
         """What a step on batches like this one would make again; None for nothing. As ``plan_for`` otherwise."""
-        return self._variants.captured(*flatten(batch), recompute).recomputed
+        return self._bound_steps.captured(*flatten(batch), recompute).recomputed
 
     def close(self) -> None:
         """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error.
@@ -372,7 +335,7 @@ class Step(StepFigures):
             self._finalizer()
             self._release()
         made_here.discard(self)
-        self._variants.clear()
+        self._bound_steps.clear()
 
     def least_plan(self, wanted: Plan | None, quota: int | None) -> Plan:
         """What a job that has left needs to come back: ``wanted``, or its last step in the form that ``quota`` has room for.
@@ -380,29 +343,29 @@ class Step(StepFigures):
         Raises RuntimeError before the first call.
         """
         if self.opaque_reason is None:
-            wanted = self._variants.least_plan(wanted, quota, self.batches_ahead)
+            wanted = self._bound_steps.least_plan(wanted, quota, self.batches_ahead)
         return wanted or self.plan
 
     def hold_batches(self, count: int) -> None:
         """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""
         if count > self.batches_ahead:
             self.batches_ahead = count
-            self._variants.claim_again()
+            self._bound_steps.claim_again()
 
     # -- one call
 
-    def submit(self, batch: Batch) -> Pending | Done:
+    def submit(self, batch: Batch) -> StepFuture | Done:
         """Hand a batch to the engine without waiting; at most a few at a time, and results in order.
 
         One that runs eagerly is run by the caller, at once: Python runs one thread at a time, and to hand it over takes a while.
         """
         at_once = self.eager_at_once and self.opaque_reason is not None
-        pending = self._submit(batch, by_caller=at_once)
+        future = self._submit(batch, by_caller=at_once)
         if at_once:
-            pending.wait()
-        return pending
+            future.wait()
+        return future
 
-    def _submit(self, batch: Batch, by_caller: bool) -> Pending | Done:
+    def _submit(self, batch: Batch, by_caller: bool) -> StepFuture | Done:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         if self.engine is not None and self.engine.native.on_a_lane:
@@ -415,12 +378,12 @@ class Step(StepFigures):
         refused = done = None
         try:
             leaves, batch_spec, key = flatten(batch)
-            variant = self._variants.find(leaves, batch_spec, key, update)
+            bound_step = self._bound_steps.find(leaves, batch_spec, key, update)
             given = batch
-            if self.own_batches is not None and variant.captured.changed_leaves:
+            if self.own_batches is not None and bound_step.captured.changed_leaves:
                 leaves = pytree.tree_leaves(given := self.own_batches.of(batch))
-            variant = self._claimed(variant, leaves, batch_spec)  # before its audit, which may leave it done
-            done = self._audited(variant, leaves, given) if self.audit.due(variant) else None
+            bound_step = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which may leave it done
+            done = self._audited(bound_step, leaves, given) if self.audit.due(bound_step) else None
         except CaptureError as error:
             refused = self.audit.refused(error).with_traceback(None)  # whose frames hold what the step's code holds
             refused.__context__ = refused.__cause__ = None
@@ -428,112 +391,148 @@ class Step(StepFigures):
             # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
             return self._submit_opaque(batch, update, by_caller, refused)
         if done is not None:
-            return self._hand_in_captured(*done, variant, update)
-        return self._submit_captured(variant, leaves, batch_spec, update, by_caller)
+            return self._hand_in_captured(*done, bound_step, update)
+        return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
 
-    def _audited(self, variant: Variant, leaves: list[Any], batch: Batch) -> tuple[_C.StepRun, bool] | None:
+    def _audited(self, bound_step: BoundStep, leaves: list[Any], batch: Batch) -> tuple[_C.StepRun, bool] | None:
         """Audit a step that is about to be handed in; returns its run, profiled or not, where that has done it."""
         for before in self._under_way:
             before.wait()
         keep = not any(one.run.failed for one in self._under_way)
-        own = self._variants.sums, self.engine, self.job, self.batches_ahead
-        return self.audit.look(variant, leaves, of_torch(batch), *own, keep)
+        own = self._bound_steps.sums, self.engine, self.job, self.batches_ahead
+        return self.audit.compare(bound_step, leaves, of_torch(batch), *own, keep)
 
-    def _claimed(self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
-        if self.engine is None or self.job is None or variant.settled(self.engine):
-            return variant
+    def _claimed(self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> BoundStep:
+        if self.engine is None or self.job is None or bound_step.settled(self.engine):
+            return bound_step
         search = partial(what_fits, self, self.engine.room, self.batches_ahead)
         with self.account.spending("waiting for memory"):
-            return claim(self.engine, self.job, self.name, self.batches_ahead, self._variants, variant, leaves, batch_spec,
+            return claim(self.engine, self.job, self.name, self.batches_ahead, self._bound_steps, bound_step, leaves, batch_spec,
                          self._under_way, search)  # fmt: skip
 
     def _submit_captured(
-        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
-    ) -> Pending:
-        variant = self._claimed(variant, leaves, batch_spec)
-        native, profiled = variant.planned.native, variant.planned.wants_profile
-        behind = variant.guarded and self.engine is not None and self._under_way
+        self,
+        bound_step: BoundStep,
+        leaves: list[Any],
+        batch_spec: pytree.TreeSpec | None,
+        update: bool,
+        by_caller: bool,
+    ) -> StepFuture:
+        bound_step = self._claimed(bound_step, leaves, batch_spec)
+        native, profiled = bound_step.planned.native, bound_step.planned.wants_profile
+        behind = bound_step.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
-        run = variant.binding.run(native, variant.given(leaves, wait), variant.slots, profiled)
+        run = bound_step.binding.run(native, bound_step.given(leaves, wait), bound_step.slots, profiled)
         run.by_caller = by_caller
-        return self._hand_in_captured(run, profiled, variant, update)
+        return self._hand_in_captured(run, profiled, bound_step, update)
 
-    def _hand_in_captured(self, run: _C.StepRun, profiled: bool, variant: Variant, update: bool) -> Pending:
-        first = self._variants.begin_update(variant) if update else {}
-        pending = Pending(
+    def _hand_in_captured(self, run: _C.StepRun, profiled: bool, bound_step: BoundStep, update: bool) -> StepFuture:
+        first = self._bound_steps.begin_update(bound_step) if update else {}
+        future = StepFuture(
             self.engine,
             self._finish,
             run,
-            variant,
+            bound_step,
             profiled,
             self._micro,
             first,
-            gathered=self._variants.gather(variant),
+            gathered=self._bound_steps.gather(bound_step),
         )
-        self._note(variant)
-        return self._hand_in(pending, variant.planned.plan, update)
+        self._note(bound_step)
+        return self._hand_in(future, bound_step.planned.plan, update)
 
-    def _hand_in(self, pending: Pending, plan: Plan | None, update: bool) -> Pending:
+    def _hand_in(self, future: StepFuture, plan: Plan | None, update: bool) -> StepFuture:
         before = self._under_way[-1].run if self._under_way else None
-        self._under_way.append(pending)
+        self._under_way.append(future)
         self._micro = 0 if update else self._micro + 1
         try:
-            if pending.run.done:  # by its audit
-                return pending
+            if future.run.done:  # by its audit
+                return future
             if plan is None or self.engine is None or self.job is None:
                 # Where the step before has failed, this one falls with it, as in an engine.
                 if before is None or not before.failed:
-                    pending.run.run_alone()
+                    future.run.run_alone()
             else:
-                self.engine.submit(self.job, pending.run, plan, before)
+                self.engine.submit(self.job, future.run, plan, before)
         except BaseException:
-            self._fall(pending)
+            self._fall(future)
             raise
-        return pending
+        return future
 
-    def _finish(self, pending: Pending) -> Any:
-        run = pending.run
+    def _finish(self, future: StepFuture) -> Any:
+        run = future.run
         try:
             if self.engine is not None:
                 self.engine.native.wait(run)
-                self.engine.look(self.job)
+                self.engine.poll(self.job)
             elif not run.done:
                 raise JobCancelled(f"step {self.name!r}: an earlier step of this job failed")
             outputs = run.outputs()
         except _C.Cancelled as error:
-            self._fall(pending)
+            self._fall(future)
             raise JobCancelled(str(error)) from None
         except _C.NodeError as error:
-            self._fall(pending)
-            assert pending.variant is not None
-            node = pending.variant.captured.lowered.instructions[run.failed_node]
+            self._fall(future)
+            assert future.bound_step is not None
+            node = future.bound_step.captured.lowered.instructions[run.failed_node]
             raise node_error(self.name, node, error) from None
         except BaseException:
-            self._fall(pending)
+            self._fall(future)
             raise
-        if pending in self._under_way:
-            self._under_way.remove(pending)
+        if future in self._under_way:
+            self._under_way.remove(future)
             self.account["steps"] += 1
-            self.account["eager steps"] += pending.variant is None
+            self.account["eager steps"] += future.bound_step is None
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-        if pending.variant is None:
-            return pending.returned[0]
-        self._note_run(run, pending.variant, pending.profiled)
-        names = pending.variant.captured.capture.metrics
+        if future.bound_step is None:
+            return future.returned[0]
+        self._note_run(run, future.bound_step, future.profiled)
+        names = future.bound_step.captured.capture.metrics
         return outputs[0] if names is None else (outputs[0], dict(zip(names, outputs[1:])))
 
-    def _fall(self, pending: Pending) -> None:
+    def _fall(self, future: StepFuture) -> None:
         """A step failed: it, and those handed in behind it, are as if they had not been."""
-        if pending not in self._under_way:
+        if future not in self._under_way:
             return
-        self._micro = pending.micro
+        self._micro = future.micro
         while True:
             last = self._under_way.pop()
-            self._variants.undo_update(last.first, last.gathered, ended=last.run.failed)
-            if last is pending:
+            self._bound_steps.undo_update(last.first, last.gathered, ended=last.run.failed)
+            if last is future:
                 return
 
     # -- opaque
+
+    def _tell_eager(self, error: CaptureError, told: Counter[str]) -> None:
+        """Steps run eagerly: say so where none of those that ``told`` has seen did for that cause."""
+        some = isinstance(error, NewKind)
+        self.account.cause = cause = NEW_KINDS if some else str(error)
+        told[cause] += 1
+        if told[cause] == 1:
+            which = "batches of new kinds " if some else ""
+            logger.warning("step %r runs %seagerly, about as fast as without waterflow: %s", self.name, which, error)
+
+    def _note(self, bound_step: BoundStep) -> None:
+        if self._last_plan is bound_step.planned.plan:
+            return
+        if (now := bound_step.captured.recomputed) != self.recomputed:
+            self.recomputed = now
+            logger.info("step %r recomputes: %s", self.name, now or "nothing")
+        self._last_plan = bound_step.planned.plan
+        self.predicted_height = max(self.predicted_height, bound_step.captured.predicted.height)
+        self.measured_height = max(self.measured_height, bound_step.planned.measured_height)
+        self.most_offloaded = max(self.most_offloaded, bound_step.planned.plan.offloaded)
+
+    def _note_run(self, run: _C.StepRun, bound_step: BoundStep, profiled: bool) -> None:
+        """A captured step has ended well."""
+        planned = bound_step.planned
+        if profiled:
+            planned.add_profile(StepProfile.of(run, bound_step.owner.spec.device))
+        elif run.planned or run.missed:
+            self.planned_requests += run.planned
+            self.missed_requests += run.missed
+            planned.count_misses(run.missed)
+        self.measured_height = max(self.measured_height, planned.measured_height)
 
     def _is_ordinary(self, batch: Batch) -> bool:
         """Whether an eager step has memory, stands alone, and is as those before it: then it takes the shortest way."""
@@ -545,13 +544,13 @@ class Step(StepFigures):
     def _eagerly(self, batch: Batch, update: bool, tries_again: bool) -> Any:
         surrounding = surrounding_autocast(self._spec.device.type)
         if tries_again:
-            self._eager_step.put_sums(self._variants.before_eager())
+            self._eager_step.put_sums(self._bound_steps.before_eager())
         if self.engine is None or self.job is None:
             returned = self._eager_step(batch, update, surrounding)
         else:
             returned = self._eager_step.on_lane(self.engine, self.job, batch, update, surrounding)
         if tries_again:
-            self._variants.after_eager(self._eager_step.take_sums())
+            self._bound_steps.after_eager(self._eager_step.take_sums())
         self._micro = 0 if update else self._micro + 1
         self.account["steps"] += 1
         self.account["eager steps"] += 1
@@ -561,7 +560,7 @@ class Step(StepFigures):
     def _go_opaque(self, error: CaptureError) -> None:
         self.opaque_reason = str(error)
         self._tell_eager(error, self._told)
-        self._variants.clear()
+        self._bound_steps.clear()
         if (
             self.engine is not None and self.job is not None and not has_limit()
         ):  # one that hangs takes a lane until then
@@ -569,7 +568,7 @@ class Step(StepFigures):
 
     def _submit_opaque(
         self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
-    ) -> Pending | Done:
+    ) -> StepFuture | Done:
         new_kind = isinstance(refused, NewKind)
         if isinstance(refused, NewKind) and str(refused):
             self._tell_eager(refused, self._told)
@@ -587,19 +586,19 @@ class Step(StepFigures):
 
         def work() -> None:
             if refused is not None:
-                self._eager_step.put_sums(self._variants.before_eager())
+                self._eager_step.put_sums(self._bound_steps.before_eager())
             made, height = train(given) if self.own_batches is None else self.own_batches.run(train, batch)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
-            if refused is not None and self._variants.may_try_again(refused):
-                self._variants.after_eager(self._eager_step.take_sums())
+            if refused is not None and self._bound_steps.may_try_again(refused):
+                self._bound_steps.after_eager(self._eager_step.take_sums())
             elif refused is not None:
                 self._go_opaque(refused)
 
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
             return self._hand_in(
-                Pending(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update
+                StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update
             )
         known = self.measured_height > 0 and (refused is None or new_kind)
         plan, native = self._eager_step.plan(self.measured_height, size)
@@ -615,11 +614,11 @@ class Step(StepFigures):
             lent = LentLane(work) if lends else None
             run = _C.opaque_run(native, lent or work)
             run.by_caller = by_caller
-            pending = self._hand_in(
-                Pending(self.engine, self._finish, run, None, False, self._micro, {}, returned), plan, update
+            future = self._hand_in(
+                StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), plan, update
             )
             if lent is not None:
                 lent.use(run)
             if refused is not None or not known:  # nor is the next one captured, or claimed for, before its end
                 self.engine.native.wait(run)
-        return pending
+        return future

@@ -105,7 +105,7 @@ def inception_v3(num_classes: int = 1000) -> nn.Module:
 
 
 def nasnet(**kwargs: Any) -> nn.Module:
-    """NASNet-A, by default the large variant."""
+    """NASNet-A, by default the large bound_step."""
     return require("timm.models.nasnet").NASNetALarge(drop_rate=0.5, **kwargs).train()
 
 
@@ -117,9 +117,9 @@ class _Passed(nn.Module):
 
 
 def _nasnet_mobile() -> nn.Module:
-    """NASNet-A (4 @ 1056), the mobile variant (Zoph et al. 2018: 5.3 million parameters).
+    """NASNet-A (4 @ 1056), the mobile bound_step (Zoph et al. 2018: 5.3 million parameters).
 
-    timm's NASNet-A large, made with the mobile variant's widths and four normal cells a stack instead of six.
+    timm's NASNet-A large, made with the mobile bound_step's widths and four normal cells a stack instead of six.
     """
     made = nasnet(stem_size=32, num_features=1056)
     for number in _LEFT_OUT:

@@ -71,7 +71,7 @@ def _fresh(no_captures: Any) -> Iterator[None]:
     yield
     odd.__init__()  # type: ignore[misc]
     gc.collect()
-    assert _C.stranded_bytes() == 0
+    assert _C.detached_bytes() == 0
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -104,11 +104,11 @@ def test_what_a_step_leaves_behind_keeps_its_bytes(lanes: int, asynchronous: int
     with Engine(memory="256MiB", lanes=lanes, asynchronous=asynchronous) as engine:
         trained = trained_in(engine)
         assert_same(trained, alone)
-        assert engine.native.stranded == 3 and _C.stranded_bytes() == 3 * 16 * 64 * 4
+        assert engine.native.detached == 3 and _C.detached_bytes() == 3 * 16 * 64 * 4
         engine.native.check()
         kept = [t.clone() for t in odd.kept]
         del odd.kept[1]
-        assert _C.stranded_bytes() == 2 * 16 * 64 * 4
+        assert _C.detached_bytes() == 2 * 16 * 64 * 4
     # They outlive the engine, too.
     assert all(torch.equal(t, odd_) for t, odd_ in zip([kept[0], kept[2]], odd.kept))
     expected = train_eager_results()
@@ -157,7 +157,7 @@ def test_losses_are_the_callers_to_keep_and_change() -> None:
             seen = [float(loss) for loss in losses[:-1]]
             losses[-1].mul_(1.0)
             assert [float(loss) for loss in losses[:-1]] == seen
-        assert engine.native.stranded == 0 and engine.native.placed[0] > 0
+        assert engine.native.detached == 0 and engine.native.placed[0] > 0
 
 
 def test_other_threads_have_torchs_own_memory() -> None:
@@ -343,7 +343,7 @@ def find_a_missing_wait(seeds: Iterable[int]) -> None:
         engine.native.close()
         engine.native = _C.Engine(
             lanes=2,
-            intra_op=1,
+            threads_per_lane=1,
             capacity=engine.room,
             arenas=True,
             behind=behind(seed),

@@ -41,7 +41,7 @@ def _quiet_operator() -> Iterator[None]:
     yield
     act[0] = None
     gc.collect()
-    assert _C.stranded_bytes() == 0
+    assert _C.detached_bytes() == 0
 
 
 @pytest.fixture(params=[None, 3], ids=["plain", "asynchronous"])
@@ -135,7 +135,7 @@ def test_what_is_kept_is_safe_from_the_neighbour() -> None:
     memory = 2 * (plan.persistent + plan.batch) + int(1.2 * plan.height)
     with Engine(memory=memory, lanes=2, reserve=0) as engine:
         side_by_side(engine, 30)
-        assert len(kept) > 4 and engine.native.stranded == len(kept)
+        assert len(kept) > 4 and engine.native.detached == len(kept)
     assert all(torch.equal(result, copy) for result, copy in kept)
 
 
@@ -175,7 +175,7 @@ def test_a_result_kept_at_every_step() -> None:
             # Kept at every second step alone, or it would belong to the plan.
             act[0] = kept.append if number > 4 and number % 2 else None
             step(torch.ones(8, 16))
-        assert engine.native.stranded > 256
+        assert engine.native.detached > 256
     assert all(bool(torch.isfinite(result).all()) for result in kept)
 
 
@@ -201,7 +201,7 @@ def test_what_was_left_behind_goes_when_it_is_dropped() -> None:
         step = wf.Step(model, step=compute, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), engine=engine)
         for _ in range(10):
             step(torch.ones(50_000, 256))
-        assert engine.native.stranded == 2
+        assert engine.native.detached == 2
     held = resident()
     kept.clear()
     assert held - resident() > 80 << 20

@@ -131,15 +131,15 @@ def test_what_a_step_leaves_behind_keeps_its_bytes(arena: _C.CudaArena, fake: Fa
     ctypes.memset(beside, 8, 1)
     assert _C.release_planned(gone) and not arena.finish(end)
     base = arena.base(end)
-    arena.strand(end)
+    arena.detach(end)
     assert arena.base(end) != base and read(kept, 700) == b"\x09" * 700 and read(beside) == b"\x08"
     arena.check()
     # The next step there writes everywhere that it may, and more.
     assert arena.back(end, 8 * PAGE)
     ctypes.memset(arena.base(end) + (0 if end == 0 else arena.most - 8 * PAGE), 1, 8 * PAGE)
     assert read(kept, 700) == b"\x09" * 700
-    assert _C.stranded_bytes() == 700
-    assert _C.release_planned(kept) and _C.stranded_bytes() == 0
+    assert _C.detached_bytes() == 700
+    assert _C.release_planned(kept) and _C.detached_bytes() == 0
     # The page that both had is whole again once the other end has stood up anew.
     assert arena.back(1 - end, 8 * PAGE)
     assert arena.pages == 8 and fake.used == 8 * PAGE

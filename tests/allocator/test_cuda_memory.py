@@ -59,9 +59,9 @@ def test_without_a_pool_the_driver_serves(tmp_path: Path) -> None:
         at = malloc(1000, 0, None)
         assert at and fake.count("cuMemAlloc") == 1 and fake.held() == {"plain": 1, "contexts": 1}
         ctypes.memset(at, 1, 1000)
-        assert _C.cuda_figures(0)["allocated"] == 1000 and _C.cuda_figures(0)["reserved"] == 1000
+        assert _C.cuda_stats(0)["allocated"] == 1000 and _C.cuda_stats(0)["reserved"] == 1000
         free(at, 1000, 0, None)
-        assert fake.held() == {"contexts": 1} and _C.cuda_figures(0)["allocated"] == 0
+        assert fake.held() == {"contexts": 1} and _C.cuda_stats(0)["allocated"] == 0
         assert malloc(0, 0, None) is None
         free(None, 0, 0, None)
         record(None, None)
@@ -150,7 +150,7 @@ def test_no_memory_left_is_an_error_with_the_numbers(tmp_path: Path) -> None:
         held = _C.cuda_malloc(3 * PAGE, 0, 0)
         with pytest.raises(RuntimeError) as error:
             _C.cuda_malloc(5 * PAGE, 0, 0)
-        assert "10.0 MiB" in str(error.value) and _C.cuda_figures(0)["allocated"] == 3 * PAGE, error.value
+        assert "10.0 MiB" in str(error.value) and _C.cuda_stats(0)["allocated"] == 3 * PAGE, error.value
         _C.cuda_free(held, 3 * PAGE, 0, 0)
         _C.cuda_memory_fraction(0.25, 0)
         with pytest.raises(RuntimeError):
@@ -173,12 +173,12 @@ def test_the_step_on_a_thread_is_served_at_its_planned_addresses(tmp_path: Path)
         missed = arena.malloc_within(0, 1, 77, 0, 0)
         assert not arena.base(0) <= missed < arena.base(0) + arena.most, "not as planned: the pool's"
         held = torch.empty(10)  # memory of the host is not the step's
-        figures = _C.cuda_figures(0)
+        figures = _C.cuda_stats(0)
         assert (figures["planned"], figures["others"], figures["allocated"]) == (1, 1, 1077)
         thread = threading.Thread(target=free, args=(at, 1000, 0, None))
         thread.start(), thread.join()
         free(missed, 77, 0, None)
-        assert arena.finish(0) and _C.cuda_figures(0)["allocated"] == 0
+        assert arena.finish(0) and _C.cuda_stats(0)["allocated"] == 0
     """)  # fmt: skip
 
 
@@ -204,10 +204,10 @@ def test_a_graphs_memory_is_its_own_until_it_is_released(tmp_path: Path) -> None
         _C.cuda_free(a, 1000, 0, captured)
         assert _C.cuda_malloc(1000, 0, captured) != a, "the graph will write there again"
         _C.cuda_release_pool(0, pool)
-        reserved = _C.cuda_figures(0)["reserved"]
+        reserved = _C.cuda_stats(0)["reserved"]
         _C.cuda_free(b, 1000, 0, captured)
-        assert _C.cuda_figures(0)["reserved"] == reserved - (32 << 20), "the last block was the pool's last"
-        assert _C.cuda_figures(0)["pooled"] == 3
+        assert _C.cuda_stats(0)["reserved"] == reserved - (32 << 20), "the last block was the pool's last"
+        assert _C.cuda_stats(0)["pooled"] == 3
     """)  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def test_a_foreign_block_is_refused_without_an_exception(tmp_path: Path) -> None
         block = malloc(10, 0, None)
         free(block, 10, 0, None)
         free(block, 10, 0, None)
-        assert _C.cuda_figures(0)["allocated"] == 0
+        assert _C.cuda_stats(0)["allocated"] == 0
     """)  # fmt: skip
     assert "could not be given back" in out
 
@@ -247,7 +247,7 @@ def test_many_threads(tmp_path: Path) -> None:
         threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
         for thread in threads: thread.start()
         for thread in threads: thread.join()
-        assert not wrong and _C.cuda_figures(0)["allocated"] == 0
+        assert not wrong and _C.cuda_stats(0)["allocated"] == 0
         _C.cuda_trim(0)
         assert fake.used == 0
     """)  # fmt: skip

@@ -84,9 +84,9 @@ def test_what_cannot_be_moved_stays_as_it_is() -> None:
         step(given)
         assert engine.native.placed == placed  # without addresses steps go on without plans
         engine.close()
-        assert torch.equal(kept[0], before) and _C.stranded_bytes() == before.nbytes
+        assert torch.equal(kept[0], before) and _C.detached_bytes() == before.nbytes
         kept.clear()
-        assert _C.stranded_bytes() == 0
+        assert _C.detached_bytes() == 0
     """)
 
 
@@ -156,7 +156,7 @@ def test_only_what_is_kept_stays(let_go: bool) -> None:
                 step(given)
                 keeping[0] = False
                 step(given)
-            assert engine.native.stranded == 3
+            assert engine.native.detached == 3
             grown = status("VmRSS") - before
             assert grown < height // 2, (grown, height)
         kept.clear()

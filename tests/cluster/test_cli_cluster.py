@@ -383,7 +383,7 @@ def test_a_ray_cluster_reserves_what_is_trained_on() -> None:
     assert gpu.settings(2) == WorkerSettings("cuda", lanes=2)
     assert RayShare(WorkerSettings("cuda")).room(nodes[2:]) == 0
 
-    lanes = RayShare(WorkerSettings(lanes=3, intra_op=1, memory="1GiB"))
+    lanes = RayShare(WorkerSettings(lanes=3, threads_per_lane=1, memory="1GiB"))
     assert lanes.room(nodes) == 3 and lanes.reserved() == {"num_gpus": 0, "num_cpus": 3}
     assert lanes.settings(3) == WorkerSettings(lanes=3, memory="1GiB")
 

@@ -55,7 +55,7 @@ def build(trial: optuna.Trial) -> wf.Job:
 
 def test_trials_that_return_jobs(cluster: wf.Cluster, study: optuna.Study) -> None:
     told: list[optuna.trial.FrozenTrial] = []
-    done = wf.optimize(study, build, 6, backend=cluster, callbacks=[lambda _, trial: told.append(trial)])
+    done = wf.optimize(study, build, 6, cluster=cluster, callbacks=[lambda _, trial: told.append(trial)])
     assert done.trials == 6 and len(study.trials) == 6 and 1 <= done.most_at_once <= 4
     assert [result.steps for result in done.results] == [8] * 6 and done.steps == 48
     processes = {trial.user_attrs["process"] for trial in study.trials}
@@ -69,7 +69,7 @@ def test_trials_that_return_jobs(cluster: wf.Cluster, study: optuna.Study) -> No
 
 def test_a_job_is_pruned_where_it_runs(cluster: wf.Cluster) -> None:
     study = optuna.create_study(storage="sqlite:///study.db", pruner=optuna.pruners.ThresholdPruner(lower=1e9))
-    done = wf.optimize(study, build, 2, backend=cluster)
+    done = wf.optimize(study, build, 2, cluster=cluster)
     assert [trial.state.name for trial in study.trials] == ["PRUNED"] * 2
     assert [result.steps for result in done.results] == [4, 4]  # one epoch of two
     assert all(trial.value == trial.intermediate_values[0] for trial in study.trials)
@@ -91,12 +91,12 @@ def test_trials_with_loops_of_their_own(cluster: wf.Cluster, study: optuna.Study
             trial.study.stop()
         return loss
 
-    wf.optimize(study, objective, 50, backend=cluster, catch=(ValueError,), max_concurrent=1)
+    wf.optimize(study, objective, 50, cluster=cluster, catch=(ValueError,), max_concurrent=1)
     states = [trial.state.name for trial in study.trials]
     assert states == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE"]
     assert study.trials[1].value == study.trials[1].intermediate_values[0]
     with pytest.raises(ValueError, match="boom"):
-        wf.optimize(study, lambda trial: (_ for _ in ()).throw(ValueError("boom")), 1, backend=cluster)
+        wf.optimize(study, lambda trial: (_ for _ in ()).throw(ValueError("boom")), 1, cluster=cluster)
 
 
 def test_several_objectives_and_journal_storage(cluster: wf.Cluster) -> None:
@@ -108,14 +108,14 @@ def test_several_objectives_and_journal_storage(cluster: wf.Cluster) -> None:
         job.evaluate = lambda model: {"a": 1.0, "b": float(trial.number)}
         return job
 
-    wf.optimize(study, objective, 3, backend=cluster)
+    wf.optimize(study, objective, 3, cluster=cluster)
     assert sorted(tuple(trial.values) for trial in study.trials) == [(1.0, 0.0), (1.0, 1.0), (1.0, 2.0)]
 
 
 @pytest.mark.parametrize("keep", ["best", "none", "all"])
 def test_whose_weights_come_back(cluster: wf.Cluster, keep: Any) -> None:
     study = optuna.create_study(storage="sqlite:///study.db", sampler=optuna.samplers.RandomSampler(seed=1))
-    done = wf.optimize(study, build, 4, backend=cluster, keep_weights=keep)
+    done = wf.optimize(study, build, 4, cluster=cluster, keep_weights=keep)
     kept = [number for number, result in enumerate(done.results) if result.state_dict is not None]
     assert kept == {"best": [study.best_trial.number], "none": [], "all": [0, 1, 2, 3]}[keep]
     assert all(result.losses for result in done.results)
@@ -133,7 +133,7 @@ def test_a_training_loss_is_not_maximized(cluster: wf.Cluster, catch: Any) -> No
     with pytest.raises(
         StudyError, match=r"direction='maximize' and job 'built' has no evaluate=.*Pass Job\(evaluate=\)"
     ):
-        wf.optimize(study, objective, 4, backend=cluster, max_concurrent=1, catch=catch)
+        wf.optimize(study, objective, 4, cluster=cluster, max_concurrent=1, catch=catch)
     assert [trial.state.name for trial in study.trials] == ["FAIL"]
 
 
@@ -149,7 +149,7 @@ def test_trials_over_their_time_limit(cluster: wf.Cluster, study: optuna.Study) 
             job.evaluate = lambda model: threading.Event().wait()
         return job
 
-    done = wf.optimize(study, objective, 3, backend=cluster, trial_timeout=4.0, max_concurrent=1)
+    done = wf.optimize(study, objective, 3, cluster=cluster, trial_timeout=4.0, max_concurrent=1)
     assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL", "COMPLETE"]
     errors = [str(result.error) for result in done.results if result.error is not None]
     assert len(errors) == 1 and "trial 1 ran longer than its limit trial_timeout=4 s" in errors[0]
@@ -166,7 +166,7 @@ def test_a_trial_that_nothing_ends_ends_with_its_process(
             threading.Event().wait()
         return 1.0
 
-    wf.optimize(study, objective, 2, backend=cluster, trial_timeout=4.0, max_concurrent=1)
+    wf.optimize(study, objective, 2, cluster=cluster, trial_timeout=4.0, max_concurrent=1)
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
 
 
@@ -187,7 +187,7 @@ def test_interrupted(cluster: wf.Cluster, study: optuna.Study) -> None:
 
     threading.Thread(target=press, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        wf.optimize(study, objective, 4, backend=cluster, max_concurrent=2)
+        wf.optimize(study, objective, 4, cluster=cluster, max_concurrent=2)
     assert {trial.state.name for trial in study.trials} == {"FAIL"}
     jobs = [job for job in cluster.status()["jobs"] if job["id"].startswith("trial-")]
     assert not [job for job in jobs if job["state"] in ("waiting", "running", "starting")]
@@ -248,12 +248,12 @@ def test_the_same_call_again_after_its_process_was_killed(
     told: list[int] = []
     gate = tmp_path / "gate"
     gate.touch()
-    done = wf.optimize(study, gated(gate), 4, backend=cluster, callbacks=[lambda _, trial: told.append(trial.number)])
+    done = wf.optimize(study, gated(gate), 4, cluster=cluster, callbacks=[lambda _, trial: told.append(trial.number)])
     assert [trial.state.name for trial in study.trials] == ["RUNNING", "PRUNED", *["COMPLETE"] * 3]
     assert all(trial.value == trial.params["x"] + trial.number for trial in study.trials[2:])
     assert study.trials[1].value == 7.0 and done.trials == 4 and sorted(told) == [1, 2, 3, 4]
     assert sorted(map(int, begun.read_text().split())) == [1, 2, 3, 4]
-    wf.optimize(study, gated(gate), 1, backend=cluster)  # nothing is left of before
+    wf.optimize(study, gated(gate), 1, cluster=cluster)  # nothing is left of before
     assert len(study.trials) == 6
 
 
@@ -263,19 +263,19 @@ def test_a_study_in_this_process_cannot_be_spread(cluster: wf.Cluster, storage: 
     with pytest.raises(
         StudyError, match=r"must be an RDB or a journal storage, in a file .*storage='sqlite:///study.db'"
     ):
-        wf.optimize(study, build, 1, backend=cluster)
+        wf.optimize(study, build, 1, cluster=cluster)
     assert study.trials == []
 
 
 def test_settings_that_contradict(cluster: wf.Cluster, study: optuna.Study) -> None:
     with pytest.raises(StudyError, match="memory=, deterministic= cannot stand beside backend="):
-        wf.optimize(study, build, 1, backend=cluster, memory="1GiB", deterministic=True, max_concurrent=1)
+        wf.optimize(study, build, 1, cluster=cluster, memory="1GiB", deterministic=True, max_concurrent=1)
     with pytest.raises(StudyError, match="backend must be a waterflow.Cluster; got str"):
-        wf.optimize(study, build, 1, backend="here")  # type: ignore[arg-type]
+        wf.optimize(study, build, 1, cluster="here")  # type: ignore[arg-type]
 
 
 def test_an_objective_that_cannot_be_pickled(cluster: wf.Cluster, study: optuna.Study) -> None:
     lock = threading.Lock()
     with pytest.raises(InvalidJobError, match=r"objective cannot be sent to another process: .*variable 'lock' of"):
-        wf.optimize(study, lambda trial: float(lock.locked()), 1, backend=cluster)
+        wf.optimize(study, lambda trial: float(lock.locked()), 1, cluster=cluster)
     assert study.trials == []

@@ -239,13 +239,13 @@ def frozen_and_adapter() -> tuple[nn.Module, Optimizer]:
 
 
 def test_what_is_frozen_is_not_copied(engine: Engine | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
+    fingerprint: list[int] = []
     difference = BothWays.difference
-    monkeypatch.setattr(BothWays, "difference", lambda self: looked.append(self._before.bytes) or difference(self))
+    monkeypatch.setattr(BothWays, "difference", lambda self: fingerprint.append(self._before.bytes) or difference(self))
     mine = train_step(frozen_and_adapter, batches(), audit=1, engine=engine)
     assert_same(mine, train_eager(frozen_and_adapter, batches()))
     frozen, trained = 36 * 2000 * 4, 2005 * 5 * 4
-    assert mine.step is not None and mine.step.audit.passed == 5 and max(looked) < 3 * trained + 20_000 < frozen
+    assert mine.step is not None and mine.step.audit.passed == 5 and max(fingerprint) < 3 * trained + 20_000 < frozen
 
 
 def test_on_a_lane_the_captured_step_has_the_lanes_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waterflow._C import DeviceOrder, OrderFault
+from waterflow._C import CrossLaneFences, OrderFault
 
 SIZE = 140
 
 
 def test_who_stays_clear_waits_for_nobody() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     assert order.before(1, 50, SIZE) is None
     order.after(0, 90, 1)
     assert order.before(1, 50, SIZE) is None  # they touch, and share no byte
@@ -22,7 +22,7 @@ def test_who_stays_clear_waits_for_nobody() -> None:
 
 
 def test_nobody_waits_twice() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     order.after(0, 100, 1)
     assert order.before(1, 60, SIZE) == 1
     assert order.before(1, 120, SIZE) is None
@@ -31,7 +31,7 @@ def test_nobody_waits_twice() -> None:
 
 
 def test_the_latest_group_that_reached_so_far() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     for event, peak in enumerate([100, 90, 10], 1):
         order.after(0, peak, event)
     assert order.before(1, 60, SIZE) == 2  # behind the first, too
@@ -40,13 +40,13 @@ def test_the_latest_group_that_reached_so_far() -> None:
 
 
 def test_what_rose_and_fell_within_a_group_counts() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     order.after(0, 100, 1, held_after=20)
     assert order.before(1, 60, SIZE) == 1
 
 
 def test_both_ends_on_their_own() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     order.after(0, 100, 1)
     order.after(1, 100, 2)
     assert (order.before(0, 100, SIZE), order.before(1, 100, SIZE)) == (2, 1)
@@ -54,7 +54,7 @@ def test_both_ends_on_their_own() -> None:
 
 
 def test_a_later_group_stands_for_all_that_reached_less() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     for event, peak in enumerate([10, 50, 30, 50, 0, 20], 1):
         order.after(0, peak, event)
     assert order.kept(0) == 2
@@ -63,20 +63,20 @@ def test_a_later_group_stands_for_all_that_reached_less() -> None:
 
 
 def test_little_is_kept() -> None:
-    order = DeviceOrder()
-    many = 2 * DeviceOrder.most
+    order = CrossLaneFences()
+    many = 2 * CrossLaneFences.most
     for event in range(many):
         order.after(0, 3 * many - event, event)
     order.check()
-    assert order.kept(0) == DeviceOrder.most
+    assert order.kept(0) == CrossLaneFences.most
     # The oldest were made one: the first of them still has to be waited for, by an event behind it.
     waited = order.before(1, 1, 3 * many)
-    assert waited is not None and waited == many - DeviceOrder.most
+    assert waited is not None and waited == many - CrossLaneFences.most
     assert order.before(1, 2 * many - 1, 3 * many) == many - 1
 
 
 def test_what_the_host_knows_to_be_done_needs_no_wait() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     for event, peak in enumerate([100, 90, 80], 1):
         order.after(0, peak, event)
     order.reached(0, 2)
@@ -88,7 +88,7 @@ def test_what_the_host_knows_to_be_done_needs_no_wait() -> None:
 
 
 def test_what_is_no_end_and_no_peak() -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     with pytest.raises(ValueError, match="ends 0 and 1, not 2"):
         order.before(2, 1, SIZE)
     with pytest.raises(ValueError, match="cannot reach 141 bytes into an arena of 140"):
@@ -99,7 +99,7 @@ def test_what_is_no_end_and_no_peak() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from("aabbr"), st.integers(0, 20)), max_size=60))
 def test_as_a_slow_oracle_says(calls: list[tuple[int, str, int]]) -> None:
-    order = DeviceOrder()
+    order = CrossLaneFences()
     issued: list[tuple[int, int, int]] = []  # end, peak, event
     waited = [0, 0]
     for event, (end, call, peak) in enumerate(calls, 1):
@@ -132,7 +132,7 @@ class Group:
 def random_case(seed: int, fault: OrderFault) -> list[Group]:
     """Groups of two facing lanes, issued in an order in which each peak fits beside what the other lane holds then."""
     draw = random.Random(seed)
-    order, size = DeviceOrder(fault), 100
+    order, size = CrossLaneFences(fault), 100
     held, free_at, known = [0, 0], [0.0, 0.0], [-1, -1]
     made: list[Group] = []
     for _ in range(draw.randint(4, 24)):

@@ -165,7 +165,7 @@ def test_no_memory_for_an_arena_falls_back_to_the_pool(on_cuda: list[Any], fake:
 
 def test_streams_and_lanes_must_be_as_many(fake: FakeCuda) -> None:
     with pytest.raises(ValueError, match="an engine of 2 lanes needs as many streams"):
-        _C.Engine(lanes=2, intra_op=1, capacity=1 << 20, cuda=_C.CudaDevice(0, 0, fake.path), handles=[])
+        _C.Engine(lanes=2, threads_per_lane=1, capacity=1 << 20, cuda=_C.CudaDevice(0, 0, fake.path), handles=[])
 
 
 def test_without_cuda_the_engine_says_so() -> None:

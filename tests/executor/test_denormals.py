@@ -88,7 +88,7 @@ def test_steps_have_the_setting_of_their_caller(flush: dict[int, bool], reads: b
 @pytest.mark.parametrize("flush", [True, False])
 def test_all_threads_of_a_lane_have_it(flush: bool) -> None:
     """Of an eager step's threads those have it that its caller's thread began later; a step's on a lane have it always."""
-    with Engine(memory=256 * MiB, lanes=1, intra_op=2) as engine:
+    with Engine(memory=256 * MiB, lanes=1, threads_per_lane=2) as engine:
         model, optimizer = _make(False)()
         step = wf.Step(model, step=lambda m, b: m(b), optimizer=optimizer, engine=engine)
         for now in (not flush, flush):

@@ -91,7 +91,7 @@ def same(one: Ran, other: Ran) -> bool:
 def plainly(between: Between | None = None, given: list[Batch] | None = None, **settings: Any) -> Ran:
     with wf.Engine(memory="512MiB", lanes=1, device_graphs=False) as engine:
         ran = train(make_step(engine, **settings), 0, between, given)
-        assert not any(engine.figures().graphs.values())
+        assert not any(engine.stats().graphs.values())
     return ran
 
 
@@ -113,7 +113,7 @@ def test_the_same_bits_with_and_without(lanes: int, fake: FakeCuda) -> None:
             for thread in threads:
                 thread.join()
             results[graphs] = found
-            counts = engine.figures().graphs
+            counts = engine.stats().graphs
             engine.native.check()
         assert fake.count("cuGraphLaunch") == counts["launched"]
         assert (counts["captured"] > 0) == (counts["launched"] > 0) == graphs
@@ -124,13 +124,13 @@ def test_what_is_launched_again_asks_for_no_memory_and_calls_no_operation(fake: 
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         train(step)
-        before, groups = engine.native.placed, engine.figures().groups
+        before, groups = engine.native.placed, engine.stats().groups
         fake.forget_calls()
         train(step)
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert engine.native.placed == before
         assert fake.count("cuStreamBeginCapture") == 0 and fake.count("cuLaunchHostFunc") == 0
-        assert fake.count("cuGraphLaunch") * 2 > engine.figures().groups - groups
+        assert fake.count("cuGraphLaunch") * 2 > engine.stats().groups - groups
         assert counts["dropped"] == 0 and counts["bytes"] > 16 * 3 * 16 * 16 * 4
 
 
@@ -153,7 +153,7 @@ def test_a_learning_rate_takes_effect_at_once() -> None:
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         assert same(train(step, 0, schedule), expected)
-        assert engine.figures().graphs["launched"] > 0 and engine.figures().graphs["dropped"] == 0
+        assert engine.stats().graphs["launched"] > 0 and engine.stats().graphs["dropped"] == 0
         constant = train(make_step(engine))
     assert constant[0] != expected[0], "the schedule changes losses"
 
@@ -168,7 +168,7 @@ def test_numbers_that_kernels_get_as_arguments_are_captured_anew() -> None:
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine, **settings)
         assert same(train(step, 0, decay, given), expected)
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert counts["captured"] == 2 * counts["dropped"] > 0
 
     def every_time(index: int, step: wf.Step) -> None:
@@ -178,7 +178,7 @@ def test_numbers_that_kernels_get_as_arguments_are_captured_anew() -> None:
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         assert same(train(step, 0, every_time), expected)
-        assert engine.figures().graphs["captured"] == 0, "what changes in every step is not worth a capture"
+        assert engine.stats().graphs["captured"] == 0, "what changes in every step is not worth a capture"
 
 
 def test_a_job_on_another_lane_is_captured_there_and_finds_its_first_graphs_again() -> None:
@@ -203,12 +203,12 @@ def test_a_job_on_another_lane_is_captured_there_and_finds_its_first_graphs_agai
                 gate.set()
                 threads[0].join()
             if index in (8, 16):
-                counts.append(engine.figures().graphs)
+                counts.append(engine.stats().graphs)
 
         threads: list[threading.Thread] = []
         step = make_step(engine)
         assert same(train(step, 0, between, given), expected)
-        counts.append(engine.figures().graphs)
+        counts.append(engine.stats().graphs)
     assert counts[1]["captured"] == 2 * counts[0]["captured"] > 0
     assert counts[2]["captured"] == counts[1]["captured"] and counts[2]["dropped"] == 0
     assert counts[2]["launched"] > counts[1]["launched"] > counts[0]["launched"] > 0
@@ -226,7 +226,7 @@ def test_a_new_plan_is_captured_anew() -> None:
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         assert same(train(step, 0, again, given), expected)
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert counts["captured"] > counts["dropped"] > 0
 
 
@@ -241,7 +241,7 @@ def test_tensors_that_are_replaced_are_bound_and_captured_anew() -> None:
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         assert same(train(step, 0, replace, given), expected)
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert counts["captured"] == 2 * counts["dropped"] > 0
 
 
@@ -255,9 +255,9 @@ def test_a_capture_that_fails_leaves_the_step_as_it_is(
     with caplog.at_level(logging.INFO, "waterflow"), wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine, name="mine")
         assert same(train(step, 0), expected)
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert counts == {"captured": 0, "launched": 0, "dropped": 0, "bytes": 0}
-        engine.figures()
+        engine.stats()
     told = [r.getMessage() for r in caplog.records if "without device graphs" in r.getMessage()]
     assert len(told) == 1 and "job 'mine'" in told[0] and "failed" in told[0]
     assert "graphs" not in fake.held()
@@ -289,7 +289,7 @@ def test_limits_that_change_meanwhile() -> None:
                 engine.native.set_capacity(least if index % 3 else full)
 
         assert same(train(step, 0, between, given), expected)
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert counts["launched"] > 20 and counts["dropped"] == 0
         engine.native.check()
 
@@ -302,10 +302,10 @@ def test_a_job_that_leaves_frees_its_graphs(fake: FakeCuda) -> None:
         held = fake.held()["graphs"]
         step.close()
         assert 0 < fake.held()["graphs"] < held
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert counts["dropped"] == held - fake.held()["graphs"] and counts["bytes"] > 0
         other.close()
-        assert "graphs" not in fake.held() and engine.figures().graphs["bytes"] == 0
+        assert "graphs" not in fake.held() and engine.stats().graphs["bytes"] == 0
         assert step is not other  # both live on: it is the job that left
 
 
@@ -326,7 +326,7 @@ def test_few_bindings_of_a_job_have_graphs_at_once(fake: FakeCuda, monkeypatch: 
         step = make_step(engine)
         for size in range(4, 16):
             train(step, given=[(images[:size].clone(), labels[:size].clone()) for images, labels in batches(0, 5)])
-        counts = engine.figures().graphs
+        counts = engine.stats().graphs
         assert counts["dropped"] > 0
         assert 0 < fake.held()["graphs"] == counts["captured"] - counts["dropped"]
 
@@ -336,7 +336,7 @@ def test_gradients_summed_over_several_batches() -> None:
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine, accumulate=2)
         assert same(train(step, given=batches(0, 16)), expected)
-        assert engine.figures().graphs["launched"] > 0
+        assert engine.stats().graphs["launched"] > 0
 
 
 def test_copies_of_batches_come_from_the_reserve(caplog: pytest.LogCaptureFixture) -> None:
@@ -347,7 +347,7 @@ def test_copies_of_batches_come_from_the_reserve(caplog: pytest.LogCaptureFixtur
     ):
         step = make_step(engine)
         assert same(train(step), expected)
-        assert engine.figures().graphs["captured"] == 0
+        assert engine.stats().graphs["captured"] == 0
     assert "the reserve has 32768 left for device graphs" in caplog.text
 
 
@@ -362,14 +362,14 @@ def test_a_batch_at_an_odd_address_runs_as_it_is() -> None:
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         train(step, 1)
-        before = engine.figures()
+        before = engine.stats()
         train(step, given=odd)
-        after = engine.figures()
+        after = engine.stats()
         assert after.graphs == before.graphs and after.steps == before.steps + STEPS
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine)
         assert same(train(step, given=given), expected)
-        assert engine.figures().graphs["launched"] > 0
+        assert engine.stats().graphs["launched"] > 0
 
 
 @torch.library.custom_op("wf_graphs_test::twice", mutates_args=())
@@ -403,7 +403,7 @@ def test_steps_that_graphs_cannot_hold(function: Any, why: str, caplog: pytest.L
     with caplog.at_level(logging.INFO, "waterflow"), wf.Engine(memory="512MiB", lanes=1) as engine:
         step = make_step(engine, loss=None, step=function)
         assert same(train(step), expected)
-        assert engine.figures().graphs["captured"] == 0
+        assert engine.stats().graphs["captured"] == 0
     assert why in caplog.text
 
 
@@ -411,7 +411,7 @@ def test_the_environment_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WATERFLOW_DEVICE_GRAPHS", "0")
     with wf.Engine(memory="512MiB", lanes=1) as engine:
         train(make_step(engine))
-        assert engine.figures().graphs["captured"] == 0
+        assert engine.stats().graphs["captured"] == 0
 
 
 # -- the device

@@ -33,7 +33,7 @@ Work = Callable[[], Any]
 
 @pytest.fixture
 def native() -> Iterator[_C.Engine]:
-    engine = _C.Engine(lanes=2, intra_op=1, capacity=100)
+    engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=100)
     yield engine
     engine.check()
 
@@ -110,7 +110,7 @@ def test_a_lane_does_one_thing_at_a_time_and_a_job_its_steps_in_order(native: _C
 
 @pytest.mark.slow
 def test_a_newcomer_is_not_owed_the_time_before_it_came() -> None:
-    engine = _C.Engine(lanes=1, intra_op=1, capacity=100)
+    engine = _C.Engine(lanes=1, threads_per_lane=1, capacity=100)
     first, second = engine.add_job(), engine.add_job()
     finish(engine, *(do(engine, first, lambda: time.sleep(0.05)) for _ in range(10)))  # half a second
     busy = [do(engine, second, lambda: time.sleep(0.002)) for _ in range(150)]
@@ -133,7 +133,7 @@ def test_a_lane_that_is_kept_in_vain_goes_to_whoever_is_ready() -> None:
 
     waited = []
     for trial in range(12):
-        engine = _C.Engine(lanes=2, intra_op=1, capacity=100)
+        engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=100)
         long, gone, ready = (functools.partial(by_caller, engine, engine.add_job()) for _ in range(3))
         ends = in_threads(
             functools.partial(long, 0.004, 0.25),
@@ -172,7 +172,7 @@ def test_a_step_that_can_never_fit(native: _C.Engine) -> None:
 def test_threads_inside_operations() -> None:
     """Each lane keeps its number; neither the caller's nor that of threads to come changes."""
     before = torch.get_num_threads()
-    engine = _C.Engine(lanes=2, intra_op=2, capacity=10)
+    engine = _C.Engine(lanes=2, threads_per_lane=2, capacity=10)
     seen: list[int] = []
     jobs = [engine.add_job() for _ in range(2)]
     finish(engine, *(do(engine, job, lambda: seen.append(torch.get_num_threads())) for job in jobs * 5))
@@ -181,10 +181,10 @@ def test_threads_inside_operations() -> None:
 
 
 def test_engines_that_cannot_be() -> None:
-    for options in ({"lanes": 0}, {"intra_op": 0}, {"capacity": -1}):
+    for options in ({"lanes": 0}, {"threads_per_lane": 0}, {"capacity": -1}):
         with pytest.raises(ValueError):
-            _C.Engine(**({"lanes": 1, "intra_op": 1, "capacity": 1} | options))
-    engine = _C.Engine(lanes=1, intra_op=1, capacity=1)
+            _C.Engine(**({"lanes": 1, "threads_per_lane": 1, "capacity": 1} | options))
+    engine = _C.Engine(lanes=1, threads_per_lane=1, capacity=1)
     for job in (0, -1, 7):
         for call in (engine.remove_job, engine.queued, lambda j: engine.cancel(j, ""), lambda j: do(engine, j)):
             with pytest.raises(ValueError, match=f"job {job} is not in this engine"):
@@ -415,7 +415,7 @@ def test_remove_job_with_work_in_its_queue(native: _C.Engine) -> None:
 
 
 def test_engine_let_go_with_work_in_its_queue() -> None:
-    engine = _C.Engine(lanes=2, intra_op=1, capacity=100)
+    engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=100)
     begun, gate = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -446,7 +446,7 @@ threads = lambda: len(os.listdir("/proc/self/task"))
 before = threads()
 gate = threading.Event()
 def hand_in():
-    engine = _C.Engine(lanes=2, intra_op=1, capacity=1)
+    engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=1)
     engine.submit(engine.add_job(), _C.opaque_run(_C.GroupPlan([1], [1], [0]), lambda: (gate.wait(20), engine)))
 hand_in()
 gate.set()
@@ -495,7 +495,7 @@ def come_and_go(engine: _C.Engine, draw: random.Random, jobs: int) -> int:
 def test_threads_come_and_go(seed: int, full: bool) -> None:
     """Barriers are made and removed while others run; whatever happens, nobody hangs and nothing is held."""
     lanes = seed % 3 + 1
-    engine = _C.Engine(lanes=lanes, intra_op=1, capacity=100)
+    engine = _C.Engine(lanes=lanes, threads_per_lane=1, capacity=100)
     jobs = 200 if full else 25
     draws = [random.Random(100 * seed + number) for number in range(5)]
     ends = in_threads(*(lambda d=draw: come_and_go(engine, d, jobs) for draw in draws), seconds=200)
@@ -684,7 +684,7 @@ RACE = """
 import random, sys, threading
 from waterflow import _C
 seed = int(sys.argv[1])
-engine = _C.Engine(lanes=2, intra_op=1, capacity=100)
+engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=100)
 def submit(job, draw):
     for _ in range(400):
         run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[draw.randint(0, 100)], after=[0]), lambda: None)

@@ -134,7 +134,7 @@ def asked(ends: list[Any], ask: Callable[[], Any]) -> Callable[[], None]:
 @pytest.mark.slow
 @in_child({"by_caller": False}, {"by_caller": True})
 def test_a_step_cannot_close_its_engine(by_caller: bool) -> None:
-    engine = _C.Engine(lanes=1, intra_op=1, capacity=10)
+    engine = _C.Engine(lanes=1, threads_per_lane=1, capacity=10)
     run = native_run(engine.close, by_caller)
     engine.submit(engine.add_job(), run)
     engine.wait(run)
@@ -175,7 +175,7 @@ def test_a_captured_step_closes_its_engine_and_itself(asynchronous: int | None, 
 @pytest.mark.slow
 @in_child({"by_caller": False}, {"by_caller": True})
 def test_a_step_stops_its_own_job(by_caller: bool) -> None:
-    engine = _C.Engine(lanes=1, intra_op=1, capacity=10)
+    engine = _C.Engine(lanes=1, threads_per_lane=1, capacity=10)
     job = engine.add_job()
     begun = threading.Event()
 
@@ -198,7 +198,7 @@ def test_a_step_stops_its_own_job(by_caller: bool) -> None:
 @pytest.mark.slow
 @in_child()
 def test_jobs_remove_each_other_in_their_steps() -> None:
-    engine = _C.Engine(lanes=2, intra_op=1, capacity=10)
+    engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=10)
     jobs = [engine.add_job() for _ in range(2)]
     meeting = threading.Barrier(2, timeout=20)
 
@@ -222,7 +222,7 @@ def test_jobs_remove_each_other_in_their_steps() -> None:
 @pytest.mark.slow
 @in_child(*({"inside": one, "outside": other} for one in ("cancel", "remove") for other in ("cancel", "remove")))
 def test_a_job_is_stopped_from_inside_and_outside_at_once(inside: str, outside: str) -> None:
-    engine = _C.Engine(lanes=1, intra_op=1, capacity=10)
+    engine = _C.Engine(lanes=1, threads_per_lane=1, capacity=10)
     job = engine.add_job()
     begun, gate = threading.Event(), threading.Event()
 
@@ -346,7 +346,7 @@ def test_a_step_within_a_step_is_refused(lanes: int, warm: int, captured: bool) 
 @pytest.mark.slow
 @in_child()
 def test_a_step_cannot_wait_for_one_that_is_queued() -> None:
-    engine = _C.Engine(lanes=1, intra_op=1, capacity=10)
+    engine = _C.Engine(lanes=1, threads_per_lane=1, capacity=10)
     handed_in = threading.Event()
     queued = native_run(lambda: None)
 

@@ -1,4 +1,4 @@
-"""The local coordinator, on a device whose guaranteed steps are slowed down as the test says."""
+"""The local interference, on a device whose guaranteed steps are slowed down as the test says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from waterflow.executor.interference import AWAY_SECONDS, Coordinator, RateControl
+from waterflow.executor.interference import AWAY_SECONDS, InterferenceController, RateControl
 
 
 class Device:
@@ -38,16 +38,16 @@ class Device:
         began, self.time = self.time, self.time + self.seconds * factor
         self.steps.append((0, int(began * 1e9), int(self.time * 1e9), 0))
 
-    def run(self, coordinator: Coordinator, seconds: float) -> None:
+    def run(self, interference: InterferenceController, seconds: float) -> None:
         """For so long, looking behind each step."""
         end = self.time + seconds
         while self.time < end:
             self.step()
-            coordinator.look()
+            interference.poll()
 
 
-def made(device: Device) -> Coordinator:
-    return Coordinator(device, now=lambda: device.time)
+def made(device: Device) -> InterferenceController:
+    return InterferenceController(device, now=lambda: device.time)
 
 
 @pytest.mark.slow
@@ -55,16 +55,16 @@ def made(device: Device) -> Coordinator:
 @pytest.mark.parametrize("slope", [0.05, 0.2, 0.8])
 def test_the_rate_comes_to_what_is_allowed(seconds: float, slope: float) -> None:
     device = Device(seconds, slope, noise=0.01)
-    coordinator = made(device)
-    device.run(coordinator, 60 + 4000 * seconds)
-    assert coordinator.rate == pytest.approx(coordinator.allowed.median / slope, rel=0.5)
+    interference = made(device)
+    device.run(interference, 60 + 4000 * seconds)
+    assert interference.rate == pytest.approx(interference.allowed.median / slope, rel=0.5)
 
 
 def test_what_nobody_misses_is_given_whole() -> None:
     device = Device(0.004, 0.0, noise=0.01)
-    coordinator = made(device)
-    device.run(coordinator, 60)
-    assert coordinator.rate > 0.8
+    interference = made(device)
+    device.run(interference, 60)
+    assert interference.rate > 0.8
 
 
 def test_it_is_given_in_steps() -> None:
@@ -76,28 +76,28 @@ def test_it_is_given_in_steps() -> None:
 
 def test_it_is_cut_at_once() -> None:
     device = Device(0.004, 0.05)
-    coordinator = made(device)
-    device.run(coordinator, 60)
-    before = coordinator.rate
+    interference = made(device)
+    device.run(interference, 60)
+    before = interference.rate
     device.slope = 2.0  # another phase of either job
-    device.run(coordinator, 1.5)
-    assert coordinator.rate <= before / 2
+    device.run(interference, 1.5)
+    assert interference.rate <= before / 2
 
 
 def test_alone_an_opportunistic_job_has_all() -> None:
     device = Device(0.004, 1.0)
-    coordinator = made(device)
-    assert coordinator.rate == 1.0
-    device.run(coordinator, 5)
-    assert coordinator.rate < 0.2
+    interference = made(device)
+    assert interference.rate == 1.0
+    device.run(interference, 5)
+    assert interference.rate < 0.2
     device.time += AWAY_SECONDS + 0.1
-    coordinator.look()
-    assert coordinator.rate == 1.0 and device.rates[-1] == 1.0
+    interference.poll()
+    assert interference.rate == 1.0 and device.rates[-1] == 1.0
 
 
 def test_a_slow_tail_counts_too() -> None:
     device = Device(0.004, 0.0)
-    coordinator = made(device)
+    interference = made(device)
     step = device.step
 
     def with_stalls() -> None:
@@ -105,8 +105,8 @@ def test_a_slow_tail_counts_too() -> None:
         step()
 
     device.step = with_stalls  # type: ignore[method-assign]
-    device.run(coordinator, 60)
-    assert coordinator.rate < 0.3
+    device.run(interference, 60)
+    assert interference.rate < 0.3
 
 
 def test_other_jobs_are_learnt_anew() -> None:
@@ -120,25 +120,25 @@ def test_other_jobs_are_learnt_anew() -> None:
 
 def test_a_guaranteed_job_that_left_in_the_middle_of_a_window_does_not_keep_the_rate_down() -> None:
     device = Device(0.004, 0.0)
-    coordinator = made(device)
-    device.run(coordinator, 0.02)
+    interference = made(device)
+    device.run(interference, 0.02)
     device.steps.append((1, int(device.time * 1e9), int((device.time + 0.004) * 1e9), 0))  # its last one
-    device.run(coordinator, 60)
-    assert coordinator.rate > 0.8 and max(device.rates[-20:]) > 0.8
+    device.run(interference, 60)
+    assert interference.rate > 0.8 and max(device.rates[-20:]) > 0.8
 
 
 @pytest.mark.parametrize("seconds", [1.5, 10.0])
 def test_long_guaranteed_steps_are_protected(seconds: float) -> None:
     device = Device(seconds, 0.5, noise=0.01)
-    coordinator = made(device)
-    device.run(coordinator, 3 * seconds)
+    interference = made(device)
+    device.run(interference, 3 * seconds)
     for _ in range(8):  # opportunistic steps end, too, while a guaranteed one is under way
         device.time += seconds / 9
-        coordinator.look()
+        interference.poll()
         assert device.rates[-1] < 0.2
     device.time += 2 * seconds + AWAY_SECONDS
-    coordinator.look()
-    assert coordinator.rate == 1.0
+    interference.poll()
+    assert interference.rate == 1.0
 
 
 class Devices(Device):
@@ -166,24 +166,24 @@ class Devices(Device):
 @pytest.mark.slow
 def test_a_job_with_long_steps_beside_one_with_short_steps_is_not_passed_over() -> None:
     device = Devices({0: (0.004, 0.0), 1: (0.8, 0.5)})
-    coordinator = made(device)
-    device.run(coordinator, 1000)
-    assert coordinator.rate == pytest.approx(coordinator.allowed.median / 0.5, rel=0.5)
+    interference = made(device)
+    device.run(interference, 1000)
+    assert interference.rate == pytest.approx(interference.allowed.median / 0.5, rel=0.5)
 
 
 def test_a_job_that_comes_is_protected_at_once() -> None:
     device = Devices({0: (0.004, 0.0)})
-    coordinator = made(device)
-    device.run(coordinator, 60)
-    assert coordinator.rate > 0.8
+    interference = made(device)
+    device.run(interference, 60)
+    assert interference.rate > 0.8
     for held in (False, True):  # until a window beside others has just begun
         while (device.rates[-1] == 0.0) == held:
-            device.run(coordinator, 0.01)
+            device.run(interference, 0.01)
     device.add(1, 0.1, 0.5)
     began = len(device.rates)
-    device.run(coordinator, 0.5)
+    device.run(interference, 0.5)
     assert device.rates[-1] == 0.0 and len(device.rates) == began + 1
-    device.run(coordinator, 30)
+    device.run(interference, 30)
     assert max(device.rates[began:]) <= 0.15
 
 
@@ -201,7 +201,7 @@ def test_the_rate_is_not_raised_where_a_job_could_not_be_compared() -> None:
 
 def test_a_job_whose_pace_changes_keeps_the_rate_from_rising() -> None:
     device = Devices({0: (0.004, 0.0), 1: (0.004, 0.5)})
-    coordinator = made(device)
+    interference = made(device)
     step, steps = device.step, itertools.count()
 
     def drifting() -> None:
@@ -209,7 +209,7 @@ def test_a_job_whose_pace_changes_keeps_the_rate_from_rising() -> None:
         step()
 
     device.step = drifting  # type: ignore[method-assign]
-    device.run(coordinator, 60)
+    device.run(interference, 60)
     assert max(device.rates[2:]) <= 0.2
 
 
@@ -237,12 +237,12 @@ class UnsteadyDevice(Device):
         super().step()
 
 
-def rates_of(device: Device, coordinator: Coordinator) -> list[float]:
+def rates_of(device: Device, interference: InterferenceController) -> list[float]:
     """As time goes on."""
     rates = []
     for _ in range(20):
-        device.run(coordinator, 1 + 40 * device.seconds)
-        rates.append(coordinator.rate)
+        device.run(interference, 1 + 40 * device.seconds)
+        rates.append(interference.rate)
     return rates
 
 
@@ -250,9 +250,9 @@ def rates_of(device: Device, coordinator: Coordinator) -> list[float]:
 @pytest.mark.parametrize("seconds", [0.0003, 0.0045, 0.025])
 def test_a_machine_that_changes_its_own_speed_is_not_taken_for_strain(seconds: float, lasts: float) -> None:
     device = UnsteadyDevice(seconds, 0.0, lasts=lasts)
-    coordinator = made(device)
-    device.run(coordinator, 30 + 2000 * seconds)
-    rates = rates_of(device, coordinator)
+    interference = made(device)
+    device.run(interference, 30 + 2000 * seconds)
+    rates = rates_of(device, interference)
     assert sum(rates) / len(rates) > 0.8 and min(rates) > 0.4
 
 
@@ -260,44 +260,44 @@ def test_a_machine_that_changes_its_own_speed_is_not_taken_for_strain(seconds: f
 @pytest.mark.parametrize("seconds", [0.0003, 0.0045, 0.025])
 def test_strain_is_seen_on_a_machine_that_changes_its_own_speed(seconds: float, slope: float) -> None:
     device = UnsteadyDevice(seconds, slope)
-    coordinator = made(device)
-    device.run(coordinator, 30 + 2000 * seconds)
-    rates = rates_of(device, coordinator)
-    assert sum(rates) / len(rates) == pytest.approx(coordinator.allowed.median / slope, rel=0.5)
+    interference = made(device)
+    device.run(interference, 30 + 2000 * seconds)
+    rates = rates_of(device, interference)
+    assert sum(rates) / len(rates) == pytest.approx(interference.allowed.median / slope, rel=0.5)
 
 
 def test_a_machine_that_becomes_slow_for_everybody_cuts_nothing() -> None:
     device = Device(0.004, 0.02)
-    coordinator = made(device)
-    device.run(coordinator, 60)
-    before = coordinator.rate
+    interference = made(device)
+    device.run(interference, 60)
+    before = interference.rate
     assert before > 0.8
     for seconds in (0.007, 0.004) * 20:
         device.seconds = seconds
-        device.run(coordinator, 1.37)
-    assert coordinator.rate >= before - 0.1
+        device.run(interference, 1.37)
+    assert interference.rate >= before - 0.1
 
 
 def test_nothing_is_learnt_beside_nobody() -> None:
     device = Device(0.004, 0.0)
-    coordinator = made(device)
-    device.run(coordinator, 3)
-    before, seen = coordinator.rate, len(coordinator.control._seen)
+    interference = made(device)
+    device.run(interference, 3)
+    before, seen = interference.rate, len(interference.control._seen)
     assert 0.1 < before < 1.0
     device.idle = True
-    device.run(coordinator, 30)
-    assert coordinator.rate == before and len(coordinator.control._seen) == seen
+    device.run(interference, 30)
+    assert interference.rate == before and len(interference.control._seen) == seen
     device.idle = False
-    device.run(coordinator, 30)
-    assert coordinator.rate > before
+    device.run(interference, 30)
+    assert interference.rate > before
 
 
 def test_a_comparison_goes_on_behind_a_pause_of_the_guaranteed_job() -> None:
     device = Device(0.004, 0.0, noise=0.01)
-    coordinator = made(device)
+    interference = made(device)
     for _ in range(60):
-        device.run(coordinator, 1.0)  # not as long as one with windows of the length that they have in the end
+        device.run(interference, 1.0)  # not as long as one with windows of the length that they have in the end
         device.time += AWAY_SECONDS + 0.5
-        coordinator.look()
+        interference.poll()
         assert device.rates[-1] == 1.0
-    assert coordinator.control.rate == 1.0 and len(coordinator.control._seen) > 15
+    assert interference.control.rate == 1.0 and len(interference.control._seen) > 15

@@ -45,7 +45,7 @@ class Machine:
             self.lane_busy_ns[0] += int(self.in_use * 0.0095e9)
             self.worked += 0.01
             self.with_fewer += 0.01 * (self.in_use < self.lanes)
-            looker.look(jobs)
+            looker.poll(jobs)
 
 
 def lanes_of(machine: Machine) -> tuple[LanesInUse, list[Decision]]:

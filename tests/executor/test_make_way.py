@@ -18,7 +18,7 @@ from tests.executor.test_policy import WAIT, assert_same, batches, in_thread, jo
 from tests.support import MiB
 from waterflow.executor import reservations
 from waterflow.executor.engine import Engine
-from waterflow.executor.policy import GUARANTEED, MakeWay, Terms
+from waterflow.executor.policy import GUARANTEED, Preempted, ResourcePolicy
 from waterflow.training.runner import JobRunner
 
 LARGER = [*batches(8), *batches(4, rows=4096), *batches(8)]
@@ -207,16 +207,16 @@ def test_of_opportunistic_jobs_that_wait_for_one_another_one_makes_way() -> None
     with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
         told = threading.Event()
         first, second = engine.add_job("first"), engine.add_job("second")
-        terms = Terms("opportunistic", make_way=told.set, at_boundary=threading.get_ident())
-        engine.set_terms(first, Terms("opportunistic", make_way=lambda: None))
-        engine.set_terms(second, terms)
+        policy = ResourcePolicy("opportunistic", preempt=told.set, at_boundary=threading.get_ident())
+        engine.set_policy(first, ResourcePolicy("opportunistic", preempt=lambda: None))
+        engine.set_policy(second, policy)
         claims = threading.Thread(
             target=lambda: [engine.claim(first, needs("first", size * MiB, MiB)) for size in (200, 700)], daemon=True
         )
         engine.claim(second, needs("second", 400 * MiB, MiB))
         claims.start()
         until(lambda: engine.waits(claims.ident))
-        with pytest.raises(MakeWay, match="'second' makes way"):
+        with pytest.raises(Preempted, match="'second' makes way"):
             engine.claim(second, needs("second", 850 * MiB, MiB))
         assert told.is_set()
         engine.remove_job(second)
@@ -279,8 +279,8 @@ def test_who_could_not_make_way_is_asked_again(
     with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
         asked: list[int] = []
         holder = engine.add_job("holder")
-        terms = Terms("opportunistic", make_way=lambda: asked.append(1))
-        engine.set_terms(holder, terms)
+        policy = ResourcePolicy("opportunistic", preempt=lambda: asked.append(1))
+        engine.set_policy(holder, policy)
         engine.claim(holder, needs("holder", 600 * MiB, MiB))
 
         def ask() -> int:
@@ -288,12 +288,12 @@ def test_who_could_not_make_way_is_asked_again(
             return len(asked)
 
         assert ask() == 1 and ask() == 1  # it has not answered
-        engine.cannot_make_way(holder, "no")
+        engine.cannot_be_preempted(holder, "no")
         assert ask() == 1
-        engine.set_terms(holder, terms)
+        engine.set_policy(holder, policy)
         assert ask() == 2
         monkeypatch.setattr(reservations, "ASK_AGAIN", 0.0)
-        engine.cannot_make_way(holder, "no")
+        engine.cannot_be_preempted(holder, "no")
         assert ask() == 3
         assert len(warnings(caplog)) == 1
 
@@ -304,7 +304,7 @@ def test_lent_priority_is_taken_back_where_the_guaranteed_job_gives_up(monkeypat
 
     with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
         holder, late = engine.add_job("holder"), engine.add_job("late")
-        engine.set_terms(holder, Terms("opportunistic", make_way=lambda: None))
+        engine.set_policy(holder, ResourcePolicy("opportunistic", preempt=lambda: None))
         engine.claim(holder, needs("holder", 600 * MiB, MiB))
         lent: list[bool] = []
         set_priority = engine._set_priority
@@ -352,7 +352,7 @@ def test_pages_stay_for_jobs_that_come_one_after_another() -> None:
         jobs = [job(f"job-{n}", epochs=1) for n in range(3)]
         wf.train(jobs, engine=engine, max_concurrent=1, callbacks=[lambda _: held.append(engine.native.pages_in_use)])
         assert all(held) and engine.native.pages_in_use == 0
-        with pytest.raises(ZeroDivisionError), engine.pages_stay():
+        with pytest.raises(ZeroDivisionError), engine.retain_pages():
             wf.train(jobs[:1], engine=engine)
             assert engine.native.pages_in_use
             raise ZeroDivisionError

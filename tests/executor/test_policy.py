@@ -16,7 +16,7 @@ import waterflow as wf
 from tests.support import MiB, same_bits
 from waterflow.errors import InvalidJobError, MemoryLimitError
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.policy import Terms
+from waterflow.executor.policy import ResourcePolicy
 from waterflow.partition.plan.plan import Plan, opaque_plan
 from waterflow.training.runner import JobRunner
 
@@ -143,7 +143,7 @@ def test_guaranteed_jobs_do_not_make_way() -> None:
 def test_an_opportunistic_claim_leaves_room_for_a_guaranteed_step() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         guaranteed, other = engine.add_job("guaranteed"), engine.add_job("other")
-        engine.set_terms(other, Terms("opportunistic"))
+        engine.set_policy(other, ResourcePolicy("opportunistic"))
         engine.claim(guaranteed, needs("guaranteed", 600 * MiB, 100 * MiB))
         assert not engine.has_room(other, 400 * MiB, 100 * MiB)
         engine.claim(other, needs("other", 200 * MiB, 100 * MiB))
@@ -202,7 +202,7 @@ def test_the_priority_of_a_running_job_changes() -> None:
 def test_a_quota_is_kept_for_a_guaranteed_job() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         job_ = engine.add_job("guaranteed")
-        engine.set_terms(job_, Terms("guaranteed", quota=800 * MiB))
+        engine.set_policy(job_, ResourcePolicy("guaranteed", quota=800 * MiB))
         engine.claim(job_, needs("guaranteed", 100 * MiB, 50 * MiB))
         assert engine.claimed() == 750 * MiB
         assert not engine.would_fit(needs("other", 50 * MiB, 300 * MiB))
@@ -273,7 +273,7 @@ def test_a_job_that_makes_way_does_not_wait_for_lanes() -> None:
 def test_smaller_steps_do_not_take_room_from_larger_ones_of_the_same_job() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         first = engine.add_job("first")
-        engine.set_terms(first, Terms(quota=800 * MiB))
+        engine.set_policy(first, ResourcePolicy(quota=800 * MiB))
         engine.claim(first, needs("first", 100 * MiB, 500 * MiB))
         engine.claim(first, needs("first", 100 * MiB, 50 * MiB))
         assert engine._claims[first].height == 500 * MiB
@@ -285,10 +285,10 @@ def test_smaller_steps_do_not_take_room_from_larger_ones_of_the_same_job() -> No
 def test_a_job_that_is_just_leaving_is_not_asked() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         leaving, late = engine.add_job("leaving"), engine.add_job("late")
-        engine.set_terms(leaving, Terms("opportunistic"))
+        engine.set_policy(leaving, ResourcePolicy("opportunistic"))
         engine.claim(leaving, needs("leaving", 600 * MiB, 50 * MiB))
         engine.native.remove_job(leaving)
-        engine._terms.pop(leaving, None)  # as remove_job() does before it gives the claim back
+        engine._policies.pop(leaving, None)  # as remove_job() does before it gives the claim back
         with pytest.raises(MemoryLimitError):
             engine.claim(late, needs("late", 600 * MiB, 50 * MiB))
 
@@ -341,7 +341,9 @@ def test_a_job_that_left_and_became_guaranteed_has_room_made_for_it() -> None:
         runner.lease.leave()
         until(lambda: runner.suspended)
         other = engine.add_job("other")
-        engine.set_terms(other, Terms("opportunistic", make_way=lambda: (asked.set(), engine.remove_job(other))))
+        engine.set_policy(
+            other, ResourcePolicy("opportunistic", preempt=lambda: (asked.set(), engine.remove_job(other)))
+        )
         engine.claim(other, needs("other", engine.room - 4096, 4096))
         time.sleep(0.2)
         assert runner.suspended and not asked.is_set()
@@ -356,7 +358,7 @@ def test_all_lanes_are_in_use_each_time_an_opportunistic_job_comes() -> None:
     with Engine(lanes=2, memory="1GiB") as engine:
         for _ in range(2):
             each = engine.add_job("job")
-            engine.set_terms(each, Terms("opportunistic"))
+            engine.set_policy(each, ResourcePolicy("opportunistic"))
             assert engine.native.active_lanes == 2
             engine.remove_job(each)
             engine.native.set_active_lanes(1)  # as is measured to be faster for the others

@@ -23,14 +23,14 @@ def wait(engine: _C.Engine, run: _C.StepRun) -> None:
 
 @pytest.fixture
 def engine() -> Iterator[_C.Engine]:
-    made = _C.Engine(lanes=2, intra_op=1, capacity=1 << 20, arenas=False)
+    made = _C.Engine(lanes=2, threads_per_lane=1, capacity=1 << 20, arenas=False)
     yield made
     made.close()
 
 
 @pytest.mark.slow
 def test_guaranteed_steps_go_first() -> None:
-    engine = _C.Engine(lanes=1, intra_op=1, capacity=1 << 20, arenas=False)
+    engine = _C.Engine(lanes=1, threads_per_lane=1, capacity=1 << 20, arenas=False)
     load = Load(engine)
     go = blocked(engine, load)
     first, second = load.add(), load.add()
@@ -78,7 +78,7 @@ def test_lanes_of_a_guaranteed_job_that_left_are_open(engine: _C.Engine) -> None
 
 @pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_an_opportunistic_step_must_fit_beside_the_largest_guaranteed_one() -> None:
-    engine = _C.Engine(lanes=2, intra_op=1, capacity=100, arenas=False)
+    engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=100, arenas=False)
     begun: list[str] = []
 
     def run(job: int, name: str, height: int, go: threading.Event | None = None) -> _C.StepRun:

@@ -19,7 +19,7 @@ from tests.support import MiB, run_steps, same_bits
 from tests.test_recompute import Deep
 from waterflow.errors import MemoryLimitError
 from waterflow.executor.engine import Engine, within
-from waterflow.executor.policy import Terms
+from waterflow.executor.policy import ResourcePolicy
 from waterflow.partition.plan.plan import Plan
 from waterflow.training.runner import JobRunner
 from waterflow.training.step_queue import STEPS_AHEAD
@@ -141,7 +141,7 @@ def test_what_cannot_be_made_again_is_held_in_host_memory() -> None:
         assert engine.native.peak_held <= quota
         engine.native.check()
     assert_same(mine, result)
-    assert mine.spilled > 0 and mine.recomputed is None and result.spilled == 0
+    assert mine.offloaded > 0 and mine.recomputed is None and result.offloaded == 0
     with pytest.raises(MemoryLimitError, match=r"recompute="):
         step.plan_for(batches("lstm", 1)[0], int(0.8 * step.plan.height))
 
@@ -387,13 +387,13 @@ def test_what_a_quota_leaves() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         first, other = engine.add_job("first"), engine.add_job("other")
         assert engine.most_height(first, 100 * MiB) is None
-        engine.set_terms(first, Terms("opportunistic", quota=500 * MiB))
+        engine.set_policy(first, ResourcePolicy("opportunistic", quota=500 * MiB))
         assert engine.most_height(first, 100 * MiB) == 400 * MiB
         engine.claim(other, needs("other", 700 * MiB, 50 * MiB))
         assert engine.has_room(first, 100 * MiB, 174 * MiB) and not engine.has_room(first, 100 * MiB, 175 * MiB)
         engine.claim(first, needs("first", 100 * MiB, 150 * MiB))
         assert engine.most_height(first, MiB) == 400 * MiB and engine.has_room(first, MiB, 150 * MiB)
-        engine.set_terms(first, Terms("opportunistic", quota=200 * MiB))
+        engine.set_policy(first, ResourcePolicy("opportunistic", quota=200 * MiB))
         assert engine.above_quota(first)
         engine.lower(first, 100 * MiB)
         assert not engine.above_quota(first) and engine._claims[first].height == 100 * MiB

@@ -12,7 +12,7 @@ from waterflow import _C
 
 @pytest.fixture
 def engine() -> Iterator[_C.Engine]:
-    made = _C.Engine(lanes=4, intra_op=1, capacity=100)
+    made = _C.Engine(lanes=4, threads_per_lane=1, capacity=100)
     yield made
     made.check()
     made.close()

@@ -12,7 +12,7 @@ import pytest
 import waterflow as wf
 from tests.executor.test_policy import batches, job
 from waterflow.executor import interference
-from waterflow.executor.interference import Starving
+from waterflow.executor.interference import Starvation
 
 NAMES = {0: "a", 1: "b", 2: "late", 3: "other"}
 
@@ -24,7 +24,7 @@ class Lanes:
         self.time = 100.0
         self.waiting: dict[int, int] = {2: 1, 3: 1}
         self.decisions: list[Any] = []
-        self.starving = Starving(self.decisions, self.queued, 2, lambda: self.time)
+        self.starving = Starvation(self.decisions, self.queued, 2, lambda: self.time)
 
     def queued(self, number: int) -> int:
         if number not in self.waiting:
@@ -38,7 +38,7 @@ class Lanes:
             self.time += 1.0
             for each in ends:
                 self.starving.ended(each)
-            self.starving.look({2, 3}, guaranteed, NAMES)
+            self.starving.poll({2, 3}, guaranteed, NAMES)
         return [str(decision) for decision in self.decisions[before:]]
 
 

@@ -37,11 +37,11 @@ def test_setting_a_fresh_thread_changes_it_and_no_other():
     assert in_fresh_thread(torch.get_num_threads) == 3
 
 
-@pytest.mark.parametrize("intra_op", [1, 2])
-def test_lanes_run_on_their_own_number(intra_op):
-    with Engine(memory="64MiB", lanes=2, intra_op=intra_op) as engine:
+@pytest.mark.parametrize("threads_per_lane", [1, 2])
+def test_lanes_run_on_their_own_number(threads_per_lane):
+    with Engine(memory="64MiB", lanes=2, threads_per_lane=threads_per_lane) as engine:
         job = engine.add_job("look")
         seen, _ = engine.run_eager(job, torch.get_num_threads, None)
-    assert seen == intra_op
+    assert seen == threads_per_lane
     assert torch.get_num_threads() == 3
     assert in_fresh_thread(torch.get_num_threads) == 3

@@ -18,7 +18,7 @@ TURN = 0.040  # seconds: kTurnNs in engine_turns.cpp
 
 @pytest.fixture
 def engine() -> Iterator[_C.Engine]:
-    made = _C.Engine(lanes=1, intra_op=1, capacity=1 << 20, arenas=False, behind=None)
+    made = _C.Engine(lanes=1, threads_per_lane=1, capacity=1 << 20, arenas=False, behind=None)
     yield made
     made.close()
 
@@ -141,7 +141,7 @@ def test_the_eldest_first(engine: _C.Engine) -> None:
     go = blocked(engine, load)
     jobs = [load.add() for _ in range(3)]
     runs = [load.submit(job, 0.004) for _ in range(30) for job in reversed(jobs)]
-    engine.set_eldest_first(True)
+    engine.set_fifo_lanes(True)
     go.set()
     for run in runs:
         engine.wait(run)
@@ -149,7 +149,7 @@ def test_the_eldest_first(engine: _C.Engine) -> None:
 
 
 def test_others_have_what_the_eldest_leaves(engine: _C.Engine) -> None:
-    engine.set_eldest_first(True)
+    engine.set_fifo_lanes(True)
     load = Load(engine)
     elder, younger = load.add(), load.add()
     runs = [load.submit(younger, 0.002) for _ in range(500)]

@@ -130,7 +130,7 @@ def test_device_graphs_are_bitwise_as_without(name: str) -> None:
                 optimizer.param_groups[0]["weight_decay"] = 0.01 if index > STEPS * 2 else 0.0
                 losses.append(step(batch))
             values = [float(loss) for loss in losses]
-            counts = engine.figures().graphs
+            counts = engine.stats().graphs
         return (values, {k: v.clone() for k, v in model.state_dict().items()}), generator.get_state(), counts
 
     (mine, numbers, counts), (plain, expected, none) = run(True), run(False)

@@ -900,7 +900,7 @@ def test_jobs_of_both_priorities_in_a_repeatable_study_wait_for_room() -> None:
 @pytest.mark.slow
 def test_lanes_go_to_the_eldest_trials_while_they_last(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(_C.Engine, "set_eldest_first", lambda engine, value: told.append(value))
+    monkeypatch.setattr(_C.Engine, "set_fifo_lanes", lambda engine, value: told.append(value))
     run(looping, n_trials=2)
     assert told == [True, False]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import waterflow as wf
 from waterflow.executor.program import capture_cache
 from waterflow.executor.program.capture_cache import captures
-from waterflow.job import MOST_CAUSES, RunFigures
+from waterflow.job import MOST_CAUSES, RunStats
 
 BATCHES = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(5)]
 
@@ -42,7 +42,7 @@ def objective(trial: optuna.Trial) -> float:
 def test_a_summary_says_how_trials_ended_and_why_some_ran_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="waterflow")
     summary = wf.optimize(optuna.create_study(), objective, n_trials=8, max_concurrent=2)
-    figures = summary.figures
+    figures = summary.stats
     assert figures is not None and summary.states == {"complete": 7, "pruned": 1}
     assert (figures.jobs, figures.steps, figures.eager_steps) == (8, 40, 20)
     assert sorted(figures.eager.values()) == [2, 2] and 0 < figures.peak < figures.limit
@@ -71,7 +71,7 @@ def test_kinds_of_batches_that_run_eagerly_are_a_cause(monkeypatch: pytest.Monke
     batches = [(torch.randn(rows, 3), torch.randint(2, (rows,))) for rows in (2, 3, 4)]
     job = {"loss": F.cross_entropy, "data": batches, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
     results = wf.train([nn.Linear(3, 2)], **job)
-    assert results[0].opaque_reason is None and results[0].eager_steps == results.figures.eager_steps == 2
+    assert results[0].opaque_reason is None and results[0].eager_steps == results.stats.eager_steps == 2
     assert "1 of 1 jobs ran eagerly: batches of ever new kinds; pad them" in str(results)
 
 
@@ -106,7 +106,7 @@ def test_results_say_it_of_jobs_those_that_failed_first() -> None:
 def test_one_thing_to_change_first(shares: dict[str, float], eager_steps: int, said: str | None) -> None:
     all_ = dict.fromkeys(("loading", "capturing", "evaluation", "waiting for memory", "steps", "the rest"), 0.0)
     causes = Counter({f"cause {n}": 9 - n for n in range(5)})
-    figures = RunFigures(9, 100, eager_steps, 4, 2, causes, all_ | shares, 2**20, 2**30)
+    figures = RunStats(9, 100, eager_steps, 4, 2, causes, all_ | shares, 2**20, 2**30)
     lines = figures.lines("jobs")
     assert lines[0].endswith("; 4 captures, 2 of them anew") and lines[1].endswith("9 of 9 jobs ran eagerly: cause 0")
     assert lines[1 + MOST_CAUSES] == "  and others for other causes"

@@ -330,7 +330,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "one iterator": (
         lambda: wf.train([Net(), Net()], loss=F.cross_entropy, optimizer=sgd, data=iter(BATCHES)), "read one iterator"
     ),
-    "no threads": (lambda: wf.train([make()], intra_op=0), "intra_op must be a positive integer; got 0"),
+    "no threads": (lambda: wf.train([make()], threads_per_lane=0), "threads_per_lane must be a positive integer; got 0"),
     "one module twice": (lambda: wf.train(one_module()), r"'a' and 'b' share a module.*copy\.deepcopy"),
     "one name twice": (lambda: wf.train([make(), make()]), "two jobs are called 'job'; give each a name"),
     "nothing shared": (lambda: wf.train([Net()], loss=F.cross_entropy), "pass data= and optimizer= to train"),

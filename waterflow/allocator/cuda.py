@@ -113,22 +113,22 @@ def planned_request_nanoseconds() -> list[float]:
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes that tensors on the device take now, planned memory included."""
-    return int(_C.cuda_figures(_index(device))["allocated"])
+    return int(_C.cuda_stats(_index(device))["allocated"])
 
 
 def max_memory_allocated(device: Any = None) -> int:
     """The most bytes that tensors have taken, since the start or the last reset_peak_memory_stats()."""
-    return int(_C.cuda_figures(_index(device))["peak_allocated"])
+    return int(_C.cuda_stats(_index(device))["peak_allocated"])
 
 
 def memory_reserved(device: Any = None) -> int:
     """Bytes of the device that are held: arenas, graphs, and all that is not planned."""
-    return int(_C.cuda_figures(_index(device))["reserved"])
+    return int(_C.cuda_stats(_index(device))["reserved"])
 
 
 def max_memory_reserved(device: Any = None) -> int:
     """The most bytes of the device that have been held."""
-    return int(_C.cuda_figures(_index(device))["peak_reserved"])
+    return int(_C.cuda_stats(_index(device))["peak_reserved"])
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
@@ -138,7 +138,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     """The figures under the names that torch gives them, and waterflow's own; others are not there."""
-    now = _C.cuda_figures(_index(device))
+    now = _C.cuda_stats(_index(device))
     stats = {
         "allocated_bytes.all.current": now["allocated"],
         "allocated_bytes.all.peak": now["peak_allocated"],

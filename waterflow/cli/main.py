@@ -187,7 +187,7 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
             settings.jobs, device=settings.device or "cpu", memory=settings.memory, max_concurrent=settings.max_concurrent,
             exact=settings.exact, mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,
         )  # fmt: skip
-        together = results.figures.lines("jobs") if results.figures else []
+        together = results.stats.lines("jobs") if results.stats else []
         terminal.say(Text("\n".join(map(str, [*results, *together]))))
         terminal.files(pictures)
         for result in results.failed:

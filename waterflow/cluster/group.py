@@ -268,7 +268,7 @@ class RunningGroup:
             self._runners[number] = runner
         result: JobResult | None = None
         try:
-            _C.set_threads_here(process.engine.intra_op)
+            _C.set_threads_here(process.engine.threads_per_lane)
             with within(process.engine):
                 result = runner.run()
             if result.status == "cancelled" and self._halted == "suspended":

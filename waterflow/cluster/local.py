@@ -204,7 +204,7 @@ class LocalBackend(Ledger):
         cores = child.settings.cores
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": str(child.settings.intra_op),
+            "OMP_NUM_THREADS": str(child.settings.threads_per_lane),
             "PYTHONUNBUFFERED": "1",
         }
         if child.settings.device == "cuda":

@@ -20,7 +20,7 @@ class RayShare:
     def __init__(self, settings: WorkerSettings, cores: Sequence[Sequence[int]] | None = None) -> None:
         self._settings = settings
         self._lanes_follow = settings.lanes is None and cores is None
-        self.cpus = (settings.lanes or 0) * settings.intra_op
+        self.cpus = (settings.lanes or 0) * settings.threads_per_lane
         if cores and settings.lanes is None:
             self.cpus = max(map(len, cores))
 
@@ -45,7 +45,7 @@ class RayShare:
         """Those of a device, one of so many, after ``room``: with lanes on what is reserved, and an equal part of the memory."""
         made = self._settings
         if made.device == "cpu" and self._lanes_follow:
-            made = replace(made, lanes=max(1, self.cpus // made.intra_op))
+            made = replace(made, lanes=max(1, self.cpus // made.threads_per_lane))
         if made.device == "cpu" and made.memory is None:  # they may all be of one machine
             made = replace(made, memory=DEFAULT_MEMORY / max(1, devices))
         return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from waterflow.executor.interference import ALONE_STEPS, BESIDE, PAIRS, Allowed, Coordinator
+from waterflow.executor.interference import ALONE_STEPS, BESIDE, PAIRS, Allowed, InterferenceController
 
 STEP_SECONDS = 0.1  # of the guaranteed job alone: from 10 ms on, live windows are counted in steps, too
 STEADY = 1e-3  # the rate has been found once a comparison changes it by less
@@ -66,7 +66,7 @@ class SimulatedLanes:
         steps, self._steps = self._steps, []
         return steps
 
-    def round(self, coordinator: Coordinator) -> Pace:
+    def round(self, coordinator: InterferenceController) -> Pace:
         """Until something was compared once more: windows without the others and beside them, in turns."""
         last, alone, lasted, used = self._turns + PAIRS, 0.0, 0.0, 0.0
         while self._turns < last:
@@ -79,7 +79,7 @@ class SimulatedLanes:
             alone += steps * STEP_SECONDS
             lasted += steps * seconds
             used += steps * seconds * taken
-            coordinator.look()
+            coordinator.poll()
         return Pace(coordinator.rate, alone / lasted, used / lasted)
 
 
@@ -87,7 +87,7 @@ class SimulatedLanes:
 def coordinated(load: Load, allowed: float) -> Pace:
     """What the coordinator settles at where guaranteed steps may take longer by ``allowed``. What it tries before is left out."""
     lanes = SimulatedLanes(load)
-    coordinator = Coordinator(lanes, Allowed(median=allowed), now=lambda: lanes.now)
+    coordinator = InterferenceController(lanes, Allowed(median=allowed), now=lambda: lanes.now)
     before = 0.0
     for _ in range(MOST_ROUNDS):
         if coordinator.control.settled and abs(coordinator.rate - before) < STEADY:

@@ -45,7 +45,7 @@ class WorkerSettings:
     device: str = "cpu"
     memory: int | float | str | None = None
     lanes: int | None = None
-    intra_op: int = 1
+    threads_per_lane: int = 1
     exact: bool = True
     mode: Mode = "auto"
     cores: tuple[int, ...] | None = None
@@ -76,7 +76,7 @@ class Worker:
                 os.sched_setaffinity(int(thread), settings.cores)
         lanes = settings.lanes or (len(settings.cores) if settings.cores is not None else None)
         self._engine = Engine(
-            settings.device, settings.memory, lanes, settings.intra_op, exact=settings.exact, mode=settings.mode
+            settings.device, settings.memory, lanes, settings.threads_per_lane, exact=settings.exact, mode=settings.mode
         )
         self._process = Process(node, epoch, folder, self._engine)
         self._settings = settings

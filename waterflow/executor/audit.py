@@ -24,7 +24,7 @@ from waterflow.executor.data.copies import Ranges
 from waterflow.executor.engine import Engine
 from waterflow.executor.memory_limit import free_memory
 from waterflow.executor.program.binding import Owner, bind
-from waterflow.executor.program.bound_step import Variant
+from waterflow.executor.program.bound_step import BoundStep
 from waterflow.executor.program.capture_cache import Audited, CapturedStep, Code, Faulty, codes, line_of
 from waterflow.executor.program.eager import EagerStep
 from waterflow.partition.capture.optimizers import FIRST_STEP_FLAG
@@ -119,8 +119,8 @@ class BothWays:
         for name, tensor in owner.accumulators.items():
             yield f"sum of gradients of {name!r}", tensor
         for given in self.captured.changed_inputs:
-            if given.kind == "stranger":
-                yield f"tensor {given.leaf} from outside", owner.looked.strangers[given.leaf]
+            if given.kind == "external":
+                yield f"tensor {given.leaf} from outside", owner.fingerprint.external_tensors[given.leaf]
 
     def _frozen(self) -> list[str]:
         """What is large and no step changes, of which there is a checksum in the place of copies."""
@@ -190,7 +190,7 @@ class BothWays:
         self._eager.put_sums(self.sums)
         odd = ""
         result: Any = torch.empty(0)
-        with _gradients_kept([*self.owner.tensors.values(), *self.owner.looked.strangers]):
+        with _gradients_kept([*self.owner.tensors.values(), *self.owner.fingerprint.external_tensors]):
             with _modules_kept(spec.model) as replaced:
                 try:
                     result = self._eager(self.batch, spec.update, self.surrounding)
@@ -395,21 +395,21 @@ class Audit:
         self.steps = self.passed = 0  # captured ones that were handed in; those that equal the eager ones
         self.seconds = 0.0  # that audits took
 
-    def due(self, variant: Variant) -> bool:
+    def due(self, bound_step: BoundStep) -> bool:
         """Whether a step that is about to be handed in is to be audited first."""
         self.steps += 1
-        if self._is_due(variant):
+        if self._is_due(bound_step):
             return True
-        self._trusted.add(variant.code)
+        self._trusted.add(bound_step.code)
         return False
 
-    def _is_due(self, variant: Variant) -> bool:
+    def _is_due(self, bound_step: BoundStep) -> bool:
         how_often = self._how_often
         if how_often == "off":
             return False
         if isinstance(how_often, int):
             return (self.steps - 1) % how_often == 0
-        exact = variant.plain.exactly or variant.plain
+        exact = bound_step.plain.exactly or bound_step.plain
         number = exact.capture.number
         if (rare := self._rare.get(number)) is None:
             rare = self._rare[number] = self._rarely()
@@ -444,8 +444,8 @@ class Audit:
             ) from None
         return error
 
-    def look(
-        self, variant: Variant, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor],
+    def compare(
+        self, bound_step: BoundStep, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor],
         engine: Engine | None, job: int | None, batches: int, keep: bool,
     ) -> tuple[_C.StepRun, bool] | None:  # fmt: skip
         """Do the job's next step both ways, while none is under way; the job holds so many ``batches`` at a time.
@@ -454,41 +454,41 @@ class Audit:
         profiled. Else the job's state is as it was. Raises Faulty where the ways differ, which ends the captures of this code.
         """
         start = time.perf_counter()
-        ways = self._both_ways(variant, leaves, batch, sums, keep)
+        ways = self._both_ways(bound_step, leaves, batch, sums, keep)
         try:
-            found = _admitted(ways, engine, job, variant.planned.plan, batches)
+            found = _admitted(ways, engine, job, bound_step.planned.plan, batches)
         except ProvesNothing as error:
-            if (why := str(error)) not in variant.code.told:
-                variant.code.told.add(why)
+            if (why := str(error)) not in bound_step.code.told:
+                bound_step.code.told.add(why)
                 logger.info("step %r was not audited: %s", self._name, why)
-            self._trusted.add(variant.code)
+            self._trusted.add(bound_step.code)
             return None
         finally:
             self.seconds += time.perf_counter() - start
         if found is None:
             self.passed += 1
             return None if ways.done is None else (ways.done, ways.profiled)
-        if codes.end(variant.code, str(found)):
-            logger.error(_report(self._name, variant, found))
+        if codes.end(bound_step.code, str(found)):
+            logger.error(_report(self._name, bound_step, found))
         if found.lost:
-            self._trusted.add(variant.code)
-        raise Faulty(variant.code)
+            self._trusted.add(bound_step.code)
+        raise Faulty(bound_step.code)
 
     def _both_ways(
-        self, variant: Variant, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor], keep: bool
+        self, bound_step: BoundStep, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor], keep: bool
     ) -> BothWays:
-        captured, binding, slots = variant.captured, variant.binding, variant.slots
-        given = variant.given(leaves, None)
-        exact = variant.plain.exactly or variant.plain
+        captured, binding, slots = bound_step.captured, bound_step.binding, bound_step.slots
+        given = bound_step.given(leaves, None)
+        exact = bound_step.plain.exactly or bound_step.plain
         if not captured.exact:
             captured = exact
-            binding, slots, positions = bind(exact, variant.owner)
+            binding, slots, positions = bind(exact, bound_step.owner)
             binding.set_generator(self._generator)
             given, keep = [leaves[i] for i in positions], False
-        surrounding = surrounding_autocast(variant.owner.spec.device.type)
+        surrounding = surrounding_autocast(bound_step.owner.spec.device.type)
         return BothWays(
-            self._name, captured, binding, slots, given, variant.owner, sums, self._generator, batch, surrounding,
-            keep, keep and variant.planned.wants_profile,
+            self._name, captured, binding, slots, given, bound_step.owner, sums, self._generator, batch, surrounding,
+            keep, keep and bound_step.planned.wants_profile,
         )  # fmt: skip
 
 
@@ -525,8 +525,8 @@ def _gradients_here() -> bool:
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
-def _report(name: str, variant: Variant, found: Difference) -> str:
-    spec, captured = variant.owner.spec, variant.captured
+def _report(name: str, bound_step: BoundStep, found: Difference) -> str:
+    spec, captured = bound_step.owner.spec, bound_step.captured
     settings = {"accumulate": spec.accumulate, "clip_grad_norm": spec.clip_norm, "clip_grad_value": spec.clip_value,
                 "autocast": spec.autocast, "early_updates": spec.early_updates}  # fmt: skip
     given = ", ".join(f"{name}={value}" for name, value in settings.items())

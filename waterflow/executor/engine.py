@@ -21,11 +21,11 @@ from waterflow.errors import InvalidJobError, JobCancelled, explained
 from waterflow.executor.cancel import LentLane, Turn, has_limit, time_does_not_count
 from waterflow.executor.context import current_worker as current_worker
 from waterflow.executor.context import here
-from waterflow.executor.interference import Coordinator, Starving
+from waterflow.executor.interference import InterferenceController, Starvation
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
-from waterflow.executor.policy import Terms, parse_quota
-from waterflow.executor.reservations import Claims, too_large
-from waterflow.executor.stats import Account, EngineFigures
+from waterflow.executor.policy import ResourcePolicy, parse_quota
+from waterflow.executor.reservations import Reservations, too_large
+from waterflow.executor.stats import Account, EngineStats
 from waterflow.executor.tuning import Decision, LanesInUse
 from waterflow.partition.plan.plan import Plan
 from waterflow.units import Priority, check_priority
@@ -97,7 +97,7 @@ MOST_AUDITS = 100_000
 Mode = Literal["auto", "lanes", "turns"]
 
 
-class Engine(Claims):
+class Engine(Reservations):
     """Runs the steps of many jobs on one device under one memory limit.
 
     Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
@@ -124,7 +124,7 @@ class Engine(Claims):
         device: str | torch.device = "cpu",
         memory: int | float | str | None = None,
         lanes: int | None = None,
-        intra_op: int = 1,
+        threads_per_lane: int = 1,
         reserve: int | None = None,
         exact: bool = True,
         mode: Mode = "auto",
@@ -144,7 +144,7 @@ class Engine(Claims):
         if mode not in get_args(Mode):
             raise InvalidJobError(f"mode is 'auto', 'lanes' or 'turns'; got {mode!r}")
         self.exact = exact
-        for name, count in (("lanes", lanes), ("intra_op", intra_op)):
+        for name, count in (("lanes", lanes), ("threads_per_lane", threads_per_lane)):
             if count is not None and (not isinstance(count, Integral) or count < 1):
                 raise InvalidJobError(f"{name} must be a positive integer; got {count!r}")
         gpu = cuda.prepare(self.device) if self.device.type == "cuda" else None
@@ -154,16 +154,16 @@ class Engine(Claims):
         if (warning := more_than_free(memory, limit, free)) is not None:
             logger.warning(warning)
         reserve = reserve_of(limit) if reserve is None else reserve
-        self.intra_op = intra_op
-        default_lanes = cuda.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // intra_op)
+        self.threads_per_lane = threads_per_lane
+        default_lanes = cuda.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // threads_per_lane)
         self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
         graphs = reserve // 4 if device_graphs and os.environ.get("WATERFLOW_DEVICE_GRAPHS") != "0" else 0
-        settings = {"lanes": self.lanes, "intra_op": intra_op, "capacity": limit - reserve, "behind": asynchronous,
+        settings = {"lanes": self.lanes, "threads_per_lane": threads_per_lane, "capacity": limit - reserve, "async_host": asynchronous,
                     "graphs": graphs}  # fmt: skip
         if gpu is not None:
-            settings |= {"behind": None, **cuda.native_settings(gpu, self.lanes, limit)}
+            settings |= {"async_host": None, **cuda.native_settings(gpu, self.lanes, limit)}
             arenas = arenas and gpu.planned
         super().__init__(_native(settings, arenas), limit, reserve)
         if quantum is not None and not quantum > 0:
@@ -176,12 +176,12 @@ class Engine(Claims):
         self.audits: deque[tuple[int, int, int]] = deque(maxlen=MOST_AUDITS)
         self._audits_done = 0
         self.decisions: list[Decision] = []
-        self.coordinator: Coordinator | None = None  # once there is an opportunistic job
+        self.interference: InterferenceController | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
         self._eager_jobs: set[int] = set()
         self.told: Counter[str] = Counter()  # steps that run eagerly, by the cause; each is told once
         self.accounts: list[Account] = []  # of steps, jobs and trials that were ever here
-        self._starving = Starving(self.decisions, self.native.queued, self.lanes)
+        self._starving = Starvation(self.decisions, self.native.queued, self.lanes)
         if mode == "turns":
             self.native.set_active_lanes(1)
         elif mode == "auto" and self.lanes > 1:
@@ -190,13 +190,13 @@ class Engine(Claims):
     # -- jobs
 
     @contextlib.contextmanager
-    def eldest_first(self) -> Iterator[None]:
+    def fifo_lanes(self) -> Iterator[None]:
         """Meanwhile lanes go to the jobs that came first, others have what those leave: the same work, and ends that come sooner."""
-        self.native.set_eldest_first(True)
+        self.native.set_fifo_lanes(True)
         try:
             yield
         finally:
-            self.native.set_eldest_first(False)
+            self.native.set_fifo_lanes(False)
 
     def add_job(self, name: str) -> int:
         """Make room in the book for a job; returns its number in this engine."""
@@ -215,17 +215,17 @@ class Engine(Claims):
         self._eager_jobs.discard(job)
         self.release(job)
 
-    def set_terms(self, job: int, terms: Terms) -> None:
-        """From its next step on ``job`` is in the engine on these terms; with an opportunistic one the coordinator begins."""
-        if terms.opportunistic:
-            if self.lanes == 1 and self.coordinator is None:
+    def set_policy(self, job: int, policy: ResourcePolicy) -> None:
+        """From its next step on ``job`` is in the engine on these policy; with an opportunistic one the interference begins."""
+        if policy.opportunistic:
+            if self.lanes == 1 and self.interference is None:
                 logger.warning(
                     "with one lane, opportunistic jobs run only while guaranteed ones have been idle for a second; pass lanes=2"
                 )
-            self.coordinator = self.coordinator or Coordinator(self.native)
+            self.interference = self.interference or InterferenceController(self.native)
             if self._lanes_in_use is not None:  # all of them: who is to have which is decided by priority
                 self.native.set_active_lanes(self.lanes)
-        super().set_terms(job, terms)
+        super().set_policy(job, policy)
 
     def set_priority(
         self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None
@@ -239,7 +239,7 @@ class Engine(Claims):
         if step.job is None or step.engine is not self:
             raise InvalidJobError("set_priority() takes a Step of this engine: make it with Step(..., engine=engine)")
         parsed = parse_quota("set_priority()", quota, self.limit)
-        self.set_terms(step.job, Terms(priority, parsed))
+        self.set_policy(step.job, ResourcePolicy(priority, parsed))
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
         """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""
@@ -285,11 +285,11 @@ class Engine(Claims):
         """Steps and evaluations that its lanes have done."""
         return max(0, self.native.steps_done - self._audits_done)
 
-    def figures(self) -> EngineFigures:
+    def stats(self) -> EngineStats:
         """What the lanes have done so far."""
         busy = [ns * 1e-9 for ns in self.native.lane_busy_ns]
         self._tell_refusals()
-        return EngineFigures(
+        return EngineStats(
             steps=self.steps,
             groups=self.native.groups_done,
             busy_seconds=sum(busy),
@@ -299,22 +299,22 @@ class Engine(Claims):
             graphs=self.native.graphs,
         )
 
-    def look(self, ended: int | None = None) -> None:
+    def poll(self, ended: int | None = None) -> None:
         """Look at how the lanes do, where it is time to. ``ended``: the job whose step has ended, if one has."""
-        terms = list(self._terms.items()) if self.coordinator is not None else []
-        if self.coordinator is not None and any(on.opportunistic for _, on in terms):
-            self.coordinator.look()
+        policy = list(self._policies.items()) if self.interference is not None else []
+        if self.interference is not None and any(on.opportunistic for _, on in policy):
+            self.interference.poll()
             if ended is not None:
                 self._starving.ended(ended)
             if self._starving.now() >= self._starving.next_look:
-                waiting = {job for job, on in terms if on.opportunistic}
-                self._starving.look(waiting, self.coordinator.present, self.names)
+                waiting = {job for job, on in policy if on.opportunistic}
+                self._starving.poll(waiting, self.interference.present, self.names)
             return
         in_use = self._lanes_in_use
         if in_use is not None and in_use.now() >= in_use.next_look:
             if self._eager_jobs:
                 in_use.begin(len(self._eager_jobs), len(self._claims))
-            in_use.look(len(self._claims))
+            in_use.poll(len(self._claims))
 
     @property
     def lanes_in_use(self) -> int:
@@ -324,7 +324,7 @@ class Engine(Claims):
     def runs_eagerly(self, job: int) -> None:
         """From now on the job's steps are not captured: side by side they gain little, as Python runs one of them at a time."""
         self._eager_jobs.add(job)
-        if self._lanes_in_use is not None and self.coordinator is None:
+        if self._lanes_in_use is not None and self.interference is None:
             self._lanes_in_use.begin(len(self._eager_jobs), len(self._claims))
 
     def _tell_refusals(self) -> None:

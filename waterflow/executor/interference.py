@@ -1,6 +1,6 @@
-"""The local coordinator of one device: opportunistic jobs get what guaranteed ones do not miss.
+"""The local interference of one device: opportunistic jobs get what guaranteed ones do not miss.
 
-After AntMan's local coordinator (Xiao et al., OSDI 2020, 3.3): the time of a guaranteed job's steps is watched, opportunistic
+After AntMan's local interference (Xiao et al., OSDI 2020, 3.3): the time of a guaranteed job's steps is watched, opportunistic
 work is let go faster step by step while nothing suffers, and cut at once when it does.
 
 A machine that others use changes its own speed, by a third and within tenths of a second. So windows with and without opportunistic
@@ -119,7 +119,7 @@ def _largest_rate(seen: list[tuple[float, float]], allowed: float) -> float:
 
 
 @dataclass
-class Coordinator:
+class InterferenceController:
     """Watches guaranteed steps with and without opportunistic work, window by window, and sets its rate. Thread-safe."""
 
     lanes: Lanes
@@ -152,7 +152,7 @@ class Coordinator:
         """Guaranteed jobs that come for steps."""
         return frozenset(self._last)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Where a window is over: learn from it. Called when a step has ended, of whichever job."""
         if not self._lock.acquire(blocking=False):
             return
@@ -299,7 +299,7 @@ class Starved(Decision):
 
 
 @dataclass
-class Starving:
+class Starvation:
     """Looks now and then how long each opportunistic job has had no step. Thread-safe; each is told of once."""
 
     decisions: list[Decision]
@@ -315,7 +315,7 @@ class Starving:
         """A step of it has."""
         self._since.pop(job, None)
 
-    def look(self, opportunistic: Collection[int], guaranteed: Collection[int], names: dict[int, str]) -> None:
+    def poll(self, opportunistic: Collection[int], guaranteed: Collection[int], names: dict[int, str]) -> None:
         """At what is in the engine; of the ``guaranteed`` jobs those that come for steps all the time."""
         now = self.now()
         if now < self.next_look or not self._lock.acquire(blocking=False):

@@ -61,14 +61,14 @@ class MetricsServer:
 
 
 def _of_engine(engine: Engine) -> Iterator[Metric]:
-    figures = engine.figures()
+    stats = engine.stats()
     yield _one("gauge", "device_memory_limit_bytes", "Limit for all jobs together", engine.limit)
     yield _one("gauge", "device_memory_held_bytes", "State and batches of the jobs now there", engine.claimed())
-    yield _one("gauge", "device_memory_steps_peak_bytes", "The most that steps held at once", figures.peak_held)
+    yield _one("gauge", "device_memory_steps_peak_bytes", "The most that steps held at once", stats.peak_held)
     yield _one("gauge", "device_lanes", "Steps that can run at the same time", engine.lanes)
-    yield _one("counter", "device_steps", "Steps of all jobs", figures.steps)
-    yield _one("counter", "device_busy_seconds", "Work of all lanes", figures.busy_seconds)
-    yield _one("counter", "device_waits_seconds", "Inside admission and barriers", figures.scheduling_seconds)
+    yield _one("counter", "device_steps", "Steps of all jobs", stats.steps)
+    yield _one("counter", "device_busy_seconds", "Work of all lanes", stats.busy_seconds)
+    yield _one("counter", "device_waits_seconds", "Inside admission and barriers", stats.scheduling_seconds)
     steps = _family("counter", "job_steps", "Steps since the job was made", ["job"])
     seconds = _family("gauge", "job_step_seconds", "A step as it was profiled", ["job"])
     held = _family("gauge", "job_memory_held_bytes", "State and one batch", ["job"])
@@ -76,7 +76,7 @@ def _of_engine(engine: Engine) -> Iterator[Metric]:
     host = _family(
         "gauge", "job_memory_host_bytes", "What a step holds in host memory, as it may hold less than it needs", ["job"]
     )
-    spills = _family("counter", "job_spills", "Requests for memory that went past the plan", ["job"])
+    spills = _family("counter", "job_unplanned_requests", "Requests for memory that went past the plan", ["job"])
     for step in sorted(steps_of(engine), key=lambda step: (step.name, id(step))):
         name = step.name if step.job is None else f"{step.name}#{step.job}"  # names may repeat
         steps.add_metric([name], step.steps)
@@ -88,7 +88,7 @@ def _of_engine(engine: Engine) -> Iterator[Metric]:
         seconds.add_metric([name], plan.seconds)
         held.add_metric([name], plan.persistent + plan.batch)
         height.add_metric([name], plan.height)
-        host.add_metric([name], plan.spilled)
+        host.add_metric([name], plan.offloaded)
     yield from (steps, seconds, held, height, host, spills)
 
 

@@ -1,4 +1,4 @@
-"""On which terms a job is in an engine: guaranteed or opportunistic, and how much memory is its own."""
+"""On which policy a job is in an engine: guaranteed or opportunistic, and how much memory is its own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from waterflow.units import Priority
 
 
 @dataclass(eq=False)
-class Terms:
+class ResourcePolicy:
     """``quota`` in bytes: of a guaranteed job what is kept for it, used or not; of an opportunistic one the most it may hold.
 
-    ``make_way`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
+    ``preempt`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
     wait. None: it cannot, as ``stays`` tells. ``at_boundary`` is the thread that stands between two steps of the job: where that
     waits for memory, it can leave from there.
     """
 
     priority: Priority = "guaranteed"
     quota: int | None = None
-    make_way: Callable[[], None] | None = None
+    preempt: Callable[[], None] | None = None
     stays: str = (
         "it trains in a loop of its own; end that loop, or hand it in as a Job, whose state can go to host memory"
     )
@@ -44,7 +44,7 @@ class Terms:
         return self.limit is None or held <= self.limit
 
 
-class MakeWay(Exception):
+class Preempted(Exception):
     """Instead of waiting for the memory of ``plan``, the job is to make way; what it was about to do has not begun."""
 
     def __init__(self, plan: Plan) -> None:
@@ -52,7 +52,7 @@ class MakeWay(Exception):
         super().__init__(f"job {plan.name!r} makes way")
 
 
-GUARANTEED = Terms()  # of all that nobody has set
+GUARANTEED = ResourcePolicy()  # of all that nobody has set
 
 
 def parse_quota(what: str, quota: int | float | str | None, limit: int | None = None) -> int | None:

@@ -13,7 +13,7 @@ from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.context import current_worker
 from waterflow.executor.memory_limit import Claim, Need
 from waterflow.executor.memory_limit import needed as needed_by
-from waterflow.executor.policy import GUARANTEED, MakeWay, Terms
+from waterflow.executor.policy import GUARANTEED, Preempted, ResourcePolicy
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.partition.plan.plan import Plan, format_bytes
 
@@ -22,8 +22,8 @@ logger = logging.getLogger("waterflow")
 ASK_AGAIN = 30.0  # seconds after a job could not make way
 
 
-class MakingWay:
-    """The terms of an engine's jobs, and what was asked of them. What begins with a dash is called under the guard."""
+class Preemption:
+    """The policy of an engine's jobs, and what was asked of them. What begins with a dash is called under the guard."""
 
     def __init__(self, native: _C.Engine) -> None:
         self.native = native
@@ -32,45 +32,45 @@ class MakingWay:
         # is Python code, and would leave the lock behind.
         self._guard = threading.RLock()
         self._changed = threading.Condition(self._guard)
-        self._terms: dict[int, Terms] = {}
+        self._policies: dict[int, ResourcePolicy] = {}
         self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
         self._told: set[int] = set()  # to make way, and have not yet
         self._lent: set[int] = set()  # opportunistic jobs that count as guaranteed while one of those waits for them
         self._stay: dict[int, float] = {}  # could not make way, and are not asked again before
         self._known_to_stay: set[int] = set()  # of whom the user was told
 
-    def terms_of(self, job: int) -> Terms:
+    def policy_of(self, job: int) -> ResourcePolicy:
         """Those of a job; nobody's are guaranteed."""
-        return self._terms.get(job, GUARANTEED)
+        return self._policies.get(job, GUARANTEED)
 
     def take_back_priority(self) -> None:
         """What was lent, where no guaranteed job waits any more."""
         with self._guard:
-            if self._lent and all(self.terms_of(job).opportunistic for job, _, _ in self._waiting.values()):
+            if self._lent and all(self.policy_of(job).opportunistic for job, _, _ in self._waiting.values()):
                 for job in self._lent:
-                    self._set_priority(job, self.terms_of(job).opportunistic)
+                    self._set_priority(job, self.policy_of(job).opportunistic)
                 self._lent.clear()
 
-    def cannot_make_way(self, job: int, why: str) -> None:
-        """A job that was told to make way stays where it is; it is asked again on other terms, or after a while."""
+    def cannot_be_preempted(self, job: int, why: str) -> None:
+        """A job that was told to make way stays where it is; it is asked again on other policy, or after a while."""
         with self._guard:
             if job not in self._told:
                 return
             self._told.discard(job)
             self._lent.discard(job)
-            self._set_priority(job, self.terms_of(job).opportunistic)
+            self._set_priority(job, self.policy_of(job).opportunistic)
             self._stay[job] = time.monotonic() + ASK_AGAIN
             self._warn_of(job, why)
             self._changed.notify_all()
 
-    def _can_make_way(self, job: int) -> bool:
-        return self.terms_of(job).make_way is not None and time.monotonic() >= self._stay.get(job, 0.0)
+    def _can_be_preempted(self, job: int) -> bool:
+        return self.policy_of(job).preempt is not None and time.monotonic() >= self._stay.get(job, 0.0)
 
     def _tell(self, job: int) -> None:
-        make_way = self.terms_of(job).make_way
-        if job not in self._told and make_way is not None and self._can_make_way(job):
+        preempt = self.policy_of(job).preempt
+        if job not in self._told and preempt is not None and self._can_be_preempted(job):
             self._told.add(job)
-            make_way()
+            preempt()
             self._changed.notify_all()
 
     def _lend_priority(self, job: int) -> None:
@@ -92,13 +92,13 @@ class MakingWay:
             )  # fmt: skip
 
     def _forget(self, job: int) -> None:
-        self._terms.pop(job, None)
+        self._policies.pop(job, None)
         self._stay.pop(job, None)
         for known in (self._told, self._lent, self._known_to_stay):
             known.discard(job)
 
 
-class Claims(MakingWay):
+class Reservations(Preemption):
     """The book of an engine's memory. Thread-safe.
 
     Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one. Where a
@@ -113,7 +113,7 @@ class Claims(MakingWay):
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
         self.most_claimed = 0  # bytes, the height of each with them
-        self.changes = 0  # of claims and terms: steps then look at what they claim
+        self.changes = 0  # of claims and policy: steps then look at what they claim
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
@@ -131,9 +131,9 @@ class Claims(MakingWay):
 
         What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
         does not fit into an empty device, or when everyone who holds memory waits for more. Raises
-        MakeWay on the thread that stands at a boundary of the job (``Terms.at_boundary``) where it is to leave first.
+        Preempted on the thread that stands at a boundary of the job (``ResourcePolicy.at_boundary``) where it is to leave first.
         """
-        terms = self.terms_of(job)
+        policy = self.policy_of(job)
         needed, height = plan.persistent + plan.batch * batches, plan.height
         mine = self._claims.get(job)
         if mine is not None and needed <= mine.needed and height <= mine.height:
@@ -144,18 +144,18 @@ class Claims(MakingWay):
             raise too_large(plan, needed, self.limit, self.room)
         if mine is not None and max(needed, mine.needed) + max(height, mine.height) <= self.room:
             needed, height = max(needed, mine.needed), max(height, mine.height)  # its other steps go on
-        wanted = self._wanted(terms, needed, height)
-        if terms.limit is not None and wanted + height > terms.limit:
-            if terms.quota_changed and mine is not None and terms.at_boundary == threading.get_ident():
+        wanted = self._wanted(policy, needed, height)
+        if policy.limit is not None and wanted + height > policy.limit:
+            if policy.quota_changed and mine is not None and policy.at_boundary == threading.get_ident():
                 self._leave(job, plan)
-            raise self._quota_refused(plan, wanted, terms.limit)
+            raise self._quota_refused(plan, wanted, policy.limit)
         owner, worker, began = threading.get_ident(), current_worker(), time.monotonic()
         self._note(job, wanted, height)
         try:
             while True:
                 with self._turn(), self._guard:
                     while self._looking and not self._closed:
-                        for other in [] if terms.opportunistic else self._looking:
+                        for other in [] if policy.opportunistic else self._looking:
                             self._lend_priority(other)
                         self._changed.wait(timeout=0.1)
                     if self._closed:
@@ -163,7 +163,7 @@ class Claims(MakingWay):
                     if self._fits(job, wanted, height):
                         since = mine.since if mine is not None else time.monotonic()
                         self._claims[job] = Claim(
-                            plan.name, owner, worker, wanted, height, terms.opportunistic, needed, since
+                            plan.name, owner, worker, wanted, height, policy.opportunistic, needed, since
                         )
                         claimed = sum(c.bytes + c.height for c in self._claims.values())
                         self.most_claimed = max(self.most_claimed, claimed)
@@ -176,14 +176,14 @@ class Claims(MakingWay):
                         return
                     self._waiting[owner] = (job, wanted, height)
                     making_way = self._ask_for_room(job, wanted, height)
-                    making_way |= self._ask_for_turn(job, wanted, height, terms, began)
+                    making_way |= self._ask_for_turn(job, wanted, height, policy, began)
                     stuck = not making_way and self._nobody_goes_on(job)
-                    if mine is not None and terms.at_boundary == owner:
-                        comes_back = terms.opportunistic and self._fits(job, wanted, height, without=self._claims)
-                        if (stuck and comes_back) or not terms.allow(wanted + height):  # rather than fail
+                    if mine is not None and policy.at_boundary == owner:
+                        comes_back = policy.opportunistic and self._fits(job, wanted, height, without=self._claims)
+                        if (stuck and comes_back) or not policy.allow(wanted + height):  # rather than fail
                             self._tell(job)
                         if job in self._told:
-                            raise MakeWay(plan)
+                            raise Preempted(plan)
                     if stuck:
                         raise self._stuck(job, plan, wanted)
                     if not making_way:
@@ -208,7 +208,7 @@ class Claims(MakingWay):
                 self._looking.remove(job)
                 self._changed.notify_all()
             with contextlib.suppress(ValueError):
-                self.native.set_opportunistic(job, self.terms_of(job).opportunistic)
+                self.native.set_opportunistic(job, self.policy_of(job).opportunistic)
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         """Under a virtual clock memory changes hands in its order."""
@@ -254,11 +254,11 @@ class Claims(MakingWay):
         """Whether a thread waits for memory that others hold."""
         return thread in self._waiting
 
-    def would_fit(self, plan: Plan, terms: Terms = GUARANTEED, batches: int = 1) -> bool:
+    def would_fit(self, plan: Plan, policy: ResourcePolicy = GUARANTEED, batches: int = 1) -> bool:
         """Whether a further job with this plan could claim its memory now."""
         with self._guard:
-            wanted = self._wanted(terms, plan.persistent + plan.batch * batches, plan.height)
-            return self._fits(-1, wanted, plan.height, terms)
+            wanted = self._wanted(policy, plan.persistent + plan.batch * batches, plan.height)
+            return self._fits(-1, wanted, plan.height, policy)
 
     def has_room(self, job: int, needed: int, height: int) -> bool:
         """Whether ``job`` has memory for so high a step, with ``needed`` bytes between its steps, or could claim it now."""
@@ -269,7 +269,7 @@ class Claims(MakingWay):
             return self._fits(job, max(needed, mine.needed if mine is not None else 0), height)
 
     def release(self, job: int) -> None:
-        """Give back what a job claimed, and forget its terms."""
+        """Give back what a job claimed, and forget its policy."""
         with self._turn(), self._guard:
             self._forget(job)
             claim = self._claims.pop(job, None)
@@ -281,7 +281,7 @@ class Claims(MakingWay):
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def pages_stay(self) -> Iterator[None]:
+    def retain_pages(self) -> Iterator[None]:
         """Inside, pages that nobody uses stay for the jobs to come; behind it they go back to the system."""
         with self._guard:
             self._keep_pages += 1
@@ -303,20 +303,20 @@ class Claims(MakingWay):
         with self._guard:
             return sum(claim.bytes for claim in self._claims.values())
 
-    # -- terms
+    # -- policy
 
-    def set_terms(self, job: int, terms: Terms) -> None:
-        """From its next step on ``job`` is in the engine on these terms, which may be changed and set again."""
+    def set_policy(self, job: int, policy: ResourcePolicy) -> None:
+        """From its next step on ``job`` is in the engine on these policy, which may be changed and set again."""
         with self._guard:
             try:
-                self.native.set_opportunistic(job, terms.opportunistic)
-            except ValueError:  # it has left, and comes back on these terms
+                self.native.set_opportunistic(job, policy.opportunistic)
+            except ValueError:  # it has left, and comes back on these policy
                 return
-            self._terms[job] = terms
+            self._policies[job] = policy
             self._stay.pop(job, None)
             self.changes += 1
             if (claim := self._claims.get(job)) is not None:
-                claim.opportunistic = terms.opportunistic
+                claim.opportunistic = policy.opportunistic
             self._changed.notify_all()
 
     # -- quotas that are lowered
@@ -324,14 +324,14 @@ class Claims(MakingWay):
     def most_height(self, job: int, needed: int) -> int | None:
         """What the quota of ``job`` leaves for its steps, with ``needed`` bytes between them; None: what there is."""
         with self._guard:
-            limit, mine = self.terms_of(job).limit, self._claims.get(job)
+            limit, mine = self.policy_of(job).limit, self._claims.get(job)
             return None if limit is None else limit - max(needed, mine.needed if mine is not None else 0)
 
     def above_quota(self, job: int) -> bool:
         """Whether a job holds more than it may."""
         with self._guard:
             mine = self._claims.get(job)
-            return mine is not None and not self.terms_of(job).allow(mine.bytes + mine.height)
+            return mine is not None and not self.policy_of(job).allow(mine.bytes + mine.height)
 
     def lower(self, job: int, height: int) -> None:
         """The steps of ``job`` are at most so high from now on; none of the others is under way. Does not wait."""
@@ -345,25 +345,25 @@ class Claims(MakingWay):
         """A job that holds more than its quota is to make way: at once where it stands at a boundary, if it can."""
         with self._guard:
             self._tell(job)
-            if job in self._told and self.terms_of(job).at_boundary == threading.get_ident():
-                raise MakeWay(plan)
+            if job in self._told and self.policy_of(job).at_boundary == threading.get_ident():
+                raise Preempted(plan)
 
-    def _wanted(self, terms: Terms, needed: int, height: int) -> int:
+    def _wanted(self, policy: ResourcePolicy, needed: int, height: int) -> int:
         """Bytes to claim between steps: what a guaranteed job's quota leaves beside its step is kept for it."""
-        if terms.quota is None or terms.opportunistic:
+        if policy.quota is None or policy.opportunistic:
             return needed
-        return max(needed, min(terms.quota, self.room) - height)
+        return max(needed, min(policy.quota, self.room) - height)
 
     def _ask_for_room(self, job: int, wanted: int, height: int) -> bool:
         """Tell opportunistic jobs to make way for a guaranteed one, the largest first; whether that will be enough."""
-        if self.terms_of(job).opportunistic:
+        if self.policy_of(job).opportunistic:
             return False
         held = sorted((c.bytes + c.height, j) for j, c in self._claims.items() if c.opportunistic and j != job)
         gone: set[int] = set()
         for _, each in reversed(held):
             if self._fits(job, wanted, height, without=gone):
                 break
-            if self._can_make_way(each):
+            if self._can_be_preempted(each):
                 gone.add(each)
         if not self._fits(job, wanted, height, without=gone):
             return False
@@ -372,30 +372,30 @@ class Claims(MakingWay):
             self._lend_priority(each)
         return True
 
-    def ask_for_turn(self, plan: Plan, terms: Terms, batches: int, since: float) -> None:
+    def ask_for_turn(self, plan: Plan, policy: ResourcePolicy, batches: int, since: float) -> None:
         """For a job that has made way, and waits since then (on the clock of ``time.monotonic``)."""
         with self._guard:
-            wanted = self._wanted(terms, plan.persistent + plan.batch * batches, plan.height)
-            if not terms.opportunistic and not self._ask_for_room(-1, wanted, plan.height):
+            wanted = self._wanted(policy, plan.persistent + plan.batch * batches, plan.height)
+            if not policy.opportunistic and not self._ask_for_room(-1, wanted, plan.height):
                 self._tell_who_stays(-1, wanted, plan.height)
-            self._ask_for_turn(-1, wanted, plan.height, terms, since)
+            self._ask_for_turn(-1, wanted, plan.height, policy, since)
 
-    def _ask_for_turn(self, job: int, wanted: int, height: int, terms: Terms, since: float) -> bool:
+    def _ask_for_turn(self, job: int, wanted: int, height: int, policy: ResourcePolicy, since: float) -> bool:
         """After a quantum of waiting, tell those who have had theirs to make way, the longest first; whether some will."""
         now = time.monotonic()
         if self.quantum is None or now - since < self.quantum:
             return False
         had = sorted(
             (c.since, j) for j, c in self._claims.items()
-            if j != job and c.opportunistic == terms.opportunistic and now - c.since >= self.quantum
-            and self._can_make_way(j)
+            if j != job and c.opportunistic == policy.opportunistic and now - c.since >= self.quantum
+            and self._can_be_preempted(j)
         )  # fmt: skip
         gone: set[int] = set()
         for _, each in had:
-            if self._fits(job, wanted, height, terms, gone):
+            if self._fits(job, wanted, height, policy, gone):
                 break
             gone.add(each)
-        if not gone or not self._fits(job, wanted, height, terms, gone):
+        if not gone or not self._fits(job, wanted, height, policy, gone):
             return False
         for each in gone:
             self._tell(each)
@@ -404,24 +404,24 @@ class Claims(MakingWay):
     def _tell_who_stays(self, job: int, wanted: int, height: int) -> None:
         """A guaranteed job waits for opportunistic ones that were not asked, or in vain."""
         others = {j for j, c in self._claims.items() if c.opportunistic and j != job}
-        if not self.terms_of(job).opportunistic and self._fits(job, wanted, height, without=others):
+        if not self.policy_of(job).opportunistic and self._fits(job, wanted, height, without=others):
             for each in others:
-                if self.terms_of(each).make_way is None:
-                    self._warn_of(each, self.terms_of(each).stays)
+                if self.policy_of(each).preempt is None:
+                    self._warn_of(each, self.policy_of(each).stays)
 
     def _fits(
-        self, job: int, wanted: int, height: int, terms: Terms | None = None, without: Collection[int] = ()
+        self, job: int, wanted: int, height: int, policy: ResourcePolicy | None = None, without: Collection[int] = ()
     ) -> bool:
-        terms = terms if terms is not None else self.terms_of(job)
+        policy = policy if policy is not None else self.policy_of(job)
         others = [c for j, c in self._claims.items() if j != job and j not in without]
         lower = [Need("", wanted, height), *(c.need for c in others if c.opportunistic)]
         guaranteed = [c.need for c in others if not c.opportunistic]
-        if not terms.opportunistic:
+        if not policy.opportunistic:
             return needed_by([*lower, *guaranteed]) <= self.room
         # Its steps run beside those of guaranteed jobs, who also come first where both wait.
-        if any(not self.terms_of(j).opportunistic for j, _, _ in self._waiting.values()):
+        if any(not self.policy_of(j).opportunistic for j, _, _ in self._waiting.values()):
             return False
-        return terms.allow(wanted + height) and needed_by(lower) + needed_by(guaranteed) <= self.room
+        return policy.allow(wanted + height) and needed_by(lower) + needed_by(guaranteed) <= self.room
 
     def _set_capacity(self) -> None:
         self.native.set_capacity(self._capacity())

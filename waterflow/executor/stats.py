@@ -44,7 +44,7 @@ class Account(defaultdict[str, float]):
 
 
 @dataclass(frozen=True)
-class EngineFigures:
+class EngineStats:
     """What an engine's lanes did: counts, seconds summed over lanes, and the most bytes that steps held at once.
 
     ``scheduling_seconds`` is the time inside admission and barriers, waiting for the engine's lock included. ``graphs``

@@ -81,7 +81,7 @@ class LanesInUse:
                 self.count = count
                 self._restart()
 
-    def look(self, jobs: int) -> None:
+    def poll(self, jobs: int) -> None:
         """Where a window is over: learn from it, and begin the next one. ``jobs`` is how many are in the engine now."""
         if not self._lock.acquire(blocking=False):
             return

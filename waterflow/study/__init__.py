@@ -12,7 +12,7 @@ from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
 from waterflow.study.cluster_trials import Devices, spread
-from waterflow.study.coordinator import Coordinator, Objective, StudyCallback
+from waterflow.study.coordinator import Objective, StudyCallback, StudyRunner
 from waterflow.study.optuna_compat import in_loop
 from waterflow.study.values import KeepWeights, StudySummary, check_keep_weights
 from waterflow.training.progress import ProgressLine
@@ -31,7 +31,7 @@ def optimize(
     memory: int | float | str | None = None,
     device: str = "cpu",
     lanes: int | None = None,
-    intra_op: int = 1,
+    threads_per_lane: int = 1,
     catch: Iterable[type[Exception]] | type[Exception] = (),
     callbacks: Iterable[StudyCallback] | None = None,
     gc_after_trial: bool = False,
@@ -40,7 +40,7 @@ def optimize(
     exact: bool = True,
     mode: Mode = "auto",
     timeline: Callable[[Timeline], None] | None = None,
-    backend: Devices | None = None,
+    cluster: Devices | None = None,
     keep_weights: KeepWeights = "best",
     trial_timeout: float | None = None,
 ) -> StudySummary:
@@ -63,7 +63,7 @@ def optimize(
             allows, as long as all of them train together in memory. Those that began first have the lanes
             first, the others what these leave.
         memory: The limit for all trials together: bytes, a share of what is free, or text like ``"4GiB"``.
-        device, lanes, intra_op: As in ``train``.
+        device, lanes, threads_per_lane: As in ``train``.
         catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``.
         callbacks: Called with (study, trial) after each trial, on the calling thread.
         gc_after_trial: Collect garbage after each trial.
@@ -74,7 +74,7 @@ def optimize(
             What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
         exact, mode: As in ``train``.
         timeline: Called at the end with the record of the run, to save its pictures.
-        backend: A ``waterflow.Cluster``, over whose devices the trials spread, in the place of one device here. The study
+        cluster: A ``waterflow.Cluster``, over whose devices the trials spread, in the place of one device here. The study
             needs an RDB or journal storage. Samplers work as with Optuna's ``n_jobs``: what is sampled one by one is
             drawn in the trial's process, from numbers of its own.
         keep_weights: Whose weights (``state_dict``) stay in the summary's results, where trials return jobs: ``"best"``, those of the
@@ -82,7 +82,7 @@ def optimize(
             others' memory is free as soon as their trials have ended.
         trial_timeout: Seconds of wall time that a trial may take. One that takes longer ends as a job does at ``Job.timeout``, and is
             told as FAIL with a JobTimeoutError, and so does a trial whose job passes ``Job.timeout``. Neither ends the study,
-            whatever ``catch`` names. An objective that waits outside of the interpreter is waited for; with ``backend=`` its
+            whatever ``catch`` names. An objective that waits outside of the interpreter is waited for; with ``cluster=`` its
             process is ended a minute later.
 
     Returns:
@@ -107,19 +107,19 @@ def optimize(
         raise StudyError(
             "deterministic=True and exact=False contradict each other: which kernels are faster follows the clock"
         )
-    if backend is not None:
-        elsewhere = {"memory": (memory, None), "device": (device, "cpu"), "lanes": (lanes, None), "intra_op": (intra_op, 1),
+    if cluster is not None:
+        elsewhere = {"memory": (memory, None), "device": (device, "cpu"), "lanes": (lanes, None), "threads_per_lane": (threads_per_lane, 1),
                      "deterministic": (deterministic, False), "exact": (exact, True), "mode": (mode, "auto"),
                      "timeline": (timeline, None)}  # fmt: skip
-        _check_backend(backend, [name for name, (given, default) in elsewhere.items() if given != default])
+        _check_cluster(cluster, [name for name, (given, default) in elsewhere.items() if given != default])
         return spread(
-            study, objective, n_trials, timeout, backend, None if max_concurrent == "auto" else max_concurrent, caught,
+            study, objective, n_trials, timeout, cluster, None if max_concurrent == "auto" else max_concurrent, caught,
             list(callbacks or ()), gc_after_trial, show_progress_bar, keep_weights, trial_timeout,
         )  # fmt: skip
-    with Engine(device, memory, lanes, intra_op, exact=exact, mode=mode) as engine, engine.pages_stay():
+    with Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode) as engine, engine.retain_pages():
         if timeline is not None:
             engine.native.record_spans(True)
-        coordinator = Coordinator(
+        coordinator = StudyRunner(
             study,
             objective,
             engine,
@@ -136,14 +136,14 @@ def optimize(
     return summary
 
 
-def _check_backend(backend: Any, given: list[str]) -> None:
+def _check_cluster(cluster: Any, given: list[str]) -> None:
     if not all(
-        callable(getattr(backend, name, None)) for name in ("check", "submit", "wait", "status", "results", "cancel")
+        callable(getattr(cluster, name, None)) for name in ("check", "submit", "wait", "status", "results", "cancel")
     ):
-        raise StudyError(f"backend must be a waterflow.Cluster; got {type(backend).__name__}")
+        raise StudyError(f"cluster must be a waterflow.Cluster; got {type(cluster).__name__}")
     if given:
         raise StudyError(
-            f"{', '.join(f'{name}=' for name in given)} cannot stand beside backend=: devices belong to the cluster, and were "
+            f"{', '.join(f'{name}=' for name in given)} cannot stand beside cluster=: devices belong to the cluster, and were "
             "set up with it; leave it out"
         )
 

@@ -202,7 +202,7 @@ _AT_ONCE = 2  # trials for each device, where nobody says how many
 
 
 class Devices(Protocol):
-    """What is asked of ``optimize(backend=)``; a ``waterflow.Cluster`` is one."""
+    """What is asked of ``optimize(cluster=)``; a ``waterflow.Cluster`` is one."""
 
     def check(self, jobs: Any) -> None:
         """Raise InvalidJobError for what cannot be handed in."""

@@ -37,7 +37,7 @@ from waterflow.executor.rng import generators_for, own_numbers, telling_of_share
 from waterflow.executor.stats import Account
 from waterflow.executor.tuning import AutoConcurrency
 from waterflow.executor.virtual_clock import VirtualClock
-from waterflow.job import Job, JobResult, Metrics, RunFigures
+from waterflow.job import Job, JobResult, Metrics, RunStats
 from waterflow.planner.feasibility import Need, needed
 from waterflow.results import over_limit
 from waterflow.study.optuna_compat import (
@@ -85,7 +85,7 @@ class _Worker:
         (self.runner or self.code).break_off()
 
 
-class Coordinator:
+class StudyRunner:
     """Asks and tells on the calling thread; trials run on theirs and send word when they end."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Coordinator:
             )
 
         # A pruner compares with trials that have ended: the sooner there are some, the less is trained in vain.
-        first = self._engine.eldest_first()
+        first = self._engine.fifo_lanes()
         with first, loop(self._study, self._clock), remembered_interrupts() as check_interrupt:
             try:
                 self._fill(wanted, 0)
@@ -157,21 +157,21 @@ class Coordinator:
             raise self._failure
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
-        figures = RunFigures.of(self._engine)
-        if self._states["complete"] and not figures.jobs:
+        stats = RunStats.of(self._engine)
+        if self._states["complete"] and not stats.jobs:
             told = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
             logging.getLogger("waterflow").warning(told)
         return StudySummary(
             trials=self._asked,
             seconds=seconds,
             steps=self._engine.steps,
-            captures=figures.captures,
+            captures=stats.captures,
             most_at_once=self._most,
             lane_busy=busy,
             results=self._results.in_order(),
             states=self._states,
             best=best_of(self._study),
-            figures=figures,
+            stats=stats,
         )
 
     # -- asking
@@ -228,7 +228,7 @@ class Coordinator:
         self._engine.accounts.append(account)
         with contextlib.suppress(JobCancelled), within(self._engine, trial.number), account.spending("trials"):
             try:
-                _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
+                _C.set_threads_here(self._engine.threads_per_lane)  # lanes keep their cores
                 with heartbeat(trial, self._study):
                     worker.value = self._limited(worker)
             except optuna.TrialPruned as pruned:

@@ -223,7 +223,7 @@ def shareable(study: optuna.Study) -> optuna.Study:
             changed.url = url.set(database=os.path.abspath(url.database)).render_as_string(hide_password=False)
             return _with_storage(study, changed if inner is storage else _with_backend(storage, changed))
     raise StudyError(
-        "backend= spreads trials over processes, which meet in the study's storage: it must be an RDB or a journal storage, "
+        "cluster= spreads trials over processes, which meet in the study's storage: it must be an RDB or a journal storage, "
         f"in a file or on a server; this one is in memory ({type(inner).__name__}). Make it with "
         "optuna.create_study(storage='sqlite:///study.db')"
     )

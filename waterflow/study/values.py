@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from waterflow.errors import StudyError
-from waterflow.job import Job, JobResult, Results, RunFigures
+from waterflow.job import Job, JobResult, Results, RunStats
 
 
 class UnfitJobError(StudyError):
@@ -122,7 +122,7 @@ class StudySummary:
     """What one call of ``optimize`` did; print it. ``results`` holds the jobs of trials that returned one, by trial.
 
     Weights (``state_dict``) are in the results that ``keep_weights`` names, and None in the others. ``states`` counts trials by
-    how they ended; ``figures`` are None where a cluster's devices have trained.
+    how they ended; ``stats`` are None where a cluster's devices have trained.
     """
 
     trials: int
@@ -134,7 +134,7 @@ class StudySummary:
     results: Results = field(default_factory=Results)
     states: Mapping[str, int] = field(default_factory=dict)
     best: str = ""
-    figures: RunFigures | None = None
+    stats: RunStats | None = None
 
     def __repr__(self) -> str:
         ended = ", ".join(f"{count} {state}" for state, count in self.states.items())
@@ -142,4 +142,4 @@ class StudySummary:
         return "; ".join(filter(None, [many, ended, self.best]))
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *(self.figures.lines("trials") if self.figures else ())])
+        return "\n".join([repr(self), *(self.stats.lines("trials") if self.stats else ())])

@@ -1,4 +1,4 @@
-"""The terms on which a job is in its engine: it keeps to them, leaves where others need its memory, and comes back."""
+"""The policy on which a job is in its engine: it keeps to them, leaves where others need its memory, and comes back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 from waterflow.executor.engine import Engine
-from waterflow.executor.policy import MakeWay, Terms, parse_quota
+from waterflow.executor.policy import Preempted, ResourcePolicy, parse_quota
 from waterflow.job import Job
 from waterflow.partition.plan.plan import Plan
 from waterflow.step import Step
@@ -33,7 +33,7 @@ class EngineLease:
         # Others wait for its turn in a deterministic study, which one that stands still would not take.
         stays = engine is not None and engine.clock is not None
         quota = parse_quota(self._who, job.quota, self._limit)
-        self.terms = Terms(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
+        self.policy = ResourcePolicy(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
         self.times_left = 0
         self._since = 0.0  # on the clock of time.monotonic()
         self._step: Step | None = None
@@ -43,16 +43,16 @@ class EngineLease:
         """``step`` is the job's from now on; None when it has ended."""
         self._step = step
         if self._engine is not None and step is not None and step.job is not None:
-            self._engine.set_terms(step.job, self.terms)
+            self._engine.set_policy(step.job, self.policy)
 
     def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
         """From the next step on. Below what the job needs it goes on with reduced steps, or is suspended; see ``Job.quota``."""
         if priority is not None:
             check_priority(self._who, priority)
-            self.terms.priority = priority
+            self.policy.priority = priority
         if quota is not None:
-            self.terms.quota = parse_quota(self._who, quota, self._limit)
-            self.terms.quota_changed = True
+            self.policy.quota = parse_quota(self._who, quota, self._limit)
+            self.policy.quota_changed = True
         self.enter(self._step)
 
     def leave(self) -> None:
@@ -65,29 +65,29 @@ class EngineLease:
         error, step = made.exception(), self._step
         if error is None or isinstance(error, JobEnded) or self._engine is None or step is None or step.job is None:
             return
-        self._engine.cannot_make_way(step.job, str(error))
+        self._engine.cannot_be_preempted(step.job, str(error))
 
     @contextlib.contextmanager
     def may_leave(self) -> Iterator[None]:
         """On the job's thread, between two steps: what is inside is given up where it waits for memory and is to make way."""
-        self.terms.at_boundary, self._wanted = threading.get_ident(), None
+        self.policy.at_boundary, self._wanted = threading.get_ident(), None
         try:
             yield
-        except MakeWay as given_up:
+        except Preempted as given_up:
             self._wanted = given_up.plan
         finally:
-            self.terms.at_boundary = None
+            self.policy.at_boundary = None
 
     def has_room(self) -> bool:
         """Whether a job that has left can come back; where it cannot, others are asked to take turns with it."""
         step, engine = self._step, self._engine
         assert step is not None
         # Without turns others make way for a guaranteed one when it claims its memory.
-        if engine is not None and (self.terms.opportunistic or engine.quantum is not None):
-            plan = step.least_plan(self._wanted, self.terms.limit)
-            if not engine.would_fit(plan, self.terms, step.batches_ahead):
-                engine.ask_for_turn(plan, self.terms, step.batches_ahead, self._since)
-                engine.look()
+        if engine is not None and (self.policy.opportunistic or engine.quantum is not None):
+            plan = step.least_plan(self._wanted, self.policy.limit)
+            if not engine.would_fit(plan, self.policy, step.batches_ahead):
+                engine.ask_for_turn(plan, self.policy, step.batches_ahead, self._since)
+                engine.poll()
                 return False
         self.times_left += 1
         return True

@@ -31,10 +31,10 @@ def evaluating() -> bool:
 class Evaluation:
     """Calls a job's ``evaluate`` after an epoch, with the memory that it was seen to need."""
 
-    def __init__(self, job: Job, engine: Engine | None, user_code: UserCode) -> None:
+    def __init__(self, job: Job, engine: Engine | None, code: UserCode) -> None:
         self._job = job
         self._engine = engine
-        self._user_code = user_code
+        self._code = code
         self._height: int | None = None
         self._plan: Plan | None = None  # of the job's last step
         self._model: nn.Module | None = None  # only while it is evaluated: the engine may keep the work for longer
@@ -59,7 +59,7 @@ class Evaluation:
             numbers = own_numbers(generator) if generator is not None else contextlib.nullcontext()
             _local.evaluating = True
             try:
-                with evaluation_mode(model), torch.no_grad(), numbers, self._user_code.here():
+                with evaluation_mode(model), torch.no_grad(), numbers, self._code.here():
                     return evaluate(model)
             finally:
                 _local.evaluating = False

@@ -20,7 +20,7 @@ from waterflow.training.checkpoint import Checkpoint
 logger = logging.getLogger("waterflow")
 
 HOST = torch.device("cpu")
-_COUNTS = ("planned_requests", "missed_requests", "most_spilled")
+_COUNTS = ("planned_requests", "missed_requests", "most_offloaded")
 
 
 class JobState:
@@ -144,7 +144,7 @@ def progress_of(step: Step) -> dict[str, Any]:
     """What a step has counted, and how far it is in gathering gradients for an update: calls, and sums by parameter."""
     sums: dict[str, torch.Tensor] = {}
     if step._micro and step.opaque_reason is None:
-        sums = step._variants.sums
+        sums = step._bound_steps.sums
     elif step._micro:
         sums = step._eager_step.named_sums()
     return {"calls": step._micro, "sums": copied(sums), "counts": {name: getattr(step, name) for name in _COUNTS}}
@@ -154,13 +154,13 @@ def put_progress(step: Step, taken: dict[str, Any]) -> None:
     """Let a step that has not been called yet go on from there."""
     step._micro = taken["calls"]
     for name, count in taken["counts"].items():
-        setattr(step, name, count)
+        setattr(step, {"most_spilled": "most_offloaded"}.get(name, name), count)  # as an earlier version called it
     parameters = dict(step._spec.model.named_parameters())
     sums = {name: one.to(parameters[name].device, copy=True) for name, one in taken["sums"].items()}
     for parameter in parameters.values():
         parameter.grad = None
     if step.opaque_reason is None:
-        step._variants.put_sums(sums)
+        step._bound_steps.put_sums(sums)
     else:
         step._eager_step.put_sums(sums)
 

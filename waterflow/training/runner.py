@@ -146,7 +146,7 @@ class JobRunner:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
         if self.engine is not None and self.engine.clock is not None:
             raise CheckpointError(
-                f"job {self.job.name!r} cannot be suspended: {self.lease.terms.stays}, or ask for a snapshot"
+                f"job {self.job.name!r} cannot be suspended: {self.lease.policy.stays}, or ask for a snapshot"
             )
         return self._safepoint.ask("suspend", timeout)
 
@@ -307,9 +307,9 @@ class JobRunner:
         self._steps.take_all()
         self._losses += self._steps.losses()
         self._safepoint.serve(self._checkpoint, suspend=False)
-        self._make_way()
+        self._preempt()
 
-    def _make_way(self) -> None:
+    def _preempt(self) -> None:
         """Stand still, where somebody wants that, until it is to go on."""
         checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True), suspend=True)
         if checkpoint is None:
@@ -355,7 +355,7 @@ class JobRunner:
             assert self.step is not None
             with self.lease.may_leave(), self._account.spending("evaluation"):
                 return self._evaluation.metrics(self.step)
-            self._make_way()
+            self._preempt()
 
     def _train_epoch(self) -> list[float]:
         """One pass over the data: the next batch is loaded while the last ones run."""
@@ -404,7 +404,7 @@ class JobRunner:
         """Whether the job may wait for what other jobs hold: memory, lanes, or its turn in a study."""
         if self.engine is None:
             return False
-        return self.lease.terms.opportunistic or self.engine.clock is not None or self.engine.waits(self._thread)
+        return self.lease.policy.opportunistic or self.engine.clock is not None or self.engine.waits(self._thread)
 
     def _check_stop(self) -> None:
         if self._stop is not None:

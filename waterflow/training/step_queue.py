@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from waterflow.executor.engine import Engine
-from waterflow.executor.program.step_future import Done, Pending
+from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.stats import Account
 from waterflow.job import Job
 from waterflow.step import Step
@@ -62,7 +62,7 @@ class StepQueue:
     """Steps under way, in order, and the losses of those that ended; numbers come from the device all at once."""
 
     def __init__(self) -> None:
-        self._under_way: deque[Pending | Done] = deque()
+        self._under_way: deque[StepFuture | Done] = deque()
         self._ended: list[torch.Tensor] = []
 
     def __len__(self) -> int:
@@ -73,9 +73,9 @@ class StepQueue:
         """Steps whose losses were not asked for yet."""
         return len(self._ended)
 
-    def add(self, pending: Pending | Done) -> None:
+    def add(self, future: StepFuture | Done) -> None:
         """A step was handed in."""
-        self._under_way.append(pending)
+        self._under_way.append(future)
 
     def take_half(self) -> None:
         """One wait for half of the queue: its steps end in order, and each wait costs two thread switches."""
@@ -99,9 +99,9 @@ class StepQueue:
         try:
             self._ended.append(_loss_of(self._under_way.popleft().result()))
         except BaseException:
-            for pending in self._under_way:
+            for future in self._under_way:
                 with contextlib.suppress(Exception):
-                    pending.result()
+                    future.result()
             self._under_way.clear()
             raise
 

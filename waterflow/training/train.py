@@ -22,7 +22,7 @@ from waterflow.executor.engine import Engine, Mode, within
 from waterflow.executor.interrupts import remembered_interrupts
 from waterflow.executor.rng import telling_of_shared_numbers
 from waterflow.executor.timeline import Timeline
-from waterflow.job import Job, JobResult, Metrics, Results, RunFigures
+from waterflow.job import Job, JobResult, Metrics, Results, RunStats
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.checkpoint_dir import Checkpointing, Checkpoints
 from waterflow.training.progress import ProgressLine
@@ -48,7 +48,7 @@ def train(
     device: str | torch.device = "cpu",
     memory: int | float | str | None = None,
     lanes: int | None = None,
-    intra_op: int = 1,
+    threads_per_lane: int = 1,
     engine: Engine | None = None,
     max_concurrent: int | None = None,
     exact: bool = True,
@@ -68,8 +68,8 @@ def train(
         device: Where to train. This version trains on ``"cpu"``.
         memory: The limit for all jobs together: bytes, a share of the free memory (0.8 by default), or ``"4GiB"``.
         lanes: Steps that run at the same time; default: one per core.
-        intra_op: Threads inside one operation, on each lane. Another number changes the last bits of results.
-        engine: An engine that is open already, in the place of ``device``, ``memory``, ``lanes``, ``intra_op``, ``exact`` and ``mode``.
+        threads_per_lane: Threads inside one operation, on each lane. Another number changes the last bits of results.
+        engine: An engine that is open already, which has a device, a limit, lanes and modes of its own.
         max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
         exact: Every job ends with the very bits that it would have alone. ``False`` lets operations run in other kernels
             where those are measured to be faster, large matrix products in oneDNN; results then differ by rounding.
@@ -102,7 +102,7 @@ def train(
         if checkpoint is not None:
             stack.enter_context(checkpoint.opened(given))
         if engine is None:
-            engine = stack.enter_context(Engine(device, memory, lanes, intra_op, exact=exact, mode=mode))
+            engine = stack.enter_context(Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode))
         if timeline is not None:
             engine.native.record_spans(True)
         with ProgressLine(len(given), "jobs", show_progress_bar) as progress:
@@ -157,7 +157,7 @@ class _Training:
 
     def run(self) -> Results:
         with (
-            self._engine.pages_stay(),
+            self._engine.retain_pages(),
             self._writing.under_way() if self._writing is not None else contextlib.nullcontext(),
         ):
             return self._run()
@@ -191,8 +191,8 @@ class _Training:
         if self._failure is not None:
             raise self._failure
         decisions = [str(decision) for decision in self._engine.decisions[self._decided :]]
-        figures = RunFigures.of(self._engine, self._accounts)
-        return Results((self._results[number] for number in range(len(self._jobs))), decisions, figures)
+        stats = RunStats.of(self._engine, self._accounts)
+        return Results((self._results[number] for number in range(len(self._jobs))), decisions, stats)
 
     def _runner(self, number: int, job: Job) -> JobRunner:
         def on_epoch(epoch: int, metrics: Metrics) -> None:
@@ -210,7 +210,7 @@ class _Training:
         job, runner = self._jobs[number], self._running[number]
         failure: BaseException | None = None
         try:
-            _C.set_threads_here(self._engine.intra_op)  # lanes keep their cores
+            _C.set_threads_here(self._engine.threads_per_lane)  # lanes keep their cores
             beside = telling_of_shared_numbers(f"job {job.name!r}", lambda: len(self._running) > 1)
             with within(self._engine), beside:
                 result = self._results[number] = runner.run()

@@ -109,12 +109,12 @@ def test_what_is_not_plain_is_left_to_make_fx(loss: Any, monkeypatch: pytest.Mon
 
 
 def test_values_of_tensors_are_refused() -> None:
-    def looks(model: nn.Module, batch: Any) -> torch.Tensor:
+    def guarded_places(model: nn.Module, batch: Any) -> torch.Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss * 2 if loss.item() > 1 else loss
 
     with pytest.raises(CaptureError, match="looks at the values"):
-        capture_step(spec_with(looks, Net()), list(images(1)[0]), None)
+        capture_step(spec_with(guarded_places, Net()), list(images(1)[0]), None)
 
 
 def test_the_end_of_the_graph_says_what_was_swallowed() -> None:

@@ -208,7 +208,7 @@ def test_it_tells_what_it_looked_into() -> None:
     assert [fingerprint.cover(value) for value in (box, box.value, vars(box)["value"], 1.0)] == ["whole"] * 4
     assert [fingerprint.cover(value) for value in (lock, names)] == ["identity"] * 2
     assert [fingerprint.cover(value) for value in (F.gelu, F.relu, nn.Linear)] == [None, "library", "library"]
-    assert set(fingerprint.unlooked) >= {id(lock), id(names)} and fingerprint.cover(object()) is None
+    assert set(fingerprint.opaque) >= {id(lock), id(names)} and fingerprint.cover(object()) is None
 
 
 def test_it_tells_which_entries_of_a_module_it_looked_into() -> None:

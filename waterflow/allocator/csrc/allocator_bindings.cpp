@@ -98,7 +98,7 @@ void bind_memory(py::module_& m) {
       .def("__len__", &RequestPlan::size);
   m.def("time_planned_requests", &time_planned_requests, py::arg("plan"), py::arg("device") = nullptr,
         py::call_guard<py::gil_scoped_release>());
-  m.def("stranded_bytes", &stranded_bytes, "Addresses kept for what steps left behind and somebody still holds.");
+  m.def("detached_bytes", &detached_bytes, "Addresses kept for what steps left behind and somebody still holds.");
 
   m.def(
       "lanes_are_installed", [] { return AllocatorChain::in_place(AllocatorChain::kLanes); },
@@ -138,8 +138,8 @@ void bind_cuda_memory(py::module_& m) {
   m.def(
       "cuda_pool", [](int device, int64_t limit) { CudaMemory::of(device).pool(limit); }, py::arg("device"),
       py::arg("limit"), unlocked());
-  m.def("cuda_figures", [](int device) {
-    const auto now = CudaMemory::of(device).figures();
+  m.def("cuda_stats", [](int device) {
+    const auto now = CudaMemory::of(device).stats();
     py::dict made;
     made["allocated"] = now.allocated;
     made["peak_allocated"] = now.peak_allocated;
@@ -230,7 +230,7 @@ void bind_cuda(py::module_& m) {
       .def("resize", &CudaArena::resize, py::arg("bytes"))
       .def("back", &CudaArena::back, py::arg("end"), py::arg("bytes"))
       .def("discard", &CudaArena::discard, py::arg("end"), py::arg("start"), py::arg("stop"))
-      .def("strand", &CudaArena::strand, py::arg("end"))
+      .def("detach", &CudaArena::detach, py::arg("end"))
       .def("begin", [](CudaArena& arena, int end, std::shared_ptr<RequestPlan> plan) { arena.placer(end).begin(plan); })
       .def("request",
            [](CudaArena& arena, int end, int instruction, size_t bytes) {

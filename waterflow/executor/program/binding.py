@@ -21,13 +21,13 @@ class Owner:
     """Whose tensors and numbers fill a step's inputs.
 
     ``accumulators`` are gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the
-    update reads; ``looked`` is what the key of the job's step was made from.
+    update reads; ``fingerprint`` is what the key of the job's step was made from.
     """
 
     spec: StepSpec
     accumulators: dict[str, torch.Tensor]
     first_step: dict[str, bool]
-    looked: Fingerprint
+    fingerprint: Fingerprint
     tensors: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,8 +39,8 @@ class Owner:
         spec, groups = self.spec, self.spec.optimizer.param_groups
         if given.kind in ("parameter", "buffer"):
             binding.set_input(slot, self.tensors[given.name])
-        elif given.kind == "stranger":
-            binding.set_input(slot, self.looked.strangers[given.leaf])
+        elif given.kind == "external":
+            binding.set_input(slot, self.fingerprint.external_tensors[given.leaf])
         elif given.kind == "state":
             binding.set_input(slot, _state_entry(spec.optimizer, self.tensors[given.name], given.key))
         elif given.kind == "accumulator":
@@ -63,13 +63,13 @@ class Owner:
 
     def watch(self, binding: _C.Binding) -> None:
         """From now on the binding tells whether any of what it was made from is another object."""
-        for tensor in (*self.tensors.values(), *self.looked.strangers):
+        for tensor in (*self.tensors.values(), *self.fingerprint.external_tensors):
             if tensor.layout == torch.strided:
                 binding.watch_form(tensor)
         for group in self.spec.optimizer.param_groups:
             for parameter in group["params"]:
                 binding.own_gradient(parameter)
-        for look in self.looked.looks:
+        for look in self.fingerprint.guarded_places:
             look.guard(binding.guards)
         for parameter in self.spec.model.parameters():
             binding.guards.hooks(parameter)

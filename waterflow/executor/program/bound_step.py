@@ -40,7 +40,7 @@ from waterflow.partition.guards.batch_reads import Answers, LeafRead, answers_of
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.settings import ambient_key
 from waterflow.partition.guards.step_key import state_of, structure_key
-from waterflow.partition.passes.offload import Spilling, choose_spilled, spill
+from waterflow.partition.passes.offload import Offloading, choose_spilled, spill
 from waterflow.partition.passes.rematerialize import Recomputation, choose, lowest, repeat
 from waterflow.partition.passes.storages import StorageTable
 from waterflow.partition.plan.liveness import lifetimes
@@ -162,7 +162,7 @@ class Whole:
 
 
 @dataclass
-class Variant:
+class BoundStep:
     """The step for batches of one shape: what was captured for it, bound to this job.
 
     ``plain`` is what was captured, ``captured`` the same or a lower form of it; ``whole`` is the step where there is room.
@@ -224,7 +224,7 @@ class Variant:
         return given
 
 
-Chosen = TypeVar("Chosen", Recomputation, Spilling)
+Chosen = TypeVar("Chosen", Recomputation, Offloading)
 _ATTEMPTS = 3
 _LOOK = MOST_WORK // 20  # a placement to look at; plans are searched longer, and come out no higher
 
@@ -288,10 +288,10 @@ def _repeating(captured: CapturedStep, table: StorageTable, chosen: Recomputatio
     return made
 
 
-def _offloading(captured: CapturedStep, table: StorageTable, chosen: Spilling) -> CapturedStep:
+def _offloading(captured: CapturedStep, table: StorageTable, chosen: Offloading) -> CapturedStep:
     made = _assembled(captured, spill(captured.capture, table, chosen))
-    made.spilled = replace(chosen.cost(), freed=captured.predicted.height - made.predicted.height)
-    made.predicted = replace(made.predicted, spilled=made.spilled.held)
+    made.offloaded = replace(chosen.cost(), freed=captured.predicted.height - made.predicted.height)
+    made.predicted = replace(made.predicted, offloaded=made.offloaded.held)
     return made
 
 
@@ -360,7 +360,7 @@ def _form(plain: CapturedStep, height: int | None, offload: bool = False) -> Cap
 
 
 @doing("capturing its step", interruptible=False)  # from some functions of a trace an exception would end the process
-class Variants:
+class BoundSteps:
     """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
 
     ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
@@ -384,7 +384,7 @@ class Variants:
         # Of steps that have less room than they need: the whole form, the room, and the form that was made for it.
         self._reduced: dict[Hashable, tuple[CapturedStep, int, CapturedStep]] = {}
         self._last: Whole | None = None
-        self._variants: dict[Hashable, Variant] = {}
+        self._bound_steps: dict[Hashable, BoundStep] = {}
         self._accumulators: dict[str, torch.Tensor] = {}
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
         self.first = FirstUpdates(spec.optimizer)
@@ -394,18 +394,20 @@ class Variants:
         self._kinds: set[Key] = set()  # of batches that this job's steps have been captured for
         self._tried_again = 0
 
-    def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> Variant:
-        """The variant for such a batch, bound to the tensors as they are now. Raises CaptureError."""
+    def find(
+        self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool
+    ) -> BoundStep:
+        """The bound_step for such a batch, bound to the tensors as they are now. Raises CaptureError."""
 
-        def at(key: Key) -> tuple[Variant, Answers]:
-            variant = self._variants.get(key)
-            if variant is None or not variant.binding.current():
+        def at(key: Key) -> tuple[BoundStep, Answers]:
+            bound_step = self._bound_steps.get(key)
+            if bound_step is None or not bound_step.binding.current():
                 if key not in self._kinds and (self._budget.own or not captures.know(key)):
                     self._check_budget(key, leaves, batch_spec)
                 with as_refusal():
-                    variant = self._make(key, leaves, batch_spec)
-            variant.code.check()
-            return variant, variant.answers(leaves)
+                    bound_step = self._make(key, leaves, batch_spec)
+            bound_step.code.check()
+            return bound_step, bound_step.answers(leaves)
 
         gathered = self._gathered if update else frozenset()
         base: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
@@ -437,24 +439,24 @@ class Variants:
         self._budget.check(key, batch)
 
     def lowered(
-        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
-    ) -> Variant | None:
-        """The variant in a form that is at most ``height`` bytes high; None for steps that are not to, or cannot.
+        self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
+    ) -> BoundStep | None:
+        """The bound_step in a form that is at most ``height`` bytes high; None for steps that are not to, or cannot.
 
         What profiles have shown to come on top of the graph's memory counts. Raises MemoryLimitError where there is none.
         """
-        if self._recompute != "auto" or not variant.plain.capture.apart:
+        if self._recompute != "auto" or not bound_step.plain.capture.apart:
             return None
-        before = self._heights.get(variant.key)
-        beyond = variant.planned.plan.height - height
-        wanted = variant.planned.graph_height(height) if before is None else before - max(1, beyond)
-        _form(variant.plain, max(0, wanted))
-        self._heights[variant.key] = wanted
-        return self._make(variant.key, leaves, batch_spec)
+        before = self._heights.get(bound_step.key)
+        beyond = bound_step.planned.plan.height - height
+        wanted = bound_step.planned.graph_height(height) if before is None else before - max(1, beyond)
+        _form(bound_step.plain, max(0, wanted))
+        self._heights[bound_step.key] = wanted
+        return self._make(bound_step.key, leaves, batch_spec)
 
-    def _make(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> Variant:
+    def _make(self, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> BoundStep:
         spec = replace(self._spec, update=key[1], gathered=key[3])
-        plain, structure, looked = self._capture(spec, key, leaves, batch_spec, runs=True)
+        plain, structure, fingerprint = self._capture(spec, key, leaves, batch_spec, runs=True)
         (code := codes.of(structure[0])).check()
         form = captured = _form(plain, self._height(key))
         if (reduced := self._reduced.get(key)) is not None and reduced[0] is form:
@@ -462,19 +464,21 @@ class Variants:
         if self._hold is not None:
             trained = parameters_of(spec.optimizer)
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
-            written = [looked.strangers[one.leaf] for one in captured.changed_inputs if one.kind == "stranger"]
-            holders.check_tensors(self._hold, looked.strangers, written)
+            written = [
+                fingerprint.external_tensors[one.leaf] for one in captured.changed_inputs if one.kind == "external"
+            ]
+            holders.check_tensors(self._hold, fingerprint.external_tensors, written)
         moved = members_of(plain, spec.optimizer, dict(spec.model.named_parameters()))
-        owner = Owner(spec, self._accumulators, self.first.flags(moved), looked)
+        owner = Owner(spec, self._accumulators, self.first.flags(moved), fingerprint)
         ownership.check(plain.capture.reached, owner)
         with _state_kept(spec.optimizer), self.first.laying_out(moved):
             binding, slots, positions = bind(captured, owner)
         binding.set_generator(self._generator)
-        if key not in self._variants and len(self._variants) >= MOST_SHAPES:
-            self._variants.pop(next(iter(self._variants)))
+        if key not in self._bound_steps and len(self._bound_steps) >= MOST_SHAPES:
+            self._bound_steps.pop(next(iter(self._bound_steps)))
         planned = self._planned(key, captured)
         self._last = whole = Whole(key, plain, planned if form is captured else self._planned(key, form))
-        made = Variant(key, plain, captured, planned, binding, slots, positions, structure, code, owner, moved, whole)
+        made = BoundStep(key, plain, captured, planned, binding, slots, positions, structure, code, owner, moved, whole)
         if captured.capture.early_updates or captured.recomputed is not None:
             buffers = dict(spec.model.named_buffers())
             written = [buffers[name] for name in captured.written_buffers]
@@ -482,8 +486,8 @@ class Variants:
             made.changed_early = Ranges([*spec.trained().values(), *state_of(spec.optimizer)])
             made.changed_between = Ranges(written if captured.recomputed is not None else ())
         if plain.capture.questions:
-            made.asked_not = Ranges([*owner.tensors.values(), *looked.strangers, *state_of(spec.optimizer)])
-        self._variants[key] = made
+            made.asked_not = Ranges([*owner.tensors.values(), *fingerprint.external_tensors, *state_of(spec.optimizer)])
+        self._bound_steps[key] = made
         if key not in self._kinds:
             self._kinds.add(key)
             self._budget.add_kind()
@@ -492,28 +496,28 @@ class Variants:
     def _planned(self, key: Hashable, captured: CapturedStep) -> PlannedStep:
         if not self._own_plans:
             return captured.planned(self._threads)
-        old = self._variants.get(key)
+        old = self._bound_steps.get(key)
         known = (old.planned, old.whole.planned) if old is not None else ()
         return next((one for one in known if one.captured is captured), None) or PlannedStep(captured)
 
     # -- below what the step needs
 
     def within(
-        self, variant: Variant, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int
-    ) -> Variant | None:
-        """The variant at most ``room`` bytes high: whole where it is, else in a reduced form; None where there is none."""
-        whole = variant.whole.planned.captured
-        known = self._reduced.get(variant.key)  # goes on with what its own profile has shown
-        start = variant.captured if known is not None and known[0] is whole and known[1] == room else whole
-        form = self._brought(variant.whole, start, room)
-        if form is variant.captured:
-            return variant
+        self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int
+    ) -> BoundStep | None:
+        """The bound_step at most ``room`` bytes high: whole where it is, else in a reduced form; None where there is none."""
+        whole = bound_step.whole.planned.captured
+        known = self._reduced.get(bound_step.key)  # goes on with what its own profile has shown
+        start = bound_step.captured if known is not None and known[0] is whole and known[1] == room else whole
+        form = self._brought(bound_step.whole, start, room)
+        if form is bound_step.captured:
+            return bound_step
         if form is None:
             return None
-        self._reduced[variant.key] = whole, room, form
+        self._reduced[bound_step.key] = whole, room, form
         if form is not whole:
-            logger.info("step %r goes on below its need: %s", self._name, form.spilled or form.recomputed)
-        return self._make(variant.key, leaves, batch_spec)
+            logger.info("step %r goes on below its need: %s", self._name, form.offloaded or form.recomputed)
+        return self._make(bound_step.key, leaves, batch_spec)
 
     def least_plan(self, wanted: Plan | None, quota: int | None, batches: int) -> Plan | None:
         """What is to be claimed to go on, also behind ``clear``: ``wanted``, where that is more than the last step takes.
@@ -573,10 +577,10 @@ class Variants:
     def _capture(
         self, spec: StepSpec, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, runs: bool = False
     ) -> tuple[CapturedStep, tuple[Hashable, int], Fingerprint]:
-        structure, looked = structure_key(spec)
-        old = self._variants.get(key)
+        structure, fingerprint = structure_key(spec)
+        old = self._bound_steps.get(key)
         if old is not None and old.structure[0] == structure and old.plain.capture.holds():
-            return old.plain, old.structure, looked
+            return old.plain, old.structure, fingerprint
         before = self._captures.get(counted := (*key[:3], values_known(key[4])), 0)
         if before >= MOST_CAPTURES:
             raise CaptureError(f"what the step uses changed {MOST_CAPTURES} times; pass what changes in the batch")
@@ -586,7 +590,7 @@ class Variants:
                 self._check_budget(key, leaves, batch_spec)
             self._captures[counted] = before + 1
             with self._budget.spending() if runs else contextlib.nullcontext():
-                made = build(spec, leaves, batch_spec, looked, self._name, free_places(leaves, batch_spec, key[4]))
+                made = build(spec, leaves, batch_spec, fingerprint, self._name, free_places(leaves, batch_spec, key[4]))
             self._budget.account["captures"] += 1
             self._budget.account["captures anew"] += before > 0
             return made
@@ -601,9 +605,9 @@ class Variants:
         found.layouts_hold |= runs
         if not self._exact:
             found = captures.get((structure, key, "inexact", self._threads), found.inexact)
-        return found, (structure, found.capture.number), looked
+        return found, (structure, found.capture.number), fingerprint
 
-    # -- what the variants share
+    # -- what the bound_steps share
 
     def may_try_again(self, refused: CaptureError) -> bool:
         """Whether a step that has run eagerly may be captured at its next call.
@@ -617,9 +621,9 @@ class Variants:
         self._tried_again += again
         return self._spec.accumulate == 1 and (again or isinstance(refused, HalfBegun))
 
-    def begin_update(self, variant: Variant) -> Begun:
+    def begin_update(self, bound_step: BoundStep) -> Begun:
         """An update was handed in: returns the parameters that have their first one by it."""
-        if begun := self.first.begin(variant.moved):
+        if begun := self.first.begin(bound_step.moved):
             self._drop_half_begun()
         return begun
 
@@ -645,21 +649,21 @@ class Variants:
         self._accumulators.update({name: one for name, one in sums.items() if name not in self._accumulators})
 
     def _drop_half_begun(self) -> None:
-        for key, variant in [*self._variants.items()]:
-            if self.first.half_begun(variant.moved) is not None:
-                del self._variants[key]
+        for key, bound_step in [*self._bound_steps.items()]:
+            if self.first.half_begun(bound_step.moved) is not None:
+                del self._bound_steps[key]
 
     def claim_again(self) -> None:
-        """Memory that was claimed for the variants is not enough any more."""
-        for variant in self._variants.values():
-            variant.claimed = None
+        """Memory that was claimed for the bound_steps is not enough any more."""
+        for bound_step in self._bound_steps.values():
+            bound_step.claimed = None
 
-    def gather(self, variant: Variant) -> frozenset[str]:
+    def gather(self, bound_step: BoundStep) -> frozenset[str]:
         """A step was handed in, which adds to sums of gradients or updates by them: returns those that there were before it."""
         before = self._gathered
         if self._spec.accumulate > 1:
-            self._gathered = frozenset() if variant.key[1] else before.union(variant.plain.capture.gradients)
-            for name in before.difference(variant.owner.spec.updated()) if variant.key[1] else ():
+            self._gathered = frozenset() if bound_step.key[1] else before.union(bound_step.plain.capture.gradients)
+            for name in before.difference(bound_step.owner.spec.updated()) if bound_step.key[1] else ():
                 self._accumulators.pop(name)  # the optimizer trains it no more
         return before
 
@@ -674,5 +678,5 @@ class Variants:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._variants.clear()
+        self._bound_steps.clear()
         self.put_sums({})

@@ -28,7 +28,7 @@ from waterflow.partition.capture.substitution import no_collections
 from waterflow.partition.capture.trace import Capture, capture_step
 from waterflow.partition.guards.batch_reads import LeafRead
 from waterflow.partition.guards.cache_key import Fingerprint
-from waterflow.partition.passes.offload import Spilled
+from waterflow.partition.passes.offload import Offloaded
 from waterflow.partition.passes.operators import running_statistics, storage_id, written_by
 from waterflow.partition.passes.rematerialize import Recomputed
 from waterflow.partition.plan.costs import operation_cost
@@ -251,7 +251,7 @@ class PlannedStep:
             predicted = self.captured.predicted
             self.plan = make_plan(
                 predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds,
-                requests=requests, forward=predicted.forward, spilled=predicted.spilled,
+                requests=requests, forward=predicted.forward, offloaded=predicted.offloaded,
             )  # fmt: skip
             self.native = _native(self.plan)
             self.measured_height = self.plan.height
@@ -289,7 +289,7 @@ class CapturedStep:
     keep: list[Any]  # what the key counts by identity
     exact: bool = True  # the bits of the captured operations
     recomputed: Recomputed | None = None  # what it makes again in its backward pass
-    spilled: Spilled | None = None  # what it holds in host memory from its forward to its backward pass
+    offloaded: Offloaded | None = None  # what it holds in host memory from its forward to its backward pass
     layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture says
     exactly: CapturedStep | None = (
         None  # the same with the bits of the captured operations, where this one rounds otherwise
@@ -349,14 +349,14 @@ class CapturedStep:
 
 
 def build(
-    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None,
+    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint | None = None,
     name: str = "step", unread: Collection[int] = (),
 ) -> CapturedStep:  # fmt: skip
-    """Capture, lower and plan one step; ``looked`` is what its key was made from. Raises CaptureError as ``capture_step``."""
+    """Capture, lower and plan one step; ``fingerprint`` is what its key was made from. Raises CaptureError as ``capture_step``."""
     redirect()  # a trace puts stand-ins in the same places, and what was there back
     with no_collections():
-        capture = capture_step(spec, leaves, batch_spec, looked, unread)
-        return assemble(capture, name, looked.keep if looked is not None else [])
+        capture = capture_step(spec, leaves, batch_spec, fingerprint, unread)
+        return assemble(capture, name, fingerprint.keep if fingerprint is not None else [])
 
 
 def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -> CapturedStep:

@@ -195,7 +195,7 @@ class EagerStep:
             run.outputs()
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
-        engine.look(job)
+        engine.poll(job)
         return returned[0]
 
     def named_sums(self) -> dict[str, torch.Tensor]:

@@ -145,7 +145,7 @@ class _Lowering:
         persistent = {
             node
             for node, given in zip(self.slots, self.capture.inputs)
-            if given.kind in ("parameter", "buffer", "state", "accumulator", "stranger")
+            if given.kind in ("parameter", "buffer", "state", "accumulator", "external")
         }
         fixed: dict[fx.Node, int] = {}
         for node in calls:

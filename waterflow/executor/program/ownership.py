@@ -216,7 +216,7 @@ def check(reached: Iterable[GraphInput], owner: Owner) -> None:
 
 
 def _tensor(given: GraphInput, owner: Owner) -> torch.Tensor:
-    return owner.looked.strangers[given.leaf] if given.kind == "stranger" else owner.tensors[given.name]
+    return owner.fingerprint.external_tensors[given.leaf] if given.kind == "external" else owner.tensors[given.name]
 
 
 def _reason(given: GraphInput) -> str:

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from waterflow.errors import MemoryLimitError
 from waterflow.executor.engine import Engine
-from waterflow.executor.program.bound_step import Variant, Variants
-from waterflow.executor.program.step_future import Pending
+from waterflow.executor.program.bound_step import BoundStep, BoundSteps
+from waterflow.executor.program.step_future import StepFuture
 from waterflow.executor.reservations import too_large
 from waterflow.partition.plan.plan import Plan, format_bytes
 
@@ -62,59 +62,59 @@ Search = Callable[[Any, int], WhatFits]
 
 
 def claim(
-    engine: Engine, job: int, name: str, batches: int, variants: Variants, variant: Variant,
-    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[Pending], search: Search,
-) -> Variant:  # fmt: skip
-    """Claim memory for the job's steps on such batches; returns the variant that it was claimed for.
+    engine: Engine, job: int, name: str, batches: int, bound_steps: BoundSteps, bound_step: BoundStep,
+    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[StepFuture], search: Search,
+) -> BoundStep:  # fmt: skip
+    """Claim memory for the job's steps on such batches; returns the bound_step that it was claimed for.
 
     A step that may recompute becomes as low as it has to be to fit alone. Raises as ``Engine.claim`` does; a job that
     does not fit alone learns what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
     """
     seen = engine.changes
-    variant = _within_quota(engine, job, batches, variants, variant, leaves, batch_spec, under_way)
-    variant.seen = seen
-    while variant.claimed is not (plan := variant.planned.plan):
+    bound_step = _within_quota(engine, job, batches, bound_steps, bound_step, leaves, batch_spec, under_way)
+    bound_step.seen = seen
+    while bound_step.claimed is not (plan := bound_step.planned.plan):
         try:
             engine.claim(job, plan.renamed(name), batches=batches)
-            variant.claimed = plan
+            bound_step.claimed = plan
         except MemoryLimitError as error:
             if error.needed <= engine.room:
                 raise
             held = plan.persistent + batches * plan.batch
             lower = lowest = None
             try:
-                lower = variants.lowered(variant, leaves, batch_spec, engine.room - held)
+                lower = bound_steps.lowered(bound_step, leaves, batch_spec, engine.room - held)
             except MemoryLimitError as out_of_reach:
                 lowest = out_of_reach.needed
             if lower is None:
-                beyond = max(0, plan.height - variant.captured.predicted.height)
+                beyond = max(0, plan.height - bound_step.captured.predicted.height)
                 batch = tuple(leaves) if batch_spec is None else pytree.tree_unflatten(leaves, batch_spec)
                 found = search(batch, beyond)
                 raise found.error(engine.limit, engine.room, plan.renamed(name), held, lowest) from None
-            variant = lower
-            variant.seen = seen
-    return variant
+            bound_step = lower
+            bound_step.seen = seen
+    return bound_step
 
 
 def _within_quota(
-    engine: Engine, job: int, batches: int, variants: Variants, variant: Variant,
-    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[Pending],
-) -> Variant:  # fmt: skip
-    """The variant in the form that the job's quota has room for; as it is where there is none, which its claim then finds."""
-    whole = variant.whole.planned.plan
+    engine: Engine, job: int, batches: int, bound_steps: BoundSteps, bound_step: BoundStep,
+    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[StepFuture],
+) -> BoundStep:  # fmt: skip
+    """The bound_step in the form that the job's quota has room for; as it is where there is none, which its claim then finds."""
+    whole = bound_step.whole.planned.plan
     needed = whole.persistent + batches * whole.batch
     most = engine.most_height(job, needed)
     room = whole.height if most is None else min(most, whole.height)
-    goes_whole = room == whole.height and variant.planned is not variant.whole.planned
-    if goes_whole and engine.terms_of(job).opportunistic and not engine.has_room(job, needed, room):
-        return variant  # it goes on as it is until there is
-    fitting = variants.within(variant, leaves, batch_spec, room)
+    goes_whole = room == whole.height and bound_step.planned is not bound_step.whole.planned
+    if goes_whole and engine.policy_of(job).opportunistic and not engine.has_room(job, needed, room):
+        return bound_step  # it goes on as it is until there is
+    fitting = bound_steps.within(bound_step, leaves, batch_spec, room)
     if fitting is None:
-        variant.claimed = None
-        return variant
+        bound_step.claimed = None
+        return bound_step
     if engine.above_quota(job):
         if under_way:
             engine.native.wait(under_way[-1].run)
         engine.lower(job, fitting.planned.plan.height)
-        variants.claim_again()
+        bound_steps.claim_again()
     return fitting

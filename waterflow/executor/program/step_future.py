@@ -8,17 +8,17 @@ from typing import Any
 
 from waterflow import _C
 from waterflow.executor.engine import Engine
-from waterflow.executor.program.bound_step import Begun, Variant
+from waterflow.executor.program.bound_step import Begun, BoundStep
 
 
 @dataclass(eq=False)
-class Pending:
+class StepFuture:
     """A step that was handed to the engine. ``result()`` waits for it."""
 
     engine: Engine | None  # None: its caller runs it
-    finish: Callable[[Pending], Any]  # its step's: waits for it, and makes its result
+    finish: Callable[[StepFuture], Any]  # its step's: waits for it, and makes its result
     run: _C.StepRun
-    variant: Variant | None
+    bound_step: BoundStep | None
     profiled: bool
     micro: int  # its place among the steps of an update
     first: Begun  # first updates that it makes
@@ -45,5 +45,5 @@ class Done:
         """It has ended well."""
 
     def result(self) -> Any:
-        """The same as of a ``Pending``."""
+        """The same as of a ``StepFuture``."""
         return self.returned

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from waterflow.errors import CaptureError
 
-InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag", "stranger"]
+InputKind = Literal["parameter", "buffer", "state", "accumulator", "rate", "batch", "number", "flag", "external"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class GraphInput:
 
     ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
     ``group`` the optimizer's group; ``leaf`` the position among the batch's leaves, or among the tensors that the step
-    reads and the model does not hold as parameters or buffers (``stranger``).
+    reads and the model does not hold as parameters or buffers (``external``).
     """
 
     kind: InputKind

@@ -75,18 +75,18 @@ class ChangesItself(CaptureError):
 
 
 @contextlib.contextmanager
-def undisturbed(looked: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Puts back what tracing left in the places that the step's key was made from, and the random numbers.
 
     ``stand_ins`` are, by ``id``, the tensors that the step was shown in the place of real ones, to be complete when it has run.
     Raises CaptureError where a step would change more than tensors.
     """
-    before = [(look, look.contents()) for look in looked.looks if look.kept]
+    before = [(look, look.contents()) for look in fingerprint.guarded_places if look.kept]
     drawn: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
         ("Python's random numbers", random.getstate, random.setstate),
         ("NumPy's random numbers", *_NUMPY_STATE),
     ]
-    drawn += [(f"the random numbers in {label}", *_state_of(source)) for label, source in looked.generators]
+    drawn += [(f"the random numbers in {label}", *_state_of(source)) for label, source in fingerprint.generators]
     states = [read() for _, read, _ in drawn]
     changed = ""
     try:

@@ -164,12 +164,12 @@ class Capture:
 
 
 def capture_step(
-    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint | None = None,
+    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint | None = None,
     unread: Collection[int] = (),
 ) -> Capture:  # fmt: skip
     """Trace one step over ``leaves``, the flattened batch, and clean up the graph.
 
-    ``looked`` is what the step's key was made from, where that has been made already. The capture is to be used with other leaves
+    ``fingerprint`` is what the step's key was made from, where that has been made already. The capture is to be used with other leaves
     at the places ``unread``, too: LeafRead is raised where the step reads some.
 
     Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer
@@ -177,12 +177,12 @@ def capture_step(
     """
     check_optimizer(spec.optimizer)
     check_plain(("a tensor of the batch", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    if looked is None:
-        _, looked = structure_key(spec)
-    check_hooks(looked.modules())
+    if fingerprint is None:
+        _, fingerprint = structure_key(spec)
+    check_hooks(fingerprint.modules())
     with _one_at_a_time, _C.ThreadGenerators([]):  # the graph is drawn for whoever runs it
         start = time.perf_counter()
-        given = spec, leaves, batch_spec, looked
+        given = spec, leaves, batch_spec, fingerprint
         try:
             tracer, graph, constants = _trace(_StepTracer.record, _StepTracer(*given), unread)
         except CaptureError:
@@ -194,7 +194,7 @@ def capture_step(
         groups = update_groups(graph, tracer.inputs, tracer.group_names)
         clean_up(graph)
         sum_in_place(graph)
-        apart = lie_apart(spec, looked)
+        apart = lie_apart(spec, fingerprint)
         if tracer.questions and not apart:
             raise CaptureError("the step asks for values of its batch, and tensors of its own lie on the same bytes")
         early = update_early(graph, groups) if spec.early_updates and apart else 0
@@ -218,7 +218,7 @@ def _trace(
     way: Callable[[_StepTracer], Traced], tracer: _StepTracer, places: Collection[int]
 ) -> tuple[_StepTracer, fx.Graph, dict[str, torch.Tensor]]:
     """Run the step once; ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
-    tracer.world.unread = unread = Unread(tracer.looked, places)
+    tracer.world.unread = unread = Unread(tracer.fingerprint, places)
     # torch notes what its nodes are for in one table of the process; selective checkpointing leaves its notes there.
     notes = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
     with taken_back(tracer.mode) as kept, notes:
@@ -240,10 +240,10 @@ class _StepTracer:
     """Lays out fake inputs, runs the step over them once, and remembers what each input was."""
 
     def __init__(
-        self, spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, looked: Fingerprint
+        self, spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint
     ) -> None:
         self.spec = spec
-        self.looked = looked
+        self.fingerprint = fingerprint
         self.leaves = list(leaves)
         self.batch_spec = batch_spec
         self.inputs: list[GraphInput] = []
@@ -254,7 +254,7 @@ class _StepTracer:
         self.mode = fake_rules.TracingMode(allow_non_fake_inputs=True)
         self._trained = spec.trained()
         self.gradients, self.reached = tuple[str, ...](), tuple[GraphInput, ...]()
-        self.world = ClosedWorld(looked, leaves, batch_spec)
+        self.world = ClosedWorld(fingerprint, leaves, batch_spec)
         self._marks: list[int] = []
         self.questions: list[Question] = []
         self._graph: Callable[[], fx.Graph]
@@ -267,7 +267,7 @@ class _StepTracer:
     # -- inputs
 
     def _add(self, given: GraphInput, like: torch.Tensor) -> torch.Tensor:
-        looked_at = given.kind in ("parameter", "buffer", "stranger", "batch")  # by the user's code
+        looked_at = given.kind in ("parameter", "buffer", "external", "batch")  # by the user's code
         wants = looked_at and like.requires_grad
         fake: torch.Tensor = self.mode.like(like).requires_grad_(wants)
         if looked_at:
@@ -286,8 +286,8 @@ class _StepTracer:
             self.tensors[name] = self._add(GraphInput("buffer", name), buffer)
         for name, tensor in (*spec.model.named_parameters(), *spec.model.named_buffers()):
             self.fakes_by_id[id(tensor)] = self.tensors[name]
-        for number, tensor in enumerate(self.looked.strangers):
-            self.fakes_by_id[id(tensor)] = self._add(GraphInput("stranger", leaf=number), tensor)
+        for number, tensor in enumerate(self.fingerprint.external_tensors):
+            self.fakes_by_id[id(tensor)] = self._add(GraphInput("external", leaf=number), tensor)
         updated = spec.updated()
         names = {id(p): name for name, p in updated.items()}
         self.state: dict[str, dict[str, torch.Tensor]] = {}
@@ -416,7 +416,7 @@ class _StepTracer:
     def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
         """Run the step once, that ``way``."""
         # Backward passes for a GPU else run on threads of their own, on which nobody observes user code.
-        with undisturbed(self.looked, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
+        with undisturbed(self.fingerprint, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
             try:
                 with rng_ops.shown(), as_in_eager(self.mode.refuse), self.mode, no_reports():
                     self._lay_out()
@@ -455,8 +455,8 @@ class _StepTracer:
     def check_strangers(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         """Tensors from outside must have become inputs, and must not carry gradients of their own."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        numbers = [(node, given.leaf) for node, given in zip(placeholders, self.inputs) if given.kind == "stranger"]
-        check_history((node, self.looked.strangers[number]) for node, number in numbers)
+        numbers = [(node, given.leaf) for node, given in zip(placeholders, self.inputs) if given.kind == "external"]
+        check_history((node, self.fingerprint.external_tensors[number]) for node, number in numbers)
         for name, tensor in constants.items():
             if id(tensor) in self.fakes_by_id:
                 raise CaptureError(f"the step reaches a tensor of the model in a way that is not seen ({name})")

@@ -204,8 +204,8 @@ class Unread:
     A look raises Refused.
     """
 
-    def __init__(self, looked: Fingerprint, places: Collection[int]) -> None:
-        self._looked, self.places, self.read = looked, frozenset(places), set[int]()
+    def __init__(self, fingerprint: Fingerprint, places: Collection[int]) -> None:
+        self._fingerprint, self.places, self.read = fingerprint, frozenset(places), set[int]()
 
     def shown(self, leaves: Iterable[Any]) -> list[Any]:
         """The leaves as the trace has them."""
@@ -222,17 +222,17 @@ class Unread:
         if self.places and kind not in (Kind.CALL, Kind.CALL_UNPACKED):
             new = kind is Kind.SET_ITEM and type(operands[0]) in _NODES and not self._ends(operands[0])
             first = kind not in _LOOK
-            self.look([*filter(_is_stand_in, operands[:first]), *operands[first : 2 if new else None]])
+            self.note([*filter(_is_stand_in, operands[:first]), *operands[first : 2 if new else None]])
 
     def call(self, called: Any, given: Sequence[Any], is_observed: Callable[..., bool]) -> None:
         """Something is about to be called."""
         if self.places and called is not isinstance and called is not torch.is_tensor:
             if id(called) in _HAND_ON or (called is type and len(given) == 1):
-                self.look(filter(_is_stand_in, given))
+                self.note(filter(_is_stand_in, given))
             elif not _goes_to(called, is_observed):
-                self.look(given)
+                self.note(given)
 
-    def look(self, values: Iterable[Any]) -> None:
+    def note(self, values: Iterable[Any]) -> None:
         """All that can be reached from the values is looked at."""
         waiting, seen = [*values] if self.places else [], set[int]()
         for x in waiting:  # ever more
@@ -248,7 +248,7 @@ class Unread:
         """Whether no leaf can be behind a value: none is put where something lay before the step."""
         kind = type(value)
         held = kind in _ENDS or issubclass(kind, (StandIn, torch.Tensor, torch.nn.Module)) or is_fixed(value)
-        return held or self._looked.cover(value) is not None or (issubclass(kind, type) and in_library(value))
+        return held or self._fingerprint.cover(value) is not None or (issubclass(kind, type) and in_library(value))
 
 
 def _is_stand_in(value: Any) -> bool:

@@ -36,7 +36,7 @@ from waterflow.partition.guards.code_refs import bodies, in_library, layout_of, 
 from waterflow.partition.guards.guarded_places import (
     MEMO,
     MISSING,
-    Look,
+    GuardedPlace,
     body_of,
     cell_contents,
     exact,
@@ -60,7 +60,7 @@ _MOST_BYTES = 64 << 10  # of an array whose contents belong to the key
 _MOST_ENTRIES = 1000  # of a container whose contents do
 
 
-class Looked(Protocol):
+class KeyBuilder(Protocol):
     """The key that contents belong to, as far as they ask it: a ``Fingerprint``."""
 
     def of(self, value: Any) -> Hashable: ...  # noqa: D102
@@ -68,97 +68,99 @@ class Looked(Protocol):
     def cell(self, name: str, cell: types.CellType) -> Hashable: ...  # noqa: D102
     def identity(self, value: Any) -> Hashable: ...  # noqa: D102
     def by_identity(self, value: Any) -> Hashable: ...  # noqa: D102
-    def look(self, container: Any, kind: Any, keys: Iterable[Any] = (), **how: Any) -> None: ...  # noqa: D102
+    def guard(self, container: Any, kind: Any, keys: Iterable[Any] = (), **how: Any) -> None: ...  # noqa: D102
 
 
-def _items(looked: Looked, value: Any, base: Any) -> tuple[Hashable, ...]:
+def _items(fingerprint: KeyBuilder, value: Any, base: Any) -> tuple[Hashable, ...]:
     if base.__len__(value) > _MOST_ENTRIES:
-        return (looked.by_identity(value),)
+        return (fingerprint.by_identity(value),)
     if base not in (tuple, frozenset):
-        looked.look(value, "items", base=base)
-    return tuple(map(looked.of, [*base.__iter__(value)]))
+        fingerprint.guard(value, "items", base=base)
+    return tuple(map(fingerprint.of, [*base.__iter__(value)]))
 
 
-def _dict(looked: Looked, value: Any) -> tuple[Hashable, ...]:
+def _dict(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
     if dict.__len__(value) > _MOST_ENTRIES:
-        return (looked.by_identity(value),)
-    looked.look(value, "dict")
+        return (fingerprint.by_identity(value),)
+    fingerprint.guard(value, "dict")
     pairs = pairs_of(value)
     if isinstance(value, OrderedDict) and len(pairs) > 1:
-        looked.look(value, "items", base=OrderedDict)
+        fingerprint.guard(value, "items", base=OrderedDict)
         places = {id(key): number for number, key in enumerate(OrderedDict.__iter__(value))}
         pairs.sort(key=lambda pair: places.get(id(pair[0]), -1))
-    return tuple((looked.of(key), looked.entry(key if isinstance(key, str) else "", entry)) for key, entry in pairs)
+    return tuple(
+        (fingerprint.of(key), fingerprint.entry(key if isinstance(key, str) else "", entry)) for key, entry in pairs
+    )
 
 
-def _default(looked: Looked, value: Any) -> tuple[Hashable, ...]:
+def _default(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
     factory = vars(defaultdict)["default_factory"]
-    looked.look(value, "slots", (factory,))
-    return (looked.of(slot_value(factory, value)), *_dict(looked, value))
+    fingerprint.guard(value, "slots", (factory,))
+    return (fingerprint.of(slot_value(factory, value)), *_dict(fingerprint, value))
 
 
-def _memory(looked: Looked, value: Any) -> tuple[Hashable, ...]:
+def _memory(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
     """Shape, type and contents of what has at most 64 KiB; more is not looked into."""
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):  # e.g. dates, of which NumPy shows no memory
-        return (looked.by_identity(value),)
+        return (fingerprint.by_identity(value),)
     objects = isinstance(value, np.ndarray) and value.dtype.hasobject
     if view.nbytes > _MOST_BYTES or (objects and value.dtype != object):
-        return (looked.by_identity(value),)
+        return (fingerprint.by_identity(value),)
     kind: Any = type(value)
-    looked.look(value, "memory", base=layout_of(kind))
+    fingerprint.guard(value, "memory", base=layout_of(kind))
     form = view.format, view.shape, view.strides, view.readonly
     if objects:
-        return (form, tuple(map(looked.of, np.ndarray.ravel(value).tolist())))
+        return (form, tuple(map(fingerprint.of, np.ndarray.ravel(value).tolist())))
     return (form, memory_of(value))
 
 
-def _builtin(looked: Looked, value: Any) -> tuple[Hashable, ...]:
+def _builtin(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
     bound = value.__self__
     if bound is None or isinstance(bound, (types.ModuleType, type)):
-        return (looked.identity(value),)
-    return (value.__name__, looked.of(bound))
+        return (fingerprint.identity(value),)
+    return (value.__name__, fingerprint.of(bound))
 
 
-def _named(looked: Looked, value: Any) -> tuple[Hashable, ...]:
+def _named(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
     return (value.__name__, getattr(value.__objclass__, "__qualname__", ""))
 
 
 def _attributes(*names: str) -> _Say:
     """Says the values of attributes that Python's own types have, which tell what an object was made of."""
-    return lambda looked, value: tuple(looked.of(getattr(value, name)) for name in names)
+    return lambda fingerprint, value: tuple(fingerprint.of(getattr(value, name)) for name in names)
 
 
 def _each_item(base: Any) -> _Say:
-    return lambda looked, value: _items(looked, value, base)
+    return lambda fingerprint, value: _items(fingerprint, value, base)
 
 
-def _partial(looked: Looked, value: Any) -> tuple[Hashable, ...]:
+def _partial(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
     parts = tuple(vars(functools.partial)[name] for name in ("func", "args", "keywords"))
-    looked.look(value, "slots", parts)  # __setstate__ replaces them
-    return tuple(looked.of(slot_value(part, value)) for part in parts)
+    fingerprint.guard(value, "slots", parts)  # __setstate__ replaces them
+    return tuple(fingerprint.of(slot_value(part, value)) for part in parts)
 
 
 def _number(base: Any) -> _Say:
-    return lambda looked, value: (exact(base.__pos__(value)),)
+    return lambda fingerprint, value: (exact(base.__pos__(value)),)
 
 
-_Say = Callable[[Looked, Any], tuple[Hashable, ...]]
+_Say = Callable[[KeyBuilder, Any], tuple[Hashable, ...]]
 CONTENTS: dict[Any, _Say] = {
-    object: lambda looked, value: (),
-    types.SimpleNamespace: lambda looked, value: (),
+    object: lambda fingerprint, value: (),
+    types.SimpleNamespace: lambda fingerprint, value: (),
     **{base: _each_item(base) for base in (list, tuple, set, frozenset)},
-    deque: lambda looked, value: (value.maxlen, *_items(looked, value, deque)),
+    deque: lambda fingerprint, value: (value.maxlen, *_items(fingerprint, value, deque)),
     dict: _dict,
     OrderedDict: _dict,
     defaultdict: _default,
     **dict.fromkeys((bytearray, memoryview, array.array, np.ndarray, np.void), _memory),
     **{base: _number(base) for base in (int, float, complex)},
-    str: lambda looked, value: (exact(str.__str__(value)),),
-    bytes: lambda looked, value: (exact(bytes.__getitem__(value, slice(None))),),
+    str: lambda fingerprint, value: (exact(str.__str__(value)),),
+    bytes: lambda fingerprint, value: (exact(bytes.__getitem__(value, slice(None))),),
     slice: _attributes("start", "stop", "step"),
-    types.MappingProxyType: lambda looked, value: tuple(map(looked.of, gc.get_referents(value))),
+    types.MappingProxyType: lambda fingerprint, value: tuple(map(fingerprint.of, gc.get_referents(value))),
     types.MethodType: _attributes("__func__", "__self__"),
     types.BuiltinFunctionType: _builtin,
     types.MethodWrapperType: _builtin,
@@ -166,8 +168,8 @@ CONTENTS: dict[Any, _Say] = {
     classmethod: _attributes("__func__"),
     property: _attributes("fget", "fset", "fdel"),
     functools.partial: _partial,
-    weakref.ref: lambda looked, value: (looked.of(value()),),
-    types.CellType: lambda looked, value: (looked.cell("", value),),
+    weakref.ref: lambda fingerprint, value: (fingerprint.of(value()),),
+    types.CellType: lambda fingerprint, value: (fingerprint.cell("", value),),
     **dict.fromkeys(DESCRIPTORS, _named),
 }
 
@@ -213,18 +215,18 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 class Fingerprint:
     """Builds one key; remembers what it has met, so that cycles end and sharing shows.
 
-    ``looks`` are the places it looked into; ``strangers`` the tensors it met that are not ``own`` (parameters and
+    ``guarded_places`` are the places it looked into; ``external_tensors`` the tensors it met that are not ``own`` (parameters and
     buffers of the model), in an order that is the same for equal keys; ``generators`` sources of random
-    numbers; ``keep`` what counts by its address and must live as long as the key; ``unlooked`` labels, by ``id``, the
+    numbers; ``keep`` what counts by its address and must live as long as the key; ``opaque`` labels, by ``id``, the
     objects that it met and did not look into. It runs no code of a user's.
     """
 
     def __init__(self, own: nn.Module | None = None) -> None:
-        self.looks: list[Look] = []
-        self.strangers: list[torch.Tensor] = []
+        self.guarded_places: list[GuardedPlace] = []
+        self.external_tensors: list[torch.Tensor] = []
         self.generators: list[tuple[str, Any]] = []
         self.keep: list[Any] = []
-        self.unlooked: dict[int, str] = {}
+        self.opaque: dict[int, str] = {}
         self._own = set() if own is None else {id(t) for t in (*own.modules(), *own.parameters(), *own.buffers())}
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # an address must not be given to another object while this is being built
@@ -245,7 +247,7 @@ class Fingerprint:
             parts = [value.__self__, *([value.__func__] if isinstance(value, types.MethodType) else [])]
             both = {self.cover(part) for part in parts}
             return next((one for one in (None, "identity") if one in both), "whole")  # type: ignore[return-value]
-        if id(value) in self.unlooked:
+        if id(value) in self.opaque:
             return "identity"
         if id(value) not in self._seen:
             return None
@@ -281,14 +283,14 @@ class Fingerprint:
     def leave(self, value: Any) -> None:
         """Remember that an object may change unseen, unless it is a library's code."""
         if not is_librarys(value):
-            self.unlooked[id(value)] = self._where() or f"a {type(value).__name__}"
+            self.opaque[id(value)] = self._where() or f"a {type(value).__name__}"
 
     def _where(self) -> str:
         return ".".join(self._path)
 
-    def look(self, container: Any, kind: Any, keys: Iterable[Any] = (), **how: Any) -> None:
+    def guard(self, container: Any, kind: Any, keys: Iterable[Any] = (), **how: Any) -> None:
         """Remember a place that the key is made from."""
-        self.looks.append(Look(container, kind, tuple(keys), label=self._where(), **how))
+        self.guarded_places.append(GuardedPlace(container, kind, tuple(keys), label=self._where(), **how))
         if kind == "entries":
             self._entries.update((id(container), key) for key in keys)
 
@@ -349,8 +351,8 @@ class Fingerprint:
         if id(tensor) not in self._own:
             if type(tensor) not in _PLAIN_TENSORS or tensor.layout != torch.strided:
                 return self.by_identity(tensor)
-            self.strangers.append(tensor)
-        self.look(tensor, "object")
+            self.external_tensors.append(tensor)
+        self.guard(tensor, "object")
         attributes = _C.attributes_of(tensor) or {}
         said = tuple((name, self.entry(name, value)) for name, value in pairs_of(attributes))
         return ("tensor", type(tensor).__name__, *tensor_key(tensor), said)
@@ -364,10 +366,10 @@ class Fingerprint:
             where = self._where() or type(module).__name__
             raise CaptureError(f"{where} is scripted or traced (torch.jit); pass the module that it was made of")
         state: dict[str, Any] = _C.attributes_of(module)
-        self.look(module, "object", owner=module)
+        self.guard(module, "object", owner=module)
         tensors: list[Hashable] = []
         for kind in _TENSOR_DICTS:  # the model's tensors are put back by who shows others there
-            self.look(state[kind], "dict", kept=kind == "_modules" or id(module) not in self._own)
+            self.guard(state[kind], "dict", kept=kind == "_modules" or id(module) not in self._own)
         for kind in _TENSOR_DICTS[:2]:
             for name, tensor in list(state[kind].items()):
                 tensors.append((kind, name, None if tensor is None else self.entry(name, tensor)))
@@ -386,18 +388,18 @@ class Fingerprint:
     def _hooks(self, hooks: dict[Any, Any], ways: Iterable[dict[Any, Any]]) -> Hashable:
         """The key of hooks in the order in which they are called, and how each of them is."""
         for one in (hooks, *ways):
-            self.look(one, "dict")
+            self.guard(one, "dict")
         if len(hooks) > 1 and isinstance(hooks, OrderedDict):
-            self.look(hooks, "items", base=OrderedDict)
+            self.guard(hooks, "items", base=OrderedDict)
         called = (tuple(exact(bool(way.get(number))) for way in ways) for number in hooks)
         return tuple((self.entry("hook", hook), how) for hook, how in zip(list(hooks.values()), called))
 
     def of_process(self) -> Hashable:
         """The hooks that every module of the process calls, and torch's functions."""
         found = {name: value for name, value in vars(nn.modules.module).items() if name.startswith("_global_")}
-        self.look(vars(nn.modules.module), "entries", found)
+        self.guard(vars(nn.modules.module), "entries", found)
         hooks = tuple((name, self._hooks(v, ()) if isinstance(v, dict) else exact(v)) for name, v in found.items())
-        return (*hooks, key_of_torch(self.look), self.of_class(torch.Tensor))
+        return (*hooks, key_of_torch(self.guard), self.of_class(torch.Tensor))
 
     # -- all other objects
 
@@ -414,7 +416,7 @@ class Fingerprint:
             return (kind.__name__, *said)
         attributes = _C.attributes_of(value)
         slots = self._slots(value, kind)
-        self.look(value, "object")
+        self.guard(value, "object")
         if not said and not kind.__dictoffset__ and not slots:
             return self.identity(value)
         entries = tuple((name, self.entry(name, entry)) for name, entry in pairs_of(attributes or {}))
@@ -426,14 +428,14 @@ class Fingerprint:
             self.leave(value)
             return ()
         if slots:
-            self.look(value, "slots", slots)
+            self.guard(value, "slots", slots)
         found = ((slot.__name__, slot_value(slot, value)) for slot in slots)
         return tuple((name, "empty" if entry is MISSING else self.entry(name, entry)) for name, entry in found)
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, ...]:
         """Code, defaults, what it closes over, and what it reads of modules."""
-        self.look(function, "function")
-        self.look(function, "object")
+        self.guard(function, "function")
+        self.guard(function, "object")
         said = tuple((n, self.entry(n, value)) for n, value in pairs_of(_C.attributes_of(function) or {}) if n != MEMO)
         given = self.of(function.__defaults__), self.of(function.__kwdefaults__)
         key = ("function", function.__name__, function.__qualname__, said, function.__code__, *given)
@@ -446,7 +448,7 @@ class Fingerprint:
         """The key of what a variable of a closure holds."""
         self._path.append(name)
         try:
-            self.look(cell, "cell")
+            self.guard(cell, "cell")
             contents = cell_contents(cell)
             return "empty" if contents is MISSING else self.of(contents)
         finally:
@@ -478,7 +480,7 @@ class Fingerprint:
         librarys = False
         while True:
             self._path.append(name)
-            self.look(space, "entries", (name,))
+            self.guard(space, "entries", (name,))
             self._path.pop()
             if name not in space:
                 return "missing" if name not in vars(builtins) else self._read(vars(builtins), name, [])
@@ -492,7 +494,7 @@ class Fingerprint:
     def of_class(self, cls: type) -> Hashable:
         """A library's class by identity, but for what was replaced in it; a user's by its code, as it may be made in every trial."""
         if mutable_bases(cls):
-            self.look(cls, "class")
+            self.guard(cls, "class")
         if in_library(cls):
             return self._library_class(cls)
         said: list[Hashable] = []

@@ -87,7 +87,7 @@ _SET_BY_TORCH = ("_flat_weights", "_flat_weight_refs", "_flat_weights_names")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class GuardedPlace:
     """A place that a key was made from.
 
     ``keys`` are the names of entries that were read of a dict, or the descriptors of an object's slots. ``base`` is the type

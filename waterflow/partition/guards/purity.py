@@ -60,16 +60,18 @@ class ClosedWorld:
     """Judges the operations of one trace, each before it happens."""
 
     def __init__(
-        self, looked: Fingerprint, batch: Iterable[Any] = (), batch_spec: pytree.TreeSpec | None = None
+        self, fingerprint: Fingerprint, batch: Iterable[Any] = (), batch_spec: pytree.TreeSpec | None = None
     ) -> None:
         """``batch`` are the leaves of a batch."""
-        self.unread = Unread(looked, ())
-        self.reads = Reads(looked, batch_spec)
+        self.unread = Unread(fingerprint, ())
+        self.reads = Reads(fingerprint, batch_spec)
         for value in batch:
-            if isinstance(value, enum.Enum) and not in_library(type(value)) and looked.cover(value) is None:
+            if isinstance(value, enum.Enum) and not in_library(type(value)) and fingerprint.cover(value) is None:
                 self.reads.stranger(value, f"{value} of the batch")
         self._settings = {ask: ask() for ask in (settings.of_numpy, settings.of_warnings, settings.of_classes)}
-        self._libraries = {code_refs.package_of(type(one).__module__) for one in looked.modules()}  # to be observed
+        self._libraries = {
+            code_refs.package_of(type(one).__module__) for one in fingerprint.modules()
+        }  # to be observed
         self._met: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
         self._known: set[types.CodeType] | None = None
         self._refusal: CaptureError | None = None
@@ -192,8 +194,8 @@ class ClosedWorld:
         base = next((base for base in _CONTAINERS if isinstance(value, base)), None)
         if base is not None:
             yield from (one for pair in pairs_of(value) for one in pair) if base is dict else base.__iter__(value)  # type: ignore[attr-defined]
-        made = self.reads.looked.cover(value) is None
-        if not isinstance(value, (type, nn.Module)) and (made or self.reads.looked.unlooked):
+        made = self.reads.fingerprint.cover(value) is None
+        if not isinstance(value, (type, nn.Module)) and (made or self.reads.fingerprint.opaque):
             yield from (_C.attributes_of(value) or {}).values()
             yield from (
                 part for slot in slots_of(cast(Any, type(value))) if (part := slot_value(slot, value)) is not MISSING
@@ -248,7 +250,7 @@ class ClosedWorld:
     def _frame(self, code: types.CodeType, function: Any) -> None:
         """The user's code may only be code that the fingerprint has met, or that such code holds."""
         if self._known is None:
-            self._known = {code for one in self.reads.looked.functions() for code in codes_within(one.__code__)}
+            self._known = {code for one in self.reads.fingerprint.functions() for code in codes_within(one.__code__)}
         if code.co_name == "<module>":  # a module that is imported for the first time, or text that a library executes
             self._known.update(codes_within(code))
         elif code not in self._known and not in_library(function):

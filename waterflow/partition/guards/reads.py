@@ -86,8 +86,8 @@ class Refused(BaseException):  # no error of the user's, whose code is not to ca
 class Reads:
     """Judges what is read. ``entries`` are the guards that come to those of the fingerprint."""
 
-    def __init__(self, looked: Fingerprint, batch_spec: pytree.TreeSpec | None = None) -> None:
-        self.looked = looked
+    def __init__(self, fingerprint: Fingerprint, batch_spec: pytree.TreeSpec | None = None) -> None:
+        self.fingerprint = fingerprint
         self._given = frozenset() if batch_spec is None else frozenset(classes_of(batch_spec))
         self.entries: dict[tuple[int, str], Entry] = {}
         self.stand_ins: frozenset[int] = frozenset()  # by id, of the tensors that the step is given
@@ -101,8 +101,8 @@ class Reads:
         if type(value) in ATOMS:
             return
         label = self._unlooked.get(id(value))
-        if label is None and not is_fixed(value) and self.looked.cover(value) == "identity":
-            label = " ".join(filter(None, (self.looked.unlooked.get(id(value)), f"({name_of(value)})")))
+        if label is None and not is_fixed(value) and self.fingerprint.cover(value) == "identity":
+            label = " ".join(filter(None, (self.fingerprint.opaque.get(id(value)), f"({name_of(value)})")))
         if label is not None:
             raise Refused(f"reads {label}, into which a capture cannot look")
 
@@ -128,7 +128,7 @@ class Reads:
         keyed = any(id(key) in self.stand_ins for key in operands[1:]) and isinstance(
             operands[0], (dict, set, frozenset)
         )
-        if keyed and self.looked.cover(operands[0]) is not None:
+        if keyed and self.fingerprint.cover(operands[0]) is not None:
             raise Refused("looks up a tensor in a dict or set, which finds it by its identity; use a name for it")
 
     def stranger(self, value: Any, label: str) -> None:
@@ -138,7 +138,7 @@ class Reads:
 
     def _entry(self, container: Any, name: str, value: Any, label: str) -> None:
         """An entry was read of a module, or of a library's class. It is guarded; and its value must not change by itself."""
-        if isinstance(container, dict) and self.looked.cover(container, name) is not None:
+        if isinstance(container, dict) and self.fingerprint.cover(container, name) is not None:
             return
         if (id(container), name) not in self.entries:
             self.entries[id(container), name] = Entry(container, name, value)
@@ -146,7 +146,7 @@ class Reads:
             self.stranger(value, label)
 
     def _is_constant(self, value: Any) -> bool:
-        if is_fixed(value) or is_atom(value) or self.looked.cover(value) == "whole":
+        if is_fixed(value) or is_atom(value) or self.fingerprint.cover(value) == "whole":
             return True
         return isinstance(value, (type, types.FunctionType)) and in_library(value)
 
@@ -217,7 +217,7 @@ class Reads:
                 if in_library(base) and isinstance(value, property) and not code_refs.is_pure_class(base):
                     raise Refused(f"reads {name} of a {base.__module__}.{base.__qualname__}, which computes it")
                 known = in_library(base) or base in self._given
-                if known and self.looked.cover(base) != "whole" and base.__flags__ & _HEAP_TYPE:
+                if known and self.fingerprint.cover(base) != "whole" and base.__flags__ & _HEAP_TYPE:
                     self.entries.setdefault((id(base), name), Entry(base, name, value))
                     shown = read or base in self._given
                     if shown and not self._is_constant(value) and not hasattr(type(value), "__get__"):

@@ -94,13 +94,13 @@ _numbers: dict[Hashable, int] = {}
 _next_number = itertools.count()  # of threads that ask at once, no two are told the same for different tables
 
 
-def key_of_torch(look: Callable[..., None]) -> Hashable:
+def key_of_torch(guard: Callable[..., None]) -> Hashable:
     """A key of the functions that torch's tables have now, each of which ``look`` is shown.
 
     Raises CaptureError for one that the user put in the place of torch's: in a trace it would be called twice, by torch, too.
     """
     for table in _TABLES:
-        look(table, "dict", kept=False)
+        guard(table, "dict", kept=False)
     if not _known or not _known[0][0].current():
         guards = _C.Guards()
         for table in _TABLES:

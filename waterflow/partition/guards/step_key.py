@@ -163,10 +163,10 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     check_hooks(spec.optimizer)
     groups = []
     for group in spec.optimizer.param_groups:
-        strangers = [p for p in group["params"] if id(p) not in numbers]
-        if strangers:
+        external_tensors = [p for p in group["params"] if id(p) not in numbers]
+        if external_tensors:
             raise CaptureError(
-                f"the optimizer trains a parameter of shape {tuple(strangers[0].shape)} that the model does not hold; add it to that"
+                f"the optimizer trains a parameter of shape {tuple(external_tensors[0].shape)} that the model does not hold; add it to that"
             )
         settings = tuple(
             (name, bool(value) if name in BY_ZERO else fingerprint.of(value))
@@ -182,16 +182,18 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     return (model, compute, optimizer, fingerprint.of_process(), exact(own)), fingerprint
 
 
-def _check_parametrized(looked: Fingerprint) -> None:
+def _check_parametrized(fingerprint: Fingerprint) -> None:
     """Raise CaptureError where parametrized tensors are kept, by ``parametrize.cached()``, for longer than a step."""
-    looked.look(vars(parametrize), "entries", ("_cache_enabled",))
-    if parametrize._cache_enabled and any(isinstance(one, parametrize.ParametrizationList) for one in looked.modules()):
+    fingerprint.guard(vars(parametrize), "entries", ("_cache_enabled",))
+    if parametrize._cache_enabled and any(
+        isinstance(one, parametrize.ParametrizationList) for one in fingerprint.modules()
+    ):
         raise CaptureError(
             "the step is called within parametrize.cached(), which keeps tensors; enter that within the step"
         )
 
 
-def lie_apart(spec: StepSpec, looked: Fingerprint) -> bool:
+def lie_apart(spec: StepSpec, fingerprint: Fingerprint) -> bool:
     """Whether no two of the step's tensors lie on the same bytes.
 
     A graph takes its inputs as memory of their own: a change of one would be missed where another one shows it. Where
@@ -199,7 +201,9 @@ def lie_apart(spec: StepSpec, looked: Fingerprint) -> bool:
     """
     rates = [group["lr"] for group in spec.optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
     own = [*spec.model.parameters(), *spec.model.buffers()]
-    ranges = sorted(r for kind in (own, looked.strangers, rates, state_of(spec.optimizer)) for r in ranges_of(kind))
+    ranges = sorted(
+        r for kind in (own, fingerprint.external_tensors, rates, state_of(spec.optimizer)) for r in ranges_of(kind)
+    )
     return all(before[1] <= after[0] for before, after in pairwise(ranges))
 
 

@@ -26,7 +26,7 @@ _LEAST_SHARE = 1 / 4096  # of the highest point, that a storage must have
 
 
 @dataclass(frozen=True)
-class Spilled:
+class Offloaded:
     """What a step holds in host memory meanwhile: the most bytes at once, bytes copied each way, and what that frees at its peak."""
 
     held: int
@@ -41,7 +41,7 @@ class Spilled:
 
 
 @dataclass(frozen=True)
-class Spilling:
+class Offloading:
     """What to move, by number in the step's StorageTable: the operation behind which it goes, and the one that it is back for.
 
     Bytes are those of live storages, without temporaries inside kernels.
@@ -53,12 +53,12 @@ class Spilling:
     held: int
     moved: int
 
-    def cost(self) -> Spilled:
+    def cost(self) -> Offloaded:
         """For users."""
-        return Spilled(self.held, self.moved, self.peak_before - self.peak)
+        return Offloaded(self.held, self.moved, self.peak_before - self.peak)
 
 
-def choose_spilled(table: StorageTable, limit: int) -> Spilling:
+def choose_spilled(table: StorageTable, limit: int) -> Offloading:
     """Move as much as brings the step's peak to ``limit`` bytes, or as near to it as can be: see ``peak``.
 
     At the highest point, which moves, the storage goes that frees most bytes for most operations; what turns out not to be
@@ -83,7 +83,7 @@ def choose_spilled(table: StorageTable, limit: int) -> Spilling:
             memory[behind + 1 : need] += table.storages[number].size
             del chosen[number]
     moved = sum(table.storages[number].size for number in chosen)
-    return Spilling(chosen, before, int(memory.max(initial=0)), _held(table, chosen), moved)
+    return Offloading(chosen, before, int(memory.max(initial=0)), _held(table, chosen), moved)
 
 
 def _live(table: StorageTable) -> np.ndarray:
@@ -150,7 +150,7 @@ def _same_form(one: fx.Node, other: fx.Node) -> bool:
     return storage_id(first) == storage_id(second) and form[0] == form[1]
 
 
-def spill(capture: Capture, table: StorageTable, chosen: Spilling) -> Capture:
+def spill(capture: Capture, table: StorageTable, chosen: Offloading) -> Capture:
     """The step with what was ``chosen`` in host memory meanwhile. Leaves ``capture`` as it is."""
     return _Moving(capture, table, chosen).run()
 
@@ -158,7 +158,7 @@ def spill(capture: Capture, table: StorageTable, chosen: Spilling) -> Capture:
 class _Moving(Rewriting):
     """Puts copies to the host and back into the graph."""
 
-    def __init__(self, capture: Capture, table: StorageTable, chosen: Spilling) -> None:
+    def __init__(self, capture: Capture, table: StorageTable, chosen: Offloading) -> None:
         super().__init__(capture, table, chosen.moves)
         self.whole = {number: carriers(table, number) for number in chosen.moves}
         self.waiting = sorted((behind, number) for number, (behind, _) in chosen.moves.items())

@@ -88,7 +88,7 @@ class Plan:
     ``persistent`` counts parameters, buffers and optimizer state; ``batch`` one batch on the device. ``measured``
     tells whether heights come from a profiled step, kernels' temporaries included, or from the graph alone. A step that
     asks for the same memory every time has ``requests``: the place of each one in an arena. ``forward`` counts the
-    operations before the backward pass; 0 where that is not known. ``spilled`` bytes of activations are in host memory at most;
+    operations before the backward pass; 0 where that is not known. ``offloaded`` bytes of activations are in host memory at most;
     heights do not count them.
     """
 
@@ -100,7 +100,7 @@ class Plan:
     measured: bool
     requests: PlannedRequests | None = field(default=None, repr=False)
     forward: int = 0
-    spilled: int = 0
+    offloaded: int = 0
 
     @functools.cached_property
     def height(self) -> int:
@@ -148,7 +148,7 @@ def make_plan(
     groups: int = DEFAULT_GROUPS,
     requests: PlannedRequests | None = None,
     forward: int = 0,
-    spilled: int = 0,
+    offloaded: int = 0,
 ) -> Plan:
     """Cut operations into groups. ``seconds`` per operation, where a profile measured them."""
     peaks = [m.peak for m in memory]
@@ -176,7 +176,7 @@ def make_plan(
             )
         )
         begin, before = end, after
-    return Plan(name, tuple(made), len(memory), persistent, batch, seconds is not None, requests, forward, spilled)
+    return Plan(name, tuple(made), len(memory), persistent, batch, seconds is not None, requests, forward, offloaded)
 
 
 def opaque_plan(name: str, height: int, *, persistent: int, batch: int, seconds: float = 0.0) -> Plan:

@@ -128,7 +128,7 @@ void CpuArena::discard(int32_t end, int64_t from, int64_t to) {
   fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, end == 0 ? from : size_ - to, to - from);
 }
 
-void CpuArena::strand(int32_t end) {
+void CpuArena::detach(int32_t end) {
   Addresses range(most_, PROT_NONE, "reserve addresses for an arena");
   Addresses copy(most_, PROT_READ | PROT_WRITE, "copy what a step left behind, within a range");
   auto fresh = std::make_unique<Placer>(range.base(), most_, end == 1);

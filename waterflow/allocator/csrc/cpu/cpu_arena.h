@@ -26,7 +26,7 @@ class CpuArena : public Arena {
   bool back(int32_t, int64_t) override { return true; }
   bool backs() const override { return false; }
   void discard(int32_t end, int64_t from, int64_t to) override;
-  void strand(int32_t end) override;
+  void detach(int32_t end) override;
 
   static int64_t page();
 

@@ -275,7 +275,7 @@ std::atomic<int> installed{0};
 
 // What is still held may come back by its address alone, which torch's own allocator would not know.
 void take_out_when_unused_locked() {
-  if (installed == 0 && CpuPool::held() == 0 && stranded_bytes() == 0) AllocatorChain::take_out(AllocatorChain::kLanes);
+  if (installed == 0 && CpuPool::held() == 0 && detached_bytes() == 0) AllocatorChain::take_out(AllocatorChain::kLanes);
 }
 
 void take_out_when_unused() {

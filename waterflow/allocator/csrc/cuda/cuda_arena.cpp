@@ -151,7 +151,7 @@ void CudaArena::discard(int32_t end, int64_t from, int64_t to) {
 
 // The pages that it lies on go with it; whoever stands at the other end keeps those that both have, for bytes of their
 // own, and nobody takes them anew.
-void CudaArena::strand(int32_t end) {
+void CudaArena::detach(int32_t end) {
   End& mine = ends_[end];
   const auto base = reinterpret_cast<uintptr_t>(mine.placer->base());
   std::vector<char> keeps(mine.pages.size());

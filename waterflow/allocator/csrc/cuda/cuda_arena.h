@@ -31,7 +31,7 @@ class CudaArena : public Arena {
   bool back(int32_t end, int64_t bytes) override;
   bool backs() const override { return true; }
   void discard(int32_t end, int64_t from, int64_t to) override;
-  void strand(int32_t end) override;
+  void detach(int32_t end) override;
 
   int64_t pages() const;  // physical ones that an end has mapped now
   void check() const;     // walks everything; throws std::logic_error

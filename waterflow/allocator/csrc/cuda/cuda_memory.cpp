@@ -246,8 +246,8 @@ int64_t CudaMemory::trim() {
   return bytes + heap->trim();
 }
 
-CudaFigures CudaMemory::figures() {
-  CudaFigures now;
+CudaStats CudaMemory::stats() {
+  CudaStats now;
   now.allocated = allocated_;
   now.peak_allocated = peak_;
   now.reserved = device_->grown() + device_->plain();
@@ -298,7 +298,7 @@ void* waterflow_malloc(size_t bytes, int device, CUstream_st* stream) {
   if (at == nullptr) {
     if (why.empty()) {
       why = "device " + std::to_string(device) + " has no " + waterflow::bytes_text(static_cast<int64_t>(bytes)) +
-            " left beside the " + waterflow::bytes_text(memory.figures().reserved) +
+            " left beside the " + waterflow::bytes_text(memory.stats().reserved) +
             " that waterflow holds. Lower the batch size, or close other programs on the GPU.";
     }
     TORCH_CHECK_WITH(OutOfMemoryError, false, why);

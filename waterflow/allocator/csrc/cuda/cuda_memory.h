@@ -74,7 +74,7 @@ class GraphPools {
 
 constexpr int MOST_CUDA_DEVICES = 64;
 
-struct CudaFigures {
+struct CudaStats {
   int64_t allocated = 0, peak_allocated = 0;    // bytes asked for and not given back
   int64_t reserved = 0, peak_reserved = 0;      // bytes of the device, arenas and graphs included
   int64_t planned = 0, pooled = 0, others = 0;  // requests by who served them
@@ -103,7 +103,7 @@ class CudaMemory {
 
   GraphPools& graphs() { return graphs_; }
   const std::shared_ptr<CudaDevice>& device() const { return device_; }
-  CudaFigures figures();
+  CudaStats stats();
   void reset_peaks();
   std::string map() const;  // of what the multi-stream allocator holds
 

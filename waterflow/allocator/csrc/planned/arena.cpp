@@ -40,8 +40,8 @@ struct Ranges {
   std::mutex lock;
   Entry entries[kMost];
   std::atomic<int32_t> used{0};  // entries behind are empty
-  std::vector<Stranded> stranded;
-  std::atomic<int32_t> stranded_count{0};
+  std::vector<Stranded> detached;
+  std::atomic<int32_t> detached_count{0};
   Ranges* parent = nullptr;  // those of the process that this one was forked from
 
   void replace_locked(const Placer* placer, Placer* instead) {
@@ -54,7 +54,7 @@ struct Ranges {
     }
   }
   void sweep_locked() {
-    std::erase_if(stranded, [](Stranded& one) {
+    std::erase_if(detached, [](Stranded& one) {
       if (one.placer->active()) return false;
       if (one.placer->any_live()) {
         if (one.discard) one.discard_between();
@@ -64,7 +64,7 @@ struct Ranges {
       one.give_back();
       return true;
     });
-    stranded_count = static_cast<int32_t>(stranded.size());
+    detached_count = static_cast<int32_t>(detached.size());
   }
 };
 
@@ -83,7 +83,7 @@ bool has(const Ranges& all, const void* address) {
     if (reinterpret_cast<uintptr_t>(address) - entry.base.load() < static_cast<uint64_t>(entry.bytes.load()))
       return true;
   }
-  return std::any_of(all.stranded.begin(), all.stranded.end(),
+  return std::any_of(all.detached.begin(), all.detached.end(),
                      [&](const Stranded& one) { return one.placer->contains(address); });
 }
 
@@ -115,8 +115,8 @@ void PlannedRanges::keep(std::unique_ptr<Placer> placer, std::function<void()> g
   auto& all = ranges();
   std::lock_guard<std::mutex> guard(all.lock);
   const Placer* const mine = placer.get();
-  all.stranded.push_back({std::move(placer), std::move(give_back), std::move(discard)});
-  ++all.stranded_count;
+  all.detached.push_back({std::move(placer), std::move(give_back), std::move(discard)});
+  ++all.detached_count;
   all.replace_locked(mine, instead);  // it can be found in one place or the other at any time
   all.sweep_locked();
 }
@@ -150,9 +150,9 @@ bool release_planned(void* address) {
     Placer* const placer = entry.placer.load();
     if (placer != nullptr && placer->contains(address) && placer->release(address)) return true;
   }
-  if (all.stranded_count.load() == 0) return false;
+  if (all.detached_count.load() == 0) return false;
   std::lock_guard<std::mutex> guard(all.lock);
-  for (const auto& one : all.stranded) {
+  for (const auto& one : all.detached) {
     if (!one.placer->contains(address) || !one.placer->release(address)) continue;
     all.sweep_locked();
     return true;
@@ -160,12 +160,12 @@ bool release_planned(void* address) {
   return false;
 }
 
-int64_t stranded_bytes() {
+int64_t detached_bytes() {
   auto& all = ranges();
   std::lock_guard<std::mutex> guard(all.lock);
   all.sweep_locked();
   int64_t total = 0;
-  for (const auto& one : all.stranded) {
+  for (const auto& one : all.detached) {
     one.placer->each_live([&](char*, int64_t bytes) { total += bytes; });
   }
   return total;

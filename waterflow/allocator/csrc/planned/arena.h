@@ -1,4 +1,4 @@
-// What grounds ask of an arena, on every device: two ends that face each other over the same memory.
+// What shared arenas ask of an arena, on every device: two ends that face each other over the same memory.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class Arena {
   virtual void discard(int32_t end, int64_t from, int64_t to) = 0;
   // A step at an idle end has left something behind that is still held: it keeps its addresses, in memory of its own,
   // and the end moves to others.
-  virtual void strand(int32_t end) = 0;
+  virtual void detach(int32_t end) = 0;
 };
 
 // Every range of planned addresses in the process, for releases that know nothing but an address.
@@ -60,6 +60,6 @@ class PlannedRanges {
 bool release_planned(void* address);
 
 // Bytes that steps left behind and somebody still holds.
-int64_t stranded_bytes();
+int64_t detached_bytes();
 
 }  // namespace waterflow

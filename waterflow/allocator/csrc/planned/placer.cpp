@@ -70,13 +70,13 @@ void RequestPlan::find_starts() {
   }
 }
 
-// Walks through the step with a map of the ground: who had which stretch last.
+// Walks through the step with a map of the arena: who had which stretch last.
 void RequestPlan::find_predecessors() {
   struct Stretch {
     int64_t end;
     int32_t owner;
   };
-  std::map<int64_t, Stretch> ground;  // by where a stretch begins
+  std::map<int64_t, Stretch> shared_arena;  // by where a stretch begins
   before_first_.assign(requests_.size() + 1, 0);
   for (int32_t i = 0; i < size(); ++i) {
     before_first_[i] = static_cast<int32_t>(before_.size());
@@ -85,9 +85,9 @@ void RequestPlan::find_predecessors() {
     ++planned_;
     const int64_t begin = request.offset, end = begin + rounded(request.bytes);
     height_ = std::max(height_, end);
-    auto at = ground.upper_bound(begin);
-    if (at != ground.begin() && std::prev(at)->second.end > begin) --at;
-    while (at != ground.end() && at->first < end) {
+    auto at = shared_arena.upper_bound(begin);
+    if (at != shared_arena.begin() && std::prev(at)->second.end > begin) --at;
+    while (at != shared_arena.end() && at->first < end) {
       const Stretch old = at->second;
       const int64_t old_begin = at->first;
       const auto& other = requests_[old.owner];
@@ -98,14 +98,14 @@ void RequestPlan::find_predecessors() {
                                     std::to_string(std::min(end, old.end)));
       }
       before_.push_back(old.owner);
-      at = ground.erase(at);
-      if (old_begin < begin) ground[old_begin] = {begin, old.owner};
-      if (old.end > end) ground[end] = {old.end, old.owner};
+      at = shared_arena.erase(at);
+      if (old_begin < begin) shared_arena[old_begin] = {begin, old.owner};
+      if (old.end > end) shared_arena[end] = {old.end, old.owner};
     }
     auto mine = before_.begin() + before_first_[i];
     std::sort(mine, before_.end());
     before_.erase(std::unique(mine, before_.end()), before_.end());
-    ground[begin] = {end, i};
+    shared_arena[begin] = {end, i};
   }
   before_first_[requests_.size()] = static_cast<int32_t>(before_.size());
 }
@@ -169,7 +169,7 @@ bool Placer::ground_is_free(int32_t index) const {
     const uint8_t state = states_[*before].load(std::memory_order_acquire);
     if (state == kReleased) continue;
     if (state == kLive) return false;
-    return ground_is_free_slowly(index);  // it was never made: who had the ground before it?
+    return ground_is_free_slowly(index);  // it was never made: who had the arena before it?
   }
   return true;
 }

@@ -71,7 +71,7 @@ class RequestPlan {
   const StartTable& starts(bool down) const { return starts_[down]; }
   int32_t start_slot(int32_t index, bool down) const { return start_slots_[down][index]; }
 
-  // Those that had the ground of `index` last before it.
+  // Those that had the arena of `index` last before it.
   const int32_t* before_begin(int32_t index) const { return before_.data() + before_first_[index]; }
   const int32_t* before_end(int32_t index) const { return before_.data() + before_first_[index + 1]; }
 
@@ -97,7 +97,7 @@ class RequestPlan {
 // What became of a step's requests.
 struct PlacedCounts {
   int64_t planned = 0;  // served at their planned addresses
-  int64_t missed = 0;   // asked for otherwise than planned, or before their ground was free
+  int64_t missed = 0;   // asked for otherwise than planned, or before their arena was free
   int64_t outside = 0;  // bytes of those that were missed
 
   void add(const PlacedCounts& other) {
@@ -111,7 +111,7 @@ struct PlacedCounts {
 enum class PlacedIn : uint8_t { host, device };
 
 // One range of addresses that begins at an arena's end, and the step whose memory lies there. The thread that runs the
-// step asks; releases come from anywhere. A request is served at its place only when all that had that ground before it
+// step asks; releases come from anywhere. A request is served at its place only when all that had that arena before it
 // in this step have given it back: a step that does otherwise than its profile loses speed, and never a byte.
 class Placer {
  public:

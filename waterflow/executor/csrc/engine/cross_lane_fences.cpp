@@ -6,12 +6,12 @@
 
 namespace waterflow {
 
-size_t DeviceOrder::side(int end) {
+size_t CrossLaneFences::side(int end) {
   if (end != 0 && end != 1) throw std::invalid_argument("an arena has the ends 0 and 1, not " + std::to_string(end));
   return static_cast<size_t>(end);
 }
 
-std::optional<EventId> DeviceOrder::before(int end, int64_t peak, int64_t size) {
+std::optional<EventId> CrossLaneFences::before(int end, int64_t peak, int64_t size) {
   if (peak < 0 || peak > size) {
     throw std::invalid_argument("a group cannot reach " + std::to_string(peak) + " bytes into an arena of " +
                                 std::to_string(size));
@@ -28,7 +28,7 @@ std::optional<EventId> DeviceOrder::before(int end, int64_t peak, int64_t size) 
   return event;
 }
 
-void DeviceOrder::after(int end, int64_t peak, EventId event, int64_t held_after) {
+void CrossLaneFences::after(int end, int64_t peak, EventId event, int64_t held_after) {
   auto& own = groups_[side(end)];
   if (WATERFLOW_PLANTED(fault_ == OrderFault::heights_at_events)) peak = held_after;
   if (peak < 0) throw std::invalid_argument("a peak cannot be negative: " + std::to_string(peak));
@@ -41,12 +41,12 @@ void DeviceOrder::after(int end, int64_t peak, EventId event, int64_t held_after
   }
 }
 
-void DeviceOrder::reached(int end, EventId event) {
+void CrossLaneFences::reached(int end, EventId event) {
   auto& own = groups_[side(end)];
   while (!own.empty() && own.front().event <= event) own.pop_front();
 }
 
-void DeviceOrder::check() const {
+void CrossLaneFences::check() const {
   for (const auto& groups : groups_) {
     if (groups.size() > kMost) throw std::logic_error("more events are kept than may be");
     for (size_t i = 1; i < groups.size(); ++i) {

@@ -1,4 +1,4 @@
-// The order of two facing lanes on the device: which event a group waits for before it grows into ground that the other
+// The order of two facing lanes on the device: which event a group waits for before it grows into arena that the other
 // lane gave back.
 #pragma once
 
@@ -19,19 +19,19 @@ enum class OrderFault {
 };
 
 // Each event carries the peak of the group that it closes. A group waits for the facing lane's latest event whose peak
-// crosses the ground that it grows into, and for no other: whatever was issued there before that event is behind it,
-// and what was issued after it stays out of that ground. Comparing the heights at events instead is wrong, for a group
+// crosses the arena that it grows into, and for no other: whatever was issued there before that event is behind it,
+// and what was issued after it stays out of that arena. Comparing the heights at events instead is wrong, for a group
 // may rise and fall between two of them (docs/experiments/lanes.md).
 //
 // Pure book-keeping: no clock, no threads, no torch. Not thread-safe: the engine's lock guards it. Peaks are bytes from
 // a lane's own end of the arena; ends are 0 and 1. An end belongs to one stream.
-class DeviceOrder {
+class CrossLaneFences {
  public:
   // Events kept per end. Beyond that the two oldest are made one: the later event with the larger peak, which may wait
   // for more than is needed and never for less.
   static constexpr size_t kMost = 4096;
 
-  explicit DeviceOrder(OrderFault fault = OrderFault::none) : fault_(fault) {}
+  explicit CrossLaneFences(OrderFault fault = OrderFault::none) : fault_(fault) {}
 
   // The event that a group which reaches `peak` bytes from its own `end` has to wait for before it is issued in an
   // arena of `size` bytes; none where it stays clear of the facing lane, or has waited for that event or a later one

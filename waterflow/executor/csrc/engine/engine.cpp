@@ -13,12 +13,13 @@
 #include "waterflow/executor/csrc/graphs/step_graphs.h"
 
 namespace waterflow {
-Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind,
-               std::optional<OnCuda> cuda)
+Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
+               std::optional<AsyncHost> async_host, std::optional<OnCuda> cuda)
     : process_(getpid()), capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
-  if (intra_op < 1) throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(intra_op));
-  Ground::MakeArena make_arena;
+  if (threads_per_lane < 1)
+    throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(threads_per_lane));
+  SharedArena::MakeArena make_arena;
   if (arenas && cuda) {
     const auto memory = cuda->for_torch() ? PlacedIn::device : PlacedIn::host;
     make_arena = [device = cuda->device, memory](int64_t most) {
@@ -31,28 +32,30 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
     throw std::invalid_argument("an engine of " + std::to_string(lanes) + " lanes needs as many streams");
   }
   for (int32_t i = 0; i < lanes; i += 2) {
-    grounds_.push_back(std::make_unique<Ground>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity, make_arena,
-                                                behind || cuda, behind ? behind->fault : OrderFault::none));
+    shared_arenas_.push_back(std::make_unique<SharedArena>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity,
+                                                           make_arena, async_host || cuda,
+                                                           async_host ? async_host->fault : OrderFault::none));
   }
   share_out();
 #ifdef WATERFLOW_TEST_HOOKS
-  if (behind) device_ = std::make_unique<CpuDevice>(0, behind->stalls);
+  if (async_host) device_ = std::make_unique<CpuDevice>(0, async_host->stalls);
 #else
-  if (behind) throw std::invalid_argument("asynchronous= is for tests: build waterflow with WATERFLOW_TEST_HOOKS=1");
+  if (async_host)
+    throw std::invalid_argument("asynchronous= is for tests: build waterflow with WATERFLOW_TEST_HOOKS=1");
 #endif
   if (cuda) device_ = cuda->device;
   if (arenas && !(cuda && cuda->for_torch())) installed_ = std::make_unique<LaneAllocatorInstalled>();
   for (int32_t i = 0; i < lanes; ++i) {
     auto lane = std::make_unique<Lane>();
     lane->index = i;
-    lane->ground = grounds_[i / 2].get();
+    lane->shared_arena = shared_arenas_[i / 2].get();
     lane->end = i % 2;
     if (cuda) {
       lane->stream = cuda->device->adopt_stream(cuda->handles[i]);
       if (cuda->for_torch()) lane->current = cuda->streams[i];
     } else if (device_) {
       lane->stream = device_->add_stream();
-      device_->enqueue(lane->stream, [intra_op] { set_threads_here(intra_op); });
+      device_->enqueue(lane->stream, [threads_per_lane] { set_threads_here(threads_per_lane); });
     }
     lanes_.push_back(std::move(lane));
   }
@@ -62,8 +65,8 @@ Engine::Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, s
   std::condition_variable started_one;
   int32_t started = 0;
   for (auto& lane : lanes_) {
-    lane->thread = std::thread([this, intra_op, lane = lane.get(), &started_lock, &started_one, &started] {
-      set_threads_here(intra_op);
+    lane->thread = std::thread([this, threads_per_lane, lane = lane.get(), &started_lock, &started_one, &started] {
+      set_threads_here(threads_per_lane);
       {
         std::lock_guard<std::mutex> guard(started_lock);
         ++started;
@@ -110,7 +113,7 @@ void Engine::close() {
   std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
   for (auto& [id, job] : jobs_) fail_queue(*job, error, dropped);
-  for (auto& ground : grounds_) ground->give_back();
+  for (auto& shared_arena : shared_arenas_) shared_arena->give_back();
   installed_.reset();
 }
 
@@ -158,7 +161,7 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
   }
   if (largest > job.largest) {
     job.largest = largest;
-    if (grounds_.size() > 1) share_out();
+    if (shared_arenas_.size() > 1) share_out();
   }
   leave_to_lanes(job, job.queue.size());  // their callers are not waiting for them
   run->job = id;
@@ -185,12 +188,12 @@ void Engine::batch_arrives(Job& job) {
 // A step begins where a lane is free and its arena has room.
 Engine::Lane* Engine::start(Job& job, Lane* here) {
   StepRun& run = *job.queue.front();
-  Ground* tried = nullptr;
+  SharedArena* tried = nullptr;
   const auto let_in = [&](Lane& lane) {
-    if (!open_to(lane, job) || lane.ground == tried) return false;
+    if (!open_to(lane, job) || lane.shared_arena == tried) return false;
     if (!leaves_enough(lane, job, run.plan->heights.largest())) return false;
-    tried = lane.ground;
-    auto& admission = lane.ground->admission;
+    tried = lane.shared_arena;
+    auto& admission = lane.shared_arena->admission;
     if (run.plan->heights.largest() > admission.pending_capacity().value_or(admission.capacity())) return false;
     if (admission.try_issue(job.id, &run.plan->heights, job.opportunistic)) return true;
     admission.wait(job.id, job.opportunistic);
@@ -206,11 +209,11 @@ Engine::Lane* Engine::start(Job& job, Lane* here) {
     end_waits_for(job.id);
     return nullptr;
   }
-  for (auto& ground : grounds_) {
-    if (ground.get() != lane->ground) ground->admission.stop_waiting(job.id);
+  for (auto& shared_arena : shared_arenas_) {
+    if (shared_arena.get() != lane->shared_arena) shared_arena->admission.stop_waiting(job.id);
   }
   end_waits_for(job.id);
-  lane->ground->begin(lane->end, job.id, *run.plan, run.plan->requests != nullptr && run.frame && !run.profile);
+  lane->shared_arena->begin(lane->end, job.id, *run.plan, run.plan->requests != nullptr && run.frame && !run.profile);
   return lane;
 }
 
@@ -231,13 +234,13 @@ bool Engine::grant(Job& job, Lane* here) {
     lane->job = &job;
   } else {
     lane = lanes_[job.lane].get();
-    auto& admission = lane->ground->admission;
+    auto& admission = lane->shared_arena->admission;
     group = run.plan->heights.groups() - admission.groups_left(job.id);
     if (!admission.try_issue(job.id, &run.plan->heights)) {
       admission.wait(job.id, job.opportunistic);
       return false;
     }
-    lane->ground->grow(lane->end);
+    lane->shared_arena->grow(lane->end);
   }
   peak_held_ = std::max(peak_held_, held_by_all());
   if (arenas_) keep_pages_within();
@@ -256,9 +259,9 @@ bool Engine::grant(Job& job, Lane* here) {
 
 void Engine::offer_room(Lane* here) {
   if (stop_) return;  // lanes are ending
-  for (auto& ground : grounds_) {
-    if (!ground->admission.anyone_waiting()) continue;
-    for (Id id : ground->admission.waiting()) grant(find(id), here);
+  for (auto& shared_arena : shared_arenas_) {
+    if (!shared_arena->admission.anyone_waiting()) continue;
+    for (Id id : shared_arena->admission.waiting()) grant(find(id), here);
   }
   end_waits();
   for (size_t i = 0; i < ready_.size();) {
@@ -333,7 +336,7 @@ void Engine::forget(Id id, Dropped& dropped) {
   if (graphs_) dropped.graphs = graphs_->forget(id);
   if (find(id).opportunistic) --opportunistic_;
   jobs_.erase(id);
-  if (grounds_.size() > 1) share_out();
+  if (shared_arenas_.size() > 1) share_out();
 }
 
 bool Engine::set_capacity(int64_t bytes) {
@@ -362,7 +365,8 @@ bool Engine::set_capacity(int64_t bytes) {
   }
   if (arenas_) keep_pages_within();
   offer_room(nullptr);
-  return std::none_of(grounds_.begin(), grounds_.end(), [](auto& g) { return g->admission.pending_capacity(); });
+  return std::none_of(shared_arenas_.begin(), shared_arenas_.end(),
+                      [](auto& g) { return g->admission.pending_capacity(); });
 }
 
 size_t Engine::queued(Id job) const {
@@ -389,7 +393,7 @@ std::vector<Span> Engine::take_spans() {
 
 void Engine::check() const {
   std::lock_guard<std::mutex> guard(lock_);
-  for (const auto& ground : grounds_) ground->check();
+  for (const auto& shared_arena : shared_arenas_) shared_arena->check();
 }
 
 // Whose turn it is on a lane: a job that comes back at once goes on for a while before the next one has its turn.
@@ -423,7 +427,7 @@ Engine::Lane* Engine::free_lane(const Job& job, Lane* here) {
 // Whose step comes first where both wait.
 bool Engine::before(const Job& one, const Job& other) const {
   if (one.opportunistic != other.opportunistic) return other.opportunistic;
-  return eldest_first_ ? one.id < other.id : one.served_ns < other.served_ns;
+  return fifo_lanes_ ? one.id < other.id : one.served_ns < other.served_ns;
 }
 
 // The step before and the batch are there: behind all that have had less of the lanes. Nobody is owed time in which it
@@ -448,12 +452,12 @@ void Engine::keep_for(Lane& lane, Job& job, const StepRun& run) {
   const int64_t now = now_ns();
   const auto other = std::find_if(ready_.begin(), ready_.end(), [&](const Job* each) { return each != &job; });
   if (other == ready_.end() || (*other)->opportunistic != job.opportunistic || stop_ || job.leaving) return;
-  if (eldest_first_ ? before(**other, job) : job.served_ns >= (*other)->served_ns + kTurnNs) return;
+  if (fifo_lanes_ ? before(**other, job) : job.served_ns >= (*other)->served_ns + kTurnNs) return;
   const int64_t patience = std::max(kShortPauseNs, run.busy_ns / 8);
   const bool queued = !job.queue.empty();
   if (!queued && !returns_within(job, patience)) return;
-  for (const auto& ground : grounds_) {
-    if (ground->admission.anyone_waiting()) return;  // for room, which comes first
+  for (const auto& shared_arena : shared_arenas_) {
+    if (shared_arena->admission.anyone_waiting()) return;  // for room, which comes first
   }
   lane.kept_for = job.id;
   lane.kept_since = now;
@@ -505,9 +509,9 @@ void Engine::look_after(Lane& lane) {
   if (kept() < before || opportunistic_ > 0) offer_room(nullptr);
 }
 
-void Engine::set_eldest_first(bool eldest_first) {
+void Engine::set_fifo_lanes(bool fifo_lanes) {
   std::lock_guard<std::mutex> guard(lock_);
-  eldest_first_ = eldest_first;
+  fifo_lanes_ = fifo_lanes;
   std::stable_sort(ready_.begin(), ready_.end(),
                    [&](const Job* one, const Job* other) { return before(*one, *other); });
 }
@@ -549,13 +553,14 @@ void Engine::lane_main(Lane& lane) {
 // One group of a captured step on a device that runs behind the host: it is told what to run, and what to wait for
 // before. At most a few groups of a lane are ahead of what the device has done.
 void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group) {
-  Ground& ground = *lane.ground;
+  SharedArena& shared_arena = *lane.shared_arena;
   const int64_t peak = run->plan->heights.peak[group];
   const bool planned = run->placer != nullptr;
   if (run->issued.size() >= kGroupsAhead) device_->synchronize(run->issued[run->issued.size() - kGroupsAhead]);
   if (planned) {
     std::lock_guard<std::mutex> guard(lock_);
-    if (const auto event = ground.order.before(lane.end, peak, ground.size())) device_->wait(lane.stream, *event);
+    if (const auto event = shared_arena.order.before(lane.end, peak, shared_arena.size()))
+      device_->wait(lane.stream, *event);
   }
   device_->enqueue(lane.stream, [this, run, group] {
     const Inside inside(this);
@@ -575,7 +580,7 @@ void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t grou
   run->issued.push_back(event);
   if (planned) {
     std::lock_guard<std::mutex> guard(lock_);
-    ground.order.after(lane.end, peak, event, run->plan->heights.after[group]);
+    shared_arena.order.after(lane.end, peak, event, run->plan->heights.after[group]);
   }
 }
 
@@ -592,7 +597,7 @@ void Engine::drain(Lane& lane, StepRun& run, std::exception_ptr& error) {
     if (!run.issued.empty()) {
       device_->synchronize(run.issued.back());
       std::lock_guard<std::mutex> guard(lock_);
-      lane.ground->order.reached(lane.end, run.issued.back());
+      lane.shared_arena->order.reached(lane.end, run.issued.back());
     }
     for (EventId event : run.issued) device_->forget(event);
   } catch (...) {
@@ -607,10 +612,10 @@ void Engine::drain(Lane& lane, StepRun& run, std::exception_ptr& error) {
   }
 }
 
-void Engine::strand(Lane& lane, StepRun& run) {
-  ++stranded_;
-  run.stranded = true;
-  lane.ground->strand(lane.end);
+void Engine::detach(Lane& lane, StepRun& run) {
+  ++detached_;
+  run.detached = true;
+  lane.shared_arena->detach(lane.end);
 }
 
 void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& dropped) {
@@ -620,8 +625,8 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   const std::shared_ptr<StepRun> held_run = job.queue.front();
   dropped.runs.push_back(held_run);
   StepRun& run = *held_run;
-  Admission& admission = lane.ground->admission;
-  ArenaEnd& end = lane.ground->end(lane.end);
+  Admission& admission = lane.shared_arena->admission;
+  ArenaEnd& end = lane.shared_arena->end(lane.end);
   const int32_t groups = run.plan->heights.groups();
   while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(CounterBarrier::kLaterGroup);
   std::exception_ptr error;
@@ -647,7 +652,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     try {
       if (!filled) run.on_stream(lane.current);
       if (!filled && end.planned) {
-        run.placer = &lane.ground->placer(lane.end);
+        run.placer = &lane.shared_arena->placer(lane.end);
         if (graphs_) run.graphs = graphs_->find(lane.index, run, *run.placer);
       }
       if (!filled && run.frame) run.fill();
@@ -676,17 +681,17 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     }
     const bool last = error || group + 1 == groups;
     if (run.frame && !behind && last) run.let_go();
-    // Before the ground is given back: does anybody hold what was planned to be gone? Behind the host that is not
+    // Before the arena is given back: does anybody hold what was planned to be gone? Behind the host that is not
     // known.
     bool kept = false;
-    if (run.placer != nullptr && !behind && !run.stranded) {
+    if (run.placer != nullptr && !behind && !run.detached) {
       kept = last ? run.placer->any_live() : run.placer->overdue(run.plan->ends[group] - 1);
     }
     run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
     const int64_t slept = run.pace != nullptr ? (run.pace->end(), run.pace->take_slept()) : 0;
     const int64_t ended = now_ns();
     lock.lock();
-    if (kept) strand(lane, run);
+    if (kept) detach(lane, run);
     ++groups_done_;
     if (!behind) run.busy_ns += ended - start - slept;
     lane.busy_ns += ended - start - slept;
@@ -712,16 +717,16 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       graphs_->ran_as_planned(lane.index, run, *run.placer);
     }
     if ((error || behind) && run.frame && filled) run.let_go();
-    const bool kept = run.placer != nullptr && !run.stranded && run.placer->any_live();
+    const bool kept = run.placer != nullptr && !run.detached && run.placer->any_live();
     lock.lock();
     run.error = error;
     if (run.placer != nullptr) {
       run.placed = run.placer->counts();
       placed_.add(run.placed);
-      if (kept) strand(lane, run);
+      if (kept) detach(lane, run);
       run.placer->finish();  // one that was left behind may be gone from here on
       run.placer = nullptr;
-      if (run.stranded) PlannedRanges::sweep();
+      if (run.detached) PlannedRanges::sweep();
     }
   }
   lane.job = nullptr;
@@ -885,10 +890,11 @@ bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) con
     largest = std::max(largest, other->largest);
     if (!other->running) ++to_come;
   }
-  const auto takes = [&](const Ground& ground) { return ground.admission.capacity() >= largest; };
-  if (largest > 0 && takes(*lane.ground) && height + largest > lane.ground->admission.capacity()) return false;
+  const auto takes = [&](const SharedArena& shared_arena) { return shared_arena.admission.capacity() >= largest; };
+  if (largest > 0 && takes(*lane.shared_arena) && height + largest > lane.shared_arena->admission.capacity())
+    return false;
   const auto left = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
-    return each.get() != &lane && each->job == nullptr && each->index < active_ && takes(*each->ground);
+    return each.get() != &lane && each->job == nullptr && each->index < active_ && takes(*each->shared_arena);
   });
   return left >= std::min(to_come, active_);
 }
@@ -896,9 +902,9 @@ bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) con
 // Nobody tells when a guaranteed job has been idle for long: while an opportunistic step waits, a free lane looks.
 void Engine::watch_for_absence() {
   const bool guaranteed_waits = !ready_.empty() && !ready_.front()->opportunistic;
-  if (guaranteed_waits || std::any_of(grounds_.begin(), grounds_.end(), [&](const auto& ground) {
-        const auto waiting = ground->admission.waiting();
-        return ground->admission.pending_capacity() ||
+  if (guaranteed_waits || std::any_of(shared_arenas_.begin(), shared_arenas_.end(), [&](const auto& shared_arena) {
+        const auto waiting = shared_arena->admission.waiting();
+        return shared_arena->admission.pending_capacity() ||
                std::any_of(waiting.begin(), waiting.end(), [&](Id id) { return !find(id).opportunistic; });
       })) {
     hurry(lanes_);
@@ -941,33 +947,34 @@ void Engine::pace_ends(Job& job, StepRun& run) {
 // Each arena has an equal share, unless a job needs more: then the first one has what the largest job reaches, and the
 // others share what is left. A share that grows waits for those that shrink.
 void Engine::share_out() {
-  const auto count = static_cast<int64_t>(grounds_.size());
+  const auto count = static_cast<int64_t>(shared_arenas_.size());
   int64_t largest = 0;
   for (const auto& [id, job] : jobs_) largest = std::max(largest, job->largest);
   const int64_t first = std::min(capacity_, std::max(largest, capacity_ - capacity_ / count * (count - 1)));
   const auto share = [&](size_t i) { return i == 0 || count == 1 ? first : (capacity_ - first) / (count - 1); };
   for (const bool shrinking : {true, false}) {
-    for (size_t i = 0; i < grounds_.size(); ++i) {
-      const int64_t now = grounds_[i]->admission.capacity();
+    for (size_t i = 0; i < shared_arenas_.size(); ++i) {
+      const int64_t now = shared_arenas_[i]->admission.capacity();
       if (shrinking != (share(i) < now)) continue;
       int64_t others = 0;
-      for (const auto& ground : grounds_) others += ground == grounds_[i] ? 0 : ground->admission.capacity();
-      grounds_[i]->set_capacity(shrinking ? share(i) : std::max(now, std::min(share(i), capacity_ - others)));
+      for (const auto& shared_arena : shared_arenas_)
+        others += shared_arena == shared_arenas_[i] ? 0 : shared_arena->admission.capacity();
+      shared_arenas_[i]->set_capacity(shrinking ? share(i) : std::max(now, std::min(share(i), capacity_ - others)));
     }
   }
 }
 
 int64_t Engine::held_by_all() const {
   int64_t bytes = 0;
-  for (const auto& ground : grounds_) bytes += ground->admission.held();
+  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->admission.held();
   return bytes;
 }
 
 int64_t Engine::capacity() const {
   std::lock_guard<std::mutex> guard(lock_);
   int64_t bytes = 0;
-  for (const auto& ground : grounds_) bytes += ground->admission.capacity();
-  return grounds_.size() == 1 ? bytes : std::max(bytes, capacity_);
+  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->admission.capacity();
+  return shared_arenas_.size() == 1 ? bytes : std::max(bytes, capacity_);
 }
 
 int64_t Engine::held() const {
@@ -978,33 +985,33 @@ int64_t Engine::held() const {
 int64_t Engine::pages_in_use() const {
   std::lock_guard<std::mutex> guard(lock_);
   int64_t bytes = 0;
-  for (const auto& ground : grounds_) bytes += ground->pages_in_use();
+  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->pages_in_use();
   return bytes;
 }
 
 // A step of this job is over, or will not be.
 void Engine::leave_ground(Job& job) {
-  for (auto& ground : grounds_) {
-    ground->admission.release(job.id);
-    for (int32_t i = 0; i < ground->lanes(); ++i) {
-      if (ground->end(i).job == job.id) ground->finish(i);
+  for (auto& shared_arena : shared_arenas_) {
+    shared_arena->admission.release(job.id);
+    for (int32_t i = 0; i < shared_arena->lanes(); ++i) {
+      if (shared_arena->end(i).job == job.id) shared_arena->finish(i);
     }
   }
-  if (grounds_.size() > 1) share_out();
+  if (shared_arenas_.size() > 1) share_out();
 }
 
 // Pages stay behind a step, for the next one; where that would be too much beside what is held elsewhere they go.
 void Engine::keep_pages_within() {
   int64_t bytes = 0, limit = 0;
-  for (const auto& ground : grounds_) {
-    bytes += ground->pages_in_use() + ground->held_elsewhere();
-    limit += ground->admission.capacity() + ground->rounding();
+  for (const auto& shared_arena : shared_arenas_) {
+    bytes += shared_arena->pages_in_use() + shared_arena->held_elsewhere();
+    limit += shared_arena->admission.capacity() + shared_arena->rounding();
   }
   // The pool serves what is held elsewhere; what it keeps beside that is on top.
   if (bytes + CpuPool::idle() <= limit) return;
   CpuPool::trim();
   if (bytes + CpuPool::idle() <= limit) return;
-  for (auto& ground : grounds_) ground->discard();
+  for (auto& shared_arena : shared_arenas_) shared_arena->discard();
 }
 
 // The streams of an engine's device graphs.

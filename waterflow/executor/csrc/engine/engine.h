@@ -42,8 +42,8 @@ class GraphCache;  // graph_cache.h
 // A place for one step at a time, with a thread of its own for steps that no caller runs.
 struct Lane {
   int32_t index;
-  Ground* ground = nullptr;
-  int32_t end = 0;                     // of the ground's arena
+  SharedArena* shared_arena = nullptr;
+  int32_t end = 0;                     // of the arena's arena
   StreamId stream = -1;                // of the device, where that runs behind the host
   std::optional<c10::Stream> current;  // the same as torch knows it, on a GPU
   EngineJob* job = nullptr;
@@ -78,7 +78,7 @@ struct EngineJob : std::enable_shared_from_this<EngineJob> {
 };
 
 // How a CPU runs behind its host, for tests: random stalls, and mistakes that they must find.
-struct Behind {
+struct AsyncHost {
   Stalls stalls;
   OrderFault fault = OrderFault::none;
 };
@@ -105,12 +105,12 @@ class Engine {
  public:
   using Id = int64_t;
 
-  // `intra_op`: threads of each lane inside one operation, fixed for the engine's life (another number changes bits).
-  // With `arenas` the memory of steps lies at planned addresses; two lanes share an arena. With `behind` groups of
-  // captured steps are only booked when they are issued, and run later, as on a device that has its own order; `cuda`
-  // is such a device.
-  Engine(int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<Behind> behind = {},
-         std::optional<OnCuda> cuda = {});
+  // `threads_per_lane`: threads of each lane inside one operation, fixed for the engine's life (another number changes
+  // bits). With `arenas` the memory of steps lies at planned addresses; two lanes share an arena. With `behind` groups
+  // of captured steps are only booked when they are issued, and run later, as on a device that has its own order;
+  // `cuda` is such a device.
+  Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
+         std::optional<AsyncHost> async_host = {}, std::optional<OnCuda> cuda = {});
   ~Engine();
 
   // Ends the lanes: steps under way stop at their next group boundary, queued ones fail. Twice is no error.
@@ -141,7 +141,7 @@ class Engine {
   // How many lanes take new steps, the first ones; all at the beginning.
   void set_active_lanes(int32_t count);
   // Lanes go to the jobs that came first, and what those leave to the next, instead of being shared evenly.
-  void set_eldest_first(bool eldest_first);
+  void set_fifo_lanes(bool fifo_lanes);
   // From its next step on. An opportunistic job starts a step only where a lane and room are left for each guaranteed
   // one, and goes at the rates below.
   void set_opportunistic(Id job, bool opportunistic);
@@ -169,7 +169,7 @@ class Engine {
   }
   // Null where no device graphs are captured.
   const std::shared_ptr<GraphCache>& graphs() const { return graphs_; }
-  int64_t stranded() const { return locked(stranded_); }            // steps that left something behind
+  int64_t detached() const { return locked(detached_); }            // steps that left something behind
   int64_t scheduling_ns() const { return locked(scheduling_ns_); }  // spent inside admission and barriers, all lanes
 
   void record_spans(bool on, size_t most);
@@ -238,7 +238,7 @@ class Engine {
   void keep_pages_within();
   void make_graph_lanes(const OnCuda& cuda);
   void issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group);
-  void strand(Lane& lane, StepRun& run);
+  void detach(Lane& lane, StepRun& run);
   void finish_stream(Lane& lane);
   void drain(Lane& lane, StepRun& run, std::exception_ptr& error);
   Job& find(Id job);
@@ -247,8 +247,8 @@ class Engine {
   mutable std::mutex lock_;
   std::mutex closing_;
   const pid_t process_;
-  int64_t capacity_;  // of all grounds together, once each has come down to its share
-  std::vector<std::unique_ptr<Ground>> grounds_;
+  int64_t capacity_;  // of all shared arenas together, once each has come down to its share
+  std::vector<std::unique_ptr<SharedArena>> shared_arenas_;
   std::unique_ptr<LaneAllocatorInstalled> installed_;
   std::shared_ptr<LaneDevice> device_;  // where groups run behind the host
   std::shared_ptr<GraphCache> graphs_;
@@ -261,7 +261,7 @@ class Engine {
   Id next_id_ = 0;
   int64_t peak_held_ = 0;
   PlacedCounts placed_;
-  int64_t stranded_ = 0;
+  int64_t detached_ = 0;
   int64_t steps_done_ = 0;
   int64_t groups_done_ = 0;
   int64_t progress_ns_ = 0;
@@ -272,7 +272,7 @@ class Engine {
   int64_t opportunistic_ns_ = 0;  // of their steps that are over
   std::deque<StepTime> step_times_;
   int32_t active_ = 0;
-  bool eldest_first_ = false;
+  bool fifo_lanes_ = false;
   bool stop_ = false;
   bool recording_ = false;
   size_t most_spans_ = 0;

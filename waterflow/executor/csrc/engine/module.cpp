@@ -209,11 +209,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "Calls `work()`; returns its result and the most bytes that this thread's requests held meanwhile.");
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init([](int32_t lanes, int32_t intra_op, int64_t capacity, bool arenas, std::optional<uint64_t> behind,
-                       OrderFault fault, std::shared_ptr<CudaDevice> cuda, std::vector<uintptr_t> handles,
+      .def(py::init([](int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
+                       std::optional<uint64_t> async_host, OrderFault fault, std::shared_ptr<CudaDevice> cuda,
+                       std::vector<uintptr_t> handles,
                        const std::vector<std::tuple<int64_t, int64_t, int64_t>>& streams, int64_t graphs) {
-             std::optional<Behind> how;
-             if (behind) how = Behind{{*behind, 0.2, 2000}, fault};
+             std::optional<AsyncHost> how;
+             if (async_host) how = AsyncHost{{*async_host, 0.2, 2000}, fault};
              std::optional<OnCuda> on_cuda;
              if (cuda) {
                on_cuda = OnCuda{std::move(cuda), {}, {}};
@@ -225,7 +226,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                on_cuda->take_captures(lanes, graphs);
              }
              // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
-             std::shared_ptr<Engine> made(new Engine(lanes, intra_op, capacity, arenas, how, on_cuda),
+             std::shared_ptr<Engine> made(new Engine(lanes, threads_per_lane, capacity, arenas, how, on_cuda),
                                           [](Engine* engine) {
                                             if (engine->inherited())
                                               return;  // its locks may be held by threads that are not here
@@ -241,8 +242,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              open_engines().add(made);
              return made;
            }),
-           py::arg("lanes"), py::arg("intra_op"), py::arg("capacity"), py::arg("arenas") = true,
-           py::arg("behind") = std::nullopt, py::arg("fault") = OrderFault::none, py::arg("cuda") = nullptr,
+           py::arg("lanes"), py::arg("threads_per_lane"), py::arg("capacity"), py::arg("arenas") = true,
+           py::arg("async_host") = std::nullopt, py::arg("fault") = OrderFault::none, py::arg("cuda") = nullptr,
            py::arg("handles") = std::vector<uintptr_t>{},
            py::arg("streams") = std::vector<std::tuple<int64_t, int64_t, int64_t>>{}, py::arg("graphs") = 0,
            "With `cuda`, a CudaDevice: lanes on the driver's streams `handles`, which are torch's `streams` (id, "
@@ -259,7 +260,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def("set_capacity", &Engine::set_capacity, py::call_guard<py::gil_scoped_release>())
       .def("set_active_lanes", &Engine::set_active_lanes, py::call_guard<py::gil_scoped_release>())
-      .def("set_eldest_first", &Engine::set_eldest_first, py::call_guard<py::gil_scoped_release>())
+      .def("set_fifo_lanes", &Engine::set_fifo_lanes, py::call_guard<py::gil_scoped_release>())
       .def("set_opportunistic", &Engine::set_opportunistic, py::arg("job"), py::arg("opportunistic"),
            py::call_guard<py::gil_scoped_release>())
       .def("set_rates", &Engine::set_rates, py::arg("beside"), py::arg("between"))
@@ -282,7 +283,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("on_a_lane", &Engine::on_a_lane)
       .def_property_readonly("lanes", &Engine::lanes)
       .def_property_readonly("pages_in_use", unlocked(&Engine::pages_in_use))
-      .def_property_readonly("stranded", unlocked(&Engine::stranded))
+      .def_property_readonly("detached", unlocked(&Engine::detached))
       .def_property_readonly("placed", unlocked([](const Engine& self) {
                                const auto counts = self.placed();
                                return std::make_tuple(counts.planned, counts.missed, counts.outside);
@@ -388,14 +389,15 @@ void bind_simulation(py::module_& m) {
       .value("none", OrderFault::none)
       .value("heights_at_events", OrderFault::heights_at_events)
       .value("dropped_waits", OrderFault::dropped_waits);
-  py::class_<DeviceOrder>(m, "DeviceOrder")
+  py::class_<CrossLaneFences>(m, "CrossLaneFences")
       .def(py::init<OrderFault>(), py::arg("fault") = OrderFault::none)
-      .def("before", &DeviceOrder::before, py::arg("end"), py::arg("peak"), py::arg("size"))
-      .def("after", &DeviceOrder::after, py::arg("end"), py::arg("peak"), py::arg("event"), py::arg("held_after") = 0)
-      .def("reached", &DeviceOrder::reached, py::arg("end"), py::arg("event"))
-      .def("kept", &DeviceOrder::kept)
-      .def("check", &DeviceOrder::check)
-      .def_readonly_static("most", &DeviceOrder::kMost);
+      .def("before", &CrossLaneFences::before, py::arg("end"), py::arg("peak"), py::arg("size"))
+      .def("after", &CrossLaneFences::after, py::arg("end"), py::arg("peak"), py::arg("event"),
+           py::arg("held_after") = 0)
+      .def("reached", &CrossLaneFences::reached, py::arg("end"), py::arg("event"))
+      .def("kept", &CrossLaneFences::kept)
+      .def("check", &CrossLaneFences::check)
+      .def_readonly_static("most", &CrossLaneFences::kMost);
 
   py::class_<DeviceClock>(m, "DeviceClock", "Lanes that share a device's rates; see csrc/engine/simulation.h.")
       .def(py::init<int32_t>(), py::arg("lanes"))

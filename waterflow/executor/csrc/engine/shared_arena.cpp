@@ -8,15 +8,15 @@
 #include "waterflow/executor/csrc/engine/step_run.h"
 
 namespace waterflow {
-Ground::Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, bool behind,
-               OrderFault fault)
+SharedArena::SharedArena(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, bool behind,
+                         OrderFault fault)
     : admission(capacity), order(fault), lanes_(lanes), behind_(behind), wanted_(capacity) {
   if (!make_arena) return;
   pages_ = make_arena(most);
   pages_->resize(most);  // no page is there before it is touched
 }
 
-void Ground::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plannable) {
+void SharedArena::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plannable) {
   ArenaEnd& mine = ends_[index];
   mine.job = job;
   mine.largest = plan.heights.largest();
@@ -44,7 +44,7 @@ void Ground::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plann
 
 // While an end is idle that can move, the arena is made as large as what steps may hold: then the ends take pages from
 // each other, and none has to be given back in between. Larger is as good where both fit without.
-void Ground::fit_pages(int32_t index, int64_t height) {
+void SharedArena::fit_pages(int32_t index, int64_t height) {
   if (index != 1 && ends_[1].job >= 0) return;
   const int64_t both = height + ends_[1 - index].largest;
   const int64_t capacity = admission.capacity();
@@ -58,18 +58,18 @@ void Ground::fit_pages(int32_t index, int64_t height) {
   ends_[1].touched = 0;
 }
 
-void Ground::grow(int32_t index) {
+void SharedArena::grow(int32_t index) {
   ArenaEnd& mine = ends_[index];
   if (mine.planned) mine.touched = std::max(mine.touched, whole_pages(held(mine)));
 }
 
-void Ground::finish(int32_t index) {
+void SharedArena::finish(int32_t index) {
   ends_[index].job = -1;
   ends_[index].planned = false;
   if (wanted_ > admission.capacity()) set_capacity(wanted_);
 }
 
-void Ground::set_capacity(int64_t bytes) {
+void SharedArena::set_capacity(int64_t bytes) {
   wanted_ = bytes;
   if (pages_ && ends_[0].planned && ends_[1].planned && ends_[0].largest + ends_[1].largest > pages_->size()) {
     bytes = std::min(bytes, pages_->size());
@@ -77,10 +77,10 @@ void Ground::set_capacity(int64_t bytes) {
   admission.set_capacity(bytes);
 }
 
-void Ground::strand(int32_t index) noexcept {
+void SharedArena::detach(int32_t index) noexcept {
   ends_[index].planned = false;
   try {
-    pages_->strand(index);
+    pages_->detach(index);
   } catch (const std::exception&) {
     // What is held stays in the pages that both ends have: nobody takes a place there any more.
     retired_ = true;
@@ -88,7 +88,7 @@ void Ground::strand(int32_t index) noexcept {
   }
 }
 
-void Ground::check() const {
+void SharedArena::check() const {
   admission.check();
   if (!pages_ || !ends_[0].planned || !ends_[1].planned) return;
   if (held(ends_[0]) + held(ends_[1]) > pages_->size()) {
@@ -97,12 +97,12 @@ void Ground::check() const {
   }
 }
 
-int64_t Ground::pages_in_use() const {
+int64_t SharedArena::pages_in_use() const {
   if (!pages_) return 0;
   return std::min(pages_->size(), ends_[0].touched + ends_[1].touched);
 }
 
-int64_t Ground::held_elsewhere() const {
+int64_t SharedArena::held_elsewhere() const {
   int64_t bytes = 0;
   for (const auto& end : ends_) {
     if (end.job >= 0 && !end.planned) bytes += held(end);
@@ -111,11 +111,11 @@ int64_t Ground::held_elsewhere() const {
 }
 
 // What may be live on an end: a device that runs behind still uses what the host has given back.
-int64_t Ground::in_use(const ArenaEnd& end) const {
+int64_t SharedArena::in_use(const ArenaEnd& end) const {
   return !end.planned ? 0 : behind_ ? end.touched : whole_pages(held(end));
 }
 
-void Ground::discard() {
+void SharedArena::discard() {
   if (!pages_ || retired_) return;
   const int64_t keep[2] = {in_use(ends_[0]), in_use(ends_[1])};
   for (int32_t i = 0; i < 2; ++i) {

@@ -23,17 +23,18 @@ struct ArenaEnd {
 };
 
 // An arena with its one or two ends, and the admission to it. Without pages it is a book only.
-class Ground {
+class SharedArena {
  public:
   // Makes an arena with addresses for so many bytes.
   using MakeArena = std::function<std::unique_ptr<Arena>(int64_t most)>;
 
   // `lanes`: 1 or 2. Planned memory where arenas can be made, up to `most` bytes; on a device that runs `behind` the
   // host, or not.
-  Ground(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, bool behind, OrderFault fault);
+  SharedArena(int32_t lanes, int64_t capacity, int64_t most, const MakeArena& make_arena, bool behind,
+              OrderFault fault);
 
   Admission admission;
-  DeviceOrder order;  // between its two ends, on a device that runs behind the host
+  CrossLaneFences order;  // between its two ends, on a device that runs behind the host
   int32_t lanes() const { return lanes_; }
   ArenaEnd& end(int32_t index) { return ends_[index]; }
   Placer& placer(int32_t end) { return pages_->placer(end); }
@@ -47,7 +48,7 @@ class Ground {
   void grow(int32_t end);
   void finish(int32_t end);
   // What its step holds against its plan keeps its addresses, in memory of its own, as does what is left of the step.
-  void strand(int32_t end) noexcept;
+  void detach(int32_t end) noexcept;
 
   void check() const;
   void give_back() { pages_.reset(); }  // all ends are idle, and stay so

@@ -151,7 +151,7 @@ Simulation::Simulation(const SimulationSettings& settings)
   device_ = std::make_unique<SimulatedDevice>(int64_t{1} << 62, kGranularity);
   for (int32_t i = 0; i < settings.arenas; ++i) {
     auto made = std::make_unique<Arena>(
-        Arena{Admission(settings.arena), DeviceOrder(settings.fault), device_->reserve(arena), {}});
+        Arena{Admission(settings.arena), CrossLaneFences(settings.fault), device_->reserve(arena), {}});
     if (made->base == 0 || !device_->grow(made->base, arena)) throw std::invalid_argument("no addresses are left");
     for (int32_t end = 0; end < 2; ++end) {
       lanes_.push_back(std::make_unique<Lane>(Lane{2 * i + end, i, end, device_->add_stream()}));

@@ -189,7 +189,7 @@ class Simulation {
   };
   struct Arena {
     Admission admission;
-    DeviceOrder order;
+    CrossLaneFences order;
     uintptr_t base;
     Lane* lanes[2];
     int64_t held() const { return lanes[0]->held + lanes[1]->held; }

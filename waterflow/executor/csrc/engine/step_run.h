@@ -63,7 +63,7 @@ struct StepRun {
   std::shared_ptr<StepGraphs> graphs;  // launched instead of the program's operations
   std::optional<c10::Event> caller;
   std::optional<c10::Stream> stream;
-  bool stranded = false;        // its memory has left the arena: somebody held what was planned to be gone
+  bool detached = false;        // its memory has left the arena: somebody held what was planned to be gone
   bool in_arenas = false;       // the engine has arenas: what is asked outside of plans comes from the pool
   Placer* placer = nullptr;     // of the lane's end, where its memory is planned
   Pace* pace = nullptr;         // of an opportunistic job

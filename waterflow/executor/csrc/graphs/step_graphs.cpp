@@ -451,7 +451,7 @@ std::vector<at::Tensor> StepGraphs::outputs() const {
 
 using Guard = std::lock_guard<std::mutex>;
 
-bool GraphCache::Terms::operator==(const Terms& other) const {
+bool GraphCache::Conditions::operator==(const Conditions& other) const {
   if (plan != other.plan || base != other.base || numbers.size() != other.numbers.size()) return false;
   for (size_t i = 0; i < numbers.size(); ++i) {
     const auto &mine = numbers[i], &theirs = other.numbers[i];
@@ -461,8 +461,8 @@ bool GraphCache::Terms::operator==(const Terms& other) const {
   return true;
 }
 
-GraphCache::Terms GraphCache::terms_of(const StepRun& run, const Placer& placer) {
-  Terms made{run.plan, placer.base(), {}};
+GraphCache::Conditions GraphCache::conditions_of(const StepRun& run, const Placer& placer) {
+  Conditions made{run.plan, placer.base(), {}};
   for (const auto& [slot, value] : run.inputs) {
     if (!value.isTensor()) made.numbers.push_back(value);
   }
@@ -507,12 +507,12 @@ std::shared_ptr<StepGraphs> GraphCache::find(int32_t lane, StepRun& run, Placer&
   {
     Guard guard(lock_);
     mine = entry(lane, run);
-    if (!mine || mine->refused || mine->terms.plan == nullptr) return nullptr;
+    if (!mine || mine->refused || mine->conditions.plan == nullptr) return nullptr;
     entries_.remove(mine);
     entries_.push_back(mine);
-    if (!(mine->terms == terms_of(run, placer))) {
+    if (!(mine->conditions == conditions_of(run, placer))) {
       dropped = drop(*mine);
-      mine->terms = {};
+      mine->conditions = {};
       return nullptr;
     }
   }
@@ -575,7 +575,7 @@ void GraphCache::ran_as_planned(int32_t lane, const StepRun& run, const Placer& 
     }
   }
   if (mine->graphs) return;
-  mine->terms = terms_of(run, placer);
+  mine->conditions = conditions_of(run, placer);
   mine->thread = std::this_thread::get_id();
 }
 

@@ -170,17 +170,17 @@ class GraphCache {
 
  private:
   // What a capture holds for, beside the end it was made on.
-  struct Terms {
+  struct Conditions {
     std::shared_ptr<const GroupPlan> plan;
     const char* base = nullptr;
     std::vector<c10::IValue> numbers;
-    bool operator==(const Terms& other) const;
+    bool operator==(const Conditions& other) const;
   };
   struct Entry {
     int64_t job;
     std::weak_ptr<Frame> frame;
     int32_t lane;
-    Terms terms;
+    Conditions conditions;
     std::thread::id thread;  // what libraries make for a thread at its first call cannot be made in a capture
     std::shared_ptr<StepGraphs> graphs;
     int32_t captures = 0, tries = 0;
@@ -188,7 +188,7 @@ class GraphCache {
   };
   using Entries = std::list<std::shared_ptr<Entry>>;
 
-  static Terms terms_of(const StepRun& run, const Placer& placer);
+  static Conditions conditions_of(const StepRun& run, const Placer& placer);
   std::shared_ptr<Entry> entry(int32_t lane, const StepRun& run) const;
   std::shared_ptr<StepGraphs> capture(Entry& entry, StepRun& run, Placer& placer);
   std::shared_ptr<StepGraphs> drop(Entry& entry);
