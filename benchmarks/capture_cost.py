@@ -85,7 +85,7 @@ def asked_before(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], rep
     def ask() -> None:
         for _ in range(ASKED_AT_ONCE):
             leaves, form, key = step.flatten(batch)
-            made._variants.find(leaves, form, key, True)
+            made._bound_steps.find(leaves, form, key, True)
 
     return [report.seconds(ask) / ASKED_AT_ONCE for _ in range(repeats)]
 

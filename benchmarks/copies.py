@@ -96,7 +96,7 @@ def sizes_of(name: str) -> batch_size.StepSizes:
     return batch_size.StepSizes(step, zoo.batch(8, None))
 
 
-def _pace(run: batch_size.Simulated) -> str:
+def _pace(run: batch_size.SimulatedRun) -> str:
     return f"{run.overlap:.2f}, {run.speed:.2f}"
 
 

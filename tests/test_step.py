@@ -850,7 +850,7 @@ def test_loop_that_breaks_off(engine: Engine | None) -> None:
     job.close()
     job.close()
     if engine:
-        assert engine.claimed() == 0 and engine.native.held == 0
+        assert engine.reservations.claimed() == 0 and engine.native.held == 0
 
 
 def gan(run: Any, engine: Engine | None = None, normalize: bool = False, seed: int = 1) -> list[torch.Tensor]:
@@ -955,7 +955,7 @@ def test_step_and_model_can_be_forgotten(engine: Engine | None, no_captures: Any
     gc.collect()
     assert [each() is None for each in alive] == [True] * 3
     if engine:
-        assert engine.claimed() == 0
+        assert engine.reservations.claimed() == 0
 
 
 # -- what cannot be
@@ -997,7 +997,7 @@ def test_larger_than_memory() -> None:
             job(images(1, size=512)[0])
         assert caught.value.needed > caught.value.limit == MiB
         assert isinstance(caught.value, MemoryError)
-        assert engine.claimed() == 0
+        assert engine.reservations.claimed() == 0
         small = Net(width=8)
         assert wf.Step(small, loss=F.cross_entropy, optimizer=adamw(small))(images(1)[0]).isfinite()
         # The one that was refused can be used with a batch that fits.
@@ -1021,7 +1021,7 @@ def test_closed(closed: str) -> None:
     with pytest.raises(wf.WaterflowError, match="closed") as caught:
         job(images(1)[0])
     assert not isinstance(caught.value, wf.MemoryLimitError)
-    assert engine.claimed() == 0
+    assert engine.reservations.claimed() == 0
     engine.close()
 
 

@@ -37,7 +37,7 @@ def deep(width: int = 37, layers: int = 6) -> nn.Sequential:
 def places(trained: Trained) -> int:
     """To how many places updates of the last step moved."""
     assert trained.step is not None and trained.step.opaque_reason is None
-    variants = trained.step._variants._variants.values()
+    variants = trained.step._bound_steps._bound_steps.values()
     return max(variant.captured.capture.early_updates for variant in variants)
 
 

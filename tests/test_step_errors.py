@@ -267,7 +267,7 @@ def test_other_jobs_do_not_notice() -> None:
             assert end.step is not None
             end.step.close()
         assert failures == 5 * len(INDEXING)
-        assert engine.native.held == 0 and engine.claimed() == 0
+        assert engine.native.held == 0 and engine.reservations.claimed() == 0
         engine.native.check()
 
 

@@ -88,7 +88,7 @@ def test_from_a_first_step_whose_audit_fails(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: Any) -> None:
         raise CaptureError("planted")
 
-    monkeypatch.setattr("waterflow.step.Audit.look", fails)
+    monkeypatch.setattr("waterflow.step.Audit.compare", fails)
     monkeypatch.setattr("waterflow.step.Audit.due", lambda *_: True)
     fallen = net_trained("momentum", None)
     assert fallen.step is not None and fallen.step.opaque_reason == "planted"

@@ -114,7 +114,7 @@ def test_plans_are_those_of_the_way() -> None:
     model, optimizer = making(Net)()
     step = wf.Step(model, step=drops_mask, optimizer=optimizer)
     whole, part = masked(2)
-    nodes = [len(step._variants.captured(*wf.step.flatten(batch)).lowered.instructions) for batch in (whole, part)]  # type: ignore[attr-defined]
+    nodes = [len(step._bound_steps.captured(*wf.step.flatten(batch)).lowered.instructions) for batch in (whole, part)]  # type: ignore[attr-defined]
     assert nodes[0] < nodes[1] and step.plan_for(part).height >= step.plan_for(whole).height
 
 

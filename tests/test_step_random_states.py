@@ -271,7 +271,7 @@ def test_states_that_nobody_needs_are_not_read() -> None:
         return F.cross_entropy(model[4](x), batch[1])
 
     job = wf.Step(model, step=step, optimizer=SGD(model.parameters(), lr=0.1))
-    captured = job._variants.captured(*flatten(images(1)[0]))
+    captured = job._bound_steps.captured(*flatten(images(1)[0]))
     names = [node.target.name() for node in captured.capture.graph.nodes if node.op == "call_function" and
              not isinstance(node.target, type(len)) and touches_state(node.target)]  # fmt: skip
     assert names == [f"waterflow::{name}" for name in

@@ -372,7 +372,7 @@ class RunStats:
             steps=spent["steps"], eager_steps=spent["eager steps"], captures=spent["captures"],
             captured_again=spent["captures anew"],
             eager=Counter(cause for _, cause in {(a.who, a.cause) for a in accounts} if cause is not None), shares=_shares(spent),
-            peak=engine.most_claimed, limit=engine.limit,
+            peak=engine.reservations.most_claimed, limit=engine.limit,
         )  # fmt: skip
 
     def lines(self, jobs: str) -> list[str]:

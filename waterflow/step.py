@@ -258,7 +258,7 @@ class Step:
         self.generator = generator = own_generator(generator, self._spec.device, self.engine)
         self._threads = threads = self.engine.threads_per_lane if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
-        ordered = self.engine is not None and self.engine.clock is not None
+        ordered = self.engine is not None and self.engine.reservations.clock is not None
         self.recompute = parse_recompute(recompute)
         budget = CaptureBudget((lambda: self.steps) if ordered else None)
         budget.account = self.account
@@ -371,8 +371,8 @@ class Step:
         if self.engine is not None and self.engine.native.on_a_lane:
             self.engine.refuse_inside(f"step {self.name!r}")
         update = (self._micro + 1) % self.accumulate == 0
-        if self._worker is not None and self.engine is not None and self.engine.clock is not None:
-            self.engine.clock.advance(self._worker)
+        if self._worker is not None and self.engine is not None and self.engine.reservations.clock is not None:
+            self.engine.reservations.clock.advance(self._worker)
         if self.opaque_reason is not None:
             return self._submit_opaque(batch, update, by_caller)
         refused = done = None
@@ -405,7 +405,7 @@ class Step:
     def _claimed(self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> BoundStep:
         if self.engine is None or self.job is None or bound_step.settled(self.engine):
             return bound_step
-        search = partial(what_fits, self, self.engine.room, self.batches_ahead)
+        search = partial(what_fits, self, self.engine.reservations.room, self.batches_ahead)
         with self.account.spending("waiting for memory"):
             return claim(self.engine, self.job, self.name, self.batches_ahead, self._bound_steps, bound_step, leaves, batch_spec,
                          self._under_way, search)  # fmt: skip
@@ -537,7 +537,9 @@ class Step:
     def _is_ordinary(self, batch: Batch) -> bool:
         """Whether an eager step has memory, stands alone, and is as those before it: then it takes the shortest way."""
         claimed, engine = self._eager_claim, self.engine
-        if engine is not None and (engine.clock is not None or claimed != (engine.changes, self.batches_ahead)):
+        if engine is not None and (
+            engine.reservations.clock is not None or claimed != (engine.reservations.changes, self.batches_ahead)
+        ):
             return False
         return not self._under_way and self.own_batches is None and self._eager_step.is_as_before(batch)
 
@@ -602,14 +604,14 @@ class Step:
             )
         known = self.measured_height > 0 and (refused is None or new_kind)
         plan, native = self._eager_step.plan(self.measured_height, size)
-        if self._last_plan is not plan or self._eager_claim != (self.engine.changes, self.batches_ahead):
+        if self._last_plan is not plan or self._eager_claim != (self.engine.reservations.changes, self.batches_ahead):
             with self.account.spending("waiting for memory"):
-                self.engine.claim(self.job, plan, batches=self.batches_ahead)
-            self._last_plan, self._eager_claim = plan, (self.engine.changes, self.batches_ahead)
+                self.engine.reservations.claim(self.job, plan, batches=self.batches_ahead)
+            self._last_plan, self._eager_claim = plan, (self.engine.reservations.changes, self.batches_ahead)
         # An unknown job is looked at alone: its first step holds all that is left.
         with contextlib.ExitStack() as around:
             if not known:
-                height = around.enter_context(self.engine.looking(self.job))
+                height = around.enter_context(self.engine.reservations.looking(self.job))
                 native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
             lent = LentLane(work) if lends else None
             run = _C.opaque_run(native, lent or work)

@@ -344,9 +344,9 @@ def find_a_missing_wait(seeds: Iterable[int]) -> None:
         engine.native = _C.Engine(
             lanes=2,
             threads_per_lane=1,
-            capacity=engine.room,
+            capacity=engine.reservations.room,
             arenas=True,
-            behind=behind(seed),
+            async_host=behind(seed),
             fault=getattr(_C.OrderFault, fault),
         )
         results: list[Any] = [None, None]

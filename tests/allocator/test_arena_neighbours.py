@@ -109,10 +109,10 @@ def test_a_limit_that_is_raised_while_two_steps_face_each_other(asynchronous: in
         third = engine.add_job("third")
 
         def toggle() -> None:
-            engine.claim(third, opaque_plan("third", 0, persistent=plan.height, batch=0))
+            engine.reservations.claim(third, opaque_plan("third", 0, persistent=plan.height, batch=0))
             time.sleep(draw.random() * 0.02)
             engine.native.check()
-            engine.release(third)
+            engine.reservations.release(third)
             time.sleep(draw.random() * 0.02)
 
         for trained, (reference, _) in zip(side_by_side(engine, 30, toggle), references):
@@ -219,5 +219,5 @@ def test_a_lower_limit_takes_pages_back() -> None:
     with Engine(memory=memory, lanes=2, reserve=0) as engine:
         side_by_side(engine, 6)
         third = engine.add_job("third")
-        engine.claim(third, opaque_plan("third", 0, persistent=int(2.9 * plan.height), batch=0))
+        engine.reservations.claim(third, opaque_plan("third", 0, persistent=int(2.9 * plan.height), batch=0))
         assert engine.native.pages_in_use <= engine.native.capacity + 8192

@@ -34,7 +34,7 @@ def on_cuda(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[An
     def native(settings: dict[str, Any], arenas: bool) -> Any:
         handles = [fake.new_stream() for _ in range(settings["lanes"])]
         device = _C.CudaDevice(0, 0, fake.path)
-        settings = {**settings, "behind": None}
+        settings = {**settings, "async_host": None}
         made.append(_C.Engine(**settings, arenas=arenas, cuda=device, handles=handles))
         return made[-1]
 
@@ -132,7 +132,11 @@ def test_two_lanes_wait_for_each_others_ground_and_the_host_runs_ahead_by_two_gr
     """In an arena in which two steps do not fit side by side at their highest."""
     with wf.Engine(memory="512MiB", lanes=2) as engine:
         train(2, engine)
-        height = max(claim.height for claim in engine._claims.values()) if engine._claims else 4 << 20
+        height = (
+            max(claim.height for claim in engine.reservations._claims.values())
+            if engine.reservations._claims
+            else 4 << 20
+        )
     del engine
     fake.forget_calls()
     on_cuda.clear()

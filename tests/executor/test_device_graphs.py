@@ -39,7 +39,7 @@ def on_cuda(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def native(settings: dict[str, Any], arenas: bool) -> Any:
         handles = [fake.new_stream() for _ in range(settings["lanes"])]
         device = _C.CudaDevice(0, 0, fake.path)
-        return _C.Engine(**{**settings, "behind": None}, arenas=arenas, cuda=device, handles=handles)
+        return _C.Engine(**{**settings, "async_host": None}, arenas=arenas, cuda=device, handles=handles)
 
     monkeypatch.setattr(engines, "_native", native)
     monkeypatch.delenv("WATERFLOW_DEVICE_GRAPHS", raising=False)
@@ -80,7 +80,7 @@ def train(step: wf.Step, seed: int = 0, between: Between | None = None, given: l
             between(index, step)
         losses.append(step(batch))
     state = {key: value.clone() for key, value in step.model.state_dict().items()}
-    return [float(loss) for loss in losses], state, step._variants._generator.get_state()
+    return [float(loss) for loss in losses], state, step._bound_steps._generator.get_state()
 
 
 def same(one: Ran, other: Ran) -> bool:
@@ -219,7 +219,7 @@ def test_a_new_plan_is_captured_anew() -> None:
 
     def again(index: int, step: wf.Step) -> None:
         if index == 8:
-            for variant in step._variants._variants.values():
+            for variant in step._bound_steps._bound_steps.values():
                 variant.planned.wants_profile = True
 
     expected = plainly(given=given)

@@ -563,7 +563,7 @@ def test_limit_lowered_and_raised_while_jobs_train(full: bool) -> None:
     def move() -> None:
         draw = random.Random(1)
         while not stop.wait(0.0005):
-            limits = [e.height for e in list(engine._claims.values())]
+            limits = [e.height for e in list(engine.reservations._claims.values())]
             if len(limits) < 4:
                 continue
             largest = max(limits)
@@ -571,7 +571,7 @@ def test_limit_lowered_and_raised_while_jobs_train(full: bool) -> None:
             if engine.native.set_capacity(wanted) and engine.native.held > wanted:
                 above.append(f"{engine.native.held} above {wanted}")
             engine.native.check()
-        engine.native.set_capacity(engine.room)
+        engine.native.set_capacity(engine.reservations.room)
 
     mover = threading.Thread(target=move)
     mover.start()
@@ -585,7 +585,7 @@ def test_limit_lowered_and_raised_while_jobs_train(full: bool) -> None:
     for end, reference in zip(ends, references):
         assert isinstance(end, Trained)
         assert_same(end, reference)
-    assert engine.native.capacity == engine.room
+    assert engine.native.capacity == engine.reservations.room
     engine.close()
 
 
@@ -723,37 +723,41 @@ def test_claims_wait_for_others_to_leave() -> None:
     engine = Engine(memory=1000, reserve=0, lanes=1)
     one, other = engine.add_job("one"), engine.add_job("other")
     plan = opaque_plan("p", 100, persistent=600, batch=0)
-    engine.claim(one, plan)
-    assert not engine.would_fit(plan) and engine.claimed() == 600 and engine.native.capacity == 400
+    engine.reservations.claim(one, plan)
+    assert (
+        not engine.reservations.would_fit(plan)
+        and engine.reservations.claimed() == 600
+        and engine.native.capacity == 400
+    )
     begun = threading.Event()
 
     def second() -> str:
         begun.set()
-        engine.claim(other, plan)
+        engine.reservations.claim(other, plan)
         return "claimed"
 
     def leave() -> int:
         begun.wait()
         time.sleep(0.05)
-        claimed = engine.claimed()
+        claimed = engine.reservations.claimed()
         engine.remove_job(one)
         return claimed
 
     assert in_threads(second, leave) == ["claimed", 600]
-    assert engine.claimed() == 600
+    assert engine.reservations.claimed() == 600
     engine.remove_job(other)
-    assert engine.claimed() == 0 and engine.native.capacity == 1000
-    assert [count for _, _, _, count in engine.persistent_log] == [600, 0, 600, 0]
+    assert engine.reservations.claimed() == 0 and engine.native.capacity == 1000
+    assert [count for _, _, _, count in engine.reservations.persistent_log] == [600, 0, 600, 0]
 
 
 def test_claims_that_wait_for_each_other() -> None:
     """One thread that holds memory for one job and wants more for another would wait for itself."""
     engine = Engine(memory=1000, reserve=0, lanes=1)
-    engine.claim(engine.add_job("one"), opaque_plan("one", 100, persistent=600, batch=0))
+    engine.reservations.claim(engine.add_job("one"), opaque_plan("one", 100, persistent=600, batch=0))
     with pytest.raises(wf.MemoryLimitError, match=r"everyone who holds memory .* waits for more"):
-        engine.claim(engine.add_job("two"), opaque_plan("two", 100, persistent=600, batch=0))
+        engine.reservations.claim(engine.add_job("two"), opaque_plan("two", 100, persistent=600, batch=0))
     with pytest.raises(wf.MemoryLimitError, match="'huge' does not fit"):
-        engine.claim(engine.add_job("huge"), opaque_plan("huge", 500, persistent=600, batch=0))
+        engine.reservations.claim(engine.add_job("huge"), opaque_plan("huge", 500, persistent=600, batch=0))
 
 
 @pytest.mark.needs_time("it looks for a moment that nothing happens")
@@ -761,48 +765,48 @@ def test_a_claim_that_waits_and_may_go_on_is_no_dead_end() -> None:
     """Room comes, and before the one who waits has taken it another asks for more than there is."""
     engine = Engine(memory=1000, reserve=0, lanes=1)
     first, second, third = (engine.add_job(name) for name in ("first", "second", "third"))
-    engine.claim(second, opaque_plan("second", 0, persistent=400, batch=0))
+    engine.reservations.claim(second, opaque_plan("second", 0, persistent=400, batch=0))
     taken = threading.Event()
 
     def grow() -> None:
-        engine.claim(first, opaque_plan("first", 0, persistent=400, batch=0))
-        engine.claim(first, opaque_plan("first", 0, persistent=700, batch=0))
+        engine.reservations.claim(first, opaque_plan("first", 0, persistent=400, batch=0))
+        engine.reservations.claim(first, opaque_plan("first", 0, persistent=700, batch=0))
         taken.set()
         time.sleep(0.05)
         engine.remove_job(first)
 
     def leave_and_ask() -> None:
-        while not engine._waiting:
+        while not engine.reservations._waiting:
             time.sleep(0.001)
-        with engine._changed:
+        with engine.reservations._changed:
             engine.remove_job(second)
-            engine.claim(third, opaque_plan("third", 0, persistent=700, batch=0))
+            engine.reservations.claim(third, opaque_plan("third", 0, persistent=700, batch=0))
         assert taken.is_set()
 
     raise_first(in_threads(grow, leave_and_ask, seconds=20))
-    assert engine.claimed() == 700
+    assert engine.reservations.claimed() == 700
     engine.close()
 
 
 def test_claims_leave_room_for_the_largest_step() -> None:
     engine = Engine(memory=1000, reserve=100, lanes=2)
-    engine.claim(engine.add_job("deep"), opaque_plan("deep", 500, persistent=100, batch=50))
+    engine.reservations.claim(engine.add_job("deep"), opaque_plan("deep", 500, persistent=100, batch=50))
     assert engine.native.capacity == 750
-    assert engine.would_fit(opaque_plan("p", 500, persistent=250, batch=0))
-    assert not engine.would_fit(opaque_plan("p", 500, persistent=251, batch=0))
-    assert not engine.would_fit(opaque_plan("p", 750, persistent=1, batch=0))
+    assert engine.reservations.would_fit(opaque_plan("p", 500, persistent=250, batch=0))
+    assert not engine.reservations.would_fit(opaque_plan("p", 500, persistent=251, batch=0))
+    assert not engine.reservations.would_fit(opaque_plan("p", 750, persistent=1, batch=0))
 
 
 @pytest.mark.needs_time("it looks for a moment that nothing happens")
 def test_close_while_a_claim_waits() -> None:
     engine = Engine(memory=1000, reserve=0, lanes=1)
     plan = opaque_plan("p", 100, persistent=600, batch=0)
-    engine.claim(engine.add_job("one"), plan)
+    engine.reservations.claim(engine.add_job("one"), plan)
     begun = threading.Event()
 
     def second() -> None:
         begun.set()
-        engine.claim(engine.add_job("other"), plan)
+        engine.reservations.claim(engine.add_job("other"), plan)
 
     def close() -> None:
         begun.wait()

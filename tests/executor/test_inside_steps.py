@@ -163,7 +163,7 @@ def test_a_captured_step_closes_its_engine_and_itself(asynchronous: int | None, 
             else contextlib.suppress(wf.JobCancelled)
         ):
             step(BATCH)
-        assert ends == [None] and engine.claimed() == 0
+        assert ends == [None] and engine.reservations.claimed() == 0
         with pytest.raises(wf.JobCancelled, match="closed"):
             step(BATCH)
         with pytest.raises(ValueError, match="not in this engine"):
@@ -279,7 +279,7 @@ def test_a_forgotten_step_is_collected_on_its_lane(asynchronous: int | None) -> 
         gate.set()
         assert collected.wait(20)
         other = step_of(engine, Net())
-        assert list(engine._claims) == [other.job]
+        assert list(engine.reservations._claims) == [other.job]
         with pytest.raises(ValueError, match="not in this engine"):
             engine.native.queued(job)
         go_on(engine.native)

@@ -83,15 +83,15 @@ KINDS: dict[str, Callable[[Held], Any]] = {
 def squeezed(runner: JobRunner, held: Held, engine: Engine) -> Iterator[threading.Event]:
     """A guaranteed job leaves the waiting one what it has and no more, then wants that, too; the event tells that it got it."""
     assert held.reached.wait(WAIT) and runner.step is not None and runner.step.job is not None
-    mine = engine._claims[runner.step.job]
+    mine = engine.reservations._claims[runner.step.job]
     guaranteed, again, has = engine.add_job("guaranteed"), threading.Event(), threading.Event()
-    least = engine.room - mine.bytes - mine.height - 65536
+    least = engine.reservations.room - mine.bytes - mine.height - 65536
 
     def claim() -> None:
-        engine.claim(guaranteed, needs("guaranteed", least - 4096, 4096))
+        engine.reservations.claim(guaranteed, needs("guaranteed", least - 4096, 4096))
         again.set()
-        until(lambda: engine.waits(runner._thread))
-        engine.claim(guaranteed, needs("guaranteed", engine.room - 8192, 4096))
+        until(lambda: engine.reservations.waits(runner._thread))
+        engine.reservations.claim(guaranteed, needs("guaranteed", engine.reservations.room - 8192, 4096))
         has.set()
 
     thread = threading.Thread(target=claim, daemon=True)
@@ -116,7 +116,7 @@ def away_and_back(engine: Engine, runner: JobRunner, held: Held) -> tuple[wf.Job
     with squeezed(runner, held, engine) as has:
         assert has.wait(WAIT)
         until(lambda: runner.suspended)
-        assert len(engine._claims) == 1
+        assert len(engine.reservations._claims) == 1
         copy = runner.ask_for_snapshot().result(WAIT)
     ended = result()
     assert runner.lease.times_left == 1
@@ -168,7 +168,7 @@ def test_a_quota_that_leaves_no_room_to_evaluate_suspends_the_job() -> None:
         runner._evaluation._height = 60 * MiB  # as it was seen to need before
         result = in_thread(engine, runner)
         assert held.reached.wait(WAIT) and runner.step is not None and runner.step.job is not None
-        mine = engine._claims[runner.step.job]
+        mine = engine.reservations._claims[runner.step.job]
         runner.lease.set(quota=mine.bytes + mine.height + MiB)  # enough to train
         held.go.set()
         until(lambda: runner.suspended)
@@ -211,17 +211,18 @@ def test_of_opportunistic_jobs_that_wait_for_one_another_one_makes_way() -> None
         engine.set_policy(first, ResourcePolicy("opportunistic", preempt=lambda: None))
         engine.set_policy(second, policy)
         claims = threading.Thread(
-            target=lambda: [engine.claim(first, needs("first", size * MiB, MiB)) for size in (200, 700)], daemon=True
+            target=lambda: [engine.reservations.claim(first, needs("first", size * MiB, MiB)) for size in (200, 700)],
+            daemon=True,
         )
-        engine.claim(second, needs("second", 400 * MiB, MiB))
+        engine.reservations.claim(second, needs("second", 400 * MiB, MiB))
         claims.start()
-        until(lambda: engine.waits(claims.ident))
+        until(lambda: engine.reservations.waits(claims.ident))
         with pytest.raises(Preempted, match="'second' makes way"):
-            engine.claim(second, needs("second", 850 * MiB, MiB))
+            engine.reservations.claim(second, needs("second", 850 * MiB, MiB))
         assert told.is_set()
         engine.remove_job(second)
         claims.join(WAIT)
-        assert engine.claimed() == 700 * MiB
+        assert engine.reservations.claimed() == 700 * MiB
 
 
 # -- those who cannot
@@ -248,27 +249,29 @@ def test_a_job_whose_state_cannot_be_saved_stays_and_is_told_of(caplog: pytest.L
         until(lambda: runner.steps > 3)
         assert runner.step is not None and runner.step.job is not None
         own, priorities = runner.step.job, list[tuple[int, bool]]()
-        set_priority = engine._set_priority
+        set_priority = engine.reservations._set_priority
 
         def noted(number: int, opportunistic: bool) -> None:
             priorities.append((number, opportunistic))
             set_priority(number, opportunistic)
 
-        engine._set_priority = noted  # type: ignore[method-assign]
+        engine.reservations._set_priority = noted  # type: ignore[method-assign]
         late = engine.add_job("late")
         claims = threading.Thread(
-            target=engine.claim, args=(late, needs("late", engine.room - 8192, 4096)), daemon=True
+            target=engine.reservations.claim,
+            args=(late, needs("late", engine.reservations.room - 8192, 4096)),
+            daemon=True,
         )
         claims.start()
         until(lambda: bool(warnings(caplog)))
         steps = runner.steps
         until(lambda: runner.steps > steps + 20)  # it goes on
         assert claims.is_alive() and not runner.suspended
-        assert priorities[-1] == (own, True) and (own, False) in priorities and not engine._lent
+        assert priorities[-1] == (own, True) and (own, False) in priorities and not engine.reservations._lent
         runner.stop()
         result()
         claims.join(WAIT)
-        assert engine._claims.keys() == {late}
+        assert engine.reservations._claims.keys() == {late}
         (told,) = warnings(caplog)
         assert "job 'plain'" in told and "NoState, has no state_dict" in told
 
@@ -281,19 +284,19 @@ def test_who_could_not_make_way_is_asked_again(
         holder = engine.add_job("holder")
         policy = ResourcePolicy("opportunistic", preempt=lambda: asked.append(1))
         engine.set_policy(holder, policy)
-        engine.claim(holder, needs("holder", 600 * MiB, MiB))
+        engine.reservations.claim(holder, needs("holder", 600 * MiB, MiB))
 
         def ask() -> int:
-            engine.ask_for_turn(needs("late", 600 * MiB, MiB), GUARANTEED, 1, time.monotonic())
+            engine.reservations.ask_for_turn(needs("late", 600 * MiB, MiB), GUARANTEED, 1, time.monotonic())
             return len(asked)
 
         assert ask() == 1 and ask() == 1  # it has not answered
-        engine.cannot_be_preempted(holder, "no")
+        engine.reservations.cannot_be_preempted(holder, "no")
         assert ask() == 1
         engine.set_policy(holder, policy)
         assert ask() == 2
         monkeypatch.setattr(reservations, "ASK_AGAIN", 0.0)
-        engine.cannot_be_preempted(holder, "no")
+        engine.reservations.cannot_be_preempted(holder, "no")
         assert ask() == 3
         assert len(warnings(caplog)) == 1
 
@@ -305,13 +308,13 @@ def test_lent_priority_is_taken_back_where_the_guaranteed_job_gives_up(monkeypat
     with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
         holder, late = engine.add_job("holder"), engine.add_job("late")
         engine.set_policy(holder, ResourcePolicy("opportunistic", preempt=lambda: None))
-        engine.claim(holder, needs("holder", 600 * MiB, MiB))
+        engine.reservations.claim(holder, needs("holder", 600 * MiB, MiB))
         lent: list[bool] = []
-        set_priority = engine._set_priority
-        engine._set_priority = lambda number, now: (lent.append(now), set_priority(number, now))[1]  # type: ignore[method-assign]
-        monkeypatch.setattr(engine._changed, "wait", interrupted)
+        set_priority = engine.reservations._set_priority
+        engine.reservations._set_priority = lambda number, now: (lent.append(now), set_priority(number, now))[1]  # type: ignore[method-assign]
+        monkeypatch.setattr(engine.reservations._changed, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.claim(late, needs("late", 600 * MiB, MiB))
+            engine.reservations.claim(late, needs("late", 600 * MiB, MiB))
         assert lent == [False, True]
 
 
@@ -330,7 +333,9 @@ def test_a_step_in_a_loop_of_its_own_is_told_of(caplog: pytest.LogCaptureFixture
         step(batches(1)[0])
         late = engine.add_job("late")
         claims = threading.Thread(
-            target=engine.claim, args=(late, needs("late", engine.room - 8192, 4096)), daemon=True
+            target=engine.reservations.claim,
+            args=(late, needs("late", engine.reservations.room - 8192, 4096)),
+            daemon=True,
         )
         claims.start()
         until(lambda: bool(warnings(caplog)))
@@ -340,7 +345,7 @@ def test_a_step_in_a_loop_of_its_own_is_told_of(caplog: pytest.LogCaptureFixture
         assert claims.is_alive()
         step.close()
         claims.join(WAIT)
-        assert engine._claims.keys() == {late}
+        assert engine.reservations._claims.keys() == {late}
 
 
 # -- pages
@@ -352,7 +357,7 @@ def test_pages_stay_for_jobs_that_come_one_after_another() -> None:
         jobs = [job(f"job-{n}", epochs=1) for n in range(3)]
         wf.train(jobs, engine=engine, max_concurrent=1, callbacks=[lambda _: held.append(engine.native.pages_in_use)])
         assert all(held) and engine.native.pages_in_use == 0
-        with pytest.raises(ZeroDivisionError), engine.retain_pages():
+        with pytest.raises(ZeroDivisionError), engine.reservations.retain_pages():
             wf.train(jobs[:1], engine=engine)
             assert engine.native.pages_in_use
             raise ZeroDivisionError

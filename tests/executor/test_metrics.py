@@ -50,7 +50,7 @@ def test_of_one_engine() -> None:
         plan = step.plan
         assert told["waterflow_job_memory_held_bytes"][name,] == plan.persistent + plan.batch
         assert told["waterflow_job_step_seconds"][name,] == plan.seconds > 0
-        assert told["waterflow_device_memory_held_bytes"][()] == engine.claimed() > 0
+        assert told["waterflow_device_memory_held_bytes"][()] == engine.reservations.claimed() > 0
         assert len(told["waterflow_job_steps_total"]) == 2 and len(told["waterflow_job_step_seconds"]) == 1
         idle.close()
     with pytest.raises(urllib.error.URLError):

@@ -99,11 +99,12 @@ def test_an_opportunistic_job_makes_way_and_comes_back() -> None:
         runner = JobRunner(job("small", epochs=6, data=slow, priority="opportunistic"), engine)
         result = in_thread(engine, runner)
         assert reached.wait(WAIT)
-        held = engine.claimed()
+        held = engine.reservations.claimed()
         assert held > 0
         large = engine.add_job("large")
         claimed = threading.Thread(
-            target=engine.claim, args=(large, needs("large", engine.room // 2, engine.room // 2 - held // 2)),
+            target=engine.reservations.claim,
+            args=(large, needs("large", engine.reservations.room // 2, engine.reservations.room // 2 - held // 2)),
             daemon=True,
         )  # fmt: skip
         claimed.start()
@@ -113,7 +114,7 @@ def test_an_opportunistic_job_makes_way_and_comes_back() -> None:
         claimed.join(WAIT)
         assert not claimed.is_alive()
         until(lambda: runner.suspended)
-        assert engine.claimed() == engine._claims[large].bytes
+        assert engine.reservations.claimed() == engine.reservations._claims[large].bytes
         engine.remove_job(large)
         assert_same(result(), alone)
         assert runner.lease.times_left >= 1
@@ -131,12 +132,12 @@ def test_guaranteed_jobs_do_not_make_way() -> None:
 
         runner = JobRunner(job("first", epochs=1, data=slow), engine)
         result = in_thread(engine, runner)
-        until(lambda: engine.claimed() > 0)
+        until(lambda: engine.reservations.claimed() > 0)
         late = engine.add_job("late")
-        plan = needs("late", engine.room // 2, engine.room // 2)
-        assert not engine.would_fit(plan)
+        plan = needs("late", engine.reservations.room // 2, engine.reservations.room // 2)
+        assert not engine.reservations.would_fit(plan)
         threading.Timer(0.2, go.set).start()
-        engine.claim(late, plan)  # waits for its end
+        engine.reservations.claim(late, plan)  # waits for its end
         assert result().status == "completed" and runner.lease.times_left == 0
 
 
@@ -144,9 +145,9 @@ def test_an_opportunistic_claim_leaves_room_for_a_guaranteed_step() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         guaranteed, other = engine.add_job("guaranteed"), engine.add_job("other")
         engine.set_policy(other, ResourcePolicy("opportunistic"))
-        engine.claim(guaranteed, needs("guaranteed", 600 * MiB, 100 * MiB))
-        assert not engine.has_room(other, 400 * MiB, 100 * MiB)
-        engine.claim(other, needs("other", 200 * MiB, 100 * MiB))
+        engine.reservations.claim(guaranteed, needs("guaranteed", 600 * MiB, 100 * MiB))
+        assert not engine.reservations.has_room(other, 400 * MiB, 100 * MiB)
+        engine.reservations.claim(other, needs("other", 200 * MiB, 100 * MiB))
 
 
 @pytest.mark.needs_time("it looks for a moment that nothing happens")
@@ -159,7 +160,7 @@ def test_a_lowered_quota_suspends_a_job_until_it_is_raised() -> None:
         runner.lease.set(quota=1)
         until(lambda: runner.suspended)
         steps = runner.steps
-        assert engine.claimed() == 0
+        assert engine.reservations.claimed() == 0
         time.sleep(0.2)
         assert runner.steps == steps
         runner.lease.set(quota="1GiB")
@@ -203,9 +204,9 @@ def test_a_quota_is_kept_for_a_guaranteed_job() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         job_ = engine.add_job("guaranteed")
         engine.set_policy(job_, ResourcePolicy("guaranteed", quota=800 * MiB))
-        engine.claim(job_, needs("guaranteed", 100 * MiB, 50 * MiB))
-        assert engine.claimed() == 750 * MiB
-        assert not engine.would_fit(needs("other", 50 * MiB, 300 * MiB))
+        engine.reservations.claim(job_, needs("guaranteed", 100 * MiB, 50 * MiB))
+        assert engine.reservations.claimed() == 750 * MiB
+        assert not engine.reservations.would_fit(needs("other", 50 * MiB, 300 * MiB))
 
 
 def test_more_than_its_quota_is_refused() -> None:
@@ -240,7 +241,7 @@ def test_a_step_in_a_loop_of_its_own() -> None:
         engine.set_priority(step, "opportunistic")
         for batch in batches(4):
             step(batch)
-        assert engine.coordinator is not None
+        assert engine.interference is not None
         with pytest.raises(InvalidJobError, match="priority must be"):
             engine.set_priority(step, "low")  # type: ignore[arg-type]
         other = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -257,8 +258,10 @@ def test_a_job_that_makes_way_does_not_wait_for_lanes() -> None:
         ends = in_thread(engine, busy)
         until(lambda: busy.steps > 50)  # it has the lane, and never leaves it
         large = engine.add_job("large")
-        rest = engine.room - engine.claimed()
-        claimed = threading.Thread(target=engine.claim, args=(large, needs("large", rest - 4096, 4096)), daemon=True)
+        rest = engine.reservations.room - engine.reservations.claimed()
+        claimed = threading.Thread(
+            target=engine.reservations.claim, args=(large, needs("large", rest - 4096, 4096)), daemon=True
+        )
         claimed.start()
         claimed.join(5)
         late = claimed.is_alive()
@@ -274,23 +277,23 @@ def test_smaller_steps_do_not_take_room_from_larger_ones_of_the_same_job() -> No
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         first = engine.add_job("first")
         engine.set_policy(first, ResourcePolicy(quota=800 * MiB))
-        engine.claim(first, needs("first", 100 * MiB, 500 * MiB))
-        engine.claim(first, needs("first", 100 * MiB, 50 * MiB))
-        assert engine._claims[first].height == 500 * MiB
-        assert not engine.would_fit(needs("other", 250 * MiB, 10 * MiB))
-        engine.claim(first, needs("first", 100 * MiB, 600 * MiB))
-        assert engine.claimed() == 200 * MiB
+        engine.reservations.claim(first, needs("first", 100 * MiB, 500 * MiB))
+        engine.reservations.claim(first, needs("first", 100 * MiB, 50 * MiB))
+        assert engine.reservations._claims[first].height == 500 * MiB
+        assert not engine.reservations.would_fit(needs("other", 250 * MiB, 10 * MiB))
+        engine.reservations.claim(first, needs("first", 100 * MiB, 600 * MiB))
+        assert engine.reservations.claimed() == 200 * MiB
 
 
 def test_a_job_that_is_just_leaving_is_not_asked() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         leaving, late = engine.add_job("leaving"), engine.add_job("late")
         engine.set_policy(leaving, ResourcePolicy("opportunistic"))
-        engine.claim(leaving, needs("leaving", 600 * MiB, 50 * MiB))
+        engine.reservations.claim(leaving, needs("leaving", 600 * MiB, 50 * MiB))
         engine.native.remove_job(leaving)
-        engine._policies.pop(leaving, None)  # as remove_job() does before it gives the claim back
+        engine.reservations._policies.pop(leaving, None)  # as remove_job() does before it gives the claim back
         with pytest.raises(MemoryLimitError):
-            engine.claim(late, needs("late", 600 * MiB, 50 * MiB))
+            engine.reservations.claim(late, needs("late", 600 * MiB, 50 * MiB))
 
 
 @pytest.mark.needs_time("it looks for a moment that nothing happens")
@@ -320,13 +323,13 @@ def test_going_on_twice_at_once_is_no_error() -> None:
         runner = JobRunner(job("job", epochs=40, priority="opportunistic"), engine)
         result = in_thread(engine, runner)
         until(lambda: runner.steps > 3)
-        would_fit = engine.would_fit
+        would_fit = engine.reservations.would_fit
 
         def and_others_resume_it(*args: Any) -> bool:
             runner.resume()
             return would_fit(*args)
 
-        engine.would_fit = and_others_resume_it  # type: ignore[method-assign]
+        engine.reservations.would_fit = and_others_resume_it  # type: ignore[method-assign]
         runner.lease.leave()
         assert result().status == "completed", result().traceback
 
@@ -344,7 +347,7 @@ def test_a_job_that_left_and_became_guaranteed_has_room_made_for_it() -> None:
         engine.set_policy(
             other, ResourcePolicy("opportunistic", preempt=lambda: (asked.set(), engine.remove_job(other)))
         )
-        engine.claim(other, needs("other", engine.room - 4096, 4096))
+        engine.reservations.claim(other, needs("other", engine.reservations.room - 4096, 4096))
         time.sleep(0.2)
         assert runner.suspended and not asked.is_set()
         runner.lease.set("guaranteed")
@@ -390,10 +393,12 @@ def test_the_first_look_at_an_eager_step_holds_up_no_guaranteed_claim() -> None:
         settings = {"loss": None, "step": step, "priority": "opportunistic"}
         eager = JobRunner(job("eager", epochs=1, **settings), engine)
         result = in_thread(engine, eager)
-        until(lambda: bool(engine._looking))
+        until(lambda: bool(engine.reservations._looking))
         time.sleep(0.1)
         late = engine.add_job("late")
-        claimed = threading.Thread(target=engine.claim, args=(late, needs("late", 1 * MiB, 1 * MiB)), daemon=True)
+        claimed = threading.Thread(
+            target=engine.reservations.claim, args=(late, needs("late", 1 * MiB, 1 * MiB)), daemon=True
+        )
         steps = busy.steps
         claimed.start()
         claimed.join(5)

@@ -301,7 +301,7 @@ with wf.Engine(lanes=2) as engine:
         step(batch)
     assert step.opaque_reason is None
     engine.set_priority(step, "opportunistic")
-    engine.coordinator.look = lambda: None
+    engine.interference.look = lambda: None
     job, go = int(engine.native.add_job()), threading.Event()
 
     def train() -> None:
@@ -352,7 +352,7 @@ with wf.Engine(lanes=2) as engine:
     batch = torch.randn(16, 64), torch.randint(8, (16,))
     step(batch)
     engine.set_priority(step, "opportunistic")
-    engine.coordinator.look = lambda: None
+    engine.interference.look = lambda: None
     engine.native.set_rates(0.0, 0.0)
     long = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: time.sleep(4))
     engine.native.submit(int(engine.native.add_job()), long)

@@ -184,7 +184,7 @@ def test_quotas_that_change_on_the_way(name: str, asynchronous: int | None) -> N
             gates.reach(at)
             step = runner.step
             assert step is not None
-            (claim,) = engine._claims.values()
+            (claim,) = engine.reservations._claims.values()
             held.append((claim.bytes + claim.height, step.recomputed is not None, step.plan.height))
             if at in quotas:
                 runner.lease.set(quota=quotas[at])
@@ -229,7 +229,7 @@ def test_a_quota_below_the_lowest_form_suspends_the_job() -> None:
         runner.lease.set(quota=quota_of(plan, NO_STEP))
         gates.let_go(4)
         until(lambda: runner.suspended)
-        assert engine.claimed() == 0
+        assert engine.reservations.claimed() == 0
         time.sleep(0.2)
         assert runner.suspended
         runner.lease.set(quota=between("mlp", 0.2))
@@ -264,7 +264,7 @@ def test_it_stays_reduced_until_there_is_room() -> None:
         ends = in_thread(engine, runner)
         gates.reach(4)
         large = engine.add_job("large")
-        engine.claim(large, needs("large", engine.room - quota, 0))
+        engine.reservations.claim(large, needs("large", engine.reservations.room - quota, 0))
         runner.lease.set(quota=quota_of(plan, plan.height))
         gates.let_go(4)
         gates.reach(9)
@@ -285,11 +285,13 @@ def test_a_quota_that_is_lowered_while_the_job_is_away() -> None:
         ends = in_thread(engine, runner)
         gates.reach(4)
         large = engine.add_job("large")
-        claims = threading.Thread(target=engine.claim, args=(large, needs("large", engine.room, 0)), daemon=True)
+        claims = threading.Thread(
+            target=engine.reservations.claim, args=(large, needs("large", engine.reservations.room, 0)), daemon=True
+        )
         claims.start()
         gates.let_go(4)
         claims.join(WAIT)
-        assert large in engine._claims
+        assert large in engine.reservations._claims
         runner.lease.set(quota=between("mlp", 0.4))
         engine.remove_job(large)
         gates.reach(9)
@@ -340,10 +342,10 @@ def test_a_loop_of_its_own_keeps_what_it_holds_where_no_form_fits() -> None:
         results = [step(batch) for batch in data[:3]]
         engine.set_priority(step, "opportunistic", plan.persistent + plan.batch + NO_STEP)
         results.append(step(data[3]))
-        assert step.recomputed is None and engine.above_quota(step.job)  # type: ignore[arg-type]
+        assert step.recomputed is None and engine.reservations.above_quota(step.job)  # type: ignore[arg-type]
         engine.set_priority(step, "opportunistic", quota)
         results += [step(batch) for batch in data[4:]]
-        assert step.recomputed is not None and not engine.above_quota(step.job)  # type: ignore[arg-type]
+        assert step.recomputed is not None and not engine.reservations.above_quota(step.job)  # type: ignore[arg-type]
     torch.manual_seed(3)
     with Engine(lanes=1, memory="1GiB") as engine:
         plain = run_steps(*optimized("mlp"), data, engine=engine)
@@ -386,14 +388,18 @@ def test_a_step_that_is_not_captured_waits() -> None:
 def test_what_a_quota_leaves() -> None:
     with Engine(lanes=2, memory="1GiB", reserve=0) as engine:
         first, other = engine.add_job("first"), engine.add_job("other")
-        assert engine.most_height(first, 100 * MiB) is None
+        assert engine.reservations.most_height(first, 100 * MiB) is None
         engine.set_policy(first, ResourcePolicy("opportunistic", quota=500 * MiB))
-        assert engine.most_height(first, 100 * MiB) == 400 * MiB
-        engine.claim(other, needs("other", 700 * MiB, 50 * MiB))
-        assert engine.has_room(first, 100 * MiB, 174 * MiB) and not engine.has_room(first, 100 * MiB, 175 * MiB)
-        engine.claim(first, needs("first", 100 * MiB, 150 * MiB))
-        assert engine.most_height(first, MiB) == 400 * MiB and engine.has_room(first, MiB, 150 * MiB)
+        assert engine.reservations.most_height(first, 100 * MiB) == 400 * MiB
+        engine.reservations.claim(other, needs("other", 700 * MiB, 50 * MiB))
+        assert engine.reservations.has_room(first, 100 * MiB, 174 * MiB) and not engine.reservations.has_room(
+            first, 100 * MiB, 175 * MiB
+        )
+        engine.reservations.claim(first, needs("first", 100 * MiB, 150 * MiB))
+        assert engine.reservations.most_height(first, MiB) == 400 * MiB and engine.reservations.has_room(
+            first, MiB, 150 * MiB
+        )
         engine.set_policy(first, ResourcePolicy("opportunistic", quota=200 * MiB))
-        assert engine.above_quota(first)
-        engine.lower(first, 100 * MiB)
-        assert not engine.above_quota(first) and engine._claims[first].height == 100 * MiB
+        assert engine.reservations.above_quota(first)
+        engine.reservations.lower(first, 100 * MiB)
+        assert not engine.reservations.above_quota(first) and engine.reservations._claims[first].height == 100 * MiB

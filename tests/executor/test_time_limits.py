@@ -319,10 +319,10 @@ def test_a_job_within_its_limit_is_as_without(lanes: int | None) -> None:
 @pytest.mark.slow
 def test_its_memory_is_given_back() -> None:
     with Engine(lanes=2, memory="1GiB") as engine:
-        room = engine.room
+        room = engine.reservations.room
         for place in PLACES.values():
             wf.train([job("hung", timeout=LIMIT, **place(sleeping))], engine=engine, on_error="continue")
-        assert not engine._claims and engine.room == room
+        assert not engine.reservations._claims and engine.reservations.room == room
         assert_unharmed(wf.train([job()], engine=engine)[0], JobRunner(job()).run())
 
 

@@ -18,7 +18,7 @@ TURN = 0.040  # seconds: kTurnNs in engine_turns.cpp
 
 @pytest.fixture
 def engine() -> Iterator[_C.Engine]:
-    made = _C.Engine(lanes=1, threads_per_lane=1, capacity=1 << 20, arenas=False, behind=None)
+    made = _C.Engine(lanes=1, threads_per_lane=1, capacity=1 << 20, arenas=False, async_host=None)
     yield made
     made.close()
 

@@ -37,13 +37,13 @@ def train(size: int, recompute: Any = None) -> wf.JobResult:
 def test_what_an_engine_takes_and_no_more() -> None:
     sizes = sizes_of(recompute="auto")
     plain = largest_batch(sizes, memory=MEMORY).size
-    before = sizes.step._variants._captures.copy()
+    before = sizes.step._bound_steps._captures.copy()
     running = StepSizes(sizes.step, images(1, size=256, shape=(32,))[0], batches_held=2)
     found = largest_recomputed(running, MEMORY, plain)
     assert found is not None
     step, cost = found
     assert step.size > 1.5 * plain
-    assert len(sizes.step._variants._captures) - len(before) <= 8
+    assert len(sizes.step._bound_steps._captures) - len(before) <= 8
     step.offsets.check()
     assert step.held == step.persistent + 2 * step.batch and step.held + step.offsets.height <= MEMORY
     assert train(step.size, "auto").recomputed == cost and cost.share_of_bytes > 0

@@ -21,8 +21,8 @@ from waterflow.partition.plan.offsets import Offsets, place
 from waterflow.planner.gpus import GPU
 from waterflow.planner.simulate import (
     Clock,
-    Simulated,
     SimulatedJob,
+    SimulatedRun,
     arena_of,
     prepare,
     run,
@@ -59,7 +59,7 @@ def test_one_job_by_hand() -> None:
     offsets = plan((0, 2, 128), (1, 1, 64), traffic=(10, 20, 30))
     done = simulate([SimulatedJob("a", offsets, persistent=100, batch=5, steps=2)], memory=400, clock=BYTE)
     # A batch is copied in 5; the next one when the step that read it is done.
-    assert done == Simulated(
+    assert done == SimulatedRun(
         limit=400, arena=256, peak=105 + 192, makespan=2 * (5 + 60), alone=120, busy=(120, 0), overlapped=0, waits=0, groups=6,
         steps=(2,),
     )  # fmt: skip

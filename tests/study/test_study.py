@@ -34,7 +34,7 @@ from waterflow import _C
 from waterflow.executor.engine import current_engine
 from waterflow.executor.program.capture_cache import captures
 from waterflow.executor.tuning import AutoConcurrency
-from waterflow.study.coordinator import Coordinator
+from waterflow.study.coordinator import StudyRunner
 from waterflow.training.runner import JobRunner
 
 BATCHES = images(3)
@@ -424,7 +424,15 @@ def test_a_pruned_trial_makes_room(door: str, deterministic: bool) -> None:
 
     def told(study: optuna.Study, trial: FrozenTrial) -> None:
         (engine,) = engines
-        claims.append((trial.state, engine.claimed(), engine.native.held, engine.native.peak_held, engine.room))
+        claims.append(
+            (
+                trial.state,
+                engine.reservations.claimed(),
+                engine.native.held,
+                engine.native.peak_held,
+                engine.reservations.room,
+            )
+        )
 
     study = run(
         objective, study=new_study(pruner=PruneFirst()), n_trials=4, max_concurrent=1, callbacks=[told],
@@ -441,7 +449,7 @@ def test_a_pruned_trial_makes_room(door: str, deterministic: bool) -> None:
     )  # fmt: skip
     assert states(study)[0] is TrialState.PRUNED and set(states(study)[1:]) == {TrialState.COMPLETE}
     (engine,) = engines
-    assert 0 < engine.native.peak_held <= engine.room
+    assert 0 < engine.native.peak_held <= engine.reservations.room
 
 
 def test_a_trial_that_is_too_large_fails_alone() -> None:
@@ -509,7 +517,7 @@ def test_auto_asks_for_no_trial_that_would_wait(
             step(batch)
         engine = current_engine()
         assert engine is not None
-        needs.append(engine.needs(trial.number))
+        needs.append(engine.reservations.needs(trial.number))
         under_way.discard(trial.number)
         return 0.0
 
@@ -809,10 +817,10 @@ def child(said: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_trial_that_has_not_begun_when_its_study_ends_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread comes late, on a busy machine, when nobody waits for it any longer."""
     comes, begun, threads = threading.Event(), [], []
-    own_numbers_of = Coordinator._own_numbers
+    own_numbers_of = StudyRunner._own_numbers
 
     @contextlib.contextmanager
-    def late(coordinator: Coordinator, worker: Any) -> Iterator[None]:
+    def late(coordinator: StudyRunner, worker: Any) -> Iterator[None]:
         if worker.trial.number == 1:
             threads.append(threading.current_thread())
             assert comes.wait(20)
@@ -828,7 +836,7 @@ def test_a_trial_that_has_not_begun_when_its_study_ends_never_does(monkeypatch: 
     def fail(study: optuna.Study, trial: FrozenTrial) -> None:
         raise LookupError("on purpose")
 
-    monkeypatch.setattr(Coordinator, "_own_numbers", late)
+    monkeypatch.setattr(StudyRunner, "_own_numbers", late)
     for name in ("STOP_SECONDS", "BREAK_OFF_SECONDS"):
         monkeypatch.setattr(f"waterflow.study.coordinator.{name}", 0.05)
     with pytest.raises(LookupError, match="on purpose"):

@@ -161,7 +161,7 @@ def wide(size: int, name: str = "wide") -> wf.Job:
 def test_the_told_batch_trains_and_a_larger_one_does_not(memory: str) -> None:
     found = max_batch_size(wide(16), memory=memory)
     limit = parse_memory(memory)
-    assert found.reserve == wf.Engine(memory=memory).reserve == found.to_dict()["reserve_bytes"] > 0
+    assert found.reserve == wf.Engine(memory=memory).reservations.reserve == found.to_dict()["reserve_bytes"] > 0
     assert found.to_dict()["batches_held"] == 2
     assert f"{format_bytes(found.reserve)} of it the reserve" in str(found) and "and 2 batches of " in str(found)
     assert "but for what kernels take for themselves" in str(found)

@@ -247,11 +247,11 @@ def test_suspended_and_resumed(name: str, at: int, engine: Engine) -> None:
     undisturbed = JobRunner(make(), engine)
     expected = undisturbed.run()
     runner = JobRunner(make(), engine)
-    claimed = engine.claimed()
+    claimed = engine.reservations.claimed()
 
     def pause() -> wf.Checkpoint:
         held = runner.suspend(timeout=30)
-        assert runner.suspended and engine.claimed() == claimed
+        assert runner.suspended and engine.reservations.claimed() == claimed
         assert all(p.numel() == 0 for p in runner.step.model.parameters())
         runner.resume()
         return held
@@ -282,7 +282,7 @@ def test_parameters_that_change_early(engine: Engine) -> None:
     model = deep()
     step = wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()), engine=engine)
     step(images(1)[0])
-    assert all(variant.captured.capture.early_updates for variant in step._variants._variants.values())
+    assert all(variant.captured.capture.early_updates for variant in step._bound_steps._bound_steps.values())
     step.close()
 
 
@@ -331,7 +331,7 @@ def test_memory_is_given_back_while_a_job_is_suspended() -> None:
 
         def pause() -> wf.JobResult:
             first.suspend(timeout=30)
-            assert engine.claimed() == 0
+            assert engine.reservations.claimed() == 0
             result = JobRunner(make("second"), engine).run()  # beside the first one it has no room
             first.resume()
             return result
@@ -374,12 +374,12 @@ def test_pages_go_back_to_the_system() -> None:
 def test_a_deterministic_study_goes_on(engine: Engine) -> None:
     """Its other jobs would wait for one that is suspended."""
     runner = JobRunner(base()(), engine)
-    engine.clock = VirtualClock()
+    engine.reservations.clock = VirtualClock()
     try:
         with pytest.raises(wf.CheckpointError, match="deterministic study"):
             runner.suspend()
     finally:
-        engine.clock = None
+        engine.reservations.clock = None
     assert runner.run().status == "completed"
 
 

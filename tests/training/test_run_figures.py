@@ -90,7 +90,7 @@ def test_results_say_it_of_jobs_those_that_failed_first() -> None:
     assert "  ..." in rest and "40 steps, 0 % of them eager; 1 captures" in rest and len(rest) <= 10
     with wf.Engine() as engine:  # of each call what it has done
         for _ in range(2):
-            assert wf.train(jobs[:2], engine=engine).figures.steps == 10
+            assert wf.train(jobs[:2], engine=engine).stats.steps == 10
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_an_engine_that_is_open_already(bystanders: dict[str, wf.JobResult]) -> 
     with Engine(lanes=2) as engine:
         for _ in range(2):
             assert_unharmed(wf.train([make("near1"), adam("near2")], engine=engine), bystanders)
-            assert engine.claimed() == engine.native.held == 0
+            assert engine.reservations.claimed() == engine.native.held == 0
             assert 0 < engine.native.peak_held <= engine.native.capacity
             engine.native.check()
 
@@ -470,7 +470,7 @@ def test_random_mixes_stay_within_the_limit(seed: int) -> None:
     with Engine(memory=limit, lanes=draw.randint(1, 3), reserve=0) as engine:
         results = wf.train(jobs, engine=engine, max_concurrent=draw.randint(1, 7), on_error="continue")
         assert engine.native.peak_held <= limit
-        assert engine.claimed() == engine.native.held == 0
+        assert engine.reservations.claimed() == engine.native.held == 0
         engine.native.check()
     for one, other in zip(results, expected):
         assert_same_result(one, other)

@@ -502,8 +502,8 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
         if ways.bytes > SMALL and ways.bytes > SHARE_OF_FREE * free_memory():
             raise ProvesNothing(f"the machine has no {format_bytes(ways.bytes)} free for it")
         return ways.difference()
-    with engine.looking(job):  # nobody claims anything meanwhile
-        if not engine.has_room(job, plan.persistent + batches * plan.batch, ways.bytes):
+    with engine.reservations.looking(job):  # nobody claims anything meanwhile
+        if not engine.reservations.has_room(job, plan.persistent + batches * plan.batch, ways.bytes):
             raise ProvesNothing(f"it takes {format_bytes(ways.bytes)} of memory, more than there is for it")
         try:
             return engine.run_audit(job, ways)

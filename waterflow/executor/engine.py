@@ -97,7 +97,7 @@ MOST_AUDITS = 100_000
 Mode = Literal["auto", "lanes", "turns"]
 
 
-class Engine(Reservations):
+class Engine:
     """Runs the steps of many jobs on one device under one memory limit.
 
     Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
@@ -165,16 +165,19 @@ class Engine(Reservations):
         if gpu is not None:
             settings |= {"async_host": None, **cuda.native_settings(gpu, self.lanes, limit)}
             arenas = arenas and gpu.planned
-        super().__init__(_native(settings, arenas), limit, reserve)
+        self.native = _native(settings, arenas)
+        self.limit = limit
+        self.reservations = Reservations(self.native, limit, reserve)
+        self.names = self.reservations.names
         if quantum is not None and not quantum > 0:
             raise InvalidJobError(f"quantum must be positive seconds, or None; got {quantum!r}")
-        self.quantum = quantum
+        self.reservations.quantum = quantum
         self._eager = Turn()
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
         # Job, and between which times on the clock of spans; the newest ones, for pictures.
         self.audits: deque[tuple[int, int, int]] = deque(maxlen=MOST_AUDITS)
-        self._audits_done = 0
+        self._audits_done, self._counting = 0, threading.Lock()
         self.decisions: list[Decision] = []
         self.interference: InterferenceController | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
@@ -213,7 +216,7 @@ class Engine(Reservations):
             self.native.remove_job(job)
         self._tell_refusals()
         self._eager_jobs.discard(job)
-        self.release(job)
+        self.reservations.release(job)
 
     def set_policy(self, job: int, policy: ResourcePolicy) -> None:
         """From its next step on ``job`` is in the engine on these policy; with an opportunistic one the interference begins."""
@@ -225,7 +228,7 @@ class Engine(Reservations):
             self.interference = self.interference or InterferenceController(self.native)
             if self._lanes_in_use is not None:  # all of them: who is to have which is decided by priority
                 self.native.set_active_lanes(self.lanes)
-        super().set_policy(job, policy)
+        self.reservations.set_policy(job, policy)
 
     def set_priority(
         self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None
@@ -248,7 +251,7 @@ class Engine(Reservations):
         except _C.Cancelled as error:
             raise JobCancelled(f"step {self.names[job]!r}: {error}") from None
         except ValueError as error:
-            raise too_large(plan, plan.persistent + plan.batch, self.limit, self.room) from error
+            raise too_large(plan, plan.persistent + plan.batch, self.limit, self.reservations.room) from error
 
     def run_audit(self, job: int, audit: OneAudit) -> Any:
         """Run an audit on a lane, as one group; returns what differs. It counts for a step where it leaves one done.
@@ -275,9 +278,9 @@ class Engine(Reservations):
             raise ValueError(str(error)) from None
         finally:
             if audit.done is None:
-                with self._guard:
+                with self._counting:
                     self._audits_done += 1
-                    self.audits.append((job, begin, _C.Engine.now_ns()))
+                self.audits.append((job, begin, _C.Engine.now_ns()))
         return box[0]
 
     @property
@@ -301,7 +304,7 @@ class Engine(Reservations):
 
     def poll(self, ended: int | None = None) -> None:
         """Look at how the lanes do, where it is time to. ``ended``: the job whose step has ended, if one has."""
-        policy = list(self._policies.items()) if self.interference is not None else []
+        policy = self.reservations.policies() if self.interference is not None else []
         if self.interference is not None and any(on.opportunistic for _, on in policy):
             self.interference.poll()
             if ended is not None:
@@ -313,8 +316,8 @@ class Engine(Reservations):
         in_use = self._lanes_in_use
         if in_use is not None and in_use.now() >= in_use.next_look:
             if self._eager_jobs:
-                in_use.begin(len(self._eager_jobs), len(self._claims))
-            in_use.poll(len(self._claims))
+                in_use.begin(len(self._eager_jobs), len(self.reservations))
+            in_use.poll(len(self.reservations))
 
     @property
     def lanes_in_use(self) -> int:
@@ -325,7 +328,7 @@ class Engine(Reservations):
         """From now on the job's steps are not captured: side by side they gain little, as Python runs one of them at a time."""
         self._eager_jobs.add(job)
         if self._lanes_in_use is not None and self.interference is None:
-            self._lanes_in_use.begin(len(self._eager_jobs), len(self._claims))
+            self._lanes_in_use.begin(len(self._eager_jobs), len(self.reservations))
 
     def _tell_refusals(self) -> None:
         for job, why in self.native.take_graph_refusals():
@@ -376,7 +379,7 @@ class Engine(Reservations):
 
     def over(self) -> bool:
         """Whether it has been closed."""
-        return self._closed
+        return self.reservations.closed
 
     def close(self) -> None:
         """End the lanes. Steps that are queued fail; nothing waits for ever.
@@ -388,13 +391,9 @@ class Engine(Reservations):
                 "an engine cannot be closed inside of a step that it runs, because it would wait for the end of "
                 "that step; close it after the step"
             )
-        with self._guard:
-            if self._closed:
-                return
-            self._closed = True
-            self._claims.clear()
-            shorten_switches(-1)
-            self._changed.notify_all()
+        if not self.reservations.close():
+            return
+        shorten_switches(-1)
         self.native.close()
         self._tell_refusals()
 

@@ -40,7 +40,7 @@ AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protecte
 Medians = dict[int, float]  # by job, in nanoseconds
 
 
-class Lanes(Protocol):
+class ThrottledLanes(Protocol):
     """What is asked of an engine's lanes."""
 
     def set_rates(self, beside: float, between: float) -> None:
@@ -122,7 +122,7 @@ def _largest_rate(seen: list[tuple[float, float]], allowed: float) -> float:
 class InterferenceController:
     """Watches guaranteed steps with and without opportunistic work, window by window, and sets its rate. Thread-safe."""
 
-    lanes: Lanes
+    lanes: ThrottledLanes
     allowed: Allowed = Allowed()
     now: Callable[[], float] = time.perf_counter
     slowdown: float = 0.0  # of the median, as last seen

@@ -63,7 +63,9 @@ class MetricsServer:
 def _of_engine(engine: Engine) -> Iterator[Metric]:
     stats = engine.stats()
     yield _one("gauge", "device_memory_limit_bytes", "Limit for all jobs together", engine.limit)
-    yield _one("gauge", "device_memory_held_bytes", "State and batches of the jobs now there", engine.claimed())
+    yield _one(
+        "gauge", "device_memory_held_bytes", "State and batches of the jobs now there", engine.reservations.claimed()
+    )
     yield _one("gauge", "device_memory_steps_peak_bytes", "The most that steps held at once", stats.peak_held)
     yield _one("gauge", "device_lanes", "Steps that can run at the same time", engine.lanes)
     yield _one("counter", "device_steps", "Steps of all jobs", stats.steps)

@@ -1,4 +1,4 @@
-"""Which jobs of an engine were told to make way, whose priority was lent for that, and who cannot."""
+"""Who holds how much of an engine's memory between steps, who waits for it, and who makes way."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ logger = logging.getLogger("waterflow")
 ASK_AGAIN = 30.0  # seconds after a job could not make way
 
 
-class Preemption:
-    """The policy of an engine's jobs, and what was asked of them. What begins with a dash is called under the guard."""
+class Reservations:
+    """The book of an engine's memory. Thread-safe.
 
-    def __init__(self, native: _C.Engine) -> None:
+    Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one. Where a
+    guaranteed job finds no room, they make way for it at their next step boundary.
+    With a ``quantum`` (seconds) jobs of one class take turns where not all of them fit: who has waited so long is given the memory of
+    those who have had it for so long.
+    """
+
+    def __init__(self, native: _C.Engine, limit: int, reserve: int) -> None:
         self.native = native
         self.names: dict[int, str] = {}
         # Entered directly: an exception from outside (Ctrl-C, breaking off) may strike inside of Condition.__enter__, which
@@ -38,77 +44,6 @@ class Preemption:
         self._lent: set[int] = set()  # opportunistic jobs that count as guaranteed while one of those waits for them
         self._stay: dict[int, float] = {}  # could not make way, and are not asked again before
         self._known_to_stay: set[int] = set()  # of whom the user was told
-
-    def policy_of(self, job: int) -> ResourcePolicy:
-        """Those of a job; nobody's are guaranteed."""
-        return self._policies.get(job, GUARANTEED)
-
-    def take_back_priority(self) -> None:
-        """What was lent, where no guaranteed job waits any more."""
-        with self._guard:
-            if self._lent and all(self.policy_of(job).opportunistic for job, _, _ in self._waiting.values()):
-                for job in self._lent:
-                    self._set_priority(job, self.policy_of(job).opportunistic)
-                self._lent.clear()
-
-    def cannot_be_preempted(self, job: int, why: str) -> None:
-        """A job that was told to make way stays where it is; it is asked again on other policy, or after a while."""
-        with self._guard:
-            if job not in self._told:
-                return
-            self._told.discard(job)
-            self._lent.discard(job)
-            self._set_priority(job, self.policy_of(job).opportunistic)
-            self._stay[job] = time.monotonic() + ASK_AGAIN
-            self._warn_of(job, why)
-            self._changed.notify_all()
-
-    def _can_be_preempted(self, job: int) -> bool:
-        return self.policy_of(job).preempt is not None and time.monotonic() >= self._stay.get(job, 0.0)
-
-    def _tell(self, job: int) -> None:
-        preempt = self.policy_of(job).preempt
-        if job not in self._told and preempt is not None and self._can_be_preempted(job):
-            self._told.add(job)
-            preempt()
-            self._changed.notify_all()
-
-    def _lend_priority(self, job: int) -> None:
-        """A guaranteed job waits for steps that this one has queued: no other guaranteed one is to hold them up."""
-        self._lent.add(job)
-        self._set_priority(job, False)
-
-    def _set_priority(self, job: int, opportunistic: bool) -> None:
-        with contextlib.suppress(ValueError):  # it has left
-            self.native.set_opportunistic(job, opportunistic)
-
-    def _warn_of(self, job: int, why: str) -> None:
-        """Once: a job that is to make way cannot."""
-        if job not in self._known_to_stay:
-            self._known_to_stay.add(job)
-            logger.warning(
-                "job %r cannot make way, so that others that need its memory wait for its end: %s",
-                self.names.get(job, job), why,
-            )  # fmt: skip
-
-    def _forget(self, job: int) -> None:
-        self._policies.pop(job, None)
-        self._stay.pop(job, None)
-        for known in (self._told, self._lent, self._known_to_stay):
-            known.discard(job)
-
-
-class Reservations(Preemption):
-    """The book of an engine's memory. Thread-safe.
-
-    Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one. Where a
-    guaranteed job finds no room, they make way for it at their next step boundary.
-    With a ``quantum`` (seconds) jobs of one class take turns where not all of them fit: who has waited so long is given the memory of
-    those who have had it for so long.
-    """
-
-    def __init__(self, native: _C.Engine, limit: int, reserve: int) -> None:
-        super().__init__(native)
         self.limit, self.reserve = limit, reserve
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
@@ -118,8 +53,16 @@ class Reservations(Preemption):
         self._claims: dict[int, Claim] = {}
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
         self._looking: list[int] = []
-        self._closed = False
+        self.closed = False
         self._keep_pages = 0
+
+    def __len__(self) -> int:
+        """Jobs that hold memory."""
+        return len(self._claims)
+
+    def policies(self) -> list[tuple[int, ResourcePolicy]]:
+        """All that were set, by job."""
+        return list(self._policies.items())
 
     @property
     def room(self) -> int:
@@ -154,11 +97,11 @@ class Reservations(Preemption):
         try:
             while True:
                 with self._turn(), self._guard:
-                    while self._looking and not self._closed:
+                    while self._looking and not self.closed:
                         for other in [] if policy.opportunistic else self._looking:
                             self._lend_priority(other)
                         self._changed.wait(timeout=0.1)
-                    if self._closed:
+                    if self.closed:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, height):
                         since = mine.since if mine is not None else time.monotonic()
@@ -170,7 +113,7 @@ class Reservations(Preemption):
                         self._set_capacity()
                         self.changes += 1
                         # Steps under way may still stand on this ground; they finish, and none starts before.
-                        while self.native.capacity > self._capacity() and not self._closed:
+                        while self.native.capacity > self._capacity() and not self.closed:
                             self._changed.wait(timeout=0.001)
                         self._book(job, plan.name, wanted)
                         return
@@ -290,7 +233,7 @@ class Reservations(Preemption):
         finally:
             with self._guard:
                 self._keep_pages -= 1
-                if not self._closed:
+                if not self.closed:
                     self._give_back_pages()
                     self._set_capacity()
 
@@ -431,6 +374,76 @@ class Reservations(Preemption):
 
     def _book(self, job: int, name: str, count: int) -> None:
         self.persistent_log.append((_C.Engine.now_ns(), job, name, count))
+
+    # -- who makes way
+
+    def policy_of(self, job: int) -> ResourcePolicy:
+        """Those of a job; nobody's are guaranteed."""
+        return self._policies.get(job, GUARANTEED)
+
+    def take_back_priority(self) -> None:
+        """What was lent, where no guaranteed job waits any more."""
+        with self._guard:
+            if self._lent and all(self.policy_of(job).opportunistic for job, _, _ in self._waiting.values()):
+                for job in self._lent:
+                    self._set_priority(job, self.policy_of(job).opportunistic)
+                self._lent.clear()
+
+    def cannot_be_preempted(self, job: int, why: str) -> None:
+        """A job that was told to make way stays where it is; it is asked again on other policy, or after a while."""
+        with self._guard:
+            if job not in self._told:
+                return
+            self._told.discard(job)
+            self._lent.discard(job)
+            self._set_priority(job, self.policy_of(job).opportunistic)
+            self._stay[job] = time.monotonic() + ASK_AGAIN
+            self._warn_of(job, why)
+            self._changed.notify_all()
+
+    def _can_be_preempted(self, job: int) -> bool:
+        return self.policy_of(job).preempt is not None and time.monotonic() >= self._stay.get(job, 0.0)
+
+    def _tell(self, job: int) -> None:
+        preempt = self.policy_of(job).preempt
+        if job not in self._told and preempt is not None and self._can_be_preempted(job):
+            self._told.add(job)
+            preempt()
+            self._changed.notify_all()
+
+    def _lend_priority(self, job: int) -> None:
+        """A guaranteed job waits for steps that this one has queued: no other guaranteed one is to hold them up."""
+        self._lent.add(job)
+        self._set_priority(job, False)
+
+    def _set_priority(self, job: int, opportunistic: bool) -> None:
+        with contextlib.suppress(ValueError):  # it has left
+            self.native.set_opportunistic(job, opportunistic)
+
+    def _warn_of(self, job: int, why: str) -> None:
+        """Once: a job that is to make way cannot."""
+        if job not in self._known_to_stay:
+            self._known_to_stay.add(job)
+            logger.warning(
+                "job %r cannot make way, so that others that need its memory wait for its end: %s",
+                self.names.get(job, job), why,
+            )  # fmt: skip
+
+    def close(self) -> bool:
+        """Nobody waits any more; returns whether that is new."""
+        with self._guard:
+            if self.closed:
+                return False
+            self.closed = True
+            self._claims.clear()
+            self._changed.notify_all()
+            return True
+
+    def _forget(self, job: int) -> None:
+        self._policies.pop(job, None)
+        self._stay.pop(job, None)
+        for known in (self._told, self._lent, self._known_to_stay):
+            known.discard(job)
 
 
 def too_large(

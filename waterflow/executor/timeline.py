@@ -90,8 +90,8 @@ class Timeline:
     def of(cls, engine: Engine, dropped: int = 0) -> Timeline:
         """Take what ``engine`` has recorded; it is gone from the engine then. Thread-safe."""
         return cls(
-            engine.native.take_spans().numpy(), dict(engine.names), tuple(engine.persistent_log),
-            engine.limit, engine.reserve, engine.started_ns, engine.lanes, dropped,
+            engine.native.take_spans().numpy(), dict(engine.names), tuple(engine.reservations.persistent_log),
+            engine.limit, engine.reservations.reserve, engine.started_ns, engine.lanes, dropped,
             tuple(engine.decisions), tuple(engine.audits),
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ BUSY = 0.6  # share of a window that lanes must work: else jobs wait for somethi
 GAIN = 1.05  # what a trial must bring
 
 
-class Lanes(Protocol):
+class CountedLanes(Protocol):
     """What is asked of an engine's lanes; ``progress_ns`` counts steps by the time that each takes alone."""
 
     lanes: int
@@ -57,7 +57,7 @@ class LanesInUse:
     go, or where lanes stand idle: work counts, not time. Bits do not depend on lanes.
     """
 
-    native: Lanes
+    native: CountedLanes
     decisions: list[Decision]
     now: Callable[[], float] = time.perf_counter
     next_look: float = 0.0

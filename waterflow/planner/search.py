@@ -14,7 +14,7 @@ from waterflow.executor.program.reserve_step import WhatFits
 from waterflow.partition.capture.substitution import no_collections
 from waterflow.partition.passes.rematerialize import Recomputed
 from waterflow.partition.plan.plan import format_bytes
-from waterflow.planner.simulate import Clock, Simulated, SimulatedJob, arena_of, simulate
+from waterflow.planner.simulate import Clock, SimulatedJob, SimulatedRun, arena_of, simulate
 from waterflow.planner.step_sizes import Plannable, SizedStep, StepSizes
 
 _LEAST_STEPS, _MOST_STEPS, _OPERATIONS = 3, 12, 40_000  # simulated, of each job
@@ -33,7 +33,7 @@ class LargestBatch:
     copies: int
     memory: int
     step: SizedStep
-    run: Simulated | None
+    run: SimulatedRun | None
 
     @property
     def size(self) -> int:
@@ -67,7 +67,7 @@ class LargestMix:
     memory: int
     alone: tuple[LargestBatch, ...]
     steps: tuple[SizedStep, ...]
-    run: Simulated
+    run: SimulatedRun
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -125,7 +125,7 @@ def largest_mix(
 def run_copies(
     sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
     steps: int | None = None, grouped: bool = False, clock: Clock | None = None,
-) -> Simulated:  # fmt: skip
+) -> SimulatedRun:  # fmt: skip
     """Simulate ``steps`` steps of ``copies`` jobs with batches of this size, and the jobs ``beside`` them.
 
     Each operation is a group, or, ``grouped``, the copies' plans are followed. Raises as ``simulate`` does.

@@ -76,7 +76,7 @@ class SimulatedJob:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedRun:
     """A simulated run. Bytes, and nanoseconds of virtual time, which are a model.
 
     ``peak`` is all that was held at once, persistent state and batches included; ``limit`` what it had to stay within.
@@ -114,7 +114,7 @@ def arena_of(jobs: Sequence[SimulatedJob], memory: int, arenas: int = 1) -> int:
 def simulate(
     jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, run_ahead: int = 2, seed: int = 0,
     clock: Clock | None = None,
-) -> Simulated:  # fmt: skip
+) -> SimulatedRun:  # fmt: skip
     """Run all steps of all jobs in ``memory`` bytes, two lanes an arena; equal arguments give equal runs.
 
     The host issues up to ``run_ahead`` groups per lane beyond what the device has finished.
@@ -133,7 +133,7 @@ def simulate(
             f"an arena of {arena} bytes may hold no more; {max(result.peaks)} were held: a mistake in waterflow"
         )
     held = sum(job.persistent + job.batch for job in jobs)
-    return Simulated(
+    return SimulatedRun(
         limit=memory, arena=arena, peak=held + result.peak, makespan=result.makespan, alone=result.alone,
         busy=tuple(result.busy), overlapped=result.overlapped, waits=result.waits, groups=len(result.spans), steps=tuple(result.steps),
     )  # fmt: skip

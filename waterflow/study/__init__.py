@@ -11,7 +11,7 @@ from waterflow.errors import JobTimeoutError, StudyError, explained
 from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
-from waterflow.study.cluster_trials import Devices, spread
+from waterflow.study.cluster_trials import TrialDevices, spread
 from waterflow.study.coordinator import Objective, StudyCallback, StudyRunner
 from waterflow.study.optuna_compat import in_loop
 from waterflow.study.values import KeepWeights, StudySummary, check_keep_weights
@@ -40,7 +40,7 @@ def optimize(
     exact: bool = True,
     mode: Mode = "auto",
     timeline: Callable[[Timeline], None] | None = None,
-    cluster: Devices | None = None,
+    cluster: TrialDevices | None = None,
     keep_weights: KeepWeights = "best",
     trial_timeout: float | None = None,
 ) -> StudySummary:
@@ -116,7 +116,10 @@ def optimize(
             study, objective, n_trials, timeout, cluster, None if max_concurrent == "auto" else max_concurrent, caught,
             list(callbacks or ()), gc_after_trial, show_progress_bar, keep_weights, trial_timeout,
         )  # fmt: skip
-    with Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode) as engine, engine.retain_pages():
+    with (
+        Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode) as engine,
+        engine.reservations.retain_pages(),
+    ):
         if timeline is not None:
             engine.native.record_spans(True)
         coordinator = StudyRunner(

@@ -201,7 +201,7 @@ _LOOK_SECONDS = 2.0  # between two looks at whether the study was interrupted
 _AT_ONCE = 2  # trials for each device, where nobody says how many
 
 
-class Devices(Protocol):
+class TrialDevices(Protocol):
     """What is asked of ``optimize(cluster=)``; a ``waterflow.Cluster`` is one."""
 
     def check(self, jobs: Any) -> None:
@@ -224,7 +224,7 @@ class Devices(Protocol):
 
 
 def spread(
-    study: Any, objective: Objective, n_trials: int | None, timeout: float | None, devices: Devices,
+    study: Any, objective: Objective, n_trials: int | None, timeout: float | None, devices: TrialDevices,
     max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
     gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
 ) -> StudySummary:  # fmt: skip
@@ -265,7 +265,7 @@ class _Caller:
     """The objective that Optuna sees: it hands the trial in, and waits. Thread-safe."""
 
     def __init__(
-        self, study: Any, shared: Any, objective: Objective, devices: Devices, catch: tuple[type[Exception], ...],
+        self, study: Any, shared: Any, objective: Objective, devices: TrialDevices, catch: tuple[type[Exception], ...],
         keep_weights: KeepWeights, at_once: int, trial_timeout: float | None,
     ) -> None:  # fmt: skip
         self._study, self._objective, self._devices, self._catch = shared, objective, devices, catch

@@ -96,7 +96,7 @@ class StudyRunner:
         self._objective = objective
         self._engine = engine
         self._clock = VirtualClock() if deterministic else None
-        engine.clock = self._clock
+        engine.reservations.clock = self._clock
         self._at_once = max_concurrent if max_concurrent != "auto" else engine.lanes
         self._auto = (
             AutoConcurrency(engine.lanes, lambda: engine.native.progress_ns) if max_concurrent == "auto" else None
@@ -208,10 +208,10 @@ class StudyRunner:
         if not under_way or not known:
             return len(under_way) < self._engine.lanes
         like = max(known, key=lambda need: need.peak)
-        return needed([*(need or like for need in under_way), like]) <= self._engine.room
+        return needed([*(need or like for need in under_way), like]) <= self._engine.reservations.room
 
     def _need(self, number: int) -> Need | None:
-        needs = self._engine.needs(number)
+        needs = self._engine.reservations.needs(number)
         return None if needs is None else Need(f"trial-{number}", *needs)
 
     def _next_ended(self) -> _Worker | None:

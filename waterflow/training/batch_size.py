@@ -31,7 +31,7 @@ from waterflow.planner.search import (
     largest_recomputed,
     run_copies,
 )
-from waterflow.planner.simulate import Clock, Simulated, SimulatedJob, simulate
+from waterflow.planner.simulate import Clock, SimulatedJob, SimulatedRun, simulate
 from waterflow.planner.step_sizes import SizedStep, StepSizes
 from waterflow.training.fit_together import step_and_batch
 from waterflow.training.step_queue import STEPS_AHEAD
@@ -85,7 +85,7 @@ class MaxBatchSize:
     jobs: tuple[JobBatch, ...]
     memory: int
     context: int
-    run: Simulated | None
+    run: SimulatedRun | None
     reserve: int = 0
     batches_held: int = STEPS_AHEAD
     steps: tuple[SizedStep, ...] = field(default=(), repr=False)
@@ -288,8 +288,8 @@ __all__ = [
     "MaxBatchSize",
     "Need",
     "RecomputedBatch",
-    "Simulated",
     "SimulatedJob",
+    "SimulatedRun",
     "SizedStep",
     "StepSizes",
     "feasible",

@@ -31,7 +31,7 @@ class EngineLease:
         self._who, self._engine, self._safepoint = f"job {job.name!r}", engine, safepoint
         self._limit = engine.limit if engine is not None else None
         # Others wait for its turn in a deterministic study, which one that stands still would not take.
-        stays = engine is not None and engine.clock is not None
+        stays = engine is not None and engine.reservations.clock is not None
         quota = parse_quota(self._who, job.quota, self._limit)
         self.policy = ResourcePolicy(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
         self.times_left = 0
@@ -65,7 +65,7 @@ class EngineLease:
         error, step = made.exception(), self._step
         if error is None or isinstance(error, JobEnded) or self._engine is None or step is None or step.job is None:
             return
-        self._engine.cannot_be_preempted(step.job, str(error))
+        self._engine.reservations.cannot_be_preempted(step.job, str(error))
 
     @contextlib.contextmanager
     def may_leave(self) -> Iterator[None]:
@@ -83,10 +83,10 @@ class EngineLease:
         step, engine = self._step, self._engine
         assert step is not None
         # Without turns others make way for a guaranteed one when it claims its memory.
-        if engine is not None and (self.policy.opportunistic or engine.quantum is not None):
+        if engine is not None and (self.policy.opportunistic or engine.reservations.quantum is not None):
             plan = step.least_plan(self._wanted, self.policy.limit)
-            if not engine.would_fit(plan, self.policy, step.batches_ahead):
-                engine.ask_for_turn(plan, self.policy, step.batches_ahead, self._since)
+            if not engine.reservations.would_fit(plan, self.policy, step.batches_ahead):
+                engine.reservations.ask_for_turn(plan, self.policy, step.batches_ahead, self._since)
                 engine.poll()
                 return False
         self.times_left += 1

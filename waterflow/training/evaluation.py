@@ -91,7 +91,7 @@ class Evaluation:
         height = max(height, plan.height)
         needed = opaque_plan(self._job.name, height, persistent=plan.persistent, batch=plan.batch)
         try:
-            engine.claim(step.job, needed, batches=step.batches_ahead)
+            engine.reservations.claim(step.job, needed, batches=step.batches_ahead)
         except MemoryLimitError as error:
             raise MemoryLimitError(
                 f"evaluate of job {self._job.name!r} reaches {format_bytes(height)} above the job's state, which the "

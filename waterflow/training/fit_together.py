@@ -133,11 +133,11 @@ def fit_together(
         taken: dict[int, Need] = {}
         for job in jobs:
             try:
-                found = forecast(job, engine.limit, engine.room)
+                found = forecast(job, engine.limit, engine.reservations.room)
             except Exception as error:
                 found = Forecast(job.name, verdict="fails", error=error)
             if found.need is not None and found.error is None:
-                if needed([*taken.values(), found.need]) > engine.room:
+                if needed([*taken.values(), found.need]) > engine.reservations.room:
                     verdict = "waits for memory: until one of the others has ended"
                 elif len(taken) >= at_once:
                     verdict = f"waits for its turn: max_concurrent is {at_once}"
@@ -147,7 +147,7 @@ def fit_together(
                 found = dataclasses.replace(found, verdict=verdict)
             looked.append(found)
     turns = (tuple(taken),) if taken else ()
-    feasibility = Feasibility(engine.room, tuple(found.need for found in looked), turns)
+    feasibility = Feasibility(engine.reservations.room, tuple(found.need for found in looked), turns)
     return Together(engine.limit, engine.lanes, tuple(looked), feasibility)
 
 

@@ -144,7 +144,7 @@ class JobRunner:
         """
         if threading.get_ident() == self._thread:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
-        if self.engine is not None and self.engine.clock is not None:
+        if self.engine is not None and self.engine.reservations.clock is not None:
             raise CheckpointError(
                 f"job {self.job.name!r} cannot be suspended: {self.lease.policy.stays}, or ask for a snapshot"
             )
@@ -221,7 +221,7 @@ class JobRunner:
         self._safepoint.end()
         self.lease.enter(None)
         if self.engine is not None:
-            self.engine.take_back_priority()
+            self.engine.reservations.take_back_priority()
         self._thread = None
         if self._batches is not None:
             self._batches.close()
@@ -404,7 +404,11 @@ class JobRunner:
         """Whether the job may wait for what other jobs hold: memory, lanes, or its turn in a study."""
         if self.engine is None:
             return False
-        return self.lease.policy.opportunistic or self.engine.clock is not None or self.engine.waits(self._thread)
+        return (
+            self.lease.policy.opportunistic
+            or self.engine.reservations.clock is not None
+            or self.engine.reservations.waits(self._thread)
+        )
 
     def _check_stop(self) -> None:
         if self._stop is not None:

@@ -40,7 +40,7 @@ def steps_ahead(step: Step, engine: Engine | None) -> int:
         return STEPS_AHEAD
     plan = step.plan
     by_time = int(BRIDGE_SECONDS / max(plan.seconds, 1e-6)) + 1
-    by_memory = STEPS_AHEAD + int(engine.reserve * BATCH_SHARE / max(plan.batch, 1))
+    by_memory = STEPS_AHEAD + int(engine.reservations.reserve * BATCH_SHARE / max(plan.batch, 1))
     return max(STEPS_AHEAD, min(by_time, by_memory, MOST_STEPS_AHEAD))
 
 

@@ -157,7 +157,7 @@ class _Training:
 
     def run(self) -> Results:
         with (
-            self._engine.retain_pages(),
+            self._engine.reservations.retain_pages(),
             self._writing.under_way() if self._writing is not None else contextlib.nullcontext(),
         ):
             return self._run()

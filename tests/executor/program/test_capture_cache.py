@@ -21,7 +21,7 @@ def train(cache: CaptureCache, rows: int) -> wf.Step:
 
 
 def test_captures_go_where_they_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = train(capture_cache.captures, 2)._variants.captured(*wf.step.flatten(images(1, size=2)[0])).host_bytes  # type: ignore[attr-defined]
+    size = train(capture_cache.captures, 2)._bound_steps.captured(*wf.step.flatten(images(1, size=2)[0])).host_bytes  # type: ignore[attr-defined]
     assert 20 * NODE_BYTES < size < 200 * NODE_BYTES
     cache = CaptureCache(most_bytes=2 * size)
     monkeypatch.setattr(bound_step, "captures", cache)

@@ -312,7 +312,7 @@ def batches(*shape: int, count: int = 8) -> list[Any]:
 
 def calls_of(trained: Trained) -> list[Any]:
     assert trained.step is not None
-    captured = next(iter(trained.step._variants._variants.values())).captured  # type: ignore[attr-defined]
+    captured = next(iter(trained.step._bound_steps._bound_steps.values())).captured  # type: ignore[attr-defined]
     return [n for n in captured.capture.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
 
 

@@ -58,7 +58,7 @@ def test_sums_over_gradients_have_the_order_of_kernels(kernel: int, size: int, n
 
 
 def nodes_of(step: wf.Step) -> list[Any]:
-    (variant,) = step._variants._variants.values()
+    (variant,) = step._bound_steps._bound_steps.values()
     return list(variant.plain.capture.graph.nodes)
 
 
@@ -115,6 +115,6 @@ def test_questions_draw_no_random_numbers_and_change_nothing(monkeypatch: pytest
     assert plan.height and not fake_rules._answers  # plans run nothing
     torch.set_rng_state(numbers)
     batch = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
-    step._variants.find(list(batch), None, "a batch", True)
+    step._bound_steps.find(list(batch), None, "a batch", True)
     assert fake_rules._answers
     assert torch.equal(torch.get_rng_state(), numbers) and torch.equal(model[1].running_mean, before)  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ class BoundStep:
 
     def settled(self, engine: Engine) -> bool:
         """Whether there is memory for it, and nothing has changed since."""
-        return self.claimed is self.planned.plan and self.seen == engine.changes
+        return self.claimed is self.planned.plan and self.seen == engine.reservations.changes
 
     def answers(self, leaves: list[Any]) -> Answers:
         """Those of its key, where it is for this batch. Raises CaptureError for a batch that the step may change."""

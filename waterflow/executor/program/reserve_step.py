@@ -70,27 +70,27 @@ def claim(
     A step that may recompute becomes as low as it has to be to fit alone. Raises as ``Engine.claim`` does; a job that
     does not fit alone learns what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
     """
-    seen = engine.changes
+    seen = engine.reservations.changes
     bound_step = _within_quota(engine, job, batches, bound_steps, bound_step, leaves, batch_spec, under_way)
     bound_step.seen = seen
     while bound_step.claimed is not (plan := bound_step.planned.plan):
         try:
-            engine.claim(job, plan.renamed(name), batches=batches)
+            engine.reservations.claim(job, plan.renamed(name), batches=batches)
             bound_step.claimed = plan
         except MemoryLimitError as error:
-            if error.needed <= engine.room:
+            if error.needed <= engine.reservations.room:
                 raise
             held = plan.persistent + batches * plan.batch
             lower = lowest = None
             try:
-                lower = bound_steps.lowered(bound_step, leaves, batch_spec, engine.room - held)
+                lower = bound_steps.lowered(bound_step, leaves, batch_spec, engine.reservations.room - held)
             except MemoryLimitError as out_of_reach:
                 lowest = out_of_reach.needed
             if lower is None:
                 beyond = max(0, plan.height - bound_step.captured.predicted.height)
                 batch = tuple(leaves) if batch_spec is None else pytree.tree_unflatten(leaves, batch_spec)
                 found = search(batch, beyond)
-                raise found.error(engine.limit, engine.room, plan.renamed(name), held, lowest) from None
+                raise found.error(engine.limit, engine.reservations.room, plan.renamed(name), held, lowest) from None
             bound_step = lower
             bound_step.seen = seen
     return bound_step
@@ -103,18 +103,22 @@ def _within_quota(
     """The bound_step in the form that the job's quota has room for; as it is where there is none, which its claim then finds."""
     whole = bound_step.whole.planned.plan
     needed = whole.persistent + batches * whole.batch
-    most = engine.most_height(job, needed)
+    most = engine.reservations.most_height(job, needed)
     room = whole.height if most is None else min(most, whole.height)
     goes_whole = room == whole.height and bound_step.planned is not bound_step.whole.planned
-    if goes_whole and engine.policy_of(job).opportunistic and not engine.has_room(job, needed, room):
+    if (
+        goes_whole
+        and engine.reservations.policy_of(job).opportunistic
+        and not engine.reservations.has_room(job, needed, room)
+    ):
         return bound_step  # it goes on as it is until there is
     fitting = bound_steps.within(bound_step, leaves, batch_spec, room)
     if fitting is None:
         bound_step.claimed = None
         return bound_step
-    if engine.above_quota(job):
+    if engine.reservations.above_quota(job):
         if under_way:
             engine.native.wait(under_way[-1].run)
-        engine.lower(job, fitting.planned.plan.height)
+        engine.reservations.lower(job, fitting.planned.plan.height)
         bound_steps.claim_again()
     return fitting

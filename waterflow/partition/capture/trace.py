@@ -42,7 +42,7 @@ from waterflow.partition.capture.substitution import (
 from waterflow.partition.guards.batch_reads import Question, StandIn, Unread, question_of
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.purity import ClosedWorld
-from waterflow.partition.guards.reads import Entry
+from waterflow.partition.guards.reads import NamedValue
 from waterflow.partition.guards.step_key import check_plain, check_unchanged, lie_apart, structure_key
 from waterflow.partition.passes.cleanup import clean_up
 from waterflow.partition.passes.gradient_memory import sum_in_place, update_early
@@ -149,7 +149,7 @@ class Capture:
     seconds: float
     gradients: tuple[str, ...] = ()  # the parameters that the backward pass reaches
     reached: tuple[GraphInput, ...] = ()  # what else it reaches: it would leave gradients there
-    entries: tuple[Entry, ...] = ()  # of modules and libraries, which its code read
+    entries: tuple[NamedValue, ...] = ()  # of modules and libraries, which its code read
     questions: tuple[Question, ...] = ()  # what it asked of the batch's values
     number: int = field(default_factory=itertools.count().__next__)  # no other capture of the process has it
 

@@ -273,7 +273,7 @@ def treatment(name: str) -> str:
 Step = tuple[int, Kind, int, tuple[int, ...], Any, int, int, int, int]
 
 
-class Plan(NamedTuple):
+class OperandPlan(NamedTuple):
     """What the observer sees of a code object. Lists have an entry for each code unit."""
 
     steps: tuple[Step, ...]
@@ -355,7 +355,7 @@ def _depths(code: types.CodeType, found: dict[int, _Instruction]) -> dict[int, i
 # -- plans
 
 
-def plan_of(code: types.CodeType, variables: int) -> Plan:
+def plan_of(code: types.CodeType, variables: int) -> OperandPlan:
     """The plan of a code object whose frames have that many variables, cells included, below their stack."""
     instructions = list(_instructions(code))
     by_unit = {instruction.unit: instruction for instruction in instructions}
@@ -378,7 +378,7 @@ def plan_of(code: types.CodeType, variables: int) -> Plan:
     handlers = tuple(entry.target // 2 for entry in dis._parse_exception_table(code))  # type: ignore[attr-defined]
     made = (at for at in instructions if at.name == "MAKE_CELL" and at.unit < (began or 0))
     listed = [depths.get(unit, -1) for unit in starts]
-    return Plan(tuple(steps), starts, listed, handlers, tuple(at.argument for at in made))
+    return OperandPlan(tuple(steps), starts, listed, handlers, tuple(at.argument for at in made))
 
 
 def _step(
@@ -475,7 +475,7 @@ class observing(_C.Observation):  # type: ignore[misc,name-defined]
         """Called as the block ends."""
         self.events = self.take_events()
 
-    def _plan(self, code: types.CodeType, space: dict[str, Any], variables: int) -> Plan | None:
+    def _plan(self, code: types.CodeType, space: dict[str, Any], variables: int) -> OperandPlan | None:
         """Called for each code object that is met."""
         if space is globals() or not self._is_users(code, space):
             return None
@@ -488,7 +488,7 @@ class observing(_C.Observation):  # type: ignore[misc,name-defined]
 
 
 # By identity: code objects that are equal may hold constants whose comparison is somebody's code.
-_plans: dict[int, tuple[weakref.ref[types.CodeType], Plan]] = {}
+_plans: dict[int, tuple[weakref.ref[types.CodeType], OperandPlan]] = {}
 
 
 def _forget(key: int, _: object) -> None:

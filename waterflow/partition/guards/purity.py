@@ -10,7 +10,7 @@ lies within the first. That is decided operation by operation, and by induction 
 - *new*: neither. The step made it, from things of the first kind: for what is called is observed itself, or is known to
   return what follows from its arguments (``code_refs.py``); everything else refuses the step.
 
-Entries of modules and of libraries' classes are read by name, and become guards of the capture (``Entry``).
+Entries of modules and of libraries' classes are read by name, and become guards of the capture (``NamedValue``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,16 @@ from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.code_refs import codes_within, in_library, is_library_code, operators_with, slots_of
 from waterflow.partition.guards.guarded_places import MISSING, pairs_of, slot_value
 from waterflow.partition.guards.observer import CannotObserve, Event, Kind, line_of, observing
-from waterflow.partition.guards.reads import ATOMS, FIXED_MODULES, Entry, Reads, Refused, is_atom, is_fixed, name_of
+from waterflow.partition.guards.reads import (
+    ATOMS,
+    FIXED_MODULES,
+    NamedValue,
+    Reads,
+    Refused,
+    is_atom,
+    is_fixed,
+    name_of,
+)
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS: tuple[type, ...] = (
@@ -77,7 +86,7 @@ class ClosedWorld:
         self._refusal: CaptureError | None = None
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[NamedValue, ...]:
         """The guards that the capture needs beside those of the fingerprint."""
         return *self.reads.entries.values(), *reads.entries_of(self._met)
 

@@ -54,7 +54,7 @@ _SHARED = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamedValue:
     """An entry of a module, or of a library's class, that a capture has read: another value there is another capture."""
 
     container: Any
@@ -71,7 +71,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Setting(Entry):
+class Setting(NamedValue):
     """What ``container``, a function without arguments, said when the step was traced, which it must still say."""
 
     def holds(self) -> bool:
@@ -89,7 +89,7 @@ class Reads:
     def __init__(self, fingerprint: Fingerprint, batch_spec: pytree.TreeSpec | None = None) -> None:
         self.fingerprint = fingerprint
         self._given = frozenset() if batch_spec is None else frozenset(classes_of(batch_spec))
-        self.entries: dict[tuple[int, str], Entry] = {}
+        self.entries: dict[tuple[int, str], NamedValue] = {}
         self.stand_ins: frozenset[int] = frozenset()  # by id, of the tensors that the step is given
         self.shown: Mapping[int, torch.Tensor] = {}  # the stand-ins of the step's own tensors, by their ids
         self.batch: dict[int, bool] = {}  # what the batch consists of, by id; whether the key tells it from the rest
@@ -141,7 +141,7 @@ class Reads:
         if isinstance(container, dict) and self.fingerprint.cover(container, name) is not None:
             return
         if (id(container), name) not in self.entries:
-            self.entries[id(container), name] = Entry(container, name, value)
+            self.entries[id(container), name] = NamedValue(container, name, value)
         if not self._is_constant(value):
             self.stranger(value, label)
 
@@ -158,7 +158,7 @@ class Reads:
                 f"runs {function.__qualname__} of a registered operator, which holds values that no key has; "
                 "pass them to the operator as arguments"
             )
-        self.entries[id(vars(operator)), name] = Entry(vars(operator), name, function)
+        self.entries[id(vars(operator)), name] = NamedValue(vars(operator), name, function)
 
     def setting(self, ask: Ask, label: str, value: Any) -> None:
         """The process is set so that ``ask`` says ``value``, and the step's code may depend on it."""
@@ -173,7 +173,7 @@ class Reads:
     def imported(self, module: Any) -> None:
         """A module that the step imports: the next time it must be the same one."""
         if isinstance(module, types.ModuleType) and sys.modules.get(module.__name__) is module:
-            entry = Entry(sys.modules, module.__name__, module)
+            entry = NamedValue(sys.modules, module.__name__, module)
             self.entries.setdefault((id(sys.modules), module.__name__), entry)
 
     def attribute(self, operands: tuple[Any, ...]) -> None:
@@ -205,7 +205,7 @@ class Reads:
         if name in space:
             self._entry(space, name, space[name], label)
         elif type(module) is types.ModuleType and not hasattr(module, name):
-            self.entries.setdefault((id(space), name), Entry(space, name, _NOTHING))
+            self.entries.setdefault((id(space), name), NamedValue(space, name, _NOTHING))
         elif name != "*" and not _is_lazy(module):
             raise Refused(f"reads {label}, which that module computes")
 
@@ -218,7 +218,7 @@ class Reads:
                     raise Refused(f"reads {name} of a {base.__module__}.{base.__qualname__}, which computes it")
                 known = in_library(base) or base in self._given
                 if known and self.fingerprint.cover(base) != "whole" and base.__flags__ & _HEAP_TYPE:
-                    self.entries.setdefault((id(base), name), Entry(base, name, value))
+                    self.entries.setdefault((id(base), name), NamedValue(base, name, value))
                     shown = read or base in self._given
                     if shown and not self._is_constant(value) and not hasattr(type(value), "__get__"):
                         self.stranger(value, f"{base.__qualname__}.{name}")
@@ -295,7 +295,7 @@ Met = Mapping[int, tuple[types.CodeType, dict[str, Any]]]  # code that was run, 
 
 
 @dataclass(frozen=True)
-class Table(Entry):
+class Table(NamedValue):
     """A dict of functions or classes, which must have the same ones; ``value`` has its pairs."""
 
     def holds(self) -> bool:
@@ -304,15 +304,15 @@ class Table(Entry):
         return len(now) == len(self.value) and all(a is c and b is d for (a, b), (c, d) in zip(now, self.value))
 
 
-def entries_of(met: Met) -> Iterator[Entry]:
+def entries_of(met: Met) -> Iterator[NamedValue]:
     """The entries that such code can have found by the names in it."""
-    found: dict[tuple[int, str], Entry] = {}
+    found: dict[tuple[int, str], NamedValue] = {}
     for code, space in met.values():
         for place in _places(code, space):
             for name in code.co_names:
                 value = place.get(name)
                 if name in place and name != _SUBSTITUTED and (type(value) is bool or not isinstance(value, _CHANGING)):
-                    found[id(place), name] = Entry(place, name, value)
+                    found[id(place), name] = NamedValue(place, name, value)
                     found.update(((id(one), ""), Table(one, "", pairs_of(one))) for one in _tables_in(value))
     yield from found.values()
 
