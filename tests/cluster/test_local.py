@@ -27,9 +27,9 @@ from waterflow.cluster.backend import (
 )
 from waterflow.cluster.group import PATIENCE, Part, Process, RunningGroup
 from waterflow.cluster.local import LocalBackend
+from waterflow.cluster.losses import Silence
 from waterflow.cluster.payload import load_results, pack
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.executor.engine import Engine
 
@@ -244,7 +244,7 @@ def test_a_backend_that_did_not_look_blames_nobody(tmp_path: Path) -> None:
 
 def test_silence_counts_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("waterflow.cluster.silence.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("waterflow.cluster.losses.time.monotonic", lambda: now[0])
     silence = Silence()
     for _ in range(10):
         now[0] += 0.1
@@ -310,7 +310,7 @@ def test_the_end_of_a_job_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "write_bytes", full(whole_bytes))
     monkeypatch.setattr(Path, "write_text", full(whole_text))
-    monkeypatch.setattr("waterflow.cluster.room.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("waterflow.cluster.group.AGAIN_SECONDS", 0.01)
     with Engine(lanes=1) as engine:
         process = Process("here", epoch, folder, engine)
         group = RunningGroup(Part("a", 1), False, process, lambda _, event: told.append(event), lambda: None)

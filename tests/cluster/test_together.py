@@ -9,7 +9,7 @@ from torch import nn
 import waterflow as wf
 from tests.support import images
 from tests.test_recompute import Deep
-from waterflow.cluster.together import memory_of, sets_that_fit
+from waterflow.cluster.hand_in import memory_of, sets_that_fit
 from waterflow.executor.memory_limit import reserve_of
 
 

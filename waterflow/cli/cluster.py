@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -19,12 +19,81 @@ from rich.text import Text
 
 from waterflow.cli.output import Terminal, table
 from waterflow.cli.references import ConfigError, find_function
+from waterflow.cluster.launch import ClusterConfig
 from waterflow.errors import CheckpointError, ClusterError, InvalidJobError, SubmissionError
 from waterflow.units import format_bytes
 
 if TYPE_CHECKING:
     from waterflow.cluster.client import Cluster
     from waterflow.cluster.launch import ClusterConfig
+
+
+_TEXT = """\
+# systemd unit of the waterflow cluster in {folder}
+# waterflow cluster up --print-unit > ~/.config/systemd/user/waterflow.service
+# systemctl --user enable --now waterflow; loginctl enable-linger: also while nobody is logged in
+[Unit]
+Description=waterflow cluster
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+ExecStart={command}
+Restart=on-failure
+RestartSec=5
+# Devices and their jobs outlive the scheduler, and the next one takes them over; waterflow cluster down ends them.
+KillMode=process
+TimeoutStopSec=60
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def unit(folder: Path, config: ClusterConfig) -> str:
+    """The unit that keeps a cluster of this config up in a state folder."""
+    command = [
+        sys.executable,
+        "-m",
+        "waterflow",
+        "cluster",
+        "up",
+        "--foreground",
+        "--state",
+        str(folder),
+        *_options(config),
+    ]
+    return _TEXT.format(folder=_on_one_line(str(folder)), command=" ".join(map(_quoted, command)))
+
+
+def _options(config: ClusterConfig) -> list[str]:
+    """What of the config is not as ``up`` without options has it."""
+    found: list[str] = []
+    plain = ClusterConfig()
+    for field in fields(config):
+        value, option = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        if value == getattr(plain, field.name) or field.name == "port" or (field.name == "nodes" and config.ray):
+            continue
+        if field.name == "tenants":
+            found += [part for name, quota in value for part in ("--tenant", f"{name}={quota}")]
+        elif field.name == "beyond_loopback":
+            found.append("--listen-beyond-loopback")
+        elif field.name != "host":
+            found += [option, ",".join(value) if field.name == "nodes" else str(value)]
+    if (config.host, config.port) != (plain.host, plain.port):
+        found += ["--listen", f"{config.host}:{config.port}"]
+    return found
+
+
+def _on_one_line(text: str) -> str:
+    return text.replace("\n", " ")
+
+
+def _quoted(word: str) -> str:
+    """As systemd reads it: specifiers begin with %, variables with $."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$").replace("\n", "\\n")
+    return f'"{escaped}"' if any(c in word for c in " \t\n\"'\\;") or not word else escaped
+
 
 _WATCH_SECONDS = 1.0
 _LAST_ENDED = 5  # jobs that have ended and are still shown
@@ -102,8 +171,6 @@ def up(
         config: ClusterConfig = replace(before or launch.ClusterConfig(), **changes)  # type: ignore[arg-type]
 
         if print_unit:
-            from waterflow.cluster.unit import unit
-
             config.check()
             typer.echo(unit(folder, config), nl=False)
             return

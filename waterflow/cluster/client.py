@@ -122,7 +122,7 @@ class Cluster:
         Makes each model and reads one of its batches, here. ``asked`` is as in ``submit``, without ``id`` and ``memory``.
         Raises MemoryLimitError for a job that fits on no device alone.
         """
-        from waterflow.cluster.together import sets_that_fit
+        from waterflow.cluster.hand_in import sets_that_fit
 
         most = min((node["memory"] for node in self.status()["nodes"] if node["memory"]), default=0)
         if not most:

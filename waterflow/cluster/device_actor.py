@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from waterflow.cluster.losses import Silence
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import BEAT_SECONDS, FIRST_SECONDS, Hello, Numbered, Worker, WorkerSettings
 
 

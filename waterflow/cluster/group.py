@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -13,13 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from waterflow import _C
 from waterflow.cluster.backend import BackendEvent, Checkpointed, Ended, How, Progress, Started
 from waterflow.cluster.payload import read_result, unpack, write_result
-from waterflow.cluster.room import when_there_is_room
 from waterflow.cluster.shared_folder import Fenced, SharedFolder
 from waterflow.cluster.submission import Priority
 from waterflow.errors import CheckpointError, JobCancelled
@@ -30,6 +31,39 @@ from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.runner import JobRunner, Task, draw_seed
 
 logger = logging.getLogger("waterflow")
+
+AGAIN_SECONDS = 0.5
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+T = TypeVar("T")
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one from which it comes, says that there is no room for what was written."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def when_there_is_room(what: str, write: Callable[[], T], given_up: Callable[[], bool] = lambda: False) -> T:
+    """Call ``write`` until it does not fail for want of room; returns what it does. Raises its other errors.
+
+    ``given_up``: whether nobody wants it any more; then the error is raised.
+    """
+    said = False
+    while True:
+        try:
+            return write()
+        except Exception as error:
+            if not is_full(error) or given_up():
+                raise
+            if not said:
+                logger.warning("%s cannot be written, and waits until there is room: %s", what, error)
+            said = True
+        time.sleep(AGAIN_SECONDS)
+
 
 SAVING_SHARE = 0.05  # of a group's time, at most, goes into checkpoints that nobody asked for
 AFTER_A_LOSS = 0.125  # of the time between two saves

@@ -7,7 +7,8 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +16,47 @@ from typing import Any
 import cloudpickle
 
 from waterflow.cluster.payload import Jobs, pack
-from waterflow.cluster.together import memory_of
 from waterflow.errors import InvalidJobError
+from waterflow.executor.memory_limit import reserve_of
 from waterflow.job import Job
 from waterflow.partition.guards.code_refs import is_library_module
+from waterflow.planner.feasibility import feasible, needed
 from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.fit_together import forecast
 from waterflow.training.runner import Task
+
+
+@dataclass(frozen=True)
+class JobSet:
+    """Jobs that train together on one device, and the bytes that they need there at most; 0: not known."""
+
+    jobs: tuple[Job, ...]
+    memory: int
+
+
+def memory_of(jobs: Sequence[Job]) -> int:
+    """Bytes that jobs need on a device that they share: all that they hold, and the highest step. 0 where that is not known.
+
+    A limit must be higher by the engine's reserve, which is no job's.
+    """
+    known = [need for job in jobs if (need := forecast(job).need) is not None]
+    return needed(known) if len(known) == len(jobs) else 0
+
+
+def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
+    """All jobs, in sets that each fit on a device of ``memory`` bytes: as many together as there can be, then of the rest.
+
+    Jobs whose steps cannot be captured are alone. Raises MemoryLimitError for a job that does not even fit alone.
+    """
+    room = memory - reserve_of(memory)
+    found = [forecast(job, memory, room) for job in jobs]
+    for one in found:
+        if one.error is not None:
+            raise one.error
+    fit = feasible([one.need for one in found], room)
+    made = [JobSet(tuple(jobs[i] for i in turn), needed(fit.of(turn))) for turn in fit.turns]
+    return [*made, *(JobSet((job,), 0) for job, one in zip(jobs, found) if one.need is None)]
+
 
 _NEVER_OWN = frozenset({"waterflow", "__main__", "__mp_main__"} | sys.stdlib_module_names)
 _packing = threading.Lock()  # what is pickled by value is known to the whole process

@@ -21,8 +21,8 @@ from typing import Any
 
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.losses import Silence
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
 from waterflow.executor.memory_limit import DEFAULT_MEMORY
 

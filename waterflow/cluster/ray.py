@@ -26,10 +26,9 @@ from typing import Any
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.device_actor import DeviceActor
 from waterflow.cluster.ledger import Ledger
-from waterflow.cluster.ray_environment import HEALTH, RayEnvironment
-from waterflow.cluster.ray_share import RayShare
+from waterflow.cluster.losses import Silence
+from waterflow.cluster.ray_share import HEALTH, RayEnvironment, RayShare
 from waterflow.cluster.shared_folder import SharedFolder
-from waterflow.cluster.silence import Silence
 from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
 
 logger = logging.getLogger("waterflow")

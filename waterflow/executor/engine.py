@@ -19,14 +19,14 @@ from waterflow import _C
 from waterflow.allocator import cuda
 from waterflow.errors import InvalidJobError, JobCancelled, explained
 from waterflow.executor.cancel import LentLane, Turn, has_limit, time_does_not_count
-from waterflow.executor.context import current_worker as current_worker
-from waterflow.executor.context import here
 from waterflow.executor.interference import InterferenceController, Starvation
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
 from waterflow.executor.policy import ResourcePolicy, parse_quota
 from waterflow.executor.reservations import Reservations, too_large
 from waterflow.executor.stats import Account, EngineStats
 from waterflow.executor.tuning import Decision, LanesInUse
+from waterflow.executor.virtual_clock import current_worker as current_worker
+from waterflow.executor.virtual_clock import here
 from waterflow.partition.plan.plan import Plan
 from waterflow.units import Priority, check_priority
 

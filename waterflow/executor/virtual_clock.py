@@ -5,6 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
+
+
+class _Belonging(threading.local):
+    engine: Any = None
+    worker: int | None = None
+
+
+here = _Belonging()
+
+
+def current_worker() -> int | None:
+    """The number under which the calling thread's work is known to its engine's virtual clock."""
+    return here.worker
 
 
 class VirtualClock:
