@@ -1,1 +1,1 @@
-"""What fits together, before anything is trained."""
+"""Predictions made before anything is trained: which jobs fit together, and with which batches."""

@@ -1,4 +1,4 @@
-"""Does it fit? Which jobs train together, each with the batch that it has; bytes throughout."""
+"""Find which jobs train together, each with its given batch. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from waterflow.executor.memory_limit import needed as needed
 
 @dataclass(frozen=True)
 class Feasibility:
-    """Which jobs train together in ``room`` bytes: ``turns`` are sets of them, by their places, one after the other.
+    """Sets of jobs that train together in ``room`` bytes.
 
-    A job that is in none of them does not fit alone, or has no need that is known.
+    ``turns`` lists sets of jobs, as indices into ``needs``; the sets train one after the other. A job in no set does not fit
+    alone, or its need is None (not known).
     """
 
     room: int
@@ -22,26 +23,27 @@ class Feasibility:
 
     @property
     def together(self) -> tuple[Need, ...]:
-        """The jobs that train first."""
+        """The needs of the jobs in the first set."""
         return self.of(self.turns[0]) if self.turns else ()
 
     @property
     def fits(self) -> bool:
-        """Whether all jobs train together."""
+        """Return True if all jobs train together, in one set."""
         return len(self.together) == len(self.needs)
 
     def of(self, turn: Sequence[int]) -> tuple[Need, ...]:
-        """The needs of the jobs at these places."""
+        """Return the needs of the jobs with the given indices."""
         return tuple(need for i in turn if (need := self.needs[i]) is not None)
 
 
 def largest_set(jobs: Sequence[Need], memory: int) -> tuple[int, ...]:
-    """As many jobs as fit together into ``memory`` bytes, by their places in ``jobs``; of equal sets the smallest one.
+    """Return the indices of as many jobs as fit together into ``memory`` bytes; of equally large sets the one that holds least.
 
-    Jobs train together as long as each step fits beside what all of them hold; steps that do not fit side by side take
-    turns, group by group. So a set fits when all that it holds and its highest step do. For each height, those that hold
-    least among the jobs that are no higher are the most that fit: looking at each gives the largest set there is.
+    A set fits if the sum of what its jobs hold, plus the highest step among them, is at most ``memory``: steps that do not fit
+    side by side take turns, group by group.
     """
+    # For a fixed highest step, taking the jobs that hold least gives the most jobs. So one pass over the distinct
+    # heights finds the largest set there is; no search over subsets is needed.
     best: tuple[int, ...] = ()
     least = 0
     for height in sorted({job.height for job in jobs}):
@@ -59,7 +61,7 @@ def largest_set(jobs: Sequence[Need], memory: int) -> tuple[int, ...]:
 
 
 def feasible(jobs: Sequence[Need | None], room: int) -> Feasibility:
-    """All jobs that fit alone, in sets that train one after the other, each the largest of those that are left."""
+    """Split the jobs that fit alone into sets that train one after the other, each the largest of the jobs still left."""
     left = {i: job for i, job in enumerate(jobs) if job is not None and job.peak <= room}
     turns = []
     while left:

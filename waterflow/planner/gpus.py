@@ -1,4 +1,4 @@
-"""GPUs by name, as numbers for planning and for simulated time. From data sheets; nothing here was measured."""
+"""GPU presets: memory sizes and data-sheet rates, for plans and for simulated time. Nothing here was measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from waterflow.errors import InvalidJobError
 
 MIB = 1 << 20
-# What a process's CUDA context takes with kernels loaded when they are first used (CUDA 11.7 and later), in bytes. Users
+# Bytes of a process's CUDA context, with kernels loaded at their first use (CUDA 11.7 and later). Users
 # report 300 to 400 MiB for some cards (pytorch/pytorch issues 20532 and 107667); the rest is guessed from those, more where
 # there are more multiprocessors. Workspaces of libraries come on top.
 _PASCAL, _VOLTA, _AMPERE, _ADA, _HOPPER = (each * MIB for each in (300, 350, 420, 400, 520))
@@ -16,12 +16,12 @@ _PASCAL, _VOLTA, _AMPERE, _ADA, _HOPPER = (each * MIB for each in (300, 350, 420
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU as its makers state it. Memory in bytes; rates are peaks, so times from them are lower bounds.
+    """A GPU as its maker states it. Memory is in bytes; rates are peaks, so times computed from them are lower bounds.
 
-    ``memory`` is what the driver reports as total (``cudaDeviceProp::totalGlobalMem``), ``context`` what a CUDA context
-    takes of it. ``memory_rate`` and ``bus_rate`` (host to device) in bytes per nanosecond, that is GB/s;
-    ``compute_rate`` in floating point operations per nanosecond, in float32 without tensor cores, as torch multiplies
-    matrices unless told otherwise. ``launch_ns`` passes in a stream for each kernel on top of its work.
+    ``memory`` is the total that the driver reports (``cudaDeviceProp::totalGlobalMem``); ``context`` is the part of it that a
+    CUDA context takes. ``memory_rate`` and ``bus_rate`` (host to device) are bytes per nanosecond, that is GB/s.
+    ``compute_rate`` is floating point operations per nanosecond in float32 without tensor cores, torch's default for matrix
+    products. Each kernel takes ``launch_ns`` of its stream on top of its work.
     """
 
     name: str
@@ -38,7 +38,7 @@ class GPU:
 
     @property
     def usable(self) -> int:
-        """Bytes that are left for a process beside its context."""
+        """Bytes left for a process beside its CUDA context."""
         return self.memory - self.context
 
 
@@ -58,12 +58,13 @@ GPUS = (
 
 
 def gpu(name: str) -> GPU:
-    """The GPU of this name, in any case. Raises InvalidJobError for one that is not known."""
+    """Return the preset with this name, ignoring case. Raises InvalidJobError for an unknown name."""
     known = {each.name: each for each in GPUS}
     if not isinstance(name, str):
         raise InvalidJobError(f"gpu must be a name, such as 'v100-32g', or a GPU; got {name!r}")
     wanted = name.strip().lower()
     if wanted not in known:
+        # A prefix such as "a100" names several cards: list them all instead of guessing the nearest spelling.
         alike = [each for each in known if wanted and each.startswith(wanted)]
         meant = " or ".join(alike or difflib.get_close_matches(wanted, known, n=1, cutoff=0.0))
         raise InvalidJobError(f"no GPU is called {name!r}; did you mean {meant}? Known are {', '.join(known)}")

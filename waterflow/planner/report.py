@@ -1,4 +1,4 @@
-"""A picture of a plan: the two stacks of an arena over time, steps on their lanes, and what the highest step is made of."""
+"""Draw a plan: an arena's two stacks over time, the steps on each lane, and the lines that make up the highest peak."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 _HUES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#EE7733")
 _STEPS = 3
 _MOST_LINES = 14
-_SMALLEST = 200  # parts of the whole: what is less has no bar of its own
+_SMALLEST = 200  # a line with less than 1/200 of the peak has no bar of its own
 _WIDEST_CODE, _WIDEST_TITLE = 44, 120
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _TIMES = (("milliseconds", 1e6), ("microseconds", 1e3))
 
 
 def lines_at_peak(step: SizedStep) -> list[tuple[str, int]]:
-    """What made that which is live at the step's highest point, in bytes, the largest first.
+    """Return (line, bytes) of all memory that is live at the step's highest point, the largest first.
 
-    That is a line of the user's, or the module or operator where there is none.
+    A line is the user's source line, or the module or operator where no line is known.
     """
     resident = step.offsets.resident
     at = max(range(len(resident)), key=resident.__getitem__)
@@ -47,15 +47,17 @@ def save_report(
     path: str | os.PathLike[str], jobs: Sequence[tuple[str, SizedStep]], *, limit: int, reserve: int = 0,
     gpu: str | None = None, clock: Clock | None = None,
 ) -> None:  # fmt: skip
-    """Simulate a few steps of the named jobs in ``limit`` bytes without the ``reserve``, and draw them: a PNG 1875 pixels wide.
+    """Simulate a few steps of the named jobs in ``limit - reserve`` bytes and draw them as a PNG, 1875 pixels wide.
 
-    A single job that does not fit is drawn in as much as it needs, with a line where the limit is. Names must differ.
-    Raises as ``simulate`` does. Times are a model.
+    A single job that does not fit is drawn in as much memory as it needs, with a line at the limit. Names must differ. Times
+    are a model. Raises the errors of ``simulate``.
     """
     from matplotlib.figure import Figure  # slow to import
 
     clock = clock or Clock()
     room, memory = limit - reserve, limit - reserve
+    # A job that does not fit is drawn all the same: the reader asks what makes it too high. simulate() would refuse it,
+    # so it gets the memory it needs and _draw_limit marks where the limit is.
     if len(jobs) == 1:
         ((_, only),) = jobs
         memory = max(room, only.held + only.offsets.height + ALIGNMENT)
@@ -68,6 +70,7 @@ def save_report(
     heights = (4.4, 0.5 + 0.35 * max(2, 0.6 * len(named)), 0.9 + 0.24 * bars)
     figure = Figure(figsize=(12.5, sum(heights) + 1.6), dpi=150, layout="constrained")
     stacks, lanes, lines = figure.subplots(3, 1, height_ratios=heights)
+    # One time axis, so that a peak in the stacks can be read off against the lanes below it.
     lanes.sharex(stacks)
     figure.suptitle(_plain(_short(f"{gpu + ': ' if gpu else ''}{_listed(jobs)}", _WIDEST_TITLE)), fontsize=12)
     unit = _unit(_UNITS, arena)
@@ -91,22 +94,20 @@ def _listed(jobs: Sequence[tuple[str, SizedStep]]) -> str:
 
 
 def _unit(units: Sequence[tuple[str, float]], largest: float) -> tuple[str, float]:
-    """The largest unit of which there is at least one; the smallest where there is none."""
+    # Units are sorted from the largest; values below the smallest unit are shown in it, too.
     return next((each for each in units if largest >= each[1]), units[-1])
 
 
 def _short(text: str, most: int) -> str:
-    """Whole words of a text, as many as there is room for."""
     return text if len(text) <= most else text[: most - 2].rsplit(" ", 1)[0] + " …"
 
 
 def _plain(text: str) -> str:
-    """Not taken for a formula."""
+    # matplotlib takes text between dollar signs for a formula.
     return text.replace("$", r"\$")
 
 
 def _label(line: str) -> str:
-    """The end of its path, and what stands there."""
     file, _, number = line.rpartition(":")
     code = linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
     return f"{_short(code, _WIDEST_CODE)}   {os.sep.join(line.split(os.sep)[-2:])}" if code else line
@@ -119,7 +120,7 @@ def _hue(job: int) -> str:
 def _draw_stacks(
     ax: Axes, spans: Sequence[_C.SimulatedSpan], arena: int, jobs: int, unit: tuple[str, float], time: tuple[str, float]
 ) -> None:
-    """One lane's steps from the bottom, the other's from the top."""
+    # Lane 0 places memory upwards from the bottom of the arena, lane 1 downwards from its top: so it is drawn.
     top_of_all = arena / unit[1]
     for lane in (0, 1):
         for job in range(jobs):
@@ -128,7 +129,7 @@ def _draw_stacks(
                 continue
             starts, ends = (np.array([getattr(span, name) for span in mine]) / time[1] for name in ("start", "end"))
             peaks, afters = (np.array([getattr(span, name) for span in mine]) / unit[1] for name in ("peak", "after"))
-            # What a group leaves stays until the next one of its step begins; behind a step's last group, nothing.
+            # A group's remaining memory stays until the next group of its step begins; after a step's last group it is 0.
             times = np.stack([starts, ends, ends, np.append(starts[1:], ends[-1])], axis=1).ravel()
             heights = np.stack([peaks, peaks, afters, afters], axis=1).ravel()
             bottom = np.zeros_like(heights) if lane == 0 else top_of_all - heights
@@ -140,7 +141,7 @@ def _draw_stacks(
 
 
 def _draw_limit(ax: Axes, left: int, arena: int, unit: tuple[str, float]) -> None:
-    """Where the limit is: ``left`` bytes are left for steps; none where what is held is more already."""
+    # left < 0: the jobs already hold more than the limit without any step; the line is drawn at the bottom.
     said = "the limit" if left >= 0 else f"the limit: {format_bytes(-left)} less than is held without a step"
     at = min(max(left, 0), arena) / unit[1]
     ax.axhline(at, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
@@ -154,6 +155,7 @@ def _draw_lanes(ax: Axes, spans: Sequence[_C.SimulatedSpan], named: Sequence[str
             mine = [span for span in spans if span.lane == lane and span.job == job]
             bars = [(span.start / time[1], (span.end - span.start) / time[1]) for span in mine]
             ax.broken_barh(bars, (lane - 0.4, 0.8), facecolors=_hue(job), lw=0)
+        # matplotlib leaves labels that begin with an underscore out of the legend.
         ax.plot([], [], color=_hue(job), lw=6, label=_plain(_short(name, 30)).lstrip("_"))
     ax.set_yticks([0, 1], ["lane 0 (from below)", "lane 1 (from above)"], fontsize=9)
     ax.set(ylim=(1.5, -0.5))
@@ -161,7 +163,6 @@ def _draw_lanes(ax: Axes, spans: Sequence[_C.SimulatedSpan], named: Sequence[str
 
 
 def _draw_lines(ax: Axes, name: str, step: SizedStep, made: list[tuple[str, int]]) -> None:
-    """Where the highest step's peak comes from."""
     total = sum(size for _, size in made)
     shown = [entry for entry in made[:_MOST_LINES] if entry[1] * _SMALLEST >= total]
     rest = made[len(shown) :]

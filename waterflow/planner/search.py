@@ -1,4 +1,4 @@
-"""The largest batches of jobs that train side by side: a search over sizes, then a simulated run with every access checked."""
+"""Find the largest batches of jobs that train side by side: search over sizes, then check the answer in a simulated run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _FURTHEST = 64  # times the largest known size: how far a line is trusted
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The largest batch of each of ``copies`` equal jobs in ``memory`` bytes, and what they take with it.
+    """The largest batch of each of ``copies`` equal jobs in ``memory`` bytes.
 
-    ``run`` is the simulated run of all copies with that batch; None for a job alone, which is counted by its live bytes.
+    ``step`` is the step with that batch. ``run`` is the simulated run of all copies; it is None for a single job, which is
+    counted by its live bytes and not simulated.
     """
 
     copies: int
@@ -41,16 +42,16 @@ class LargestBatch:
         return self.step.size
 
     def limit_for(self, copies: int) -> float:
-        """What of this job's room would be left for its step beside ``copies`` that hold as much as it all the time.
+        """Return the share of this job's room that is left for its step if ``copies`` jobs hold their state and batches.
 
-        With W for persistent state and one batch: (M - N W) / (M - W).
+        With M the memory, N the copies and W persistent state and one batch: (M - N W) / (M - W).
         """
         return (self.memory - copies * self.step.held) / (self.memory - self.step.held)
 
     def lossless_for(self, copies: int) -> float:
-        """The share of this batch that each of ``copies`` could train if no byte were lost between their pieces.
+        """Return the share of this batch that each of ``copies`` jobs could train if placement lost no bytes between pieces.
 
-        Takes memory, but for the persistent state, as proportional to the batch.
+        Assumes that all memory but persistent state is proportional to the batch.
         """
         step = self.step
         room, alone = self.memory - copies * step.persistent, self.memory - step.persistent
@@ -59,9 +60,9 @@ class LargestBatch:
 
 @dataclass(frozen=True)
 class LargestMix:
-    """The largest batches of different jobs side by side, each the same share of the largest one that it trains alone.
+    """The largest batches of different jobs side by side, each the same share of that job's largest batch alone.
 
-    ``run`` is the simulated run of all of them.
+    ``run`` is the simulated run of all jobs.
     """
 
     memory: int
@@ -71,7 +72,7 @@ class LargestMix:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """What of its room alone each job would have for its step beside the others, which hold what they hold."""
+        """For each job, the share of its room for steps that is left beside what the other jobs hold."""
         held = sum(one.step.held for one in self.alone)
         return tuple((self.memory - held) / (self.memory - one.step.held) for one in self.alone)
 
@@ -80,18 +81,18 @@ def largest_batch(
     sizes: StepSizes, *, memory: int | float | str, copies: int = 1, beside: Sequence[SimulatedJob] = (),
     steps: int | None = None, clock: Clock | None = None, claimed: bool = False,
 ) -> LargestBatch:  # fmt: skip
-    """The largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
+    """Return the largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
 
-    Two lanes share one arena; each copy holds its persistent state on the device, and one batch unless ``sizes`` says
-    otherwise, the next batch waits in host memory, and operations are issued one by one. Jobs ``beside`` them keep the
-    batches that they have. A single job with none beside it is counted by the bytes that are live at once. All that is for
-    comparisons; ``claimed`` counts steps as an engine does when it lets jobs in: placed, with what they hand out.
+    Two lanes share one arena. Each copy holds its persistent state and ``sizes.batches_held`` batches on the device; its next
+    batch waits in host memory. Operations are issued one by one. Jobs ``beside`` the copies keep their batches. A single job
+    with none beside it is counted by its live bytes, for comparison with other systems; with ``claimed`` steps are counted as
+    an engine counts them at admission: placed, and with the memory that they hand out.
 
-    The search assumes that a larger batch needs no less, within the rounding of placement: the size that it returns fits,
-    and the next one does not. With that size ``steps`` steps of all copies are then simulated; by default as many as show a
-    steady state and take no more than a second or so.
+    The search assumes that a larger batch needs no less memory, within the rounding of placement: the size it returns fits, and
+    the next one does not. Then ``steps`` steps of all copies are simulated with that size; by default as many as reach a steady
+    state within about a second.
 
-    Raises MemoryLimitError where not even the smallest batch fits, CaptureError for a step that cannot be captured.
+    Raises MemoryLimitError if not even the smallest batch fits, CaptureError for a step that cannot be captured.
     """
     limit = parse_memory(memory)
     if copies < 1:
@@ -106,9 +107,9 @@ def largest_batch(
 def largest_mix(
     jobs: Sequence[StepSizes], *, memory: int | float | str, clock: Clock | None = None, claimed: bool = False
 ) -> LargestMix:
-    """The largest batches with which different jobs train side by side; see ``largest_batch``.
+    """Return the largest batches with which different jobs train side by side; see ``largest_batch``.
 
-    All batches are the same share of the largest one that the job trains alone, so that none is starved.
+    Each batch is the same share of the job's largest batch alone, so that no job is starved. Raises as ``largest_batch``.
     """
     limit = parse_memory(memory)
     if not jobs:
@@ -126,9 +127,9 @@ def run_copies(
     sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
     steps: int | None = None, grouped: bool = False, clock: Clock | None = None,
 ) -> SimulatedRun:  # fmt: skip
-    """Simulate ``steps`` steps of ``copies`` jobs with batches of this size, and the jobs ``beside`` them.
+    """Simulate ``steps`` steps of ``copies`` jobs with batches of ``size``, beside the jobs in ``beside``.
 
-    Each operation is a group, or, ``grouped``, the copies' plans are followed. Raises as ``simulate`` does.
+    Each operation is a group of its own; with ``grouped`` the node groups of the plan are used. Raises as ``simulate``.
     """
     step = sizes.at(size)
     count = steps if steps is not None else _enough_steps([step] * copies)
@@ -137,20 +138,23 @@ def run_copies(
 
 
 def _enough_steps(steps: Sequence[SizedStep]) -> int:
+    # The bound on simulated operations keeps a run within about a second; below 3 steps a run would be mostly its start
+    # and end.
     operations = sum(step.footprint.operations for step in steps)
     return max(_LEAST_STEPS, min(_MOST_STEPS, _OPERATIONS // operations))
 
 
 def largest_claim(sizes: StepSizes, limit: int) -> SizedStep:
-    """The step at the largest size at which an engine lets it in alone before its memory is placed. Raises as ``largest_batch``."""
+    """Return the step with the largest batch that an engine admits alone before placement. Raises as ``largest_batch``."""
     return _largest([sizes], [1], limit, lambda steps: max(steps[0].held + steps[0].peak, _least(steps, limit)))[0]
 
 
+# Garbage collection is off during a search: it took a fifth of the CPU time of one.
 @no_collections()
 def _largest(
     jobs: Sequence[StepSizes], parts: Sequence[int], limit: int, needs: Callable[[list[SizedStep]], int]
 ) -> list[SizedStep]:
-    """The step of each job, in these parts of one another, at the largest size at which all of them fit."""
+    """Return each job's step at the largest size at which all fit; sizes stay proportional to ``parts``."""
     most = max(parts)
     lead = jobs[parts.index(most)]
     smallest: dict[int, int] = {}
@@ -168,17 +172,22 @@ def _largest(
     def needed(size: int) -> int:
         return needs(sized(size))
 
+    # The given batch is known to capture; batches of one are not (batch norm), and are tried only if the given one does
+    # not fit.
     low, stride = lead.given, _APART * lead.given
     if needed(low) > limit:
         smallest.update((id(job), job.smallest().size) for job in {id(job): job for job in jobs}.values())
         low, stride = smallest[id(lead)], max(1, low - smallest[id(lead)])
         if needed(low) > limit:
             raise _too_small(jobs, sized(low), needed(low), limit)
+    # Lines between captures guide the search, but only captured sizes may be the answer: oneDNN's recurrent layers
+    # round their workspaces, so that a line misses by a few KB. The size after the answer is captured, too, where that
+    # error could have decided.
     while True:
         size = search_sizes(needed, low, limit, stride)
         said = needed(size)
         steps = sized(size, captured=True)
-        off = abs(needs(steps) - said)  # what a line knows no better
+        off = abs(needs(steps) - said)  # the line's error here
         if off and limit < needed(size + 1) <= limit + off:
             sized(size + 1, captured=True)
         if needs(steps) <= limit < needed(size + 1):
@@ -186,13 +195,15 @@ def _largest(
 
 
 def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: int, claimed: bool) -> int:
-    """Bytes that these jobs need together. Beyond the limit it may be less than that: nothing is placed to know it."""
+    """Return the bytes that these jobs need together. A result above the limit is a lower bound."""
     if len(steps) == 1 and not beside and not claimed:
         return max(steps[0].alone, _least(steps, limit))
     held = sum(step.held for step in steps) + sum(job.persistent + job.batch for job in beside)
     least = max(held + max(step.resident for step in steps), _least(steps, limit))
+    # Placement is the slow part; a set whose live bytes already exceed the limit is not placed.
     if least > limit:
         return least
+    # Copies of one step are placed once.
     distinct = {id(step): step for step in steps}.values()
     jobs = [step.job("", 1) for step in distinct]
     height = max(job.offsets.height for job in (*jobs, *beside))
@@ -201,7 +212,8 @@ def _needed(steps: Sequence[SizedStep], beside: Sequence[SimulatedJob], limit: i
 
 
 def _least(steps: Sequence[SizedStep], limit: int) -> int:
-    """As far from the limit as the steps are from heights of their own that they must keep; 0 where there are none."""
+    # A step that cannot be brought to its recompute= height must count as not fitting, by as much as it is too high, so
+    # that the search still has a slope to follow. 0 if no step has such a height.
     return max((limit + step.beyond for step in steps if step.beyond is not None), default=0)
 
 
@@ -226,16 +238,22 @@ def _too_small(jobs: Sequence[StepSizes], steps: Sequence[SizedStep], needed: in
 
 
 def search_sizes(needed: Callable[[int], int], low: int, limit: int, stride: int = 1) -> int:
-    """The largest size that fits; ``low`` does. Each size costs something: guided by lines, the first ``stride`` long."""
+    """Return the largest size with ``needed(size) <= limit``. ``low`` must fit.
+
+    ``needed`` is expensive, so lines through known sizes choose the next size; the first line is ``stride`` long. Raises
+    InvalidJobError if memory does not grow with the size.
+    """
 
     def line(low: int, high: int, otherwise: int) -> int:
-        """Where a line through both ends reaches the limit."""
+        # The size at which a line through (low, high) reaches the limit.
         climb = needed(high) - needed(low)
         return low + (limit - needed(low)) * (high - low) // climb if climb > 0 else otherwise
 
     high, rounds = low + stride, 0
     while needed(high) <= limit:
         rounds += 1
+        # After three rounds at least double: a line of nearly no slope would approach the limit in tiny steps.
+        # _FURTHEST caps how far a line is trusted.
         further = max(line(low, high, 2 * high), high if rounds < 3 else 2 * high) + 1
         low, high = high, min(further, _FURTHEST * high)
         if high > _MOST_BATCH:
@@ -246,9 +264,9 @@ def search_sizes(needed: Callable[[int], int], low: int, limit: int, stride: int
     while high - low > 1:
         rounds += 1
         middle = (low + high) // 2
-        guess = line(low, high, middle) if rounds % 3 else middle  # now and then halved, for what is no line
+        guess = line(low, high, middle) if rounds % 3 else middle  # every third round halves, in case it is no line
         guess = min(max(guess, low + 1), high - 1)
-        for size in (guess, guess + 1):  # a line that ends at the true place is confirmed by the size behind it
+        for size in (guess, guess + 1):  # an exact line is confirmed by the next size
             if size < high and needed(size) <= limit:
                 low = size
             else:
@@ -258,12 +276,14 @@ def search_sizes(needed: Callable[[int], int], low: int, limit: int, stride: int
 
 
 def what_fits(step: Plannable, room: int, batches: int, batch: Any, beyond: int = 0) -> WhatFits:
-    """What fits into ``room`` bytes as an engine counts them, with ``batches`` held, of a step for which this batch is too large.
+    """Return which batches of ``step`` would fit into ``room`` bytes, as an engine counts them, if ``batch`` does not.
 
-    ``beyond`` bytes of the step are not known to its graph: kernels' temporaries, as its profile showed. Nothing is run;
-    takes a few captures. Where the step cannot be captured with other batches nothing is known, which is no error.
+    ``batches`` is the number of batches that the job holds. ``beyond`` bytes of the step are not in its graph: temporaries of
+    kernels, as its profile showed. Runs nothing, but captures the step a few times. Fields that cannot be found, because the
+    step cannot be captured with other batches, are None; that is no error.
     """
     largest = least = recomputed = helps = None
+    # This only improves the text of an error that is about to be raised: it must never raise another one.
     with contextlib.suppress(WaterflowError, RuntimeError):
         sizes, limit = StepSizes(step, batch, batches), room - beyond
         try:
@@ -274,6 +294,7 @@ def what_fits(step: Plannable, room: int, batches: int, batch: Any, beyond: int 
             found = largest_recomputed(sizes, limit, largest)
             recomputed = found[0].size if found is not None else None
         elif step.recompute is None:
+            # The job does not recompute: find out if recompute='auto' is worth advising.
             height, helps = limit - sizes.at(sizes.given).held, False
             with contextlib.suppress(MemoryLimitError):
                 helps = height > 0 and step.recomputed_for(batch, height) is not None
@@ -281,15 +302,14 @@ def what_fits(step: Plannable, room: int, batches: int, batch: Any, beyond: int 
 
 
 def largest_recomputed(sizes: StepSizes, limit: int, largest: int) -> tuple[SizedStep, Recomputed] | None:
-    """The largest batch with which the job fits into ``limit`` bytes alone, when its step may be lowered to that.
+    """Return the step with the largest batch that fits into ``limit`` bytes alone if it may recompute, and its cost.
 
-    Returns the step with that batch in the form in which it fits, and what that makes again. ``largest`` is the one without it, 0
-    where none fits. None where recomputing brings no larger batch.
+    ``largest`` is the largest batch without recomputing, 0 if none fits. Returns None if recomputing allows no larger batch.
 
-    A graph that recomputes is another one at each size, as other activations are the cheapest. So each size that is looked
-    at is captured and lowered as far as it can be. The lowest heights grow nearly evenly, and a line through them says
-    where to look: some six sizes in all. The size that is returned is lowered as an engine would lower it, and fits; the
-    next one does not. Larger ones might again, as what is made again is chosen greedily.
+    Each size has another graph, as other activations are the cheapest to recompute. So each size that the search visits is
+    captured and lowered as far as possible. The lowest heights grow almost linearly, and a line through them finds the answer
+    in about six sizes. The returned size is lowered as an engine would lower it, and fits; the next one does not. Larger ones
+    might fit again, as activations are chosen greedily.
     """
 
     @functools.cache
@@ -310,6 +330,8 @@ def largest_recomputed(sizes: StepSizes, limit: int, largest: int) -> tuple[Size
     if needed(low) <= limit:
         low = search_sizes(needed, low, limit, stride=low)
     found = lowered(low) if low > largest else None
+    # The lowest height is a bound of the greedy pass with a limit of one byte; with the real limit the pass may end
+    # lower, so the next sizes are tried until one fails.
     while (more := lowered(low + 1)) is not None:
         low, found = low + 1, more
     return found

@@ -1,11 +1,11 @@
-"""Simulated runs: jobs on the lanes of arenas in virtual time, every access checked, no memory used.
+"""Simulate jobs on the lanes of arenas in virtual time. Every access is checked; no memory is used.
 
 The order of groups is the real one (``csrc/engine/admission.h``, ``csrc/engine/cross_lane_fences.h``). Time is a model, not a
-measurement. Alone, an operation takes its launches, and then as long as its bytes or its arithmetic at the peak
-rates of a GPU, whichever is longer. What runs at the same time shares those rates (``csrc/engine/simulation.h``): where two
-lanes together ask for more than there is, both slow down. So lanes win by what the other one leaves idle: launches,
-bandwidth beside arithmetic. The operations of a group run one after the other, each with its own shares. Batches are
-copied beside that, at the rate of the bus.
+measurement. An operation alone takes its launches, and then as long as its bytes or its arithmetic at the peak rates of a GPU,
+whichever is longer. Operations that run at the same time share those rates (``csrc/engine/simulation.h``): if two lanes
+together ask for more than there is, both slow down. Lanes gain only what the other one leaves idle: launches, or bandwidth
+beside arithmetic. The operations of a group run one after the other, each with its own shares. Batches are copied at the rate
+of the bus beside that.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _DEFAULT_GPU = gpu("v100-32g")
 
 
 class RaceError(RuntimeError):
-    """Two accesses to one byte without an order between them: a mistake in waterflow, never in a job."""
+    """Two accesses to one byte have no order between them. This is a mistake in waterflow, never in a job."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The model of time: the rates of a GPU, by default a V100's.
+    """The model of time: the rates of a GPU, by default a V100.
 
-    Of 1,000 groups ``stalled`` take up to ``stall_ns`` longer, drawn from the run's seed, and use no more for that.
+    ``stalled`` of 1,000 groups take up to ``stall_ns`` nanoseconds longer, drawn from the run's seed; a stall uses no bandwidth
+    and no arithmetic.
     """
 
     gpu: GPU = _DEFAULT_GPU
@@ -41,7 +42,8 @@ class Clock:
     stall_ns: int = 0
 
     def work(self, cost: Cost) -> tuple[int, int, int]:
-        """Nanoseconds of an operation, alone, and the shares of bandwidth and arithmetic that it uses, in millionths."""
+        """Return an operation's nanoseconds alone and its shares of bandwidth and arithmetic, in ``DeviceClock.whole``."""
+        # Integers throughout: equal arguments must give equal runs on every machine.
         bound = max(-(-cost.bytes // self.gpu.memory_rate), -(-cost.flops // self.gpu.compute_rate))
         nanoseconds = cost.launches * self.gpu.launch_ns + bound
         if nanoseconds == 0:
@@ -54,16 +56,16 @@ class Clock:
         )
 
     def copy_ns(self, copied: int) -> int:
-        """Nanoseconds of so many bytes over the bus."""
+        """Return the nanoseconds that ``copied`` bytes take over the bus."""
         return -(-copied // self.gpu.bus_rate)
 
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What is to be known of a job: where its step's memory lies, what it holds beside that, in bytes, and its steps.
+    """A job as a simulation needs it: the offsets of its step's memory, and the bytes it holds besides.
 
-    ``ends`` are the ends of its groups; None: every operation is a group. ``batch`` comes in the background, while the
-    step before runs. ``forward`` is how many of its operations belong to the forward pass, where somebody asks for it.
+    ``ends`` are the ends of its node groups; None makes every operation a group. ``batch`` bytes are copied while the step
+    before runs. ``forward`` is the number of operations in the forward pass, None if not known.
     """
 
     name: str
@@ -77,11 +79,11 @@ class SimulatedJob:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A simulated run. Bytes, and nanoseconds of virtual time, which are a model.
+    """The result of a simulated run, in bytes and in nanoseconds of virtual time, which are a model.
 
-    ``peak`` is all that was held at once, persistent state and batches included; ``limit`` what it had to stay within.
-    ``alone`` is the time of all steps one by one on a lane that is never idle; ``busy`` that of each lane, slowed by others.
-    ``waits`` counts groups that had to wait for the facing lane on the device, ``groups`` all.
+    ``peak`` is the most that was held at once, persistent state and batches included; ``limit`` the bytes that were allowed.
+    ``alone`` is the time of all steps one by one on a lane that is never idle; ``busy`` is the busy time of each lane, slowed
+    by the others. ``waits`` of the ``groups`` waited on the device for the facing lane.
     """
 
     limit: int
@@ -97,17 +99,17 @@ class SimulatedRun:
 
     @property
     def overlap(self) -> float:
-        """Share of the time in which two lanes were busy."""
+        """The share of the time in which two lanes were busy."""
         return self.overlapped / max(1, self.makespan)
 
     @property
     def speed(self) -> float:
-        """How many times as fast as taking turns on one lane that is never idle. A model, not a measurement."""
+        """The speed relative to taking turns on one lane that is never idle. A model, not a measurement."""
         return self.alone / max(1, self.makespan)
 
 
 def arena_of(jobs: Sequence[SimulatedJob], memory: int, arenas: int = 1) -> int:
-    """Bytes of each arena beside what persists and one batch of each job. Negative where those alone do not fit."""
+    """Return the bytes of each arena beside persistent state and one batch of each job; negative if those do not fit."""
     return (memory - sum(job.persistent + job.batch for job in jobs)) // arenas // ALIGNMENT * ALIGNMENT
 
 
@@ -115,11 +117,11 @@ def simulate(
     jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, run_ahead: int = 2, seed: int = 0,
     clock: Clock | None = None,
 ) -> SimulatedRun:  # fmt: skip
-    """Run all steps of all jobs in ``memory`` bytes, two lanes an arena; equal arguments give equal runs.
+    """Run all steps of all jobs in ``memory`` bytes, with two lanes per arena. Equal arguments give equal runs.
 
-    The host issues up to ``run_ahead`` groups per lane beyond what the device has finished.
-    Raises ValueError for a plan that is wrong, MemoryLimitError for a job that does not fit into an arena, and RaceError
-    where two accesses have no order, which no job can bring about.
+    The host issues up to ``run_ahead`` groups per lane beyond what the device has finished. Raises ValueError for an invalid
+    plan, MemoryLimitError for a job that does not fit into an arena, and RaceError if two accesses have no order, which no job
+    can cause.
     """
     native, arena = prepare(jobs, memory, arenas, clock or Clock())
     result = run(native, arena, arenas=arenas, run_ahead=run_ahead, seed=seed, clock=clock or Clock())
@@ -142,7 +144,7 @@ def simulate(
 def prepare(
     jobs: Sequence[SimulatedJob], memory: int, arenas: int, clock: Clock
 ) -> tuple[list[tuple[_C.SimulatedStep, int]], int]:
-    """The jobs' steps in the form that the simulation takes, each plan checked, and the bytes of an arena."""
+    """Return native steps of the jobs, each plan checked, and the bytes of an arena. Raises as ``simulate``."""
     arena = arena_of(jobs, memory, arenas)
     steps: dict[Any, _C.SimulatedStep] = {}
     native = []
@@ -155,6 +157,7 @@ def prepare(
                 f"{format_bytes(arena)}; lower its batch size or raise memory=",
                 needed=held + job.offsets.height * arenas, limit=memory,
             )  # fmt: skip
+        # Copies of one job share one native step: building its list of touches is the slow part.
         key = (id(job.offsets), job.batch, job.ends)
         if key not in steps:
             steps[key] = simulated_step(job, clock)
@@ -163,11 +166,12 @@ def prepare(
 
 
 def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.SimulatedStep:
-    """Heights, work and touches of a job's groups. Without ``check`` a wrong plan is taken as it is, for tests."""
+    """Return the heights, work and accesses of a job's groups. Without ``check`` a wrong plan is accepted, for tests."""
     offsets = job.offsets
     operations = len(offsets.heights)
     after = offsets.after() if check else (*offsets.heights[1:], 0)
     ends = job.ends if job.ends is not None else tuple(range(1, operations + 1))
+    # Per operation: (offset, bytes, is it a write). The simulation checks that accesses to one byte are ordered.
     touches: list[list[tuple[int, int, bool]]] = [[] for _ in range(operations)]
     for life, at in zip(offsets.lives, offsets.offsets):
         for operation in life.reads:
@@ -186,7 +190,7 @@ def simulated_step(job: SimulatedJob, clock: Clock, check: bool = True) -> _C.Si
 
 
 def work_of(offsets: Offsets, clock: Clock) -> list[tuple[int, int, int]]:
-    """The work of each operation of a step; a step whose costs are not known takes no time."""
+    """Return the work of each operation of a step. A step without known costs takes no time."""
     return [clock.work(cost) for cost in offsets.costs or (Cost(),) * len(offsets.heights)]
 
 
@@ -194,10 +198,11 @@ def run(
     steps: Sequence[tuple[_C.SimulatedStep, int]], arena: int, *, arenas: int = 1, seed: int = 0, clock: Clock,
     run_ahead: int = 2, host_learns: bool = False, fault: _C.OrderFault = _C.OrderFault.none, early_issue: bool = False,
 ) -> _C.SimulationResult:  # fmt: skip
-    """One run as the simulation tells it, races included. ``fault`` and ``early_issue`` are mistakes for tests to plant.
+    """Run the native simulation once and return its raw result, races included.
 
-    With ``host_learns`` the end of a group on the device orders what is issued afterwards, too, and nobody waits for it.
-    Raises RuntimeError where a group is issued before its barrier, or where groups can no longer go on.
+    ``fault`` and ``early_issue`` are mistakes that tests plant. With ``host_learns`` the end of a group on the device also
+    orders everything issued afterwards, and no group waits for it. Raises RuntimeError if a group is issued before its barrier,
+    or if no group can go on.
     """
     return _C.simulate(
         list(steps), arena, arenas, run_ahead, seed, clock.stalled, clock.stall_ns, host_learns, fault, early_issue

@@ -1,4 +1,4 @@
-"""A step with batches of any size: captured at a few, and on lines between those, by which a search finds its way."""
+"""A step with batches of any size: captured at a few sizes, and interpolated between them to guide a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANY_HEIGHT = 1 << 62
 
 
 class Plannable(Protocol):
-    """A step, as far as it is planned: a ``Step``, whose methods these are."""
+    """The part of ``Step``'s interface that planning uses."""
 
     name: str
     recompute: int | Literal["auto"] | None
@@ -33,11 +33,10 @@ class Plannable(Protocol):
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step with batches of one size. All in bytes.
+    """A step with batches of one size. All values are bytes.
 
-    ``beyond`` is there for steps that recompute to stay below a height: what the lowest that can be made of them has more
-    than that, or, negative, less. A step that is not ``within`` its height is as low as it can be. Its job holds
-    ``batches_held`` batches at a time.
+    ``beyond`` is set for a step that recomputes to stay below a height: its lowest possible height minus that height. A step
+    that is not ``within`` is as low as it can be. The job holds ``batches_held`` batches at a time.
     """
 
     size: int
@@ -47,71 +46,71 @@ class SizedStep:
 
     @property
     def within(self) -> bool:
-        """Whether it can be as low as it has to be."""
+        """Return True if the step can be as low as it has to be."""
         return self.beyond is None or self.beyond <= 0
 
     @property
     def persistent(self) -> int:
-        """Parameters, buffers and optimizer state."""
+        """Bytes of parameters, buffers and optimizer state."""
         return self.footprint.persistent
 
     @property
     def batch(self) -> int:
-        """One batch."""
+        """Bytes of one batch."""
         return self.footprint.batch
 
     @property
     def held(self) -> int:
-        """What the job holds on the device all the time."""
+        """Bytes that the job holds on the device all the time."""
         return self.persistent + self.batches_held * self.batch
 
     @functools.cached_property
     def resident(self) -> int:
-        """The most that is live at once in the step."""
+        """The most bytes that are live at once in the step."""
         return self.footprint.live()
 
     @functools.cached_property
     def offsets(self) -> Offsets:
-        """Where the step's memory lies."""
+        """The offsets at which the step's memory is placed."""
         return self.footprint.offsets()
 
     @functools.cached_property
     def groups(self) -> tuple[int, ...]:
-        """The ends of the node groups into which the step is cut."""
+        """The ends of the step's node groups, as operation indices."""
         plan = make_plan("", self.footprint.memory(), persistent=self.persistent, batch=self.batch)
         return tuple(group.end for group in plan.groups)
 
     @functools.cached_property
     def height(self) -> int:
-        """What an engine lets the step take: placed memory and what it hands out, or, if more, what is live unplaced."""
+        """Bytes that an engine reserves for the step: placed memory and outputs, or the live bytes unplaced if more."""
         kept = sum(life.size for life in self.footprint.lives if life.kept)
         return max(self.offsets.height + kept, self.peak)
 
     @functools.cached_property
     def peak(self) -> int:
-        """The most of the step that is live at once, what it hands out and what kernels take included."""
+        """The most bytes that are live at once, outputs and temporaries of kernels included."""
         return max(memory.peak for memory in self.footprint.memory())
 
     @property
     def alone(self) -> int:
-        """All that the job holds at its highest, where nothing is lost between its pieces."""
+        """Bytes that the job needs at its highest point if placement loses none."""
         return self.held + self.resident
 
     def job(self, name: str, steps: int, grouped: bool = False) -> SimulatedJob:
-        """The job that trains such steps, each operation a group, or ``grouped`` as planned."""
+        """Return a job that trains ``steps`` such steps; with ``grouped`` in the plan's groups, else an operation per group."""
         return SimulatedJob(
+            # SimulatedJob counts one batch itself, as it is copied during the step before.
             name, self.offsets, self.held - self.batch, self.batch, steps, ends=self.groups if grouped else None,
             forward=self.footprint.forward,
         )  # fmt: skip
 
 
 class StepSizes:
-    """A step with batches of any size.
+    """Captures a step with batches of any size. Not thread-safe, as the step is not.
 
-    ``batch`` is one to start from; the dimension that varies is the first one of its tensors that is most common. Their
-    values are never read. A line through two captures says where to look; an answer is captured. Each job holds
-    ``batches_held`` batches on the device all the time, and the next one comes while a step runs. Not thread-safe, as the step
-    is not.
+    ``batch`` is one to start from; the dimension that varies is the most common first dimension of its tensors (without one:
+    InvalidJobError). Integer tensors of one or two dimensions keep their values, repeated; no other values are read. Each job
+    holds ``batches_held`` batches on the device all the time; the next one arrives while a step runs.
     """
 
     def __init__(self, step: Plannable, batch: Any, batches_held: int = 1) -> None:
@@ -126,20 +125,21 @@ class StepSizes:
             raise InvalidJobError(
                 f"a batch of {step.name!r} must have a dimension that can vary; this one holds no tensor with one{advice}"
             )
+        # A tie goes to the smaller dimension, so that equal batches give equal searches.
         self.given = max(sorted(set(firsts)), key=firsts.count)
         self._captured: dict[int, SizedStep] = {}
         self._between: dict[int, SizedStep] = {}  # on lines through captures
-        self._height: int | None = None  # that steps are brought to; None: as the step says
+        self._height: int | None = None  # bytes to lower steps to; None: the step's own recompute=
 
     @property
     def captures(self) -> int:
-        """How many sizes were captured."""
+        """The number of sizes that were captured."""
         return len(self._captured)
 
     def at(self, size: int) -> SizedStep:
-        """The step with batches of this size, as a line through the captures beside it says.
+        """Return the step with batches of this size, interpolated from captures beside it.
 
-        Captured where there is no such line. Raises CaptureError where it cannot be captured.
+        Captures the step if there is no such line. Raises CaptureError if it cannot be captured.
         """
         if size in self._captured:
             return self._captured[size]
@@ -151,9 +151,10 @@ class StepSizes:
         return self._between[size]
 
     def captured(self, size: int) -> SizedStep:
-        """The same, captured."""
+        """Return the step with batches of this size, captured. Raises CaptureError."""
         if size not in self._captured:
             self._captured[size] = self._capture(size)
+            # A new capture gives better lines: drop what the old ones said.
             self._between.clear()
         return self._captured[size]
 
@@ -161,6 +162,8 @@ class StepSizes:
         nearest = sorted(self._captured, key=lambda known: (abs(known - size), known))
         if len(nearest) < 2:
             return None
+        # The nearest capture, and the nearest one on the other side of it if there is one: interpolate rather than
+        # extrapolate.
         behind = (known for known in nearest if (known < size) != (nearest[0] < size))
         one, other = self._captured[nearest[0]], self._captured[next(behind, nearest[1])]
         if one.beyond is not None:  # other sizes recompute other things
@@ -168,7 +171,7 @@ class StepSizes:
         return one.footprint.on_line(one.size, other.footprint, other.size, size)
 
     def smallest(self) -> SizedStep:
-        """With batches of one, or of two where normalization over the batch allows no single one."""
+        """Return the step with batches of one, or of two if it refuses one (batch normalization does)."""
         try:
             return self.captured(1)
         except (CaptureError, RuntimeError):
@@ -187,15 +190,16 @@ class StepSizes:
         return SizedStep(size, footprint, beyond, self.batches_held)
 
     def lowest(self, size: int) -> int:
-        """The least height of a step with batches of this size, with all that can be recomputed."""
+        """Return the least height, in bytes, of a step with batches of this size that recomputes all it can."""
         self.on_capture()
         try:
+            # A limit of one byte recomputes everything; the error has the lowest height that was reached.
             return self.step.plan_for(self._batch(size), 1).height
         except MemoryLimitError as error:
             return error.needed
 
     def without_recomputing(self) -> StepSizes:
-        """The same step as it is where its height does not matter."""
+        """Return the same sizes for the step without a limit on its height."""
         if not isinstance(self.step.recompute, int):
             return self
         batch = pytree.tree_unflatten(self._leaves, self._form)
@@ -204,7 +208,7 @@ class StepSizes:
         return made
 
     def lowered(self, size: int, height: int) -> tuple[SizedStep, Recomputed | None]:
-        """The step with batches of this size, at most ``height`` bytes high, and what it then makes again; None for nothing.
+        """Return the step with batches of this size lowered to ``height`` bytes, and what it recomputes; None for nothing.
 
         Raises MemoryLimitError, whose ``needed`` is the lowest height that was found.
         """
@@ -213,7 +217,7 @@ class StepSizes:
         return self._sized(size, found), self.step.recomputed_for(batch, height)
 
     def cost(self, size: int) -> Recomputed | None:
-        """What a step with batches of this size makes again as it is; None for nothing. Raises as ``lowered`` does."""
+        """Return what a step with batches of this size recomputes as it is; None for nothing. Raises as ``lowered``."""
         return self.step.recomputed_for(self._batch(size), self._height)
 
     def _batch(self, size: int) -> Any:
@@ -222,9 +226,9 @@ class StepSizes:
     def _resized(self, leaf: Any, size: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != self.given:
             return leaf
-        if leaf.dim() <= 2 and not leaf.is_floating_point():  # a mask, whose values the step may ask for
+        if leaf.dim() <= 2 and not leaf.is_floating_point():  # a mask or labels: the step may read values
             return leaf[torch.arange(size, device=leaf.device) % self.given]
-        # Memory that is asked for and never touched.
+        # Pages of memory that is never touched cost nothing: huge batches can be captured.
         last = leaf.dim() == 4 and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=torch.channels_last)
         form = torch.channels_last if last else torch.contiguous_format
         return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device, memory_format=form)
