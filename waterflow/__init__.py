@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from waterflow import _C as _C  # type: ignore[attr-defined]
+    from waterflow import _C as _C
     from waterflow.cluster.client import Cluster
     from waterflow.errors import (
         AuditError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from waterflow._C import CounterBarrier
 
 

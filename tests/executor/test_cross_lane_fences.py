@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from waterflow._C import CrossLaneFences, OrderFault
 
 SIZE = 140

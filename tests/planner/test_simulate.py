@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waterflow._C import OrderFault
 
 import waterflow as wf
 from benchmarks.zoo import SMALL
 from waterflow import _C
+from waterflow._C import OrderFault
 from waterflow.partition.plan.costs import Cost
 from waterflow.partition.plan.liveness import Lifetime
 from waterflow.partition.plan.offsets import Offsets, place

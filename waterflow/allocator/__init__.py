@@ -16,4 +16,4 @@ def time_planned_requests(plan: Plan) -> list[float]:
     """
     if plan.requests is None:
         raise ValueError(f"the plan of {plan.name!r} has no planned requests: profile the step first, by three calls")
-    return [float(t) for t in _C.time_planned_requests(plan.requests.native())]
+    return _C.time_planned_requests(plan.requests.native())

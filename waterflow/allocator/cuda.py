@@ -67,7 +67,7 @@ def check_settings() -> None:
 
 def _put_in() -> None:
     memory = torch.cuda.memory
-    hooks = dict(_C.cuda_hooks())
+    hooks = _C.cuda_hooks()
     allocator = memory.CUDAPluggableAllocator(_C.__file__, "waterflow_malloc", "waterflow_free")
     for name in ("waterflow_malloc", "waterflow_free"):
         hooks.pop(name)
@@ -105,7 +105,7 @@ def planned_request_nanoseconds() -> list[float]:
     count = 1000
     rows = [(512, 512 * i, i, 2 * count) for i in range(count)]
     plan = _C.RequestPlan(rows, list(range(count + 1)), [2 * count] * count, 512)
-    return [float(one) for one in _C.time_planned_requests(plan, _C.cuda_device(_index(None)))]
+    return _C.time_planned_requests(plan, _C.cuda_device(_index(None)))
 
 
 # -- what stands in for functions of torch.cuda that ask torch's own allocator
@@ -113,22 +113,22 @@ def planned_request_nanoseconds() -> list[float]:
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes that tensors on the device take now, planned memory included."""
-    return int(_C.cuda_stats(_index(device))["allocated"])
+    return _C.cuda_stats(_index(device))["allocated"]
 
 
 def max_memory_allocated(device: Any = None) -> int:
     """The most bytes that tensors have taken, since the start or the last reset_peak_memory_stats()."""
-    return int(_C.cuda_stats(_index(device))["peak_allocated"])
+    return _C.cuda_stats(_index(device))["peak_allocated"]
 
 
 def memory_reserved(device: Any = None) -> int:
     """Bytes of the device that are held: arenas, graphs, and all that is not planned."""
-    return int(_C.cuda_stats(_index(device))["reserved"])
+    return _C.cuda_stats(_index(device))["reserved"]
 
 
 def max_memory_reserved(device: Any = None) -> int:
     """The most bytes of the device that have been held."""
-    return int(_C.cuda_stats(_index(device))["peak_reserved"])
+    return _C.cuda_stats(_index(device))["peak_reserved"]
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
@@ -139,7 +139,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 def memory_stats(device: Any = None) -> dict[str, int]:
     """The figures under the names that torch gives them, and waterflow's own; others are not there."""
     now = _C.cuda_stats(_index(device))
-    stats = {
+    return {
         "allocated_bytes.all.current": now["allocated"],
         "allocated_bytes.all.peak": now["peak_allocated"],
         "reserved_bytes.all.current": now["reserved"],
@@ -148,13 +148,12 @@ def memory_stats(device: Any = None) -> dict[str, int]:
         "waterflow.requests.graphs": now["pooled"],
         "waterflow.requests.others": now["others"],
     }
-    return {name: int(value) for name, value in stats.items()}
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     """The figures as text, and a map of what is not planned."""
     lines = [f"{name:34} {value:>16,}" for name, value in memory_stats(device).items()]
-    return "\n".join(lines if abbreviated else [*lines, str(_C.cuda_map(_index(device)))])
+    return "\n".join(lines if abbreviated else [*lines, _C.cuda_map(_index(device))])
 
 
 def empty_cache() -> None:
@@ -210,7 +209,7 @@ def prepare(device: torch.device) -> CudaLanes:
     check_settings()
     planned = install(device)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return CudaLanes(torch.device("cuda", index), int(_C.cuda_device(index).free_memory), planned)
+    return CudaLanes(torch.device("cuda", index), _C.cuda_device(index).free_memory, planned)
 
 
 def native_settings(lanes: CudaLanes, count: int, limit: int) -> dict[str, Any]:

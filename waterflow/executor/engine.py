@@ -203,7 +203,7 @@ class Engine:
 
     def add_job(self, name: str) -> int:
         """Make room in the book for a job; returns its number in this engine."""
-        job = int(self.native.add_job())
+        job = self.native.add_job()
         self.names[job] = name
         return job
 
@@ -358,7 +358,7 @@ class Engine:
         time limit, it does the work itself, and the lane stands still.
         """
         self.refuse_inside(f"eager work of job {self.names[job]!r}")
-        box: list[Any] = []
+        box: list[tuple[Any, int]] = []
 
         def task() -> None:
             box.append(_C.metered(work, self.device.type == "cuda"))

@@ -6,9 +6,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from waterflow import _C
 
 logger = logging.getLogger("waterflow")
 
@@ -17,18 +20,6 @@ FIRST_SECONDS, MOST_SECONDS = 5.0, 300.0  # of work between two trials; twice as
 LEAST_WINDOWS = 20  # of work for each window of a trial
 BUSY = 0.6  # share of a window that lanes must work: else jobs wait for something that lanes cannot help
 GAIN = 1.05  # what a trial must bring
-
-
-class CountedLanes(Protocol):
-    """What is asked of an engine's lanes; ``progress_ns`` counts steps by the time that each takes alone."""
-
-    lanes: int
-    steps_done: int
-    progress_ns: int
-    lane_busy_ns: Sequence[int]
-
-    def set_active_lanes(self, count: int) -> None:
-        """How many take new steps from now on."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class LanesInUse:
     go, or where lanes stand idle: work counts, not time. Bits do not depend on lanes.
     """
 
-    native: CountedLanes
+    native: _C.Engine
     decisions: list[Decision]
     now: Callable[[], float] = time.perf_counter
     next_look: float = 0.0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from waterflow._C import GroupPlan
 
+from waterflow._C import GroupPlan
 from waterflow.partition.plan.liveness import OperationMemory
 from waterflow.partition.plan.plan import Plan, cut, format_bytes, make_plan, opaque_plan
 

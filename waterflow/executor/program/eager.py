@@ -142,8 +142,7 @@ class EagerStep:
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
         """The same, and the bytes that it reaches."""
-        made: tuple[Any, int] = _C.metered(lambda: self(batch, update, surrounding))
-        return made
+        return _C.metered(lambda: self(batch, update, surrounding))
 
     def now_and_then_metered(
         self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int

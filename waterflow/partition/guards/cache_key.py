@@ -365,7 +365,7 @@ class Fingerprint:
         if isinstance(module, torch.jit.ScriptModule):
             where = self._where() or type(module).__name__
             raise CaptureError(f"{where} is scripted or traced (torch.jit); pass the module that it was made of")
-        state: dict[str, Any] = _C.attributes_of(module)
+        state = _C.attributes_of(module) or {}
         self.guard(module, "object", owner=module)
         tensors: list[Hashable] = []
         for kind in _TENSOR_DICTS:  # the model's tensors are put back by who shows others there

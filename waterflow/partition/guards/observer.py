@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from waterflow import _C
 
@@ -408,27 +408,15 @@ def _step(
     return (where, rule.kind, rule.take, slots, constant, after, result, jump, other)
 
 
-if TYPE_CHECKING:
-
-    class Event(NamedTuple):
-        """Something that a user's frame did; what ``operands`` are is said at the kinds."""
-
-        kind: Kind
-        operands: tuple[Any, ...]
-        result: Any  # MISSING where the instruction made none, or raised
-        code: types.CodeType
-        offset: int  # of the instruction in the code, in bytes; -1 for a frame as a whole
-else:
-    Event = _C.ObservedEvent
-
+Event = _C.ObservedEvent  # something that a user's frame did
 MISSING = _C.MISSING
 CannotObserve = _C.CannotObserve  # a NotImplementedError: by this Python, or by what else watches it
 
 IsUsers = Callable[[types.CodeType, dict[str, Any]], bool]
-Check = Callable[["Event"], None]
+Check = Callable[[Event], None]
 
 
-class observing(_C.Observation):  # type: ignore[misc,name-defined]
+class observing(_C.Observation):
     """Within, what the calling thread's user code does is seen: ``with observing(is_users) as seen``.
 
     ``is_users(code, globals)`` is asked once for each code object, and says whether it is the user's. Frames that run already when
@@ -438,10 +426,9 @@ class observing(_C.Observation):  # type: ignore[misc,name-defined]
     ``check`` is called with each event of the kinds ``checked`` before it happens, without its result. What it raises is raised
     in the user's frame, in the place of what would have happened.
 
-    After the block ``events`` has what was seen, in order. They hold the objects: let go of them with ``drop``.
+    After the block ``events`` has what was seen, in order. They hold the objects: let go of them with ``drop``. ``why_not`` says
+    why not everything was seen; it is empty where everything was.
     """
-
-    why_not: str  # why not everything was seen; empty where it was
 
     def __new__(  # noqa: D102
         cls, is_users: IsUsers, check: Check | None = None, checked: Collection[Kind] = ()
