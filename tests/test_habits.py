@@ -25,7 +25,7 @@ from tests.support import Compute, During, compare, images, same_bits
 from waterflow.executor.program.capture_cache import CaptureCache
 from waterflow.partition.capture.substitution import as_in_eager
 
-LOOKS = "looks at the values"
+LOOKS = "step reads the values"
 CHANGES = "a step changes"
 
 

@@ -670,7 +670,7 @@ def test_metrics(engine: Engine | None) -> None:
     assert trained.results[0][1]["right"].dtype == torch.int64
 
 
-@pytest.mark.parametrize("opaque", [None, "looks at the values"])
+@pytest.mark.parametrize("opaque", [None, "step reads the values"])
 def test_a_pair_without_metrics_comes_back_as_a_pair(engine: Engine | None, opaque: str | None) -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         loss = F.cross_entropy(model(batch[0]), batch[1])

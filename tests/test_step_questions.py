@@ -146,7 +146,7 @@ def of_a_number(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [of_a_sum, of_a_weight, of_a_change, of_chance, of_a_number])
 def test_what_else_is_asked_runs_eagerly(step: Any) -> None:
-    compare(making(Net), masked(4), step=step, opaque="looks at the values")
+    compare(making(Net), masked(4), step=step, opaque="step reads the values")
 
 
 def test_a_batch_that_the_step_changes() -> None:

@@ -176,7 +176,7 @@ def test_opaque_steps(how: str, engine: Engine | None) -> None:
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss * 2 if loss.item() > 1.5 else loss
 
-    check(making(lambda: Noisy(HOW[how])), engine, opaque="looks at the values", step=step)
+    check(making(lambda: Noisy(HOW[how])), engine, opaque="step reads the values", step=step)
 
 
 def test_opaque_steps_that_gather(engine: Engine | None) -> None:
@@ -184,7 +184,7 @@ def test_opaque_steps_that_gather(engine: Engine | None) -> None:
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss * 2 if loss.item() > 1.5 else loss
 
-    check(making(lambda: Noisy(HOW["nested"])), engine, opaque="looks at the values", step=step, accumulate=2)
+    check(making(lambda: Noisy(HOW["nested"])), engine, opaque="step reads the values", step=step, accumulate=2)
 
 
 def test_a_state_from_outside_of_the_step(engine: Engine | None) -> None:

@@ -52,7 +52,7 @@ def test_a_summary_says_how_trials_ended_and_why_some_ran_eagerly(caplog: pytest
     assert steps.startswith("40 steps, 50 % of them eager; ")
     assert "  2 of 8 trials ran eagerly: the update of Adagrad is not captured; Adam, AdamW, SGD are" in causes
     [looks] = [line for line in causes if "in looking: assert loss.item()" in line]
-    assert looks.startswith("  2 of 8 trials ran eagerly: the step looks at the values")
+    assert looks.startswith("  2 of 8 trials ran eagerly: the step reads the values")
     assert len(str(summary).splitlines()) <= 10
     assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 2
 

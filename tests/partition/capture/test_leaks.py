@@ -258,7 +258,7 @@ def test_a_capture_that_fails_leaves_nothing(library: Any) -> None:
         loss = stepping(module.cached_parts)(model, batch)
         return loss * 2 if loss.item() > 1.5 else loss
 
-    compare(making, images(3), opaque="looks at the values", step=step)
+    compare(making, images(3), opaque="step reads the values", step=step)
     assert not fake(module.cached(2))
 
 

@@ -113,7 +113,7 @@ def test_values_of_tensors_are_refused() -> None:
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss * 2 if loss.item() > 1 else loss
 
-    with pytest.raises(CaptureError, match="looks at the values"):
+    with pytest.raises(CaptureError, match="step reads the values"):
         capture_step(spec_with(guarded_places, Net()), list(images(1)[0]), None)
 
 

@@ -1,12 +1,12 @@
-"""Layouts that kernels return, where shape rules for fake tensors predict others.
+"""Shape rules for fake tensors: the layouts that kernels really return, and cheap rules for common operations.
 
-What a trace records depends on strides: ``contiguous()`` copies or does nothing, ``reshape`` is a view or a copy, a sum adds up in
-the order in which its operand lies. Behind a wrong prediction a captured step would compute with other layouts than an eager one,
-and end with other last bits. So before a captured step first runs, the kernels of its operations are asked: each is called once
-in a process, on zeros of the shapes and strides that it will see. Where one answers otherwise than predicted, the step is
-captured again, by its answer.
+What a trace records depends on strides: ``contiguous()`` copies or does nothing, ``reshape`` is a view or a copy, a sum
+adds up in the order in which its operand lies. After a wrong prediction a captured step would compute with other
+layouts than an eager one, and end with other last bits. So before a captured step first runs, the kernels of its
+operations are asked: each is called once in a process, on zeros of the shapes and strides that it will see. Where one
+answers otherwise than predicted, the step is captured again, by its answer.
 
-Nobody is asked where all operands and results lie row by row: there kernels allocate what their shape rules say.
+A kernel is not asked where all its operands and results are contiguous: it then allocates what its shape rule says.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _corrections: dict[Any, dict[_Question, Strides]] = {}  # by operator: the answe
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor as far as layouts depend on it."""
-
+    # A tensor as far as layouts depend on it.
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -56,14 +55,16 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Question:
-    """An operator and a key of its arguments: forms in the place of tensors, numbers by their bits."""
-
     target: Any
+    # Forms in the place of tensors, numbers by their bits: NaN must be found again, and 1 is not True.
     arguments: Any
 
 
 def surprises(graph: fx.Graph) -> bool:
-    """Ask the kernels of a captured step. Returns whether one answers otherwise than the graph says: capture it again."""
+    """Ask the kernels of a captured step for their layouts; return whether one differs from the graph.
+
+    If so, the caller must capture the step again: the rules know the answers from now on.
+    """
     found = False
     with _asking:
         for node in graph.nodes:
@@ -76,18 +77,19 @@ def surprises(graph: fx.Graph) -> bool:
             answer = _answers[question]
             if any(told is not None and told != said for told, said in zip(answer, predicted)):
                 known = _corrections.setdefault(node.target, {})
+                # Known corrections count once: a rule that was told and still differs must not cause endless captures.
                 found |= known.get(question) != answer
                 known[question] = answer
     return found
 
 
 def is_corrected(target: Any) -> bool:
-    """Whether shape rules were found wrong about an operator."""
+    """Return whether a kernel has contradicted the shape rule of this operator."""
     return target in _corrections
 
 
 def corrected(mode: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Any:
-    """What a shape rule made, in the layout in which the operator's kernel returns it."""
+    """Return ``made``, the result of a shape rule, in the layout in which the operator's kernel returns it."""
     answer = _corrections[target].get(_question(target, args, kwargs))
     if answer is None:
         return made
@@ -125,7 +127,7 @@ def _lies_row_by_row(tensor: torch.Tensor) -> bool:
 
 
 def _ask(node: fx.Node) -> Strides:
-    """The strides of what the kernel returns for zeros; the predicted ones where it cannot be called with zeros."""
+    # A kernel that cannot be called with zeros, or that returns another shape, leaves the prediction.
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: _mapped(source.meta["val"], _form))
     args, kwargs = _mapped((args, kwargs), lambda one: one.zeros(), _Form)
     predicted = node.meta["val"]
@@ -186,7 +188,10 @@ KNOWN = _OF_ANY_STRIDES | _OF_ROWS
 
 
 def by_meta_kernel(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What one of the operations ``KNOWN`` returns for fake tensors of ``mode``; NotImplemented where these are not plain."""
+    """Return the fake result of one of the operations ``KNOWN``, by torch's meta kernel.
+
+    Returns NotImplemented where the arguments are not plain fake tensors of ``mode`` on one device.
+    """
     device = None
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -205,21 +210,21 @@ def by_meta_kernel(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def is_plain_fake(mode: Any, value: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one of ``mode`` that stands for plain memory, of which no values are known."""
+    """Return whether a tensor is a fake one of ``mode`` for strided memory whose values are not known."""
     if type(value) is not FakeTensor or value.fake_mode is not mode or value.constant is not None:
         return False
     return value.layout is torch.strided and not value.is_conj() and not value.is_neg()
 
 
 def rows(mode: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> FakeTensor:
-    """A fake tensor that lies row by row."""
+    """Return a contiguous fake tensor."""
     with in_kernel_invocation_manager(mode):
         made = torch.empty(shape, dtype=dtype, device="meta")
     return FakeTensor(mode, made, device)
 
 
 def strided(mode: Any, like: torch.Tensor) -> FakeTensor:
-    """A fake tensor with the shape and the strides of a real one, in memory of its own."""
+    """Return a fake tensor with the shape and strides of a real one, in memory of its own."""
     with in_kernel_invocation_manager(mode):
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return FakeTensor(mode, made, like.device)
@@ -236,7 +241,7 @@ _UPDATES = (
 
 
 def is_update(target: Any) -> bool:
-    """Whether an operation is an optimizer's fused update."""
+    """Return whether an operation is an optimizer's fused update."""
     return target in _UPDATES
 
 
@@ -245,7 +250,6 @@ def _changes_in_place(mode: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _plain(mode: Any, *tensors: torch.Tensor) -> bool:
-    """Whether tensors of one shape lie in memory in the same plain order, in a type that kernels do not widen."""
     first = tensors[0]
     return all(
         t.is_contiguous()
@@ -287,7 +291,7 @@ def _softmax(mode: Any, x: Any, dim: int, half_to_float: bool) -> Any:
 
 
 def _linear(mode: Any, bias: Any, x: Any, weight: Any, **kwargs: Any) -> Any:
-    """``addmm``: a product of matrices lies row by row, whatever the strides of its operands."""
+    # A product of matrices is contiguous, whatever the strides of its operands.
     held = (bias, x, weight)
     if kwargs or not all(t.dtype == x.dtype and t.device == x.device and is_plain_fake(mode, t) for t in held):
         return NotImplemented
@@ -297,7 +301,6 @@ def _linear(mode: Any, bias: Any, x: Any, weight: Any, **kwargs: Any) -> Any:
 
 
 def _classifies(mode: Any, x: Any, target: Any, weight: Any) -> bool:
-    """Whether these are scores of classes, row by row, and the numbers of the right ones."""
     known = _plain(mode, x) and is_plain_fake(mode, target) and target.dtype == torch.int64
     known = known and x.dim() == 2 and target.shape == x.shape[:1] and target.device == x.device
     return known and (weight is None or (weight.dtype == x.dtype and weight.shape == x.shape[1:]))
@@ -317,12 +320,11 @@ def _nll_loss_backward(mode: Any, gradient: Any, x: Any, target: Any, weight: An
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors are alike but for their strides, so that neither is broadcast or converted."""
     return first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
 
 
 def _contiguous_loss(mode: Any, gradient: Any, x: Any, target: Any, *_: Any) -> Any:
-    """Gradients of these losses are made by ``zeros_like`` with a contiguous memory format."""
+    # torch makes the gradients of these losses by zeros_like with a contiguous memory format.
     if not _alike(x, target):
         return NotImplemented
     with mode:
@@ -339,7 +341,7 @@ def _contiguous_softmax(mode: Any, gradient: Any, output: Any, dim: int, dtype: 
 
 
 def _elementwise(mode: Any, gradient: Any, *args: Any, **kwargs: Any) -> Any:
-    """Strides as of any operation of two operands in this order."""
+    # Strides follow from both operands, in this order, as those of any elementwise operation do.
     (x,) = [a for a in args if isinstance(a, torch.Tensor)]
     if not _alike(gradient, x):
         return NotImplemented
@@ -348,13 +350,13 @@ def _elementwise(mode: Any, gradient: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _state(mode: Any, device: torch.device, **_: Any) -> Any:
-    """A generator's state is bytes in host memory, as many as the default one's of that device has."""
     with mode:
+        # A generator's state lies in host memory, whatever the device.
         return torch.empty(_state_bytes(device.type), dtype=torch.uint8)
 
 
 def _recurrent(mode: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer of oneDNN's has another kernel under ``no_grad``, which the operation of a graph is not told of."""
+    # oneDNN has another kernel under no_grad, and the operation in a graph does not say which.
     if not torch.is_grad_enabled():
         what = "a recurrent layer under torch.no_grad() has a kernel of its own; call it outside, and detach its result"
         mode.refuse(CaptureError(what))
@@ -394,10 +396,11 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 class TracingMode(FakeTensorMode):
-    """A FakeTensorMode that knows these rules, for one trace.
+    """A FakeTensorMode with these rules, for one trace.
 
-    ``refused`` is why what it has seen cannot be captured; ``made`` is what it made, and what else must not outlive the trace. Once
-    it is ``closed`` nothing can be done with the tensors: that is what is then to be said.
+    ``refused`` is the error that ends the trace. ``made`` refers weakly to the fake tensors that the mode made, and to
+    all else that must not outlive the trace. Once ``closed`` is set, every operation on a tensor of the mode raises
+    StepError with that text.
     """
 
     refused: Exception | None = None
@@ -408,7 +411,7 @@ class TracingMode(FakeTensorMode):
         self.made: list[weakref.ref[Any]] = []
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on fake tensors."""
+        """Run an operation on fake tensors. Raises StepError once the mode is closed."""
         if self.closed is not None and func is not torch.ops.prim.device.default:
             raise StepError(self.closed)
         made = super().dispatch(func, types, args, kwargs)
@@ -418,17 +421,17 @@ class TracingMode(FakeTensorMode):
         return made
 
     def like(self, real: torch.Tensor) -> FakeTensor:
-        """A tensor that stands for a real one."""
+        """Return a fake tensor that stands for a real one."""
         made = strided(self, real)
         self.made.append(weakref.ref(made))
         return made
 
     def default_generator(self, real: torch.Generator) -> rng_ops.Traced:
-        """What the step gets for a default generator."""
+        """Return the object that stands for a default generator in the traced step."""
         return rng_ops.Traced(real.device, self.refuse)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise an error by which the trace ends, whatever the user's code makes of it."""
+        """Raise ``error``, which ends the trace even if the user's code catches it."""
         self.refused = error
         raise error
 

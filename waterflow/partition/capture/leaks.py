@@ -1,7 +1,8 @@
-"""Fake tensors that a step's code has put somewhere while it was traced: they must not stay in its caches.
+"""Finds fake tensors that a step's code stored somewhere during its trace, and removes them.
 
-What the step's key was made from is put back as it was (``surroundings.py``). Nobody looks into other places, such as the
-cache of ``functools.lru_cache``, or globals of a library: there fake tensors are found by what is still alive.
+The places that the step's key was made from are restored by ``undisturbed`` (``substitution.py``). Other places, such
+as the cache of ``functools.lru_cache`` or a library's globals, are found through the garbage collector, from the fake
+tensors still alive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from waterflow.partition.capture.fake_rules import TracingMode
 
 
 class LeavesTensors(CaptureError):
-    """The step keeps a tensor where nobody looks: as a cache does, which an eager step fills."""
+    """The step keeps a tensor in a place that no key covers, as a cache does; a captured step would not fill it."""
 
 
 _Cache = type(functools.lru_cache(lambda: None))
@@ -30,10 +31,10 @@ _Cache = type(functools.lru_cache(lambda: None))
 
 @contextlib.contextmanager
 def taken_back(mode: TracingMode) -> Iterator[list[torch.Tensor]]:
-    """Within, a step is traced; what then outlives the trace is taken out of where it lies, but for the tensors of the yielded list.
+    """Trace a step in the block; on exit, remove every fake tensor that is still alive from its place.
 
-    Raises LeavesTensors where there was any: a captured step would not fill that place. What cannot be taken out of its place
-    says where it lies as soon as it is used.
+    The tensors that are put into the yielded list may stay. Raises LeavesTensors where any other was alive: a captured
+    step would not fill that place. A tensor that cannot be removed raises StepError, with its place, at its first use.
     """
     gc.collect(0)  # what is young afterwards was made by the trace
     kept: list[torch.Tensor] = []
@@ -49,7 +50,8 @@ def taken_back(mode: TracingMode) -> Iterator[list[torch.Tensor]]:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Their variables hold tensors of the trace, and so do the closures of their functions, which clearing a frame leaves."""
+    # The variables of frames hold tensors of the trace. So do closures of their functions, which clear_frames leaves;
+    # hence the tracebacks of causes and contexts go altogether.
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -63,7 +65,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 
 def _take_back(mode: TracingMode, kept: Collection[torch.Tensor]) -> str | None:
-    """Take out what survived; tells where it lay, or None where nothing did."""
+    # Returns the names of the places, or None if nothing survived.
     own = set(map(id, kept))
     if (
         torch.is_autocast_cache_enabled()
@@ -94,7 +96,8 @@ def _alive(mode: TracingMode, own: Collection[int]) -> list[torch.Tensor]:
 
 
 def _take_out(tensors: list[Any], young: Collection[int]) -> list[str]:
-    """Take things out of the places that were there before the trace; returns what these are called."""
+    # Climbs from the tensors over objects that the trace made to the first that was there before it, and clears those
+    # places. Returns their names.
     places: list[str] = []
     seen = {id(tensors), id(places)}
     held = tensors  # to be found: tensors, then things of the trace that hold them
@@ -117,7 +120,7 @@ def _take_out(tensors: list[Any], young: Collection[int]) -> list[str]:
 
 
 def _clear(holder: Any, ids: Collection[int]) -> str:
-    """Take things, given by ``id``, out of what holds them, where that leaves it as it was; returns what it is called."""
+    # Removes only what leaves the holder as it was before the trace; a cache is emptied as a whole.
     if isinstance(holder, _Cache):
         holder.cache_clear()
         return f"the cache of {getattr(holder, '__qualname__', 'a function')}"
@@ -154,7 +157,7 @@ def _drop(holder: dict[Any, Any], ids: Collection[int]) -> None:
 
 
 def _owner(attributes: dict[Any, Any], keys: list[Any]) -> str | None:
-    """Whose attributes a dict has; None for a dict of its own."""
+    # A dict of attributes is named by its object or class; a plain dict has no owner.
     for thing in gc.get_referrers(attributes):
         if isinstance(thing, type) and keys and vars(thing).get(keys[0]) is attributes.get(keys[0]):
             return thing.__qualname__

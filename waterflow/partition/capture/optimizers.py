@@ -1,4 +1,4 @@
-"""Which optimizers can be part of a captured step, and what their updates read."""
+"""The optimizers whose updates a captured step can contain, and the state and settings that these updates read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WATCHER = -1  # the key of our own hook of an optimizer's step(), which changes 
 
 
 def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """The entries of a parameter's optimizer state in this group, once it exists."""
+    """Return the names of a parameter's entries in the optimizer state, for a parameter of this group."""
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
     keys = FUSED_OPTIMIZERS[type(optimizer)]
@@ -47,24 +47,24 @@ def state_keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def hooks_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
-    """The hooks that an optimizer's ``step()`` calls: its own, and those of all optimizers."""
+    """Yield the dicts of hooks that the optimizer's ``step()`` calls: its own, and those of all optimizers."""
     yield from (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     yield from (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
 def check_hooks(optimizer: Optimizer) -> None:
-    """Raise CaptureError for an optimizer with hooks of its ``step()``, or another ``step()`` than torch's.
+    """Raise CaptureError for an optimizer with hooks of its ``step()``, or with a ``step()`` that is not torch's.
 
-    A captured update would not call them.
+    A captured update would call neither.
     """
     kind = type(optimizer)
     if any(hooks.keys() - {WATCHER} for hooks in hooks_of(optimizer)):
-        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step; do that behind the step")
+        raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step; do that after the step")
     own = [kind.step, vars(optimizer).get("step", kind.step)]  # schedulers wrap the instance's in a function of torch's
     if kind in FUSED_OPTIMIZERS and not all(map(is_torchs_function, own)):
         raise CaptureError(
             f"step() of the {kind.__name__} was replaced, which must run every step; clip gradients with Step(clip_grad_norm=), "
-            "and do behind the step what is done behind step()"
+            "and do the rest after the step"
         )
 
 
@@ -84,12 +84,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All that it updates, in the order of its groups."""
+    """Return all parameters that the optimizer updates, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def captured_form(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Within, ``step()`` computes in the form of a captured update, where its user asked for none and torch has it here."""
+    """Make ``step()`` compute in the fused form of a captured update, for the block.
+
+    Groups whose user chose a form, or that torch cannot update in this form here, stay as they are.
+    """
     groups = [group for group in optimizer.param_groups if _can_be_fused(optimizer, group)]
     return _fused(groups) if groups else contextlib.nullcontext()
 
@@ -112,14 +115,16 @@ def _can_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return False
     moved = [p for p in group["params"] if p.grad is not None]
     begun = {optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in moved}
+    # torch's fused SGD takes momentum buffers for all parameters of a group, or for none.
     half_begun = bool(group.get("momentum")) and len(begun) > 1
     return not half_begun and all(has_fused_form(p) and not p.grad.is_sparse for p in moved)
 
 
 def has_fused_form(parameter: torch.Tensor) -> bool:
-    """Whether fused updates, which walk raw memory, can be of it: no complex one, and none that has gaps there."""
+    """Return whether a fused update can change this parameter: it must be strided, real, and without gaps in memory."""
     if parameter.layout != torch.strided or not parameter.is_floating_point():
         return False
+    # Fused kernels walk raw memory, and would write into the gaps.
     extent = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride()))
     return extent == parameter.numel() or parameter.is_contiguous()
 
@@ -127,7 +132,10 @@ def has_fused_form(parameter: torch.Tensor) -> bool:
 def update_groups(
     graph: fx.Graph, inputs: Sequence[GraphInput], group_names: Sequence[Sequence[str]]
 ) -> dict[str, int]:
-    """The optimizer group of each update node, by the parameters that it changes; ``group_names`` has those of each group."""
+    """Return the optimizer group of each update node, keyed by the node's name.
+
+    ``inputs`` describe the graph's placeholders; ``group_names`` lists the names of each group's parameters.
+    """
     group_of = {name: g for g, names in enumerate(group_names) for name in names}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     names = {node: given.name for node, given in zip(placeholders, inputs) if given.kind == "parameter"}
@@ -144,9 +152,14 @@ def update_groups(
 def fake_optimizer(
     real: Optimizer, members: Iterable[Any], rates: Iterable[Any], state: Mapping[Any, Any]
 ) -> Optimizer:
-    """One of the same class and settings, in its fused form, over other tensors: of each group, with its rate; and their state."""
+    """Return an optimizer of the same class and settings, in its fused form, over other tensors.
+
+    ``members`` has the parameters of each group, ``rates`` each group's learning rate, ``state`` the entries of each
+    parameter.
+    """
     given = zip(real.param_groups, members, rates)
     groups = [dict(group, params=params, lr=rate, fused=True, foreach=None) for group, params, rate in given]
+    # Without the instance's own step: a scheduler wraps it to count the calls, and a trace is none.
     fake = Optimizer.__new__(type(real))
     fake.__dict__ = {name: value for name, value in vars(real).items() if name != "step"}
     vars(fake).update(param_groups=groups, state=defaultdict(dict, state), _need_device_dtype_check_for_fused=False)

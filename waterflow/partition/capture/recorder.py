@@ -1,7 +1,7 @@
-"""Recording the operations of a step, where they are plain: fake tensors in, fake tensors out.
+"""Records the operations of a step where they are plain: fake tensors in, fake tensors out.
 
 ``make_fx`` can do much more (symbolic shapes, constants, sub-graphs), and takes three times as long for each operation.
-What this recorder does not know makes it give up, and the caller turns to ``make_fx``.
+The recorder gives up at anything that it does not know, and the caller turns to ``make_fx``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _CONSTANTS = (int, float, bool, complex, str, torch.dtype, torch.device, torch.l
 
 
 class NotPlain(Exception):
-    """The step does something that this recorder does not know."""
+    """The step does something that the Recorder does not know."""
 
 
 Truth = Callable[[fx.Graph, Any, Sequence[Any]], bool | None]  # what an operation says of values, if they are known
 
 
 class Asking(TorchDispatchMode):
-    """Answers what a step that ``make_fx`` traces asks of values."""
+    """Answers, for a step that ``make_fx`` traces, questions about values of tensors."""
 
     def __init__(self, truth: Truth) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Asking(TorchDispatchMode):
 class Recorder(TorchDispatchMode):
     """Adds a node to ``graph`` for each operation that reaches it, with its result in ``meta["val"]``.
 
-    Works on top of a FakeTensorMode, below autograd. Raises NotPlain, also at the end where user code swallowed it.
+    Works on top of a FakeTensorMode, below autograd. Raises NotPlain, also at the end if the user's code caught it.
     """
 
     def __init__(self, truth: Truth = lambda *_: None) -> None:
@@ -64,18 +64,18 @@ class Recorder(TorchDispatchMode):
         self._gave_up: NotPlain | None = None
 
     def add_input(self, number: int, fake: torch.Tensor) -> None:
-        """A placeholder for a tensor that is there before the step."""
+        """Add a placeholder for a tensor that exists before the step."""
         self._know(fake, self.graph.placeholder(f"input_{number}"))
 
     def add_outputs(self, values: list[torch.Tensor]) -> None:
-        """End the graph."""
+        """End the graph with these results. Raises NotPlain if the recorder gave up before."""
         if self._gave_up is not None:
             raise self._gave_up
         self.graph.output([self._argument(value) for value in values])
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, operations are recorded; casts of autocast, too."""
+        """Record every operation of the block, autocast's casts among them."""
         with self:
             yield
 
@@ -131,9 +131,10 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _is_plain(func: Any) -> bool:
-    """Whether an operation is nothing but a call with a result: no sub-graph, nothing that is lifted or decomposed."""
+    # Plain: a call with a result, without sub-graphs, and neither lifted nor decomposed by torch.
     if not isinstance(func, OpOverload) or func.namespace in _ASKING or func.name().startswith("aten::lift"):
         return False
+    # An in-place view changes what its argument is, and a data-dependent result has no shape yet.
     if torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
         return False
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
@@ -141,7 +142,10 @@ def _is_plain(func: Any) -> bool:
 
 
 def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """The tensors that a module of ``make_fx`` has as constants, by name. Raises CaptureError for what is no tensor with values."""
+    """Return, by name, the tensors that a module of ``make_fx`` has as constants.
+
+    Raises CaptureError for a sub-graph, and for a constant without values.
+    """
     found = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":

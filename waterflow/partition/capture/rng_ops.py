@@ -1,8 +1,8 @@
-"""torch's default generators, as a step sees them while it is traced.
+"""Random states in a graph: calls to torch's default generators become operations while a step is traced.
 
-``torch.get_rng_state``, ``set_rng_state`` and ``manual_seed`` (also inside ``fork_rng`` and ``checkpoint``) speak to a default
-generator. While a step is traced each such call becomes an operation of the graph: so the graph reads, restores and draws in
-the order of the eager step, and a mask that ``checkpoint`` computes again has the bits of the first one.
+``torch.get_rng_state``, ``set_rng_state`` and ``manual_seed`` (also inside ``fork_rng`` and ``checkpoint``) go to a
+default generator. As operations they read, restore and draw in the order of the eager step: a mask that ``checkpoint``
+computes again has the bits of the first one.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ READ, WRITE, SEED = _own.random_state.default, _own.set_random_state.default, _o
 
 @runtime_checkable
 class ShowsGenerators(Protocol):
-    """A dispatch mode that tells what stands for a default generator on the threads that it is active on."""
+    """A dispatch mode that replaces default generators on the threads that it is active on."""
 
     def default_generator(self, real: torch.Generator) -> Any:
-        """What calls to ``real`` go to."""
+        """Return the object that receives the calls to ``real``."""
 
 
 class Traced:
-    """A default generator of a step that is traced: calls become operations. ``refuse`` raises why others stop the trace."""
+    """Stands for a default generator in a trace: calls become operations. Other calls go to ``refuse``, which ends the trace."""
 
     def __init__(self, device: torch.device, refuse: Any) -> None:
         self.device = device
         self._refuse = refuse
 
     def get_state(self) -> torch.Tensor:
-        """The state at this place of the step, as a fake tensor."""
+        """Add a read of the state at this point of the step; returns it as a fake tensor."""
         return READ(self.device)
 
     def set_state(self, state: torch.Tensor) -> Traced:
-        """Later operations draw from this state."""
+        """Add a write of the state, from which later operations draw."""
         WRITE(state, self.device)
         return self
 
     def manual_seed(self, seed: int) -> Traced:
-        """Later operations draw as from a generator with this seed."""
+        """Add a seeding; later operations draw as from a generator with this seed."""
         number = int(seed) % 2**64
         SEED(number - 2**64 if number >= 2**63 else number, self.device)
         return self
@@ -58,8 +58,7 @@ class Traced:
 
 
 class _StandIn:
-    """Passes on what is asked of a default generator: to what the calling thread's mode shows, or to the generator."""
-
+    # Resolved at each call, by thread: only the thread that traces is in a mode that replaces generators.
     def __init__(self, real: torch.Generator) -> None:
         self._real = real
 
@@ -72,9 +71,9 @@ class _StandIn:
 
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
-    """Within, torch's functions speak to what the calling thread's mode shows. Other threads see no difference.
+    """Route calls to torch's default generators through the calling thread's dispatch mode, for the block.
 
-    One at a time in a process.
+    Other threads see no difference. One thread of a process may do so at a time.
     """
     of_cpu, of_cuda = torch.random.default_generator, torch.cuda.default_generators
     torch.random.default_generator = _StandIn(of_cpu)  # type: ignore[assignment]
@@ -89,12 +88,12 @@ def shown() -> Iterator[None]:
 
 
 def touches_state(target: Any) -> bool:
-    """Whether an operation reads or sets the state of a default generator, and draws nothing."""
+    """Return whether an operation reads or sets the state of a default generator, and draws nothing."""
     return target in (READ, WRITE, SEED)
 
 
 def drop_idle(graph: fx.Graph) -> None:
-    """Drop reads and writes of states that change nothing: most of ``checkpoint``'s, around layers without dropout."""
+    """Drop reads and writes of random states that change nothing; ``checkpoint`` makes many around layers without dropout."""
     touching = [node for node in graph.nodes if node.op == "call_function" and touches_state(node.target)]
     for device in set(map(_device_of, touching)):
         _share_reads(graph, device)
@@ -106,7 +105,7 @@ def drop_idle(graph: fx.Graph) -> None:
 
 
 def _share_reads(graph: fx.Graph, device: torch.device | None) -> None:
-    """One read of each state, and no write of the state that the generator is in."""
+    # ``now`` names the state that the generator is in. Each state is read once, and no state is written over itself.
     now: object = object()
     read: dict[object, fx.Node] = {}  # by state
     states: dict[fx.Node, object] = {}  # that nodes hold
@@ -132,7 +131,7 @@ def _share_reads(graph: fx.Graph, device: torch.device | None) -> None:
 
 
 def _drop_overwritten(graph: fx.Graph, device: torch.device | None) -> None:
-    """A state that is set and then set anew, and neither read nor drawn from in between, need not be set."""
+    # A state need not be set if another is set before anything reads it or draws from it.
     pending: fx.Node | None = None
     for node in list(graph.nodes):
         if not _concerns(node, device):
@@ -150,8 +149,8 @@ def _concerns(node: fx.Node, device: torch.device | None) -> bool:
 
 
 def _device_of(node: fx.Node) -> torch.device | None:
-    """Whose default generator an operation concerns; None where that is not known."""
     if touches_state(node.target):
         return node.args[0 if node.target is READ else 1]  # type: ignore[return-value]
     values = (node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes))
+    # None: the device is not known, and the operation counts for every generator.
     return next((tensor.device for value in values for tensor in tensors_in(value)), None)

@@ -1,4 +1,4 @@
-"""What is to be captured: the pieces of one training step, and what the inputs of its graph are."""
+"""The pieces of one training step that is to be captured, and the inputs of its graph."""
 
 from __future__ import annotations
 
@@ -49,21 +49,25 @@ class StepSpec:
     gathered: frozenset[str] = frozenset()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer trains and the model holds, by name."""
+        """Return, by name, the parameters of the model that the optimizer trains."""
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad and id(p) in trained}
 
     def updated(self) -> dict[str, nn.Parameter]:
-        """Those that an update may change: also what was frozen when it had a gradient already, as ``.grad`` would stay."""
+        """Return, by name, the parameters that an update may change.
+
+        These are the trained ones, and frozen ones that have a gradient from an earlier call: an eager loop keeps that
+        ``.grad``.
+        """
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = self.model.named_parameters()
         return {n: p for n, p in named if id(p) in trained and (p.requires_grad or n in self.gathered)}
 
 
 def split_result(result: Any, numbers: bool = False) -> tuple[torch.Tensor, dict[str, Any] | None]:
-    """What a step function returned, as (scalar loss, metrics); None where it returned the loss alone.
+    """Return what a step function returned as (scalar loss, metrics); metrics are None if it returned the loss alone.
 
-    Raises CaptureError for anything else; metrics that are no tensors are allowed with ``numbers``.
+    Raises CaptureError for anything else. Metrics must be tensors unless ``numbers`` is set.
     """
     metrics: dict[str, Any] | None = None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):

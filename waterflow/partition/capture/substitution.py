@@ -1,4 +1,7 @@
-"""What tensors carry beside their memory: attributes of their own, which a step sees and may change while it is traced."""
+"""Stand-ins: while a step is traced, fake tensors take the place of the model's tensors, and of all that the step reads.
+
+A stand-in shows the attributes of the real tensor. Everything that the trace changed is put back after it.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,16 @@ from waterflow.partition.guards.cache_key import Fingerprint
 
 
 class Carried:
-    """Gives stand-ins what the real tensors carry, and notices what a step changes there."""
+    """Copies the attributes of real tensors to their stand-ins, and notices when a step changes one."""
 
     def __init__(self) -> None:
         self._given: list[tuple[torch.Tensor, dict[str, Any], frozenset[str], bool]] = []
 
     def give(self, stand_in: torch.Tensor, real: torch.Tensor) -> None:
-        """The stand-in is a parameter where the real one is, and has its attributes. Raises CaptureError for a name that is taken."""
+        """Make the stand-in a parameter if the real tensor is one, and copy its attributes.
+
+        Raises CaptureError for an attribute whose name the fake tensor itself needs.
+        """
         here = vars(stand_in)
         if isinstance(real, nn.Parameter):
             here["_is_param"] = True
@@ -57,7 +63,7 @@ class Carried:
         self._given.append((stand_in, attributes, own, stand_in.requires_grad))
 
     def check(self) -> None:
-        """Raise CaptureError where the step has given a tensor another attribute, or has frozen or unfrozen it."""
+        """Raise CaptureError where the step changed an attribute or ``requires_grad`` of a tensor that it was given."""
         for stand_in, before, own, wanted in self._given:
             if stand_in.requires_grad != wanted:
                 raise CaptureError("a step changes requires_grad of a tensor that it was given")
@@ -71,15 +77,19 @@ _INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[2]) + os.sep)
 
 
 class ChangesItself(CaptureError):
-    """The step changes an object that its code reads: some do so in their first calls alone, as caches of settings are filled."""
+    """The step changes an object that its code reads.
+
+    Some steps do so in their first calls alone, while they fill caches: a later capture may succeed.
+    """
 
 
 @contextlib.contextmanager
 def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Puts back what tracing left in the places that the step's key was made from, and the random numbers.
+    """Restore, on exit, every place that the step's key was made from, and the states of random number generators.
 
-    ``stand_ins`` are, by ``id``, the tensors that the step was shown in the place of real ones, to be complete when it has run.
-    Raises CaptureError where a step would change more than tensors.
+    ``stand_ins`` maps the ``id`` of a real tensor to the tensor that the step was shown for it; it must be complete by
+    the end of the block. Raises ChangesItself where the step changed more than tensors, and CaptureError where it drew
+    from a generator outside of torch.
     """
     before = [(look, look.contents()) for look in fingerprint.guarded_places if look.kept]
     drawn: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
@@ -117,7 +127,7 @@ _SETTING_HOOKS: dict[type, str] = {
 
 
 def check_hooks(modules: Iterable[nn.Module]) -> None:
-    """Raise CaptureError for weight norm, spectral norm and pruning by hooks, which change modules in each step."""
+    """Raise CaptureError for weight norm, spectral norm and pruning by hooks, which set an attribute of a module in each step."""
     for module in modules:
         for hook in module._forward_pre_hooks.values():
             for kind, remedy in _SETTING_HOOKS.items():
@@ -153,10 +163,11 @@ def _same_state(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Captures and searches over sizes make many objects and little garbage: a fifth of their time went into looking for it.
+    """Switch the garbage collector off for the block.
 
-    A collector that was off stays off. In a child that is forked meanwhile (a loader's worker) it is on.
+    A collector that was off stays off. In a child process that is forked meanwhile (a loader's worker) it is on.
     """
+    # Captures and searches over sizes make many objects and little garbage: collections took a fifth of their time.
     global _collector_is_off
     was_on = gc.isenabled()
     _collector_is_off |= was_on
@@ -176,7 +187,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def no_reports() -> Iterator[None]:
-    """What stops a trace is told in one line; the fake mode would log some hundred before."""
+    """Silence the log of torch's fake tensors for the block."""
+    # An operation that stops a trace is reported in one line; the fake mode would log some hundred lines before.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)
@@ -188,13 +200,15 @@ def no_reports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_eager(refuse: Callable[[Exception], None]) -> Iterator[None]:
-    """Within, torch and libraries that ask the calling thread what its tensors are hear the same as in eager training.
+    """Make torch and libraries take the calling thread's fake tensors for plain ones; ``refuse`` stops what compiles code.
 
-    Hugging Face's models ask for values of masks only where these are no stand-ins; attention of torch's that trains nothing has
-    a kernel of its own for plain tensors. What compiles code by itself is refused: torch would remember what it made of stand-ins.
+    The functions that they ask are replaced for the block. Other threads get the real answers.
     """
+    # torch would remember across traces what it compiled for stand-ins.
     what = "the step calls torch.cond, or what else compiles code by itself; choose by torch.where, or by an if"
     compiles = functools.partial(refuse, CaptureError(what))
+    # Hugging Face's models read values of masks only where these are no fakes, and torch's attention has a kernel of
+    # its own for plain tensors without gradients: an eager step would take those branches.
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.overrides, "has_torch_function", lambda given: any(map(_has_functions, given))),
         (nn.modules.activation, "_is_make_fx_tracing", lambda: False),
@@ -221,11 +235,12 @@ def _has_functions(value: Any) -> bool:
 
 @contextlib.contextmanager
 def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor], trained: Set[int]) -> Iterator[None]:
-    """Within, the model's modules hold other tensors in the place of their own, all given by ``id``.
+    """Put stand-ins in the place of the model's parameters and buffers for the block; ``stand_ins`` is keyed by ``id``.
 
-    Parts that are frozen stay as they are, for ``Substitution`` to deal with: other threads may be reading them.
+    Parts of the model in which nothing is trained keep their tensors, and ``Substitution`` replaces those at each call.
     """
     modules = list(model.modules())
+    # Other threads may be running a frozen part: jobs share it.
     frozen = set(_frozen(model, trained))
     dicts = [module.__dict__[kind] for module in modules for kind in ("_parameters", "_buffers")]
     before = [dict(entries) for entries in dicts]
@@ -250,10 +265,8 @@ def substituted(model: nn.Module, stand_ins: Mapping[int, torch.Tensor], trained
 
 
 def _frozen(module: nn.Module, trained: Set[int]) -> Iterator[nn.Module]:
-    """The largest parts with tensors of which none is trained, with all that belongs to them.
-
-    What parametrizes a weight (spectral norm) belongs to the weight.
-    """
+    # Yields the modules of the largest subtrees that have tensors and train none. A parametrization (spectral norm)
+    # belongs to the weight that it computes, and is never frozen apart from it.
     tensors = any(True for _ in (*module.parameters(), *module.buffers()))
     if tensors and not any(id(p) in trained for p in module.parameters()):
         yield from module.modules()
@@ -265,9 +278,10 @@ def _frozen(module: nn.Module, trained: Set[int]) -> Iterator[nn.Module]:
 
 
 class Substitution(TorchFunctionMode):
-    """Shows other tensors, given by ``id``, to whatever is called with one that the modules do not hold.
+    """Replaces tensors, keyed by ``id``, in the arguments of every torch function.
 
-    Also refuses to hand values of tensors to Python: they would become constants of the graph.
+    Covers tensors that no module holds, and those of frozen parts. Refuses functions that hand values of tensors to
+    Python: the values would become constants of the graph.
     """
 
     _READS = (
@@ -302,7 +316,7 @@ class Substitution(TorchFunctionMode):
             raise
 
     def check(self) -> None:
-        """Raise what was refused, also where the user's code went on without it."""
+        """Raise the error of a refused call, even if the user's code caught it."""
         if self._refused is not None:
             raise self._refused
 
@@ -319,7 +333,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 
 
 def surrounding_autocast(device_type: str) -> torch.dtype | None:
-    """The data type of the autocast that the calling thread is in; None outside of any."""
+    """Return the data type of the autocast that the calling thread is in, or None."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
@@ -327,9 +341,10 @@ def surrounding_autocast(device_type: str) -> torch.dtype | None:
 def in_forward(
     spec: StepSpec, surrounding: torch.dtype | None = None
 ) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """Within, autocast is off, as it is to be in the backward pass; yields the context for the forward pass.
+    """Switch autocast off for the block, as the backward pass needs it; yields the context for the forward pass.
 
-    That casts as the step asks, or else as the autocast around the caller does.
+    That context casts to the step's ``autocast`` type, else to ``surrounding``, else to the type of the caller's
+    autocast.
     """
     kind = spec.device.type
     wanted = spec.autocast or surrounding or surrounding_autocast(kind)
@@ -348,10 +363,11 @@ def in_forward(
 
 @contextlib.contextmanager
 def noting_lines(graph: fx.Graph, model: nn.Module) -> Iterator[None]:
-    """Within, each node that is made remembers the user's line in ``meta["line"]``: (file, number, function).
+    """Note the user's line in ``meta["line"]`` of each node that is made in the block: (file, number, function).
 
-    That is a line of the step. Whoever called it has others, and captures are shared. Where there is none, as between the
-    layers of an ``nn.Sequential``, ``meta["module"]`` has the path and class of the model's module that made it.
+    Only lines of the step itself count, not its caller's: captures are shared among callers. Where there is none, as
+    between the layers of an ``nn.Sequential``, ``meta["module"]`` has the path and class of the module that made the
+    node.
     """
     create = graph.create_node
     paths = {id(module): f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
@@ -382,25 +398,25 @@ def noting_lines(graph: fx.Graph, model: nn.Module) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(name: str) -> bool:
-    """Whether code of this file is neither torch's nor waterflow's."""
+    """Return whether code of this file is neither torch's nor waterflow's."""
     return not name.startswith(_INSIDE) and "<frozen" not in name
 
 
 def shown_line(line: tuple[str, int, str]) -> str:
-    """``file:line, in function: code``."""
+    """Format a line as ``file:line, in function: code``."""
     file, number, function = line
     return f"{file}:{number}, in {function}: {linecache.getline(file, number).strip()}"
 
 
 def user_place(trace: types.TracebackType | None, model: nn.Module) -> list[str]:
-    """The innermost module of ``model``, by its path, that a traceback passed, and its innermost line of the user's."""
+    """Return the innermost module of ``model`` that a traceback passed, by its path, and the innermost line of user code."""
     paths = {id(module): f"module {path!r} ({type(module).__name__})" for path, module in model.named_modules() if path}
     passed = [paths.get(id(frame.f_locals.get("self")), "") for frame, _ in traceback.walk_tb(trace)]
     return list(filter(None, [next(filter(None, reversed(passed)), ""), user_line(trace)]))
 
 
 def user_line(trace: types.TracebackType | None) -> str:
-    """The innermost line of a traceback that is neither torch's nor waterflow's, and that can be shown."""
+    """Return the innermost line of user code in a traceback whose source can be read; empty if there is none."""
     for frame in reversed(traceback.extract_tb(trace)):
         if is_users_file(frame.filename) and frame.line:
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
@@ -408,11 +424,11 @@ def user_line(trace: types.TracebackType | None) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why an error stops a capture, in one line."""
+    """Return one line that says why an error stops a capture."""
     name = type(error).__name__
     if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
         return (
-            "the step looks at the values of its tensors (if, .item(), shapes by data); return metrics, look after it"
+            "the step reads the values of its tensors (if, .item(), shapes by data); return metrics, read them after it"
         )
     text = str(error).strip().splitlines()
     return f"{name}: {text[0] if text else ''}"

@@ -1,4 +1,4 @@
-"""The gradients of a step, as an eager backward pass would leave them in its parameters."""
+"""Traces one training step over fake tensors into one flat graph: forward pass, backward pass and update."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ from waterflow.partition.passes.operators import storage_id, tensors_in, with_la
 def gradients_of(
     loss: torch.Tensor, leaves: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]:
-    """As ``torch.autograd.grad`` with ``allow_unused``, which would take function modes off for the backward pass.
+    """Return the gradients of ``leaves``, and the other leaves that an eager backward pass would leave gradients in.
 
-    Returns also which other leaves an eager backward pass would leave gradients in. Raises CaptureError where the step puts
-    gradients into its parameters by itself, as those would be lost.
+    Works as ``torch.autograd.grad`` with ``allow_unused``, which would switch function modes off for the backward pass.
+    A gradient is None where the loss does not depend on the leaf. Raises CaptureError where the step itself puts
+    gradients into its parameters (``backward()`` inside the step): the captured step would lose them.
     """
     one = torch.ones_like(loss, memory_format=torch.preserve_format)
     others, functions = _other_leaves(loss, leaves)
@@ -67,11 +68,10 @@ def gradients_of(
 
 
 def _other_leaves(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Further leaves, and whether users' functions are in the graph: their backward passes run in eager training, too.
-
-    The one of ``checkpoint(use_reentrant=True)`` reaches parameters although no edge of the graph leads to them. It refuses
-    to run where single gradients are asked for, which makes the step one that cannot be captured.
-    """
+    # Returns also whether the graph has autograd functions of users. The backward pass of
+    # checkpoint(use_reentrant=True) reaches parameters although no edge of the graph leads to them. It refuses to run
+    # where single gradients are asked for, so asking for the other leaves, too, makes the capture fail, and the step
+    # opaque.
     waiting, seen, others = [loss.grad_fn], {loss.grad_fn}, []
     own = set(map(id, leaves))
     functions = False
@@ -90,7 +90,7 @@ def _other_leaves(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[l
 
 
 def check_history(inputs: Iterable[tuple[fx.Node, torch.Tensor]]) -> None:
-    """Raise CaptureError where a graph computes with an input whose real tensor was computed before the step, with gradients."""
+    """Raise CaptureError where the graph computes with an input that already has a gradient history before the step."""
     for node, real in inputs:
         overwritten = (user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users)
         if real.grad_fn is not None and not all(overwritten):
@@ -98,17 +98,18 @@ def check_history(inputs: Iterable[tuple[fx.Node, torch.Tensor]]) -> None:
 
 
 def no_gradient(parameter: torch.Tensor) -> float | complex:
-    """What a sum of gradients holds before the first one: -0.0, which leaves the bits of any number that is added."""
+    """Return the value of a gradient sum before the first addition: -0.0, as -0.0 + x has the bits of x for every x."""
     return complex(-0.0, -0.0) if parameter.is_complex() else -0.0
 
 
 def to_be_changed(
     gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Gradients that may be changed in place: each lies as its parameter does, in memory of its own.
+    """Return the gradients in a form that may be changed in place: each has its parameter's strides, and memory of its own.
 
-    Copies those that do not, as autograd does when it puts them into ``.grad``; ``others`` are the step's inputs and results.
-    Sums over gradients (a norm) add up in the order in which they lie.
+    Copies every gradient that does not, as autograd does when it puts gradients into ``.grad``. ``others`` are the
+    step's inputs and results, whose memory a gradient must not share. Strides matter to bits: a sum over a gradient (a
+    norm) adds up in memory order.
     """
     taken = set(map(storage_id, others))
     changed = {}
@@ -134,7 +135,7 @@ Traced = tuple[fx.Graph, dict[str, torch.Tensor]]  # with the constants that it 
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured step. ``graph`` has one placeholder for each of ``inputs``, in this order.
+    """A captured step: a flat graph with one placeholder for each of ``inputs``, in this order.
 
     Every node carries ``meta["phase"]``: ``forward``, ``backward`` or ``update``.
     """
@@ -154,12 +155,12 @@ class Capture:
     number: int = field(default_factory=itertools.count().__next__)  # no other capture of the process has it
 
     def holds(self) -> bool:
-        """Whether the entries that it was made from are as they were."""
+        """Return whether every module entry and setting that the trace read still has the value that it read."""
         return all(entry.holds() for entry in self.entries)
 
     @property
     def nodes(self) -> int:
-        """Number of operations."""
+        """The number of operations in the graph."""
         return sum(node.op == "call_function" for node in self.graph.nodes)
 
 
@@ -167,13 +168,13 @@ def capture_step(
     spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint | None = None,
     unread: Collection[int] = (),
 ) -> Capture:  # fmt: skip
-    """Trace one step over ``leaves``, the flattened batch, and clean up the graph.
+    """Trace one step over ``leaves``, the flattened batch, clean up the graph, and return the capture.
 
-    ``fingerprint`` is what the step's key was made from, where that has been made already. The capture is to be used with other leaves
-    at the places ``unread``, too: LeafRead is raised where the step reads some.
+    ``fingerprint`` is the one that the step's key was made from, if the caller has it. ``unread`` are the positions of
+    leaves (numbers, text) that the capture must not depend on: LeafRead is raised where the step reads one of them.
 
-    Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer
-    that is not known, a model that changes itself from step to step. One capture runs at a time in a process.
+    Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer that is
+    not known, a model that changes itself from step to step. A process captures one step at a time; other threads wait.
     """
     check_optimizer(spec.optimizer)
     check_plain(("a tensor of the batch", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -188,12 +189,15 @@ def capture_step(
         except CaptureError:
             raise
         except Exception:
+            # The recorder gave up, or the step raised in it. make_fx is three times slower, and its error is the one to
+            # tell the user.
             tracer, graph, constants = _trace(_StepTracer.make_fx, _StepTracer(*given), unread)
         tracer.tag_phases(graph)
         tracer.check_strangers(graph, constants)
         groups = update_groups(graph, tracer.inputs, tracer.group_names)
         clean_up(graph)
         sum_in_place(graph)
+        # Early updates and answers about a batch are sound only where no input shows another input's changes.
         apart = lie_apart(spec, fingerprint)
         if tracer.questions and not apart:
             raise CaptureError("the step asks for values of its batch, and tensors of its own lie on the same bytes")
@@ -217,7 +221,7 @@ def capture_step(
 def _trace(
     way: Callable[[_StepTracer], Traced], tracer: _StepTracer, places: Collection[int]
 ) -> tuple[_StepTracer, fx.Graph, dict[str, torch.Tensor]]:
-    """Run the step once; ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
+    """Run the step once. ``way`` is ``record``, or ``make_fx``, whose errors become CaptureErrors."""
     tracer.world.unread = unread = Unread(tracer.fingerprint, places)
     # torch notes what its nodes are for in one table of the process; selective checkpointing leaves its notes there.
     notes = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
@@ -226,6 +230,7 @@ def _trace(
             graph, constants = tracer.trace(way)
             unread.check()  # also where the user's code went on without it
         except BaseException as error:
+            # The error's traceback refers to the tracer, and would keep every fake tensor of the trace alive.
             vars(tracer).clear()  # of its tensors
             unread.check(error)
             raise
@@ -329,11 +334,14 @@ class _StepTracer:
         spec = self.spec
         trained = {id(p) for p in self._trained.values()}
         self.world.reads.give(self.batch, self.fakes_by_id, self.fakes)
+        # Autocast ends with the forward pass, as in an eager loop: backward operations take the types of the forward
+        # ones.
         with substituted(spec.model, self.fakes_by_id, trained), torch.enable_grad(), in_forward(spec) as cast:
             shown = Substitution(self.fakes_by_id)
             with cast, shown, noting_lines(self._graph(), spec.model), self.world.watching():
                 self.world.unread.call(spec.compute_loss, [self.batch], self.world.is_observed)
                 result = spec.compute_loss(spec.model, self.batch)
+            # The batch's containers are not inputs of the graph: a captured step would not change them.
             check_unchanged(self.batch, self.batch_spec, self.batch_leaves)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
@@ -357,12 +365,13 @@ class _StepTracer:
         return results
 
     def _reached_by(self, others: Sequence[torch.Tensor]) -> Iterator[GraphInput]:
-        """The inputs that gradients reach beside the trained parameters; leaves that the step made are none."""
+        # Leaves that the step made itself are no inputs; their gradients end with the step.
         given = {id(fake): given for fake, given in zip(self.fakes, self.inputs)}
         yield from (given[id(leaf)] for leaf in others if id(leaf) in given)
 
     def _keep_assigned_buffers(self) -> None:
-        """A buffer that forward assigned anew (``self.mean = ...``) lives on in the old one's memory."""
+        # A buffer that forward assigned anew (self.mean = ...) is copied into the old one's memory, in which the next
+        # step will look for it.
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, buffer in self.spec.model.named_buffers():
             given = self.tensors.get(name)
@@ -414,7 +423,7 @@ class _StepTracer:
     # -- tracing
 
     def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
-        """Run the step once, that ``way``."""
+        """Run the step once by ``way``, with the model, random states and autograd set up for a trace, and undone after it."""
         # Backward passes for a GPU else run on threads of their own, on which nobody observes user code.
         with undisturbed(self.fingerprint, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
             try:
@@ -429,7 +438,7 @@ class _StepTracer:
                 raise CaptureError(reason_of(error), user_line(error.__traceback__)) from error
 
     def record(self) -> Traced:
-        """The plain way, which most steps can go. Raises whatever stops it."""
+        """Trace with the Recorder, which suffices for most steps. Raises NotPlain, or what the step raises."""
         recorder = Recorder(self._truth)
         self._graph = lambda: recorder.graph
         for number, fake in enumerate(self.fakes):
@@ -445,7 +454,7 @@ class _StepTracer:
         return None if question is None else question.answer
 
     def make_fx(self) -> Traced:
-        """The thorough way."""
+        """Trace with ``make_fx``, for steps that the Recorder does not know."""
         self._graph = lambda: get_proxy_mode().tracer.graph  # type: ignore[union-attr]
         # The module's Python source is not written out and compiled.
         with _use_lazy_graph_module(True), Asking(self._truth):
@@ -453,7 +462,11 @@ class _StepTracer:
         return module.graph, constants_of(module)
 
     def check_strangers(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-        """Tensors from outside must have become inputs, and must not carry gradients of their own."""
+        """Check the tensors that the step reached beside the model, its optimizer and its batch.
+
+        Raises CaptureError where such a tensor has a gradient history, or became a constant although it is one of the
+        model's.
+        """
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         numbers = [(node, given.leaf) for node, given in zip(placeholders, self.inputs) if given.kind == "external"]
         check_history((node, self.fingerprint.external_tensors[number]) for node, number in numbers)
@@ -462,6 +475,6 @@ class _StepTracer:
                 raise CaptureError(f"the step reaches a tensor of the model in a way that is not seen ({name})")
 
     def tag_phases(self, graph: fx.Graph) -> None:
-        """Mark every node with the part of the step that it belongs to."""
+        """Set ``meta["phase"]`` of every node: forward, backward or update."""
         for position, node in enumerate(graph.nodes):
             node.meta["phase"] = ("forward", "backward", "update")[sum(position >= mark for mark in self._marks)]
