@@ -10,12 +10,17 @@ from pathlib import Path
 
 from tests.imports import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for folder in ("docs", "waterflow") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 SHELLS = ("sh", "bash", "shell")
 LANGUAGES = {"python", *SHELLS, "text", "yaml", "diff", "json"}
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What looks like code, or begins a fence, and stands where no fence is seen.
 _HIDDEN = re.compile(r" {4,}(\$ |waterflow |python |make |pip |import |from \w+ import )|\s*(```|~~~)")
+_LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([^)\s]*))?\)")  # to a page of ours, or within one
+_FILE = re.compile(r"`([\w/.-]+\.(?:py|cpp|h|md))`")
 _MENTIONED = re.compile(r"`((?:waterflow|make|python -m benchmarks\.\w+|optuna-dashboard|tensorboard)(?: [^`]*)?)`")
 
 
@@ -77,6 +82,34 @@ def hidden_code(page: Path) -> list[str]:
 def mentioned(page: Path) -> set[str]:
     """The commands that the text of a page names."""
     return {" ".join(text.split()) for text in _MENTIONED.findall(outside_fences(page.read_text()))}
+
+
+def _anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", outside_fences(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page that lead to no file, or to no heading of it."""
+    wrong = []
+    for file, anchor in _LINK.findall(outside_fences(page.read_text())):
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            wrong.append(f"{page.relative_to(ROOT)} links to {file}#{anchor}, which is not there")
+    return wrong
+
+
+def missing_files(page: Path) -> list[str]:
+    """Source files that a page names, from the root, from the package or by their ends, and that are not there."""
+    there = [f"/{path.relative_to(ROOT)}" for folder in ("waterflow", "tests", "benchmarks", "examples", "docs")
+             for path in (ROOT / folder).rglob("*.*")]  # fmt: skip
+    named = {name for name in _FILE.findall(outside_fences(page.read_text())) if "NAME" not in name}
+    return [
+        f"{page.relative_to(ROOT)} names {name}, which is not there"
+        for name in sorted(named)
+        if not (ROOT / name).exists() and not any(path.endswith(f"/{name}") for path in there)
+    ]
 
 
 def program_of(page: str, blocks: list[Block], left_out: Callable[[str], bool]) -> str:

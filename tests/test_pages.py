@@ -158,6 +158,14 @@ def test_fences_say_what_they_hold() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_links_and_files_are_there() -> None:
+    """What is gone may be named where the project tells of it."""
+    past = (ROOT / "docs/experiments", ROOT / "docs/releases.md")
+    wrong = [line for page in PAGES for line in pages.broken_links(page)]
+    wrong += [line for page in PAGES if not any(map(page.is_relative_to, past)) for line in pages.missing_files(page)]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("command", sorted(set(filter(left_out, SHOWN)).union(*map(pages.mentioned, PAGES))))
 def test_commands_take_their_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
