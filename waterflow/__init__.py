@@ -1,6 +1,7 @@
 """Train many PyTorch models at once on one device.
 
-Names are looked up when they are asked for: what only talks to a cluster, or simulates one, needs neither torch nor Optuna.
+Public names are imported at their first use: code that only talks to a cluster, or simulates one, needs neither torch nor
+Optuna.
 """
 
 from __future__ import annotations
@@ -118,9 +119,11 @@ def __getattr__(name: str) -> Any:
         return _native()
     if name in __all__:
         module = _imported(_MODULES.get(name, "errors"))
+        # Kept in the module, so that __getattr__ is asked once for each name.
         found = globals()[name] = getattr(module, _OTHERWISE_CALLED.get(name, name))
         return found
     if not name.startswith("_"):
+        # Modules are reachable as attributes, too (waterflow.errors), without an import of their own.
         try:
             return _imported(name)
         except ModuleNotFoundError as error:
@@ -130,7 +133,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    """The module, whole: one whose import Ctrl-C ends in the middle, or a native part, cannot be imported again."""
+    # Ctrl-C in the middle of an import would leave a half-made module, or a native part, that the process can never
+    # import again.
     from waterflow.executor.interrupts import uninterrupted
 
     with uninterrupted():
@@ -142,7 +146,7 @@ def __dir__() -> list[str]:
 
 
 def _native() -> Any:
-    """The native part, which finds torch's libraries loaded. Raises ImportError where it was built for others."""
+    # First, so that the native part finds torch's libraries loaded.
     import torch
 
     native = importlib.import_module("waterflow._C")
@@ -152,6 +156,8 @@ def _native() -> Any:
         raise ImportError(
             f"waterflow was built with torch {native.built_with_torch}, and torch {torch.__version__} is installed; {again}"
         )
+    # A stale build fails here with its remedy, not somewhere in a run with an AttributeError: every name that the C++
+    # sources define must be in the module. Hooks for tests are only in builds that ask for them.
     made = set(dir(native)).union(*(dir(kind) for kind in vars(native).values() if isinstance(kind, type)))
     for path in Path(__file__).parent.glob("*/csrc/**/*.cpp"):
         text = re.sub(r"#ifdef WATERFLOW_TEST_HOOKS.*?#endif", "", path.read_text(), flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""``python -m waterflow``."""
+"""Run the command line as ``python -m waterflow``."""
 
 from waterflow.cli.main import main
 

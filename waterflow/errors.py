@@ -1,4 +1,4 @@
-"""The exceptions that users can catch."""
+"""Exceptions that users can catch, and errors for arguments that a function does not take."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class WaterflowError(Exception):
 
 
 def told(error: BaseException | None) -> str:
-    """What an error says, with its notes: such as which job and which line of the user's it comes from."""
+    """Return an error's text with its notes, such as the job and the user's line that it comes from."""
     return " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
 
 
 class InvalidJobError(WaterflowError, ValueError):
-    """A job, or a set of jobs, that cannot be trained as it was handed in."""
+    """A job, or a set of jobs, cannot be trained as it was given."""
 
 
 class CaptureError(WaterflowError):
-    """A step that cannot be captured as one graph; it then runs eagerly, as an opaque job."""
+    """A step cannot be captured as one graph; it runs eagerly instead, as an opaque job."""
 
     def __init__(self, reason: str, where: str = "") -> None:
         self.reason = reason
@@ -32,10 +32,10 @@ class CaptureError(WaterflowError):
 
 
 class MemoryLimitError(WaterflowError, MemoryError):
-    """A job that does not fit into the memory limit, whatever else runs.
+    """A job does not fit into the memory limit, even if it runs alone.
 
-    Attributes are bytes; ``largest_batch`` is the largest first dimension of the batch that fits, or None where
-    it is not known.
+    ``needed`` and ``limit`` are bytes; ``largest_batch`` is the largest first dimension of the batch that fits, or None if it
+    is not known.
     """
 
     def __init__(self, message: str, *, needed: int, limit: int, largest_batch: int | None = None) -> None:
@@ -50,15 +50,15 @@ class StepError(WaterflowError, RuntimeError):
 
 
 class StepIndexError(StepError, IndexError):
-    """The same, where eager training raises an IndexError."""
+    """A captured operation failed where eager training raises an IndexError."""
 
 
 class StepValueError(StepError, ValueError):
-    """The same, where torch.distributions finds an argument that is not valid."""
+    """A captured operation failed where torch.distributions refuses an invalid argument."""
 
 
 class AuditError(WaterflowError, RuntimeError):
-    """A captured step has differed from the eager one, which is a fault of waterflow, and steps before it were not compared."""
+    """A captured step differed from the eager step, a fault of waterflow, and earlier steps had not been compared."""
 
 
 class NonFiniteLossError(WaterflowError, ArithmeticError):
@@ -70,33 +70,33 @@ class JobCancelled(WaterflowError):
 
 
 class JobTimeoutError(WaterflowError, TimeoutError):
-    """A job, or a trial, that ran longer than its time limit; the message says which, and where it stood."""
+    """A job or a trial ran longer than its time limit; the message names it and the line where it stood."""
 
 
 class StudyError(WaterflowError, ValueError):
-    """A study, or its settings, that cannot be run as asked."""
+    """A study or its settings cannot be run as given."""
 
 
 class ClusterError(WaterflowError, RuntimeError):
-    """A cluster that cannot be reached, or that cannot do what it was asked for; the message says why."""
+    """A cluster cannot be reached, or cannot do what it was asked; the message says why."""
 
 
 class CheckpointError(WaterflowError):
-    """A checkpoint that cannot be made, read, or gone on from: damaged, of another version, or of another job."""
+    """A checkpoint cannot be made, read, or resumed: damaged, of another version, or of another job."""
 
 
 class SubmissionError(WaterflowError, ValueError):
-    """A submission that the cluster can never run."""
+    """The cluster can never run a submission."""
 
 
 class WorkloadError(WaterflowError, ValueError):
-    """A workload, or a table that its simulation needs, that cannot be read, or cannot be simulated as asked."""
+    """A workload, or a table that its simulation needs, cannot be read or simulated."""
 
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# What others call what we call otherwise; ``{}`` is the value that was given.
+# Arguments as other libraries name them, and our name for each; ``{}`` is the given value.
 FOREIGN: Mapping[str, str] = {
     "n_jobs": "how many train at the same time is max_concurrent={}",
     "num_workers": "loading belongs to the data: DataLoader(num_workers={})",
@@ -110,9 +110,10 @@ FOREIGN: Mapping[str, str] = {
 def explained(
     name: str, example: str, error: Callable[[str], WaterflowError]
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Makes Python's TypeError for arguments that a function does not take an ``error`` that says how it is called.
+    """Decorate a function so that a call with wrong arguments raises ``error``, whose text shows a right call.
 
-    What goes wrong inside of the function stays as it is, and a call that is right costs nothing more.
+    Python's TypeError stays only where the arguments are right and the function itself raised it. Right calls cost nothing
+    more.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -121,6 +122,7 @@ def explained(
             try:
                 return function(*args, **kwargs)
             except TypeError:
+                # Only after a TypeError: to bind a signature is slow, and right calls must cost nothing.
                 wrong = _what_is_wrong(function, args, kwargs)
                 if wrong is None:
                     raise
@@ -133,7 +135,7 @@ def explained(
 
 
 def explained_class(name: str, example: str, error: Callable[[str], WaterflowError]) -> Callable[[type[_T]], type[_T]]:
-    """As ``explained``, for what a class is called with; also for a dataclass, whose ``__init__`` nobody wrote."""
+    """Decorate a class as ``explained`` does a function; also a dataclass, whose ``__init__`` is generated."""
 
     def decorate(cls: type[_T]) -> type[_T]:
         setattr(cls, "__init__", explained(name, example, error)(cls.__init__))  # noqa: B010  # mypy: no method to assign to
@@ -143,7 +145,7 @@ def explained_class(name: str, example: str, error: Callable[[str], WaterflowErr
 
 
 def _what_is_wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why ``function`` cannot be called with these; None where it can."""
+    """Return why ``function`` cannot be called with these arguments, or None if it can."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -154,6 +156,7 @@ def _what_is_wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         if strangers:
             return f"has no {unknown(strangers[0], kwargs[strangers[0]], parameters)}"
         places = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        # The function may be an __init__, whose self is no argument of the caller's.
         own = places[:1] == ["self"]
         if len(args) > len(places):
             takes = f"{len(places) - own} argument{'s' * (len(places) - own != 1)} by position"
@@ -163,7 +166,7 @@ def _what_is_wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def unknown(key: str, value: Any, known: Mapping[str, Any] | frozenset[str]) -> str:
-    """``key``, which is not among ``known``, with what it is called here, or the nearest."""
+    """Return ``key``, which is not in ``known``, followed by our name for it or the nearest known name."""
     if key in FOREIGN:
         return f"{key}: {FOREIGN[key].format(value if isinstance(value, (int, float)) else '...')}"
     near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)

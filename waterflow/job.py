@@ -1,4 +1,4 @@
-"""Job and JobResult: what a user hands in and gets back."""
+"""Job and JobResult: what a user passes in and gets back."""
 
 from __future__ import annotations
 
@@ -48,31 +48,29 @@ class Job:
         loss: ``loss(output, target)`` for batches ``(input, ..., target)``, or a function of (model, batch).
         step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
         scheduler: A function of the optimizer that makes a learning-rate scheduler.
-        scheduler_interval: When the scheduler steps: after each ``epoch`` (default) or each ``step``.
+        scheduler_interval: The scheduler steps after each ``epoch`` (default) or after each ``step``.
         evaluate: A function of the model that returns a number or a dict of numbers. It is called after each epoch
-            with the model in evaluation mode and without gradients. The first number is the job's ``value``. Behind it every
-            module trains or evaluates as before; one that it adds does as the module that holds it.
-        read_ahead: Whether a batch may be read while the steps before it still run. ``None``: where it cannot depend on the model
-            nor lie in memory that the next one is written to, which is known of lists, tensors, torch's own data sets in a
-            DataLoader, and of a DataLoader with workers. ``True`` says so of other data.
-        epochs: How often the data is read.
-        seed: Makes initialization, shuffling and dropout repeat. Default: drawn from torch's generator.
+            with the model in evaluation mode and without gradients. The first number is the job's ``value``. Afterwards every
+            module has its training flag of before; a module that ``evaluate`` added has the flag of its parent.
+        read_ahead: True if a batch may be read while earlier steps still run: it depends on no model, and the next batch is not
+            written to its memory. ``None`` reads ahead only data of which that is known: lists, tensors, torch's own data
+            sets in a DataLoader, and a DataLoader with workers.
+        epochs: The number of passes over the data.
+        seed: Seed of initialization, shuffling and dropout. Default: drawn from torch's generator.
         accumulate, clip_grad_norm, clip_grad_value, autocast, recompute: As in ``Step``.
-        allow_non_finite: Train on after the loss became NaN or infinite; else the job fails at the epoch's end.
-        priority: ``"opportunistic"`` takes what guaranteed jobs leave: lanes and memory that they do not use, at a rate at which
-            their steps take no longer; it makes way where they need its memory, and comes back.
-        quota: Memory, in bytes, as text like ``"4GiB"`` or as a share of the engine's limit: what is kept for a guaranteed job,
-            used or not; the most that an opportunistic one may hold. Where that is less than its step needs, the step makes
-            activations again, or holds them in host memory where that is not enough, with the same bits. Where no form of it is so
-            low, or it is not captured, a job whose quota was lowered goes to host memory until there is enough; one that begins
-            so is refused.
-        train_mode: ``"auto"``: a model that comes in training mode keeps the flags of all its modules; for one that comes in
-            evaluation mode as a whole, as ``from_pretrained`` returns it, ``train()`` is called, and a warning says so.
-            ``"as_is"``: all flags stay as they come.
-        timeout: Seconds of wall time that a run of the job may take: with its waits for lanes and memory, without the time that it
-            is suspended, or waits for others' first evaluations, which come one at a time. One that takes longer,
-            ends at its next boundary, or by an exception in its own code, as failed with a JobTimeoutError, and the others go on as
-            they would. Code that waits outside of the interpreter, or catches all errors, is told, with its line, and waited for.
+        allow_non_finite: Train on after a NaN or infinite loss; else the job fails at the end of that epoch.
+        priority: ``"opportunistic"`` runs on lanes and memory that guaranteed jobs leave, at a rate that does not slow their steps. It is
+            suspended while they need its memory, and then goes on.
+        quota: Memory, in bytes, as text like ``"4GiB"`` or as a share of the engine's limit. It is kept for a guaranteed job,
+            used or not; it is the most that an opportunistic job may hold. If its step needs more, the step recomputes
+            activations, then offloads them to host memory, with the same bits. If that is not enough, or the step is not
+            captured, a job whose quota was lowered is suspended to host memory until there is enough; a new job is refused.
+        train_mode: ``"auto"`` keeps the flags of a model that is in training mode, and calls ``train()``, with a warning, on a
+            model that is in evaluation mode as a whole, as ``from_pretrained`` returns it. ``"as_is"`` keeps all flags.
+        timeout: Seconds of wall time that a run of the job may take. Waits for lanes and memory count; time while it is
+            suspended, or waits for first evaluations of other jobs (one at a time), does not. A job that takes longer fails with
+            a JobTimeoutError, at its next group boundary or by an exception in its own code; other jobs are not affected.
+            Code that blocks outside the interpreter, or catches all errors, is waited for; a warning names its line.
     """
 
     name: str
@@ -99,7 +97,7 @@ class Job:
     timeout: float | None = None
 
     def check(self) -> None:
-        """Raise InvalidJobError where a setting cannot be right."""
+        """Raise InvalidJobError if a setting is invalid."""
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise InvalidJobError(f"job {self.name!r}: epochs must be a positive integer; got {self.epochs!r}")
         if not isinstance(self.model, nn.Module) and not callable(self.model):
@@ -111,6 +109,7 @@ class Job:
                 f"job {self.name!r}: optimizer must be a function of the parameters, such as "
                 f"lambda params: torch.optim.AdamW(params, lr=1e-3); got {_shown(self.optimizer)}"
             )
+        # functools.partial(torch.optim.LBFGS) has the class in func: refuse it before the model is made.
         if (rule := why_no_step(getattr(self.optimizer, "func", self.optimizer))) is not None:
             raise InvalidJobError(f"job {self.name!r}: {rule}")
         if not _takes_one(self.optimizer):
@@ -155,12 +154,12 @@ class Job:
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with one argument, as far as it tells."""
     try:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
     except ValueError:
+        # Some built-in callables have no signature: they get the benefit of the doubt.
         pass
     return True
 
@@ -171,18 +170,17 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What became of a job.
+    """The result of one job.
 
-    ``metrics`` holds one dict per epoch, ``losses`` one number per step; peaks are bytes, ``seconds`` wall time from
-    the first build to the end. ``predicted_peak`` comes from the graph, ``measured_peak`` from a profiled step; both
-    count persistent state, one batch, and the step, and are None where the job did not come that far.
-    ``planned_requests`` for memory were served where the plan says, ``missed_requests`` were asked otherwise and went to
-    torch's own allocator. ``recomputed`` tells what the last step made again in its backward pass, ``offloaded`` are the most
-    bytes that a step held in host memory from its forward to its backward pass.
-    ``eager_steps`` ran eagerly since the job last came to its device; ``opaque_reason`` says why, where all do from some step on.
-    ``state_dict`` is the trained model's, also of a job that failed or was stopped on the way. Like every state_dict of
-    torch it shares its memory with the model: copy it before you train the same model again. ``optimize(keep_weights=)`` says in
-    which results of a study it stays.
+    ``metrics`` has one dict per epoch, ``losses`` one number per step. ``seconds`` is wall time from building the model to the
+    end. Peaks are bytes: ``predicted_peak`` from the graph, ``measured_peak`` from a profiled step; both count persistent
+    state, one batch and the step, and are None if the job did not get that far. ``planned_requests`` for memory were served at
+    their planned offsets, ``missed_requests`` went to torch's own allocator. ``recomputed`` is what the last step recomputed in
+    its backward pass; ``offloaded`` the most bytes that a step held in host memory between forward and backward pass.
+    ``eager_steps`` ran eagerly since the job was last resumed on its device; ``opaque_reason`` says why, if all steps do from
+    some step on. ``state_dict`` is the model's, also after a failure or an early stop. Like every state_dict of torch it shares
+    memory with the model: copy it before training the model again. In a study ``optimize(keep_weights=)`` decides which results
+    keep it.
     """
 
     name: str
@@ -211,13 +209,13 @@ class JobResult:
 
     @property
     def value(self) -> float | None:
-        """The first metric of the last epoch; the last loss of a job that is not evaluated."""
+        """The first metric of the last epoch, or the last loss if the job has no ``evaluate``."""
         if self.metrics and self.metrics[-1]:
             return next(iter(self.metrics[-1].values()))
         return self.losses[-1] if self.losses else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; neither losses nor weights."""
+        """Return plain values for JSON, without losses and weights."""
         return {
             "name": self.name,
             "status": self.status,
@@ -239,10 +237,9 @@ class JobResult:
 
 
 class Results(list[JobResult]):
-    """The results of several jobs, in the order in which they were handed in.
+    """The results of several jobs, in the order in which the jobs were given. Printing them summarizes the run.
 
-    Print them for what the run was like. ``decisions`` tells in words what the engine tried with ``mode="auto"``, and what it
-    kept; ``stats`` are there where ``train`` returned them.
+    ``decisions`` says in words what the engine tried with ``mode="auto"`` and what it kept. ``stats`` is set by ``train``.
     """
 
     def __init__(
@@ -256,17 +253,18 @@ class Results(list[JobResult]):
         return f"{len(self)} jobs: {', '.join(f'{count} {status}' for status, count in ended.items())}"
 
     def __str__(self) -> str:
+        # Failures first, as only the first six results are shown.
         first = sorted(self, key=lambda result: result.status != "failed")[:6]
         told = [f"  {result}" for result in first] + ["  ..."] * (len(self) > 6)
         return "\n".join([repr(self), *told, *(self.stats.lines("jobs") if self.stats else ())])
 
     @property
     def failed(self) -> Results:
-        """Those that failed."""
+        """The results of the jobs that failed."""
         return Results(result for result in self if result.status == "failed")
 
     def __getitem__(self, key: Any) -> Any:
-        """By position, or by a job's name."""
+        """Return a result by position or by the job's name. Raises KeyError for an unknown name."""
         if isinstance(key, str):
             for result in self:
                 if result.name == key:
@@ -275,7 +273,7 @@ class Results(list[JobResult]):
         return super().__getitem__(key)
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One row per job. Needs pandas."""
+        """Return a frame with one row per job. Raises ImportError without pandas."""
         try:
             import pandas
         except ImportError:
@@ -288,7 +286,7 @@ def _line(error: BaseException) -> str:
 
 
 def why_no_limit(seconds: Any) -> str | None:
-    """The rule that a limit breaks; None for one that can be."""
+    """Return the rule that a time limit in seconds breaks, or None if it is valid."""
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if seconds is None or (number and math.isfinite(seconds) and seconds > 0):
         return None
@@ -296,8 +294,12 @@ def why_no_limit(seconds: Any) -> str | None:
 
 
 def why_no_step(kind: Any) -> str | None:
-    """Why a step cannot train with optimizers of a class: they ask for the loss several times. None for others, and for functions."""
+    """Return why a step cannot train with optimizers of class ``kind``: they compute the loss several times per update.
+
+    Returns None for other classes, and for functions.
+    """
     step = getattr(kind, "step", None)
+    # torch's other optimizers take a closure, too, but do without: for LBFGS alone it has no default.
     closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
     if closure is None or closure.default is not inspect.Parameter.empty:
         return None
@@ -308,7 +310,7 @@ def why_no_step(kind: Any) -> str | None:
 
 
 def as_metrics(name: str, value: Any) -> Metrics:
-    """What ``evaluate`` of the job ``name`` returned, as numbers. Raises InvalidJobError for anything else."""
+    """Return the numbers that ``evaluate`` of job ``name`` returned. Raises InvalidJobError for anything but numbers."""
     if isinstance(value, dict) and value:
         return {str(key): _number(name, entry) for key, entry in value.items()}
     return {"value": _number(name, value)}
@@ -329,8 +331,8 @@ def _number(name: str, value: Any) -> float:
         ) from None
 
 
-MOST_CAUSES = 3  # that are told
-# A share of the time from which on it is worth a change, and the change.
+MOST_CAUSES = 3  # causes of eager steps that are printed
+# For each part of the time: the share above which a change pays off, and the change to advise.
 FIRST = {
     "eager steps": (0.2, "mend the causes above"),
     "capturing": (0.25, "train longer with each kind of model and batch; fewer kinds, by padding and drop_last=True"),
@@ -343,11 +345,11 @@ FIRST = {
 
 @dataclass(frozen=True)
 class RunStats:
-    """What the jobs of one call of ``optimize`` or ``train`` have done.
+    """Counts and times of all jobs of one call of ``optimize`` or ``train``.
 
-    ``captured_again`` of the captures were for batches of a kind that the job had captured, as it computes with something else now.
-    ``eager`` has the causes for which steps ran eagerly, and how many of the ``jobs`` each concerned. ``shares`` tell what the time of
-    jobs or trials went to: steps with their waits for lanes. ``peak`` are the most bytes that jobs claimed at once.
+    ``captured_again`` of the ``captures`` repeated one for the same kind of batch, because the step now computes with something
+    else. ``eager`` counts, by cause, the ``jobs`` with eager steps. ``shares`` divides the time of jobs or trials; steps
+    include their waits for lanes. ``peak`` is the most bytes that jobs had reserved at once, ``limit`` the engine's limit.
     """
 
     jobs: int
@@ -362,12 +364,13 @@ class RunStats:
 
     @staticmethod
     def of(engine: Engine, first: int = 0) -> RunStats:
-        """By the accounts of ``engine`` from the ``first`` on."""
+        """Return the stats of ``engine``, from its accounts with index ``first`` on."""
         accounts = engine.accounts[first:]
         spent: Counter[str] = Counter()
         for account in accounts:
             spent.update(dict(account))  # type: ignore[arg-type]  # numbers, whole or not
         return RunStats(
+            # A job that was suspended and came back has an account for each of its Steps; it counts once.
             jobs=len({account.who for account in accounts if account.get("steps")}),
             steps=spent["steps"], eager_steps=spent["eager steps"], captures=spent["captures"],
             captured_again=spent["captures anew"],
@@ -376,7 +379,7 @@ class RunStats:
         )  # fmt: skip
 
     def lines(self, jobs: str) -> list[str]:
-        """For people, who call the jobs ``jobs`` or ``trials``."""
+        """Return lines for people; ``jobs`` is the word for the jobs, such as ``trials``."""
         share = self.eager_steps / max(1, self.steps)
         again = f", {self.captured_again} of them anew" if self.captured_again else ""
         told = [f"{self.steps:,} steps, {100 * share:.0f} % of them eager; {self.captures} captures{again}"]
@@ -388,7 +391,9 @@ class RunStats:
         order = sorted(self.shares.items(), key=lambda part: -part[1])
         told.append(f"time: {', '.join(f'{100 * part:.0f} % {what}' for what, part in order if part >= 0.005)}")
         told.append(f"memory: at most {format_bytes(self.peak)} of {format_bytes(self.limit)} claimed")
+        # The time of eager steps is not measured apart: it is estimated by their share of the steps.
         shares = {**self.shares, "eager steps": share * self.shares["steps"]}
+        # Advise on the one part that is furthest above its threshold; a list of advice would not be read.
         what = max(FIRST, key=lambda what: shares[what] - FIRST[what][0])
         if shares[what] >= FIRST[what][0]:
             told.append(f"to change first: {what}, {100 * shares[what]:.0f} % of the time: {FIRST[what][1]}")
@@ -396,8 +401,8 @@ class RunStats:
 
 
 def _shares(spent: Mapping[str, float]) -> dict[str, float]:
-    """Of the time of trials, or of jobs where there are none."""
     parts = {what: spent[what] for what in ("loading", "capturing", "evaluation", "waiting for memory")}
+    # In a study the time of trials is the whole, as their own code counts, too; else the time of jobs.
     all_, in_steps = max(spent["trials"], spent["jobs"], 1e-9), spent["calls"] + spent["jobs"]
     parts |= {"steps": in_steps - sum(parts.values()), "the rest": all_ - in_steps}
     return {what: max(0.0, seconds) / all_ for what, seconds in parts.items()}

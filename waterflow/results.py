@@ -1,4 +1,4 @@
-"""What became of a job, from what it leaves behind."""
+"""Build a job's result, and the errors that decide it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ def result_of(
     name: str, status: Status, error: BaseException | None, step: Step | None,
     metrics: tuple[Metrics, ...], losses: tuple[float, ...], seconds: float,
 ) -> JobResult:  # fmt: skip
-    """The result of a job, whose step is None where it did not come that far; none of it may be under way."""
+    """Return the result of a job. ``step`` is None if it was never made; no step of it may be running.
+
+    ``seconds`` is wall time.
+    """
     plan = predicted = measured = None
-    with contextlib.suppress(RuntimeError):  # no step came so far, or an opaque one alone, which needs no plan
+    with contextlib.suppress(RuntimeError):  # no step ran, or only opaque ones outside an engine, which have no plan
         plan = step.plan if step is not None else None
     if step is not None and plan is not None:
         held = plan.persistent + plan.batch
+        # Only a graph predicts; an opaque step is measured.
         predicted = held + step.predicted_height if step.opaque_reason is None else None
         measured = held + step.measured_height if step.measured_height else None
     return JobResult(
@@ -45,16 +49,17 @@ def result_of(
 
 
 def over_limit(made: Any, error: JobTimeoutError) -> Any:
-    """What becomes of the result of a job that ended at its time limit: it failed, of that. Raises the error where there is none."""
+    """Return the result of a job that passed its time limit: failed with ``error``. Raises ``error`` if there is no result."""
     if not isinstance(made, JobResult):
         raise error
+    # It may have completed between the limit and the stop: then its result stands.
     if made.status == "completed" or made.error is error:
         return made
     return replace(made, status="failed", error=error, traceback="".join(traceback.format_exception(error)))
 
 
 def check_finite(job: Job, epoch: int, losses: list[float]) -> None:
-    """Raise NonFiniteLossError where a loss of ``epoch`` is NaN or infinite and the job does not allow that."""
+    """Raise NonFiniteLossError if a loss of ``epoch`` is NaN or infinite and the job does not allow that."""
     if job.allow_non_finite or all(map(math.isfinite, losses)):
         return
     first = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))

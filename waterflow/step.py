@@ -1,4 +1,4 @@
-"""What a step tells of itself: its plan, heights, and counts."""
+"""Step: one training step of a model, captured at its first call and then run from the capture."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ NEW_KINDS = "batches of ever new kinds; pad them to a few sizes, and make number
 
 
 def default_name(model: Any) -> str:
-    """The model's class, and the trial of a study that trains it."""
+    """Return the model's class, and the trial of a study that trains it."""
     name, trial = type(model).__name__, current_worker()
     return name if trial is None else f"{name} of trial {trial}"
 
 
 def own_generator(given: torch.Generator | None, device: torch.device, engine: Engine | None) -> torch.Generator | None:
-    """The generator that a step on ``device`` draws from; None for the process's.
+    """Return the generator that a step on ``device`` draws from; None for the process's default one.
 
-    ``given``, or where that is no other than the default one: the calling thread's; inside an engine a new one that stands
-    where the process's stands.
+    That is ``given``, unless it is None or the default one: then the calling thread's; inside an engine a new one that starts
+    in the state of the process's generator.
     """
     if given is not None and given is not torch.default_generator:
         return given
@@ -75,6 +75,8 @@ def own_generator(given: torch.Generator | None, device: torch.device, engine: E
         return own
     if engine is None:
         return given
+    # A copy of the process's generator: lanes run steps in any order, and a shared one would hand out other numbers
+    # from run to run.
     on_cpu = engine.device.type == "cpu"
     own = torch.Generator(engine.device)
     own.set_state(torch.get_rng_state() if on_cpu else torch.cuda.get_rng_state(engine.device))
@@ -82,7 +84,10 @@ def own_generator(given: torch.Generator | None, device: torch.device, engine: E
 
 
 def device_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where the model lies, or what is trained of one without tensors. Raises InvalidJobError for several devices."""
+    """Return the device of the model, or of the optimizer's tensors if the model has none.
+
+    Raises InvalidJobError for several devices, and for the meta device.
+    """
     tensors = [*model.parameters(), *model.buffers()] or [
         p for group in optimizer.param_groups for p in group["params"]
     ]
@@ -98,7 +103,7 @@ def device_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.devic
 def check_arguments(
     model: Any, optimizer: Any, accumulate: Any, loss: Any, step: Any, clips: dict[str, Any], autocast: Any
 ) -> None:
-    """Raise InvalidJobError for what a Step cannot be made of."""
+    """Raise InvalidJobError for arguments that no Step can be made of."""
     if not isinstance(model, nn.Module):
         raise InvalidJobError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -122,6 +127,7 @@ def check_arguments(
     if (why := why_no_step(type(optimizer))) is not None:
         raise InvalidJobError(why)
     named = [*model.named_parameters(), *model.named_buffers()]
+    # A lazy parameter gets its shape in the first forward pass; optimizer and capture need it before.
     if (lazy := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
         raise InvalidJobError(
             f"{lazy!r} of the model has no shape yet: call the model once on a batch, before its optimizer is made; in a Job do "
@@ -132,6 +138,8 @@ def check_arguments(
     if not any(p.requires_grad for p in (*model.parameters(), *(updated if whole_step else ()))):
         raise InvalidJobError("the model has no parameter that requires a gradient: there is nothing to train")
     trained = set(map(id, updated))
+    # A step that trains nothing would run for hours without an error. A loss with parameters of its own counts, as in
+    # metric learning.
     held = [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     if not whole_step and held and not held[0].is_meta and not any(id(p) in trained for p in held):
         raise InvalidJobError(
@@ -141,7 +149,7 @@ def check_arguments(
 
 
 def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
-    """The error of an operation that failed while a step ran."""
+    """Return the error of a captured operation that failed, with its phase and the user's line."""
     where = f" ({shown_line(node.meta['line'])})" if "line" in node.meta else ""
     if node.target is CHECK:
         return StepValueError(f"step {step!r}: {str(error).strip()}{where}")
@@ -151,7 +159,7 @@ def node_error(step: str, node: fx.Node, error: _C.NodeError) -> StepError:
 
 
 def check_device(name: str, model: torch.device, engine: Engine | None) -> None:
-    """Raise InvalidJobError where the model of a step is on another device than its engine."""
+    """Raise InvalidJobError if the model of a step is on another device than its engine."""
     if engine is not None and model != engine.device:
         raise InvalidJobError(
             f"model of step {name!r} is on {model}, its engine trains on {engine.device}; move the model with "
@@ -167,13 +175,14 @@ StepFunction = Callable[[nn.Module, Batch], Any]
 class Step:
     """A training step of ``model``: forward, loss, backward and update in one call.
 
-    Calling it with a batch returns the loss, an ordinary scalar tensor that is the caller's to keep, or ``(loss, metrics)`` where the
-    step function returns a dict of tensors beside the loss. On the CPU the call returns when the step is done, and leaves the
-    interpreter lock while it works. Parameters, buffers and optimizer state are changed in place; ``p.grad`` does not count, and is
-    None afterwards: neither ``loss.backward()``, ``optimizer.step()`` nor a GradScaler belongs beside a step (see ``clip_grad_norm``).
+    Calling it with a batch returns the loss, an ordinary scalar tensor that the caller may keep, or ``(loss, metrics)`` if the step
+    function returns a dict of tensors beside the loss. On the CPU the call returns when the step is done; it releases the
+    interpreter lock meanwhile. Parameters, buffers and optimizer state are changed in place. ``p.grad`` is ignored, and is None
+    afterwards: do not call ``loss.backward()``, ``optimizer.step()`` or a GradScaler beside a step (see ``clip_grad_norm``).
 
     The step is captured at the first call with a batch of a new shape; steps of equal models share captures. SGD, Adam and AdamW run
-    in their fused form unless made with ``fused=False`` or ``foreach=``. What cannot be captured runs eagerly: see ``opaque_reason``.
+    in their fused form unless made with ``fused=False`` or ``foreach=``. A step that cannot be captured runs eagerly; then
+    ``opaque_reason`` says why.
 
     Inside an engine (``waterflow.optimize``, ``waterflow.train``) the step runs on one of its lanes, beside other jobs. Outside it
     runs alone, on the calling thread. Not thread-safe: one thread calls a step at a time.
@@ -181,32 +190,32 @@ class Step:
     Args:
         model: The module to train, in training mode, on the engine's device.
         loss: ``loss(output, target)``, for batches ``(input, ..., target)``; a function whose first parameter is called ``model`` is
-            taken as ``step``. None: the model's output is the loss, or has it as ``.loss``.
+            taken as ``step``. None: the loss is the model's output, or its attribute ``loss``.
         step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
         optimizer: A ``torch.optim`` optimizer over the model's parameters. Its groups' numbers, and its state, are read at each call.
         accumulate: Update at every n-th call, with the mean of the n gradients.
         clip_grad_norm: Largest total norm of the gradients of an update, over the optimizer's groups in their order.
         clip_grad_value: Largest absolute value of a gradient's entry in an update.
         autocast: A data type (``torch.bfloat16``) to run forward and loss in, as under ``torch.autocast``.
-        early_updates: Change parameters as soon as their gradients are complete, where gradients would else stand at the step's peak.
-            No bit differs; a step that fails in its backward pass may have changed some of them by then.
-        generator: Where random operations draw from. Default: the process's; inside an engine one forked from that when the step is made.
-        recompute: Lets activations go after the forward pass and makes the cheapest of them again in the backward pass,
-            with the same bits: until the step is at most so many bytes high (``"2GiB"``; without kernels' temporaries), or
-            with ``"auto"`` until it fits into its engine's memory, where it does not. ``recomputed`` tells what it costs.
-        audit: Every so many steps are done eagerly, too, before they are done, and compared bit by bit. Default: as ``WATERFLOW_AUDIT``
-            in the environment says. ``first``, its own default: each new capture at its first step in a process and soon
-            behind it, then in each job ever more rarely. ``all``: all of that in each job. ``off``: none. Where a difference shows, a
-            fault of waterflow, this code runs eagerly from then on. On the CPU alone; opaque steps are not audited.
+        early_updates: Update parameters as soon as their gradients are complete, if gradients would else be live at the step's peak.
+            No bit differs; a step that fails in its backward pass may have updated some parameters by then.
+        generator: Random operations draw from it. Default: the process's; inside an engine a copy of that, made with the step.
+        recompute: Frees activations after the forward pass and recomputes the cheapest of them in the backward pass, with the same
+            bits, until the step is at most this many bytes high (``"2GiB"``; without temporaries of kernels). ``"auto"`` does so
+            only if the step would not fit into its engine's memory. ``recomputed`` has the cost.
+        audit: Run every n-th step eagerly, too, and compare both bit by bit. Default: the environment's ``WATERFLOW_AUDIT``. Its
+            default ``first`` audits each new capture at its first step in a process and soon after, then in each job ever more
+            rarely; ``all`` does all of that in each job; ``off`` nothing. If a step differs, which is a fault of waterflow,
+            this code runs eagerly from then on. Only on the CPU; opaque steps are not audited.
         name: Shown in messages and plans.
-        engine: Whose lanes to run on. Default: the engine that the calling thread belongs to, if any.
+        engine: The step runs on this engine's lanes. Default: the calling thread's engine, if any.
 
     Raises:
-        InvalidJobError: Settings that contradict each other, or a model that is on another device.
+        InvalidJobError: Settings contradict each other, or the model is on another device.
     """
 
-    steps = property(lambda self: int(self.account["steps"]), doc="Steps that have ended well.")
-    eager_steps = property(lambda self: int(self.account["eager steps"]), doc="Of these.")
+    steps = property(lambda self: int(self.account["steps"]), doc="Steps that have completed.")
+    eager_steps = property(lambda self: int(self.account["eager steps"]), doc="Completed steps that ran eagerly.")
 
     @explained("Step", "Step(model, loss=F.cross_entropy, optimizer=optimizer)", InvalidJobError)
     def __init__(
@@ -232,10 +241,10 @@ class Step:
         self._worker = current_worker()
         self.account = Account(self.name if self._worker is None else self._worker)
         self.predicted_height = 0
-        self.measured_height = 0  # bytes that it was seen to reach above what persists; 0 until it was profiled
-        self.most_offloaded = 0  # bytes that a step held in host memory
-        self.planned_requests = self.missed_requests = 0  # for memory: served where the plan says, or asked otherwise
-        self.recomputed: Recomputed | None = None  # what the last step made again in its backward pass, and its cost
+        self.measured_height = 0  # bytes above persistent state, as profiled; 0 before that
+        self.most_offloaded = 0  # most bytes that a step held in host memory
+        self.planned_requests = self.missed_requests = 0  # served at planned offsets, or by torch's allocator
+        self.recomputed: Recomputed | None = None  # what the last step recomputed, and its cost
         self._last_plan: Plan | None = None
         clips = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
         check_arguments(model, optimizer, accumulate, loss, step, clips, autocast)
@@ -246,7 +255,7 @@ class Step:
         holder, compute_loss = eager.compose(model, loss, step)
         self._hold: Hold | None = None
         if self.engine is not None:
-            # Before anything reads the model's tensors: in one that another thread captures and trains lie others.
+            # Before anything reads the model's tensors: while another thread captures the model, it has stand-ins for them.
             self._hold = Hold(self.name, self.engine.over)
             self._release = weakref.finalize(self, self._hold.release)
             holders.check(self._hold, holder, parameters_of(optimizer))
@@ -273,13 +282,14 @@ class Step:
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
         self._eager_claim = (-1, 0)  # the engine's changes, and the batches ahead, when an eager step last claimed
-        self.own_batches: OwnBatches | None = None  # where other jobs may have the same
+        self.own_batches: OwnBatches | None = None  # set if other jobs may read the same batches
         self.job: int | None = None
         self.batches_ahead = 1
-        self.eager_at_once = True  # when submitted; else beside who submits it, and may read the next batch meanwhile
+        self.eager_at_once = True  # in submit(); else on a lane, while the caller reads the next batch
         if self.engine is not None:
             self.job = self.engine.add_job(self.name)
             self.engine.accounts.append(self.account)
+            # A user's own loop may drop a step without close(): its memory must come back to the engine.
             self._finalizer = weakref.finalize(self, self.engine.remove_job, self.job)
             made_here.add(self)
 
@@ -287,12 +297,12 @@ class Step:
 
     @explained("step", "step((input, target)): one batch, as the loader gives it", InvalidJobError)
     def __call__(self, batch: Batch) -> Any:
-        """Train on one batch; see the class."""
+        """Train on one batch and return the loss, or ``(loss, metrics)``; see the class."""
         ahead, began = len(self._under_way), time.perf_counter()
         try:
             return ownership.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
         except BaseException:
-            # Ctrl-C may strike after the step was handed in and before it is waited for: its lane waits no longer.
+            # Ctrl-C may arrive after the step was submitted and before it is waited for: cancel it.
             if len(self._under_way) > ahead:
                 self._fall(self._under_way[ahead])
             if self.engine is not None and self.job is not None:
@@ -303,31 +313,32 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the batch shape that was trained last. Raises RuntimeError before the first call."""
+        """The plan for the batch shape that was trained last. Raises RuntimeError before the first call."""
         if self._last_plan is None:
             raise RuntimeError(f"step {self.name!r} has no plan before its first call")
+        # Steps of equal models share captures and plans, which have another step's name.
         return self._last_plan.renamed(self.name)
 
     def plan_for(self, batch: Batch, recompute: int | None = None) -> Plan:
-        """The plan of a step on batches like this one, without training on it; ``recompute`` bytes high at most.
+        """Return the plan of a step on batches like this one without training, at most ``recompute`` bytes high.
 
-        Raises CaptureError where the step would run as an opaque job, which has no plan before it has run, and
-        MemoryLimitError for a height that it cannot be brought to; its ``needed`` is the lowest that was found.
+        Raises CaptureError if the step would run as an opaque job, which has no plan before it has run, and MemoryLimitError if
+        it cannot be lowered to that height; its ``needed`` is the lowest height that was found.
         """
         return self._bound_steps.plan(*flatten(batch), recompute).renamed(self.name)
 
     def footprint_for(self, batch: Batch, recompute: int | None = None) -> Footprint:
-        """What such a step asks of memory; ``offsets()`` tell where. Else as ``plan_for``."""
+        """Return the memory requests of such a step; its ``offsets()`` places them. Arguments and errors as ``plan_for``."""
         return self._bound_steps.captured(*flatten(batch), recompute).footprint()
 
     def recomputed_for(self, batch: Batch, recompute: int | None = None) -> Recomputed | None:
-        """What a step on batches like this one would make again; None for nothing. As ``plan_for`` otherwise."""
+        """Return what a step on batches like this one would recompute; None for nothing. Otherwise as ``plan_for``."""
         return self._bound_steps.captured(*flatten(batch), recompute).recomputed
 
     def close(self) -> None:
-        """Leave the engine: cancel what is queued and give the memory back. Calling it twice is no error.
+        """Leave the engine: cancel queued steps and release the memory. Idempotent.
 
-        Inside of a step that the engine runs, this one included, it does not wait for what runs to end.
+        Inside a step that the engine runs, this one included, it does not wait for running steps.
         """
         self._closed = True
         ownership.discard(self.optimizer)
@@ -338,16 +349,17 @@ class Step:
         self._bound_steps.clear()
 
     def least_plan(self, wanted: Plan | None, quota: int | None) -> Plan:
-        """What a job that has left needs to come back: ``wanted``, or its last step in the form that ``quota`` has room for.
+        """Return the plan that a suspended job needs to come back.
 
-        Raises RuntimeError before the first call.
+        That is ``wanted``, or its last step in the form that fits into ``quota`` bytes. Raises RuntimeError before the first
+        call.
         """
         if self.opaque_reason is None:
             wanted = self._bound_steps.least_plan(wanted, quota, self.batches_ahead)
         return wanted or self.plan
 
     def hold_batches(self, count: int) -> None:
-        """Claim memory for ``count`` batches from the next call on, as many as are submitted before results are read."""
+        """Reserve memory for ``count`` batches from the next call on: steps are submitted before results are read."""
         if count > self.batches_ahead:
             self.batches_ahead = count
             self._bound_steps.claim_again()
@@ -355,10 +367,11 @@ class Step:
     # -- one call
 
     def submit(self, batch: Batch) -> StepFuture | Done:
-        """Hand a batch to the engine without waiting; at most a few at a time, and results in order.
+        """Submit a batch without waiting for its step. Take results in order.
 
-        One that runs eagerly is run by the caller, at once: Python runs one thread at a time, and to hand it over takes a while.
+        The caller runs a step that runs eagerly itself, before this returns.
         """
+        # Python runs one thread at a time: handing an eager step to a lane would cost two thread switches for nothing.
         at_once = self.eager_at_once and self.opaque_reason is not None
         future = self._submit(batch, by_caller=at_once)
         if at_once:
@@ -368,9 +381,11 @@ class Step:
     def _submit(self, batch: Batch, by_caller: bool) -> StepFuture | Done:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
+        # It would wait for the lane and the memory that its caller holds: for ever.
         if self.engine is not None and self.engine.native.on_a_lane:
             self.engine.refuse_inside(f"step {self.name!r}")
         update = (self._micro + 1) % self.accumulate == 0
+        # The virtual clock of a deterministic study counts steps that were begun.
         if self._worker is not None and self.engine is not None and self.engine.reservations.clock is not None:
             self.engine.reservations.clock.advance(self._worker)
         if self.opaque_reason is not None:
@@ -382,20 +397,21 @@ class Step:
             given = batch
             if self.own_batches is not None and bound_step.captured.changed_leaves:
                 leaves = pytree.tree_leaves(given := self.own_batches.of(batch))
-            bound_step = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which may leave it done
+            bound_step = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which runs the step
             done = self._audited(bound_step, leaves, given) if self.audit.due(bound_step) else None
         except CaptureError as error:
-            refused = self.audit.refused(error).with_traceback(None)  # whose frames hold what the step's code holds
+            refused = self.audit.refused(error).with_traceback(None)  # its frames would keep the user's tensors alive
             refused.__context__ = refused.__cause__ = None
         if refused is not None:
-            # Only a step that then runs eagerly is opaque; one that fails was the batch's fault.
+            # Only after it has run eagerly is the step opaque; if that fails, too, the batch was at fault.
             return self._submit_opaque(batch, update, by_caller, refused)
         if done is not None:
             return self._hand_in_captured(*done, bound_step, update)
         return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
 
     def _audited(self, bound_step: BoundStep, leaves: list[Any], batch: Batch) -> tuple[_C.StepRun, bool] | None:
-        """Audit a step that is about to be handed in; returns its run, profiled or not, where that has done it."""
+        """Audit a step that is about to be submitted. Returns its run, and if it was profiled, if the audit ran the step."""
+        # The eager twin must start from the state that all earlier steps leave.
         for before in self._under_way:
             before.wait()
         keep = not any(one.run.failed for one in self._under_way)
@@ -405,6 +421,7 @@ class Step:
     def _claimed(self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> BoundStep:
         if self.engine is None or self.job is None or bound_step.settled(self.engine):
             return bound_step
+        # Only if the reservation fails: what would fit takes captures to find, and improves the error's text.
         search = partial(what_fits, self, self.engine.reservations.room, self.batches_ahead)
         with self.account.spending("waiting for memory"):
             return claim(self.engine, self.job, self.name, self.batches_ahead, self._bound_steps, bound_step, leaves, batch_spec,
@@ -420,6 +437,7 @@ class Step:
     ) -> StepFuture:
         bound_step = self._claimed(bound_step, leaves, batch_spec)
         native, profiled = bound_step.planned.native, bound_step.planned.wants_profile
+        # Guards read values that the step before may still write: they are checked after it has ended.
         behind = bound_step.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
         run = bound_step.binding.run(native, bound_step.given(leaves, wait), bound_step.slots, profiled)
@@ -444,12 +462,13 @@ class Step:
     def _hand_in(self, future: StepFuture, plan: Plan | None, update: bool) -> StepFuture:
         before = self._under_way[-1].run if self._under_way else None
         self._under_way.append(future)
+        # Counted at once, as the next step may be submitted before this one ends; _fall() undoes it.
         self._micro = 0 if update else self._micro + 1
         try:
             if future.run.done:  # by its audit
                 return future
             if plan is None or self.engine is None or self.job is None:
-                # Where the step before has failed, this one falls with it, as in an engine.
+                # If the step before has failed, this one is dropped with it, as in an engine.
                 if before is None or not before.failed:
                     future.run.run_alone()
             else:
@@ -479,11 +498,12 @@ class Step:
         except BaseException:
             self._fall(future)
             raise
+        # Results may be read twice; a step counts once.
         if future in self._under_way:
             self._under_way.remove(future)
             self.account["steps"] += 1
             self.account["eager steps"] += future.bound_step is None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or schedulers warn of a missing optimizer.step()
         if future.bound_step is None:
             return future.returned[0]
         self._note_run(run, future.bound_step, future.profiled)
@@ -491,7 +511,8 @@ class Step:
         return outputs[0] if names is None else (outputs[0], dict(zip(names, outputs[1:])))
 
     def _fall(self, future: StepFuture) -> None:
-        """A step failed: it, and those handed in behind it, are as if they had not been."""
+        # A failed step takes the steps submitted after it along: their counters are undone from the last one back, as
+        # if none of them had been submitted.
         if future not in self._under_way:
             return
         self._micro = future.micro
@@ -504,7 +525,7 @@ class Step:
     # -- opaque
 
     def _tell_eager(self, error: CaptureError, told: Counter[str]) -> None:
-        """Steps run eagerly: say so where none of those that ``told`` has seen did for that cause."""
+        # One warning per cause in an engine: a study of a hundred trials must not say the same a hundred times.
         some = isinstance(error, NewKind)
         self.account.cause = cause = NEW_KINDS if some else str(error)
         told[cause] += 1
@@ -513,6 +534,7 @@ class Step:
             logger.warning("step %r runs %seagerly, about as fast as without waterflow: %s", self.name, which, error)
 
     def _note(self, bound_step: BoundStep) -> None:
+        # Plans are frozen and shared: with the same plan there is nothing new to record.
         if self._last_plan is bound_step.planned.plan:
             return
         if (now := bound_step.captured.recomputed) != self.recomputed:
@@ -524,7 +546,6 @@ class Step:
         self.most_offloaded = max(self.most_offloaded, bound_step.planned.plan.offloaded)
 
     def _note_run(self, run: _C.StepRun, bound_step: BoundStep, profiled: bool) -> None:
-        """A captured step has ended well."""
         planned = bound_step.planned
         if profiled:
             planned.add_profile(StepProfile.of(run, bound_step.owner.spec.device))
@@ -535,7 +556,8 @@ class Step:
         self.measured_height = max(self.measured_height, planned.measured_height)
 
     def _is_ordinary(self, batch: Batch) -> bool:
-        """Whether an eager step has memory, stands alone, and is as those before it: then it takes the shortest way."""
+        # The fast path of eager steps: memory is reserved, no other step is queued, and the batch is as the last one.
+        # Then the step runs at once, without a reservation or a future.
         claimed, engine = self._eager_claim, self.engine
         if engine is not None and (
             engine.reservations.clock is not None or claimed != (engine.reservations.changes, self.batches_ahead)
@@ -565,7 +587,7 @@ class Step:
         self._bound_steps.clear()
         if (
             self.engine is not None and self.job is not None and not has_limit()
-        ):  # one that hangs takes a lane until then
+        ):  # a job with a time limit may hang, and would block the lane
             self.engine.runs_eagerly(self.job)
 
     def _submit_opaque(
@@ -586,6 +608,7 @@ class Step:
         def train(batch: Batch) -> tuple[Any, int]:
             return self._eager_step.now_and_then_metered(batch, update, surrounding, size)
 
+        # Runs on a lane or on the calling thread. Only here is it known if the step succeeds eagerly, and so is opaque.
         def work() -> None:
             if refused is not None:
                 self._eager_step.put_sums(self._bound_steps.before_eager())
@@ -608,11 +631,13 @@ class Step:
             with self.account.spending("waiting for memory"):
                 self.engine.reservations.claim(self.job, plan, batches=self.batches_ahead)
             self._last_plan, self._eager_claim = plan, (self.engine.reservations.changes, self.batches_ahead)
-        # An unknown job is looked at alone: its first step holds all that is left.
+        # The memory of a job's first eager step is unknown: it runs with all that is left, and is measured.
         with contextlib.ExitStack() as around:
             if not known:
                 height = around.enter_context(self.engine.reservations.looking(self.job))
                 native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
+            # With a time limit the job's own thread does the eager work while the lane stands still: code that hangs is
+            # then interrupted in that thread, and the lane goes on without it.
             lent = LentLane(work) if lends else None
             run = _C.opaque_run(native, lent or work)
             run.by_caller = by_caller
@@ -621,6 +646,6 @@ class Step:
             )
             if lent is not None:
                 lent.use(run)
-            if refused is not None or not known:  # nor is the next one captured, or claimed for, before its end
+            if refused is not None or not known:  # its height decides the next reservation
                 self.engine.native.wait(run)
         return future

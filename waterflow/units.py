@@ -1,4 +1,4 @@
-"""Bytes, lengths of time, devices and priorities, as people write and read them. Needs no torch."""
+"""Parse and format bytes, times, devices and priorities. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]*))?")
 
 
 def missing(device: str, count: int = 1) -> str | None:
-    """Why this machine has not ``count`` devices of that name, with the remedy; None where it has them.
+    """Return why this machine lacks ``count`` devices of that name, with a remedy; None if it has them.
 
-    ``device`` matches ``DEVICE``. CUDA is not initialized, which a process that forks or starts others must not do.
+    ``device`` matches ``DEVICE``. CUDA is not initialized, as a process that forks must not do that.
     """
     if device == "cpu":
         return None
@@ -37,13 +37,14 @@ _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_seconds(given: float | str, what: str = "a limit of time") -> float:
-    """Seconds: a positive number, or text like ``90s``, ``30min``, ``2h``, ``1.5d``. Raises InvalidJobError."""
+    """Return seconds from a positive number or text like ``90s``, ``30min``, ``2h``, ``1.5d``. Raises InvalidJobError."""
     text = given.strip().lower() if isinstance(given, str) else given
     try:
         if isinstance(text, str):
             number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
             seconds = float(number) * _UNITS[text[len(number) :].strip()]
         else:
+            # A bool is a number in Python: timeout=True is a mistake, not one second.
             seconds = math.nan if isinstance(text, bool) else float(text)
     except (ValueError, KeyError, TypeError):
         seconds = math.nan
@@ -53,7 +54,7 @@ def parse_seconds(given: float | str, what: str = "a limit of time") -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """For people, in the largest unit of which there is one at least."""
+    """Return text like ``1.5 min``, in the largest unit of which there is at least one."""
     for unit in ("d", "h", "min"):
         if seconds >= _UNITS[unit]:
             return f"{seconds / _UNITS[unit]:.3g} {unit}"
@@ -61,7 +62,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """``412.0 MiB`` for people; exact below one KiB."""
+    """Return text like ``412.0 MiB``; exact below one KiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             return f"{int(count)} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -73,6 +74,6 @@ Priority = Literal["guaranteed", "opportunistic"]
 
 
 def check_priority(what: str, priority: object) -> None:
-    """Raise InvalidJobError for a word that is no priority."""
+    """Raise InvalidJobError if ``priority`` is no priority; ``what`` names its owner in the message."""
     if priority not in get_args(Priority):
         raise InvalidJobError(f"{what}: priority must be 'guaranteed' or 'opportunistic'; got {priority!r}")

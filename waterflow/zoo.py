@@ -1,7 +1,6 @@
-"""Models of libraries that ``waterflow plan --model`` knows by name (``FULL``), and the parts that they are made of.
+"""Models of well-known libraries, by the names that ``waterflow plan --model`` takes (``FULL``), and their parts.
 
-Every entry is a :class:`ZooModel` with random weights: how to build the model, draw a batch, compute the loss
-and make its customary optimizer. Third-party libraries are imported inside the builders only. No step has
+Every entry is a :class:`ZooModel` with random weights. Third-party libraries are imported only inside the builders. No step has
 data-dependent control flow, so each can be traced with ``make_fx`` under ``FakeTensorMode``.
 """
 
@@ -26,15 +25,15 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 BatchFn = Callable[[int, Generator | None], Any]
 StepFn = Callable[[nn.Module, Any], Tensor]
-_LEFT_OUT = (4, 5, 10, 11, 16, 17)  # the last two normal cells of each stack of six
+_LEFT_OUT = (4, 5, 10, 11, 16, 17)  # the last two normal cells of each stack of six; the mobile model has four
 
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A model together with all that a training step of it needs.
+    """A model with everything that a training step needs.
 
-    ``batch`` draws from ``generator`` and puts the batch on its device (without a generator, on the default
-    device). ``step`` maps a model and a batch to a scalar loss.
+    ``batch(n, generator)`` draws n samples on the generator's device; with None, on the default device. ``step(model, batch)``
+    returns a scalar loss. ``input`` describes one sample.
     """
 
     name: str
@@ -46,11 +45,9 @@ class ZooModel:
 
 
 def _allow_torchvision_import() -> None:
-    """Make ``import torchvision`` work when its C extension does not load (as under a CPU torch).
-
-    The import registers fake kernels for operators of that extension, so it suffices to declare them.
-    The extension is tried first, because loading it after the declaration would define them twice.
-    """
+    # torchvision's C extension does not load under a CPU build of torch, but its import registers fake kernels for
+    # operators of that extension: declaring those operators suffices. The extension is tried first, because loading it
+    # after the declaration would define them twice.
     spec = importlib.util.find_spec("torchvision")
     if spec is None or hasattr(torch.ops.torchvision, "nms"):
         return
@@ -65,7 +62,7 @@ def _allow_torchvision_import() -> None:
 
 
 def _hide_broken_torchaudio() -> None:
-    """Let transformers take torchaudio as absent when it is installed but does not import."""
+    # An installed torchaudio that does not import makes transformers fail: let it count as absent.
     transformers_utils = require("transformers.utils.import_utils")
     try:
         importlib.import_module("torchaudio")
@@ -77,7 +74,6 @@ def _hide_broken_torchaudio() -> None:
 
 
 def _find(library: str) -> importlib.machinery.ModuleSpec:
-    """Find an optional library, or say that it is missing."""
     spec = importlib.util.find_spec(library)
     if spec is None:
         raise ImportError(f"this model needs {library}, which is not installed: pip install {library}", name=library)
@@ -85,41 +81,41 @@ def _find(library: str) -> importlib.machinery.ModuleSpec:
 
 
 def require(module: str) -> Any:
-    """Import a module of an optional library."""
+    """Return a module of an optional library. Raises ImportError, with the remedy, if the library is missing."""
     _find(module.partition(".")[0])
     _allow_torchvision_import()
     return importlib.import_module(module)
 
 
 def resnet(blocks: Sequence[int], num_classes: int = 1000) -> nn.Module:
-    """A ResNet of bottleneck blocks, so many in each stage."""
+    """Return a ResNet of bottleneck blocks; ``blocks`` is their number in each stage."""
     module = require("torchvision.models.resnet")
     return module.ResNet(module.Bottleneck, list(blocks), num_classes=num_classes).train()
 
 
 def inception_v3(num_classes: int = 1000) -> nn.Module:
-    """Inception v3 with auxiliary logits."""
+    """Return Inception v3 with auxiliary logits."""
     inception: Any = require("torchvision.models.inception")
     blocks = [inception.BasicConv2d, *(getattr(inception, f"Inception{x}") for x in "ABCDE"), inception.InceptionAux]
     return inception.Inception3(num_classes, inception_blocks=blocks, init_weights=True).train()
 
 
 def nasnet(**kwargs: Any) -> nn.Module:
-    """NASNet-A, by default the large bound_step."""
+    """Return a NASNet-A, by default the large variant."""
     return require("timm.models.nasnet").NASNetALarge(drop_rate=0.5, **kwargs).train()
 
 
 class _Passed(nn.Module):
-    """In the place of a cell: two of them in a row hand on what the cells before them made, in its order."""
+    """Stands in for a cell. Two in a row pass on the outputs of the cells before them, in order."""
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         return before
 
 
 def _nasnet_mobile() -> nn.Module:
-    """NASNet-A (4 @ 1056), the mobile bound_step (Zoph et al. 2018: 5.3 million parameters).
+    """Return NASNet-A (4 @ 1056), the mobile variant (Zoph et al. 2018: 5.3 million parameters).
 
-    timm's NASNet-A large, made with the mobile bound_step's widths and four normal cells a stack instead of six.
+    It is timm's NASNet-A large with the mobile variant's widths and four normal cells per stack instead of six.
     """
     made = nasnet(stem_size=32, num_features=1056)
     for number in _LEFT_OUT:
@@ -128,13 +124,14 @@ def _nasnet_mobile() -> nn.Module:
 
 
 def vit(**kwargs: Any) -> nn.Module:
-    """ViT, by default ViT-B/16 at 224 px, with dropout after the embedding and after projections."""
+    """Return a ViT, by default ViT-B/16 at 224 px, with dropout after the embedding and after projections."""
     transformer = require("timm.models.vision_transformer").VisionTransformer
     return transformer(pos_drop_rate=0.1, proj_drop_rate=0.1, **kwargs).train()
 
 
 def _hugging_face(model: str, config: str, **kwargs: Any) -> nn.Module:
     _hide_broken_torchaudio()
+    # No cache of keys and values: training does not read it, and it holds memory.
     transformers = require("transformers")
     return getattr(transformers, model)(getattr(transformers, config)(use_cache=False, **kwargs)).train()
 
@@ -146,11 +143,9 @@ mamba = partial(_hugging_face, "MambaForCausalLM", "MambaConfig")
 
 @functools.cache
 def _of_full_length() -> type[nn.Module]:
-    """Tacotron2 from torchaudio's source file, executed on its own because torchaudio may not import.
-
-    The encoder's packing and the attention mask depend on the values of the text lengths, so this copy has
-    neither: it takes all texts at full length, and a padding mask in the place of the lengths.
-    """
+    # torchaudio may not import, so its source file is executed on its own. Packing and the attention mask depend on the
+    # values of text lengths; this copy has neither: all texts are at full length, and the step passes a padding mask in
+    # place of the lengths.
     path = Path(str(_find("torchaudio").origin)).parent / "models" / "tacotron2.py"
     module: Any = ModuleType("waterflow._tacotron2")
     importlib.machinery.SourceFileLoader(module.__name__, str(path)).exec_module(module)
@@ -167,22 +162,22 @@ def _of_full_length() -> type[nn.Module]:
 
 
 def tacotron2(**kwargs: Any) -> nn.Module:
-    """Tacotron2 for texts of full length."""
+    """Return Tacotron2 for texts of full length."""
     return _of_full_length()(**kwargs).train()
 
 
 def randn(*shape: int, generator: Generator | None) -> Tensor:
-    """Normal numbers, on the generator's device."""
+    """Return normal numbers of this shape, on the generator's device."""
     return torch.randn(*shape, generator=generator, device=generator and generator.device)
 
 
 def randint(high: int, *shape: int, generator: Generator | None) -> Tensor:
-    """Whole numbers below ``high``, on the generator's device."""
+    """Return whole numbers below ``high`` of this shape, on the generator's device."""
     return torch.randint(high, shape, generator=generator, device=generator and generator.device)
 
 
 def images(size: int, classes: int) -> BatchFn:
-    """Square images with a class each."""
+    """Return a function that draws square images of ``size`` pixels, with a class each."""
 
     def batch(n: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         return randn(n, 3, size, size, generator=generator), randint(classes, n, generator=generator)
@@ -191,12 +186,12 @@ def images(size: int, classes: int) -> BatchFn:
 
 
 def tokens(vocab: int, length: int) -> BatchFn:
-    """Rows of tokens."""
+    """Return a function that draws rows of ``length`` tokens."""
     return lambda n, generator: randint(vocab, n, length, generator=generator)
 
 
 def masked_tokens(vocab: int, length: int, mask: int) -> BatchFn:
-    """Tokens with 15 % of each row masked, and labels that are -100 elsewhere."""
+    """Return a function that draws tokens with 15 % of each row masked, and labels that are -100 elsewhere."""
 
     def batch(n: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         tokens = randint(vocab, n, length, generator=generator)
@@ -207,7 +202,10 @@ def masked_tokens(vocab: int, length: int, mask: int) -> BatchFn:
 
 
 def speech(symbols: int, tokens: int, frames: int, mels: int) -> BatchFn:
-    """Full-length texts with an empty padding mask, target mel frames, and stop targets (the last frame)."""
+    """Return a function that draws full-length texts, an empty padding mask, target mel frames, and stop targets.
+
+    The stop target is 1 at the last frame.
+    """
 
     def batch(n: int, generator: Generator | None) -> tuple[Tensor, ...]:
         text = randint(symbols, n, tokens, generator=generator)
@@ -219,7 +217,7 @@ def speech(symbols: int, tokens: int, frames: int, mels: int) -> BatchFn:
 
 
 def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy, plus 0.4 of that of the auxiliary logits where the model has them."""
+    """Return the cross-entropy, plus 0.4 of that of the auxiliary logits if the model has them."""
     inputs, classes = batch
     output = model(inputs)
     if isinstance(output, Tensor):
@@ -228,18 +226,18 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def causal_lm(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of each next token."""
+    """Return the cross-entropy of each next token."""
     return F.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def masked_lm(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The model's own loss of the masked tokens."""
+    """Return the model's own loss for the masked tokens."""
     tokens, labels = batch
     return model(input_ids=tokens, labels=labels).loss
 
 
 def teacher_forcing(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Squared error of the frames, before and behind the postnet, and the stop tokens' cross-entropy."""
+    """Return the squared error of the frames before and after the postnet, plus the stop tokens' cross-entropy."""
     text, padding_mask, mel, gate = batch
     before, after, stop, _ = model(text, padding_mask, mel, None)
     return F.mse_loss(before, mel) + F.mse_loss(after, mel) + F.binary_cross_entropy_with_logits(stop, gate)
