@@ -1,1 +1,1 @@
-"""Lanes that run the plans of many jobs: admission, barriers, programs."""
+"""The executor: lanes that run the planned steps of many jobs, with admission, barriers and programs."""

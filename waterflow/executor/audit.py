@@ -1,4 +1,4 @@
-"""One step done both ways, captured and eagerly, from the same state, and compared bit by bit."""
+"""Audits: one step is run twice from the same state, captured and eagerly, and the results are compared bit by bit."""
 
 from __future__ import annotations
 
@@ -38,38 +38,36 @@ LARGE = 64 << 10  # bytes of a frozen tensor from which on there is a checksum o
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that a captured and an eager step do not have in common, and the user's line that it belongs to."""
+    """The first result in which a captured and an eager step differ, and the user's line that computes it."""
 
     what: str
     how: str
     line: str = ""
-    lost: bool = False  # what was there before is not known any more
+    lost: bool = False  # the value before the audit was not kept, so it cannot be restored
 
     def __str__(self) -> str:
         return f"{self.what}: {self.how}" + (f" ({self.line})" if self.line else "")
 
 
 class ProvesNothing(Exception):
-    """A step cannot be compared with itself; the message says why."""
+    """The audit of a step cannot be made, or its result means nothing; the message gives the reason."""
 
 
 @dataclass
 class _Outcome:
-    """What a step leaves beside the state's memory. ``odd``: something that no step with a captured form does."""
-
-    tensors: dict[str, torch.Tensor]  # what it returns
+    tensors: dict[str, torch.Tensor]  # what the step returns
     numbers: torch.Tensor  # the generator's state
-    odd: str = ""
+    odd: str = ""  # something that no step with a captured form does
 
 
 @dataclass
 class BothWays:
-    """A captured step that is bound to a job's tensors, and the same step of ``owner``, eagerly, in the optimizer's fused form.
+    """Runs a step of ``owner`` captured and eagerly, the latter with the optimizer's fused kernels, and compares the two.
 
-    ``sums`` are the gradients of earlier calls of the update, by parameter; ``surrounding`` is the data type of the autocast
-    around the caller. Made on the job's own thread, where nothing of the job is under way; ``difference`` may be asked for on
-    a lane. Meanwhile the job's tensors change, and behind it they are as they were; but with ``keep``, where nothing differs, the
-    step stays done, and ``done`` is its captured run, which is ``profiled`` if asked.
+    The constructor runs on the job's own thread while no step of the job is under way; ``difference()`` may run on a lane. It
+    changes the job's tensors and restores them. With ``keep``, if the two agree, the step stays done, and ``done`` is its
+    captured run, with a profile if ``profiled``. ``sums`` are the gradients accumulated since the last update, by parameter
+    name; ``surrounding`` is the data type of the autocast around the caller. ``bytes`` is the memory that an audit needs.
     """
 
     name: str
@@ -103,11 +101,11 @@ class BothWays:
         self._twin = kind.__new__(kind)
         self._eager = EagerStep(replace(spec, optimizer=self._twin), self.generator, self.name)
         gradients = sum(p.nbytes for p in spec.updated().values())
-        # What is kept, before and behind a step, and the higher of both steps; eagerly all gradients are there at once.
+        # Two copies of the state, and the higher of both steps: an eager one has all gradients at once, and its kernels'
+        # temporaries are covered by an eighth of the captured step's height.
         self.bytes = 2 * self._before.bytes + self.captured.predicted.height * 9 // 8 + gradients
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a step may change beside its batch, by name."""
         owner = self.owner
         names = {id(tensor): name for name, tensor in owner.tensors.items()}
         for name, tensor in owner.tensors.items():
@@ -123,7 +121,8 @@ class BothWays:
                 yield f"tensor {given.leaf} from outside", owner.fingerprint.external_tensors[given.leaf]
 
     def _frozen(self) -> list[str]:
-        """What is large and no step changes, of which there is a checksum in the place of copies."""
+        # Large tensors that the captured step does not write: a checksum replaces two copies of them. A storage that
+        # also holds a trained or written tensor is copied, as a step may change it through that one.
         written = {given.name for given in self.captured.changed_inputs}
         frozen, storages = {}, set()
         for name, tensor in self.owner.tensors.items():
@@ -136,7 +135,10 @@ class BothWays:
     # -- the two ways
 
     def difference(self) -> Difference | None:
-        """What differs; None where each bit is the same. Raises ProvesNothing, and JobCancelled where the job is broken off."""
+        """Run the step both ways; return the first difference, or None if every bit is equal.
+
+        Raises ProvesNothing if the comparison means nothing, and JobCancelled if the job is cancelled meanwhile.
+        """
         generator = self.generator if self.generator is not None else torch.default_generator
         self._before.keep()
         numbers = generator.get_state()
@@ -158,6 +160,7 @@ class BothWays:
             if found is None:
                 self.done = run if self.keep else None
                 return None
+            # An eager step that differs from itself (it reads a clock, or a global that it changes) says nothing of the capture.
             after = self._kept()
             back()
             again = self._run_eagerly(generator)
@@ -210,7 +213,8 @@ class BothWays:
         return _Outcome(tensors, generator.get_state(), odd)
 
     def _become_twin(self) -> None:
-        """The optimizer as captured steps have it: in its fused form, and without state that only they lay out beforehand."""
+        # The user's optimizer keeps its own settings: the twin shares its state, and differs in what a captured step has
+        # otherwise. That is the fused kernels, whose bits captures have, and no momentum before the first update.
         real, twin = self.owner.spec.optimizer, self._twin
         twin.__dict__.update(real.__dict__)
         twin.__dict__.pop("step", None)  # schedulers wrap the instance's
@@ -223,7 +227,8 @@ class BothWays:
         twin._need_device_dtype_check_for_fused = False
 
     def _gather(self, moved: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
-        """Bring what the eager step has put into other tensors to where the captured one has it. Tells what has no place there."""
+        # An eager step may put results into new tensors, where the captured one writes in place. They are copied to that place
+        # to be compared; returned is the description of one that has no such place.
         optimizer, owner = self.owner.spec.optimizer, self.owner
         for parameter, entries in self._twin.state.items():
             real = optimizer.state.get(parameter, {})
@@ -241,6 +246,7 @@ class BothWays:
                 moved.append((tensor, torch.full_like(tensor, no_gradient(tensor))))
         if missing := sums.keys() - owner.accumulators.keys():
             return f"only the eager step has a gradient of {min(missing)!r}"
+        # All are cloned before any is copied: one's source may be another's destination.
         for old, new in (values := [(old, new.detach().clone()) for old, new in moved]):
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 return f"the eager step changes a tensor's shape or type to {tuple(new.shape)} of {new.dtype}"
@@ -251,7 +257,7 @@ class BothWays:
     # -- comparing
 
     def _compare(self, one: _Outcome, then: _C.StateBytes, other: _Outcome) -> Difference | None:
-        """An outcome, and the memory as it was then, with an outcome and the memory as it is."""
+        # ``then`` is the memory after ``one``; the memory after ``other`` is the present one.
         if one.odd != other.odd:
             return Difference("what the step does", other.odd or one.odd)
         if one.odd:
@@ -270,7 +276,6 @@ class BothWays:
         return None
 
     def _line(self, name: str) -> str:
-        """The user's line that computes a result, or that first uses a tensor."""
         capture = self.captured.capture
         nodes = list(capture.graph.nodes)
         results = ("the loss", *map(_metric, capture.metrics or ()))
@@ -293,7 +298,7 @@ def _of_model(name: str, tensor: torch.Tensor) -> str:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as they lie in memory, whatever its lazy bits say."""
+    # Without the lazy bits (conjugate, negative): the elements as they lie in memory.
     return (
         tensor.detach()
         .new_empty(0)
@@ -302,13 +307,13 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(one: torch.Tensor, other: torch.Tensor) -> str:
-    """How two tensors differ: types, shapes, or the bits of their first element that does; empty where they do not."""
+    """Describe how two tensors differ: in type, shape, or the first element with other bits; empty if they do not."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return f"captured {one!r}, eager {other!r}" if one is not other else ""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"captured {one.dtype} {tuple(one.shape)}, eager {other.dtype} {tuple(other.shape)}"
     flat = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
-    raw = [t.view(torch.uint8) for t in flat]
+    raw = [t.view(torch.uint8) for t in flat]  # bytes: NaN equals itself, and 0.0 is not -0.0
     if torch.equal(*raw):
         return ""
     at = int((raw[0] != raw[1]).nonzero()[0]) // one.element_size()
@@ -319,7 +324,7 @@ def _differing(one: torch.Tensor, other: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def _gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within, tensors have no gradients; behind it those that they had."""
+    """Remove the gradients of ``tensors`` inside the context, and restore them after it."""
     held = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
     for tensor, _ in held:
         tensor.grad = None
@@ -332,7 +337,10 @@ def _gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules_kept(model: nn.Module) -> Iterator[Any]:
-    """Behind it, modules hold the very objects that they did before. Yields what tells of tensors that others stand for."""
+    """Restore all attributes of the model's modules after the context.
+
+    Yields a function that lists the tensors that were replaced since, as pairs of old and new.
+    """
     spaces = [m.__dict__ for m in model.modules()]
     tensors = [(space[kind], dict(space[kind])) for space in spaces for kind in ("_parameters", "_buffers")]
     attributes = [(space, dict(space)) for space in spaces] + [(s["_modules"], dict(s["_modules"])) for s in spaces]
@@ -358,9 +366,9 @@ def _modules_kept(model: nn.Module) -> Iterator[Any]:
 logger = logging.getLogger("waterflow")
 
 EARLIEST, LATEST = 2, 50  # a job's steps, between which the second audit of a captured step lies
-RARE = 100, 500  # the same of a job's next one; of each one behind it ten times these
+RARE = 100, 500  # the same for the job's next audit; each later one lies ten times further
 SMALL = 16 << 20  # bytes that any machine has
-SHARE_OF_FREE = 0.5  # of the machine's memory, where no engine says how much there is
+SHARE_OF_FREE = 0.5  # of the machine's free memory that an audit outside of an engine may take
 _DEFAULT = "first"
 _OPERATORS = frozenset(
     {"aten", "prims", "quantized", "mkldnn", "torchvision", "torchaudio", "waterflow"}
@@ -368,7 +376,10 @@ _OPERATORS = frozenset(
 
 
 def how_often(audit: int | None) -> int | str:
-    """What ``audit=`` asks for, or else the environment. Raises InvalidJobError for what that cannot be."""
+    """Return the setting of ``audit=``, or else of ``WATERFLOW_AUDIT``: a number of steps, "all", "first" or "off".
+
+    Raises InvalidJobError for any other value.
+    """
     if audit is None:
         said = os.environ.get("WATERFLOW_AUDIT") or _DEFAULT
         if said not in ("all", "first", "off"):
@@ -380,23 +391,24 @@ def how_often(audit: int | None) -> int | str:
 
 
 class Audit:
-    """The audits of one job: which of its steps they look at, and which steps it took on trust.
+    """The audits of one job: decides which steps are audited, and records which code ran without an audit.
 
-    One thread at a time.
+    Not thread-safe. ``steps`` counts the captured steps that were submitted, ``passed`` the audits that found no difference,
+    ``seconds`` the time that audits took.
     """
 
     def __init__(self, audit: int | None, name: str, generator: torch.Generator | None, device: torch.device) -> None:
         self._how_often = how_often(audit) if device.type == "cpu" else "off"
         self._name = name
         self._generator = generator
-        self._own: dict[int, Audited] = {}  # by number of the capture, where each job has audits of its own
-        self._rare: dict[int, int] = {}  # by number of the capture, where the job's next one of its rare audits is due
+        self._own: dict[int, Audited] = {}  # by number of the capture; for "all", where jobs do not share audits
+        self._rare: dict[int, int] = {}  # by number of the capture, the step at which the job's next rare audit is due
         self._trusted: set[Code] = set()
-        self.steps = self.passed = 0  # captured ones that were handed in; those that equal the eager ones
-        self.seconds = 0.0  # that audits took
+        self.steps = self.passed = 0
+        self.seconds = 0.0
 
     def due(self, bound_step: BoundStep) -> bool:
-        """Whether a step that is about to be handed in is to be audited first."""
+        """Count a step that is about to be submitted; return True if it must be audited first."""
         self.steps += 1
         if self._is_due(bound_step):
             return True
@@ -420,12 +432,13 @@ class Audit:
         if audited.later < 0:
             return False
         if audited.begins():
+            # Drawn from the job's seed: equal seeds give equal runs, and user code cannot foresee the step.
             audited.later = self.steps - 1 + random.Random(self._seed()).randint(EARLIEST, LATEST)
             return True
         return audited.ends(self.steps)
 
     def _rarely(self) -> int:
-        """The first step behind this one at which a captured step is audited, in however long a job."""
+        # The next of the ever rarer audits: one within each decade of steps, whatever the length of the job.
         first, last = RARE
         while (place := random.Random(self._seed() + first).randint(first, last)) <= self.steps:
             first, last = 10 * first, 10 * last
@@ -435,7 +448,11 @@ class Audit:
         return torch.initial_seed() if self._generator is None else self._generator.initial_seed()
 
     def refused(self, error: CaptureError) -> CaptureError:
-        """Why a step is to run eagerly. Raises AuditError where captured steps of faulty code were taken on trust."""
+        """Return ``error``, the reason why a step must run eagerly.
+
+        Raises AuditError instead if earlier captured steps of the same faulty code ran without an audit: no state of the job
+        is then known to be right.
+        """
         if isinstance(error, Faulty) and error.code in self._trusted:
             raise AuditError(
                 f"step {self._name!r} cannot go on: {error}. Steps before this one were not compared, so its state may be wrong, "
@@ -448,10 +465,11 @@ class Audit:
         self, bound_step: BoundStep, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor],
         engine: Engine | None, job: int | None, batches: int, keep: bool,
     ) -> tuple[_C.StepRun, bool] | None:  # fmt: skip
-        """Do the job's next step both ways, while none is under way; the job holds so many ``batches`` at a time.
+        """Run the job's next step captured and eagerly, while no other is under way; the job keeps ``batches`` batches in memory.
 
-        Where the ways agree and it may ``keep`` the step, that stays done: returns its captured run, and whether that was
-        profiled. Else the job's state is as it was. Raises Faulty where the ways differ, which ends the captures of this code.
+        If the two agree and ``keep`` is set, the step stays done: returns its captured run, and whether it was profiled. In
+        every other case the job's state is restored and None is returned. Raises Faulty if the two differ; all captures of
+        this code then end in this process.
         """
         start = time.perf_counter()
         ways = self._both_ways(bound_step, leaves, batch, sums, keep)
@@ -493,7 +511,10 @@ class Audit:
 
 
 def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan, batches: int) -> Difference | None:
-    """What differs, found on a lane where there are any, once there is room. Raises ProvesNothing where there can be none."""
+    """Run the audit, on a lane if there is an engine, once its memory is admitted; return the difference, or None.
+
+    Raises ProvesNothing if the step cannot be audited, or if its memory can never be admitted.
+    """
     if (operator := _users_operator(ways.captured)) is not None:
         raise ProvesNothing(f"it calls the operator {operator}, which might count its calls")
     if not _gradients_here():
@@ -502,7 +523,7 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
         if ways.bytes > SMALL and ways.bytes > SHARE_OF_FREE * free_memory():
             raise ProvesNothing(f"the machine has no {format_bytes(ways.bytes)} free for it")
         return ways.difference()
-    with engine.reservations.looking(job):  # nobody claims anything meanwhile
+    with engine.reservations.looking(job):  # no other job claims memory between the check and the admission
         if not engine.reservations.has_room(job, plan.persistent + batches * plan.batch, ways.bytes):
             raise ProvesNothing(f"it takes {format_bytes(ways.bytes)} of memory, more than there is for it")
         try:
@@ -514,14 +535,13 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
 
 
 def _users_operator(captured: CapturedStep) -> str | None:
-    """An operator that no library has defined: what it keeps for itself would be changed by each way."""
+    # The user's own operators may keep state (a counter), which both runs would change and no restore brings back.
     targets = {node.target for node in captured.capture.graph.nodes if node.op == "call_function"}
     names = [target.name() for target in targets if isinstance(target, torch._ops.OpOverload)]
     return min((name for name in names if name.partition("::")[0] not in _OPERATORS), default=None)
 
 
 def _gradients_here() -> bool:
-    """Whether autograd can record what the calling thread does."""
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 

@@ -1,8 +1,8 @@
-"""Ending what runs: where a thread stands, breaking off code of the user's in it, time limits, and waiting within a time.
+"""Cancellation: finds out where a thread is, interrupts the user's code in it, and enforces time limits.
 
-Code of the user's hears of no cancellation: data, objectives, evaluation. Our own comes to a boundary, and is not broken off
-but where it says so itself, by ``doing``. Code that hangs outside of the interpreter cannot be broken off: its thread is left
-behind, and neither lanes nor turns wait for it.
+The user's code (data, objectives, evaluation) does not poll for cancellation, so an exception is raised in its thread. Our own
+code ends at the next boundary, and is interrupted only where it is marked by ``doing``. Code that hangs outside of the
+interpreter cannot be interrupted: its thread is abandoned (``left_behind``), and neither lanes nor turns wait for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from waterflow.errors import JobCancelled, JobTimeoutError
 
 logger = logging.getLogger("waterflow")
 
-# Ctrl-C returns within two seconds: jobs get this long to come to a group boundary, then to be broken off.
+# Ctrl-C returns within two seconds: jobs have this long to reach a group boundary, and then to end after the exception.
 STOP_SECONDS = 0.5
 BREAK_OFF_SECONDS = 1.0
 ORDER_AGAIN = 0.1
@@ -57,10 +57,10 @@ _to_the_end: set[CodeType] = set()
 
 
 def doing(what: str, interruptible: bool | None = None) -> Callable[[F], F]:
-    """A decorator: a thread in the function, or in a method of the class, does ``what``.
+    """Return a decorator that marks a function, or all methods of a class, with ``what`` it does, for error messages.
 
-    If ``interruptible``, it can be broken off there, too, where it waits for a library or for code of the user's. If False, nothing
-    can be broken off that is called from there.
+    If ``interruptible`` is True, a thread may be interrupted in that code although it is ours. If False, nothing that is called
+    from there may be interrupted.
     """
     marked = {None: set[CodeType](), True: _interruptible, False: _to_the_end}[interruptible]
 
@@ -75,7 +75,6 @@ def doing(what: str, interruptible: bool | None = None) -> Callable[[F], F]:
 
 
 def _frames(thread: int) -> list[FrameType]:
-    """The innermost first."""
     frame = sys._current_frames().get(thread)
     found = []
     while frame is not None:
@@ -89,24 +88,24 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _is_library(frame: FrameType) -> bool:
-    """Python's own, or torch's."""
     file = frame.f_code.co_filename
     if file.startswith("<"):
         return True
+    # Installed packages lie below the standard library's folder, and count as the user's code.
     library, ours = _LIBRARIES
     return file.startswith(ours) or (file.startswith(library) and not any(name in file for name in _INSTALLED))
 
 
 def must_go_on(thread: int) -> bool:
-    """Whether breaking the thread off would harm others: it imports, or does what is done to the end."""
+    """Return True if interrupting the thread would harm others: it imports a module, or runs code marked as not interruptible."""
     codes = [frame.f_code for frame in _frames(thread)]
     return any(code in _to_the_end or code.co_filename.startswith(_IMPORTING) for code in codes)
 
 
 def in_user_code(thread: int) -> bool:
-    """Whether the thread can be broken off where it is: in code of the user's, or in a library that this called.
+    """Return True if the thread can be interrupted now: it runs the user's code, or a library called from there.
 
-    Not where it must go on.
+    False where it must go on (``must_go_on``).
     """
     if must_go_on(thread):
         return False
@@ -115,7 +114,7 @@ def in_user_code(thread: int) -> bool:
 
 
 def where(thread: int) -> str:
-    """What the thread does, with the line of the user's code, where there is one."""
+    """Describe what the thread does, with the line of the user's code that it is in, if there is one."""
     frames = _frames(thread)
     what = next((_doing[frame.f_code] for frame in frames if frame.f_code in _doing), None)
     if not in_user_code(thread):
@@ -134,9 +133,10 @@ _imported = threading.Event()
 
 
 def import_ahead() -> None:
-    """Import what torch imports when a process makes its first optimizer: it takes seconds, in which no order arrives.
+    """Import, on another thread, what torch imports when a process makes its first optimizer; wait for it.
 
-    Nor does Ctrl-C arrive in it, as modules whose imports end in the middle are broken for the process: another thread imports.
+    That import takes seconds, in which the job's thread could not be interrupted. An import that is interrupted, by Ctrl-C too,
+    leaves modules broken for the process, so it does not run on the calling thread. Raises what the import raises.
     """
     if _imported.is_set():
         return
@@ -151,7 +151,7 @@ def import_ahead() -> None:
         over.set()
 
     over = threading.Event()
-    # Not a daemon: one that is inside of a library when Python ends would abort the process.
+    # Not a daemon: a daemon thread that is inside of a library when Python ends would abort the process.
     threading.Thread(target=work, daemon=False).start()
     over.wait()
     if failed:
@@ -159,7 +159,7 @@ def import_ahead() -> None:
 
 
 class UserCode:
-    """The threads that run one job's or one trial's code. Thread-safe."""
+    """The threads that run one job's or one trial's code, which can be interrupted together. Thread-safe."""
 
     def __init__(self) -> None:
         self._inside: Counter[int] = Counter()
@@ -169,11 +169,11 @@ class UserCode:
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """The calling thread can be broken off inside, and no later. May be nested.
+        """Register the calling thread inside the context: it can be interrupted there, and no later. May be nested.
 
-        Raises JobCancelled where that has happened already: a thread that begins late would be left behind in it.
+        Raises JobCancelled if ``break_off()`` was called before: a thread that begins late would never be interrupted.
         """
-        import_ahead()  # here, and not where this object is made: that may be a thread which others hear from
+        import_ahead()  # not in the constructor: that may run on a thread that others wait for
         thread = threading.get_ident()
         with self._lock:
             if self._over:
@@ -188,14 +188,14 @@ class UserCode:
                     del self._inside[thread]
                 pending = thread not in self._inside and thread in self._ordered
                 self._ordered -= {thread} if pending else set()
-            # Where an order arrived on the way in, this runs when the collector comes to it: perhaps on a thread that has none.
+            # If the exception struck on the way in, the generator is closed by the garbage collector, perhaps on another thread.
             if pending and threading.get_ident() == thread:
                 _await_order(thread)
 
     def break_off(self) -> None:
-        """Raise JobCancelled in all of them; a thread that waits in native code gets it when it comes back.
+        """Raise JobCancelled in all registered threads; a thread that waits in native code gets it when it returns to Python.
 
-        A thread that must go on is passed over. Whoever waits for it gives the order again.
+        A thread that must go on (``must_go_on``) is skipped: the caller repeats the call until the threads have ended.
         """
         with self._lock:
             self._over = True
@@ -205,7 +205,7 @@ class UserCode:
                     _raise_in(thread)
 
     def break_off_user_code(self) -> bool:
-        """The same for those of them that are in code of the user's, and not in ours: others train on in it. Whether there were any."""
+        """Raise JobCancelled in the registered threads that run the user's code; return True if there were any."""
         with self._lock:
             threads = [thread for thread in self._inside if in_user_code(thread)]
             for thread in threads:
@@ -214,7 +214,7 @@ class UserCode:
         return bool(threads)
 
     def where(self) -> str:
-        """What its threads do; where one of them is in code of the user's, the line."""
+        """Describe what the threads do: of one that runs the user's code, if there is one, with the line."""
         with self._lock:
             threads = sorted(self._inside, key=in_user_code)
         return where(threads[-1]) if threads else "about to begin or to end"
@@ -225,11 +225,9 @@ def _raise_in(thread: int) -> None:
 
 
 def _await_order(thread: int) -> None:
-    """Let an order that may still be on its way arrive here, and no later.
-
-    It is given again, which replaces one that is pending, until it arrives: one that arrives in a finalizer is lost.
-    Withdrawing it (with NULL) would leave the interpreter looking for it at every turn from then on.
-    """
+    # An exception that is still pending must arrive here, and no later. It is raised again until it arrives, as one that strikes
+    # in a finalizer is lost; a second one replaces a pending first. Withdrawing it (with NULL) instead would leave the
+    # interpreter checking for it at every turn from then on.
     with contextlib.suppress(JobCancelled):
         while True:
             _raise_in(thread)
@@ -240,22 +238,22 @@ def _await_order(thread: int) -> None:
 
 
 class Work(Protocol):
-    """What a thread does: a job, or a trial."""
+    """A job or a trial that runs on a thread."""
 
     def stop(self, reason: str) -> None:
-        """End it at its next boundary, and wait for that."""
+        """End the work at its next boundary, and wait for that."""
 
     def break_off(self) -> None:
-        """Break off the user's code in it."""
+        """Interrupt the user's code in it."""
 
 
-left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # nobody waits for them, nor for what they hold
+left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # abandoned: no thread waits for them or their locks
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that comes back from native code while Python shuts down would abort the process."""
+    # A thread that returns from native code while Python shuts down would abort the process.
     _C.close_engines()
     deadline = time.monotonic() + BREAK_OFF_SECONDS
     for thread in list(_threads):
@@ -264,7 +262,7 @@ def _end_threads() -> None:
 
 
 def stop_all(runners: Iterable[Work], reason: str) -> None:
-    """Stop several jobs; does not wait for their groups to end."""
+    """Call ``stop(reason)`` of each job on a thread of its own; do not wait for them."""
     for runner in runners:
         thread = threading.Thread(target=runner.stop, args=(reason,), daemon=True)
         _threads.add(thread)
@@ -272,7 +270,7 @@ def stop_all(runners: Iterable[Work], reason: str) -> None:
 
 
 def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None:
-    """Wait for threads that have been started, at most ``seconds`` for all of them."""
+    """Wait for those of ``threads`` that have been started, at most ``seconds`` for all of them together."""
     deadline = time.monotonic() + seconds
     for thread in threads:
         if thread is not None and thread.ident is not None:
@@ -281,11 +279,10 @@ def join_all(threads: Iterable[threading.Thread | None], seconds: float) -> None
 
 
 def break_off_all(works: Sequence[Work], threads: Iterable[threading.Thread | None], seconds: float) -> None:
-    """Break off the user's code on ``threads``, and wait for them, at most ``seconds`` for all.
+    """Interrupt the user's code on ``threads`` and wait for them, at most ``seconds`` for all together.
 
-    The order is given again until they have ended: one that arrives inside of a finalizer, or of code that catches
-    everything, is lost, and none is given to a thread that imports or captures. Those that stay are left behind, and nobody
-    waits for what they hold.
+    The exception is raised again until they have ended: one that strikes in a finalizer, or in code that catches everything, is
+    lost, and a thread that imports or captures is not interrupted. Threads that remain are added to ``left_behind``.
     """
     waited_for = [thread for thread in threads if thread is not None]
     deadline = time.monotonic() + seconds
@@ -303,14 +300,14 @@ def break_off_all(works: Sequence[Work], threads: Iterable[threading.Thread | No
             left_behind.add(thread)
 
 
-# -- threads that nobody waits for
+# -- waiting for threads that may be abandoned
 #
-# An exception from elsewhere may come at the beginning of a function of Python's and behind any call: also inside of threading's
-# events and conditions, which would then stay locked. A plain lock in a ``with`` is given back.
+# An exception from another thread may strike at the beginning of any Python function and after any call: also inside of
+# threading's events and conditions, which would then stay locked. A plain lock in a ``with`` is released.
 
 
 class Turn:
-    """``with turn:``, one thread at a time. Nobody waits for a thread that was left behind, or that ended in its turn."""
+    """A lock (``with turn:``) that passes on if the thread that has it ends, or is abandoned (``left_behind``)."""
 
     def __init__(self) -> None:
         self._guard, self._freed = threading.Lock(), threading.Lock()
@@ -321,7 +318,7 @@ class Turn:
         try:
             while not self._taken():
                 self._freed.acquire(timeout=ORDER_AGAIN)
-        except BaseException:  # from elsewhere; it may have come when the turn had just been taken
+        except BaseException:  # raised by another thread, perhaps just after the turn was taken
             self.__exit__()
             raise
 
@@ -336,16 +333,16 @@ class Turn:
     def __exit__(self, *error: object) -> None:
         with self._guard:
             if self._holder is not threading.current_thread():
-                return  # this one was left behind, and others went on
+                return  # this thread was abandoned, and another one has the turn
             self._holder = None
             if self._freed.locked():
                 self._freed.release()
 
 
 class LentLane:
-    """What a lane runs, ``work``, done by the thread that made this while the lane stands still.
+    """A lane's task whose ``work`` is done by the thread that made this object, while the lane waits.
 
-    Where it hangs, the lane goes on once that thread is left behind.
+    If the work hangs, the lane goes on once that thread is abandoned (``left_behind``).
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -357,7 +354,7 @@ class LentLane:
         self._over.acquire()
 
     def __call__(self) -> None:
-        """On the lane. Raises what the work raises, or JobCancelled."""
+        """Wait, on the lane, until the work is done. Raises what it raises, or JobCancelled if its thread is abandoned."""
         self._here.release()
         while not self._over.acquire(timeout=ORDER_AGAIN):
             if self._thread in left_behind:
@@ -367,7 +364,7 @@ class LentLane:
             raise error
 
     def use(self, run: _C.StepRun) -> None:
-        """Do the work as soon as ``run``, which is this, has a lane."""
+        """Do the work, on the thread that made this object, as soon as ``run`` (the run of this task) has a lane."""
         try:
             while not self._here.acquire(timeout=ORDER_AGAIN):
                 if run.done:  # it was cancelled
@@ -382,18 +379,18 @@ class LentLane:
 
 # -- time limits
 
-LOOK_AGAIN = 0.1  # seconds, between two looks at a limit that may have changed
+LOOK_AGAIN = 0.1  # seconds after which a limit, which may have changed, is read again
 _REMEDY = "Mend what hangs there, or raise the limit; None is no limit"
 _local = threading.local()
 
 
 def has_limit() -> bool:
-    """Whether what the calling thread does has a time limit."""
+    """Return True if the calling thread's work has a time limit."""
     return getattr(_local, "limit", None) is not None
 
 
 def time_does_not_count() -> contextlib.AbstractContextManager[None]:
-    """Inside, the time of the calling thread's limit, if it has one, stands still."""
+    """Return a context in which the time limit of the calling thread, if it has one, is paused."""
     return _local.limit.paused() if has_limit() else contextlib.nullcontext()
 
 
@@ -401,13 +398,13 @@ def limited(
     seconds: float | None, who: str, setting: str, work: Callable[[], T], code: UserCode, stop: Callable[[str], None],
     progress: Callable[[], str] = str, late: Callable[[T, JobTimeoutError], T] | None = None,
 ) -> T:  # fmt: skip
-    """What ``work`` returns, done by the calling thread within ``seconds``; within another limit, the one that ends first holds.
+    """Run ``work`` on the calling thread within ``seconds`` and return its result; of nested limits the earliest counts.
 
-    When the time is over it is asked to stop at its next boundary (``stop``); then its user code is broken off, once. Where that
-    hangs outside of the interpreter, or catches all errors, its line is told, and its thread is waited for.
+    When the time is over, ``stop`` asks the work to end at its next boundary; after that its user code is interrupted, once. If
+    it hangs outside of the interpreter, or catches all errors, a warning names its line, and the call waits for it.
 
-    Raises JobTimeoutError behind the limit, in the place of what ``work`` returns or raises; where that is given, ``late`` makes
-    of both what is returned.
+    Raises JobTimeoutError after the limit, in the place of the work's result or error. With ``late``, the call returns
+    ``late(result, error)`` for work that ended late without an error of its own.
     """
     if seconds is None:
         return work()
@@ -429,14 +426,13 @@ class _Limit:
         self.shorten(seconds, told)
 
     def shorten(self, seconds: float, told: str) -> None:
-        """From now on at most so many seconds, for a part of the same work."""
+        # Of nested limits the one that ends first stays, also after the inner work has ended.
         began = time.monotonic()
         if began + seconds < self._deadline:
             self._told, self._began, self._deadline = told, began, began + seconds
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside does not count."""
         began, deadline = time.monotonic(), self._deadline
         self._deadline = math.inf
         try:
@@ -492,7 +488,7 @@ class _Limit:
 
 
 def let_go(error: BaseException) -> None:
-    """Free what the frames behind an error hold (models, batches, the engine); its lines and files stay readable."""
+    """Release the objects that the frames of an error refer to (models, batches, the engine); the traceback stays readable."""
     chain = [error]
     for link in chain:
         traceback.clear_frames(link.__traceback__)

@@ -1,4 +1,4 @@
-"""How often threads hand the interpreter over while engines are open."""
+"""The engine: admits the steps of many jobs to one device under one memory limit, and runs them on lanes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SWITCH_SECONDS = 1e-3
 
 
 def shorten_switches(change: int) -> None:
-    """An engine opens (+1) or closes (-1)."""
+    """Count an engine that opens (+1) or closes (-1); while any is open, threads hand the interpreter over more often."""
     global _open_engines, _interval_before
     with _open_lock:
         if _open_engines == 0 and change > 0:
@@ -54,11 +54,11 @@ _launch = popen_fork.Popen._launch  # type: ignore[attr-defined]
 
 
 def fork_in_turns() -> None:
-    """From now on no thread forks a process of multiprocessing's while another thread is about to.
+    """Make the threads of this process fork multiprocessing's processes one at a time, from now on.
 
-    That a process has ended its parent sees by a pipe, whose other end it alone should have. One that is forked between the
-    pipe's beginning and the parent's closing of that end has it, too, and who joins the first waits for both, or for the end
-    of a time limit: torch's loaders 5 seconds for each worker.
+    A parent sees the end of a child by a pipe whose other end only the child should have. A second child that another thread
+    forks before the parent has closed that end inherits it, and joining the first child then waits for both: torch's loaders
+    wait their whole limit, 5 seconds for each worker.
     """
     if popen_fork.Popen._launch is _launch:  # type: ignore[attr-defined]
         popen_fork.Popen._launch = _launch_alone  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def _launch_alone(process: Any, target: Any) -> None:
         _launch(process, target)
 
 
-if hasattr(os, "register_at_fork"):  # in a child nobody else is about to
+if hasattr(os, "register_at_fork"):  # a child has one thread, and would inherit the lock as taken
     os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
 
 
@@ -77,20 +77,20 @@ logger = logging.getLogger("waterflow")
 
 
 class HasJob(Protocol):
-    """A Step, as far as its engine knows it."""
+    """The part of a Step that its engine uses."""
 
     job: int | None
     engine: Any
 
 
 class OneAudit(Protocol):
-    """A step that is done both ways, in so many bytes. ``done``: its run, where it stays done."""
+    """An audit of one step that needs ``bytes`` of memory. ``done`` is the captured run if the step stays done."""
 
     bytes: int
     done: _C.StepRun | None
 
     def difference(self) -> Any:
-        """What differs between the ways, or None."""
+        """Return the difference between the captured and the eager step, or None."""
 
 
 MOST_AUDITS = 100_000
@@ -100,22 +100,24 @@ Mode = Literal["auto", "lanes", "turns"]
 class Engine:
     """Runs the steps of many jobs on one device under one memory limit.
 
-    Thread-safe. ``memory`` bounds persistent state, steps and a reserve together; memory that libraries take for
-    themselves (thread pools, workspaces inside oneDNN) is outside it.
+    Thread-safe. ``memory`` (bytes, text like "4GiB", or a share of what is free) bounds persistent state, steps and a reserve
+    together; memory that libraries take for themselves (thread pools, workspaces inside oneDNN) is outside it.
 
-    ``mode="auto"`` uses as many lanes as are measured to get the most work done, ``"lanes"`` all of them, ``"turns"`` one.
-    ``decisions`` has what was tried, and what was kept. With ``exact=False`` operations may run in other kernels where those
+    ``mode="auto"`` uses as many lanes as are measured to get the most work done, ``"lanes"`` all of them, ``"turns"`` one;
+    ``decisions`` lists what was tried and what was kept. With ``exact=False`` operations may run in other kernels where those
     are measured to be faster, large matrix products in oneDNN; results then differ by rounding.
 
-    With a ``quantum`` in seconds, jobs that do not all fit take turns: one that has waited so long gets the memory of others that have
-    had it for so long, and those go on later, bitwise as if nothing had been. Without it who came first stays to its end.
+    With a ``quantum`` in seconds, jobs that do not all fit take turns: a job that has waited so long is given the memory of
+    jobs that have had theirs for so long. Those continue later with the same bits. Without it a job keeps its memory to its end.
 
     On a GPU the node groups of a step are captured as CUDA graphs and launched again, unless ``device_graphs=False`` or
     ``WATERFLOW_DEVICE_GRAPHS=0`` is set.
 
     For comparisons and tests: without ``arenas`` steps ask torch's own allocator for memory; with ``asynchronous``, the
-    seed of random stalls, the CPU runs behind its host, as a GPU would: node groups are booked when they are issued, and
-    run later. ``WATERFLOW_ASYNCHRONOUS`` in the environment sets it.
+    seed of random stalls, the CPU runs later than its host, as a GPU does: node groups are booked when they are issued, and
+    run later. The environment variable ``WATERFLOW_ASYNCHRONOUS`` sets it, too.
+
+    Raises InvalidJobError for a setting that is not valid.
     """
 
     @explained("Engine", 'Engine("cpu", memory="4GiB")', InvalidJobError)
@@ -175,15 +177,15 @@ class Engine:
         self._eager = Turn()
         shorten_switches(+1)
         self.started_ns = _C.Engine.now_ns()
-        # Job, and between which times on the clock of spans; the newest ones, for pictures.
+        # (job, begin_ns, end_ns) on the clock of the spans; the newest audits, for timelines.
         self.audits: deque[tuple[int, int, int]] = deque(maxlen=MOST_AUDITS)
         self._audits_done, self._counting = 0, threading.Lock()
         self.decisions: list[Decision] = []
         self.interference: InterferenceController | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
         self._eager_jobs: set[int] = set()
-        self.told: Counter[str] = Counter()  # steps that run eagerly, by the cause; each is told once
-        self.accounts: list[Account] = []  # of steps, jobs and trials that were ever here
+        self.told: Counter[str] = Counter()  # steps that run eagerly, by the cause; each cause is logged once
+        self.accounts: list[Account] = []  # of all steps, jobs and trials that this engine has had
         self._starving = Starvation(self.decisions, self.native.queued, self.lanes)
         if mode == "turns":
             self.native.set_active_lanes(1)
@@ -194,7 +196,10 @@ class Engine:
 
     @contextlib.contextmanager
     def fifo_lanes(self) -> Iterator[None]:
-        """Meanwhile lanes go to the jobs that came first, others have what those leave: the same work, and ends that come sooner."""
+        """Give lanes to jobs in the order in which they came, inside the context: later ones run while earlier ones do not.
+
+        The work done is the same, and the first jobs end sooner.
+        """
         self.native.set_fifo_lanes(True)
         try:
             yield
@@ -202,15 +207,15 @@ class Engine:
             self.native.set_fifo_lanes(False)
 
     def add_job(self, name: str) -> int:
-        """Make room in the book for a job; returns its number in this engine."""
+        """Register a job; return its number in this engine."""
         job = self.native.add_job()
         self.names[job] = name
         return job
 
     def remove_job(self, job: int) -> None:
-        """Cancel what the job has queued and give back all that it claimed.
+        """Cancel the job's queued steps and release its claim.
 
-        Inside of a step that this engine runs it does not wait for the job's own step to reach its next group boundary.
+        Waits for the job's running step to reach its next group boundary, except when called inside of a step of this engine.
         """
         with contextlib.suppress(ValueError):
             self.native.remove_job(job)
@@ -219,24 +224,24 @@ class Engine:
         self.reservations.release(job)
 
     def set_policy(self, job: int, policy: ResourcePolicy) -> None:
-        """From its next step on ``job`` is in the engine on these policy; with an opportunistic one the interference begins."""
+        """Set the resource policy of ``job`` from its next step on; the first opportunistic job starts interference control."""
         if policy.opportunistic:
             if self.lanes == 1 and self.interference is None:
                 logger.warning(
                     "with one lane, opportunistic jobs run only while guaranteed ones have been idle for a second; pass lanes=2"
                 )
             self.interference = self.interference or InterferenceController(self.native)
-            if self._lanes_in_use is not None:  # all of them: who is to have which is decided by priority
+            if self._lanes_in_use is not None:  # all of them: priority decides which jobs run
                 self.native.set_active_lanes(self.lanes)
         self.reservations.set_policy(job, policy)
 
     def set_priority(
         self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None
     ) -> None:
-        """For a ``Step`` of this engine in a loop of its own, what ``Job(priority=, quota=)`` is for others.
+        """Set priority and quota of a ``Step`` in a loop of its own, as ``Job(priority=, quota=)`` does for a job.
 
-        It cannot make way: its memory stays where it is while its loop runs, also where not even a reduced step has room in a
-        quota that was lowered.
+        Such a step cannot be preempted: its memory stays claimed while its loop runs, even if not even its reduced form fits
+        in a quota that was lowered. Raises InvalidJobError for a step that is not of this engine, and for invalid values.
         """
         check_priority("set_priority()", priority)
         if step.job is None or step.engine is not self:
@@ -245,7 +250,10 @@ class Engine:
         self.set_policy(step.job, ResourcePolicy(priority, parsed))
 
     def submit(self, job: int, run: _C.StepRun, plan: Plan, before: _C.StepRun | None) -> None:
-        """Queue a step behind ``before``, the job's last. Raises JobCancelled, or MemoryLimitError if it never fits."""
+        """Queue a step of ``job`` after ``before``, the job's last one.
+
+        Raises JobCancelled if the job was cancelled, and MemoryLimitError if the step can never fit.
+        """
         try:
             self.native.submit(job, run, before)
         except _C.Cancelled as error:
@@ -254,9 +262,9 @@ class Engine:
             raise too_large(plan, plan.persistent + plan.batch, self.limit, self.reservations.room) from error
 
     def run_audit(self, job: int, audit: OneAudit) -> Any:
-        """Run an audit on a lane, as one group; returns what differs. It counts for a step where it leaves one done.
+        """Run an audit on a lane, as one group; return the difference, or None. It counts as a step if it leaves the step done.
 
-        Raises ValueError where it takes more memory than there is, also where the limit was lowered before it began.
+        Raises ValueError if it needs more memory than there is, also if the limit was lowered before it began.
         """
         box: list[Any] = []
 
@@ -273,7 +281,7 @@ class Engine:
         except _C.Cancelled:
             raise
         except RuntimeError as error:
-            if box:
+            if box:  # the audit had begun: the error is its own, not admission's
                 raise
             raise ValueError(str(error)) from None
         finally:
@@ -285,11 +293,11 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Steps and evaluations that its lanes have done."""
+        """The number of steps and evaluations that the lanes have done."""
         return max(0, self.native.steps_done - self._audits_done)
 
     def stats(self) -> EngineStats:
-        """What the lanes have done so far."""
+        """Return figures of what the lanes have done so far."""
         busy = [ns * 1e-9 for ns in self.native.lane_busy_ns]
         self._tell_refusals()
         return EngineStats(
@@ -303,7 +311,7 @@ class Engine:
         )
 
     def poll(self, ended: int | None = None) -> None:
-        """Look at how the lanes do, where it is time to. ``ended``: the job whose step has ended, if one has."""
+        """Adjust lanes and rates to what was measured, if a window is over. ``ended`` is the job whose step has ended, if any."""
         policy = self.reservations.policies() if self.interference is not None else []
         if self.interference is not None and any(on.opportunistic for _, on in policy):
             self.interference.poll()
@@ -321,11 +329,11 @@ class Engine:
 
     @property
     def lanes_in_use(self) -> int:
-        """How many of its lanes take steps."""
+        """The number of lanes that take steps now."""
         return self.lanes if self._lanes_in_use is None else self._lanes_in_use.count
 
     def runs_eagerly(self, job: int) -> None:
-        """From now on the job's steps are not captured: side by side they gain little, as Python runs one of them at a time."""
+        """Note that the job's steps are not captured from now on; where most jobs are such, they begin on one lane."""
         self._eager_jobs.add(job)
         if self._lanes_in_use is not None and self.interference is None:
             self._lanes_in_use.begin(len(self._eager_jobs), len(self.reservations))
@@ -337,14 +345,14 @@ class Engine:
     # -- work that is not captured
 
     def lends_lanes(self) -> bool:
-        """Whether the calling thread does what is not captured by itself, as it has a time limit, while a lane stands still.
+        """Return True if the calling thread must do eager work itself, while a lane waits, because it has a time limit.
 
-        Not on a GPU, where a lane's work goes to its stream.
+        False on a GPU, where a lane's work must be issued to its stream.
         """
         return has_limit() and self.device.type == "cpu"
 
     def refuse_inside(self, what: str) -> None:
-        """Raise InvalidJobError where the calling thread runs a step of this engine; ``what`` would be another."""
+        """Raise InvalidJobError if the calling thread runs a step of this engine: ``what`` would wait for that step for ever."""
         if self.native.on_a_lane:
             raise InvalidJobError(
                 f"{what} cannot run inside of a step of its own engine: it would wait for the lane and the memory that "
@@ -352,10 +360,10 @@ class Engine:
             )
 
     def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None) -> tuple[Any, int]:
-        """Run ``work`` on a lane as one group; returns its result and its measured height in bytes.
+        """Run ``work`` on a lane as one group; return its result and its measured height in bytes.
 
-        Without a plan the height is not known yet: it then runs in the reserve, one at a time. Where the calling thread has a
-        time limit, it does the work itself, and the lane stands still.
+        Without a plan the height is not known: the work then runs in the reserve, one job at a time. A calling thread that has a
+        time limit does the work itself, while the lane waits (``lends_lanes``). Raises what the work raises.
         """
         self.refuse_inside(f"eager work of job {self.names[job]!r}")
         box: list[tuple[Any, int]] = []
@@ -378,11 +386,11 @@ class Engine:
         return result, height
 
     def over(self) -> bool:
-        """Whether it has been closed."""
+        """Return True if the engine has been closed."""
         return self.reservations.closed
 
     def close(self) -> None:
-        """End the lanes. Steps that are queued fail; nothing waits for ever.
+        """End the lanes; steps that are queued fail, so that no thread waits for ever. Closing twice is no error.
 
         Raises RuntimeError inside of a step that this engine runs.
         """
@@ -413,14 +421,14 @@ def _native(settings: dict[str, Any], arenas: bool) -> _C.Engine:
 
 
 def current_engine() -> Engine | None:
-    """The engine that work of the calling thread belongs to; None outside of any."""
+    """Return the engine that the calling thread's work belongs to (``within``), or None."""
     engine: Engine | None = here.engine
     return engine
 
 
 @contextlib.contextmanager
 def within(engine: Engine, worker: int | None = None) -> Iterator[None]:
-    """Steps that the calling thread makes inside belong to ``engine``, and to its clock as ``worker``."""
+    """Make steps that the calling thread creates inside the context belong to ``engine``, and to its clock as ``worker``."""
     before = here.engine, here.worker
     here.engine, here.worker = engine, worker
     try:
@@ -430,6 +438,6 @@ def within(engine: Engine, worker: int | None = None) -> Iterator[None]:
 
 
 def current_device() -> torch.device:
-    """The device of the engine that the calling thread belongs to; ``cpu`` outside of any."""
+    """Return the device of the engine that the calling thread's work belongs to; ``cpu`` if there is none."""
     engine = current_engine()
     return engine.device if engine is not None else torch.device("cpu")

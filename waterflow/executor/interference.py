@@ -1,11 +1,11 @@
-"""The local interference of one device: opportunistic jobs get what guaranteed ones do not miss.
+"""Interference control on one device: limits opportunistic work so that guaranteed steps are hardly slower than alone.
 
-After AntMan's local interference (Xiao et al., OSDI 2020, 3.3): the time of a guaranteed job's steps is watched, opportunistic
-work is let go faster step by step while nothing suffers, and cut at once when it does.
+After AntMan's local coordinator (Xiao et al., OSDI 2020, 3.3): the times of guaranteed steps are measured, the rate of
+opportunistic work is raised step by step while they do not suffer, and cut at once when they do.
 
-A machine that others use changes its own speed, by a third and within tenths of a second. So windows with and without opportunistic
-work are short and come in turns, each with is compared with those right before and behind it, and what counts is the median of the pairs
-in which the machine was steadiest.
+A machine that others use changes its own speed, by a third and within tenths of a second. So windows with and without
+opportunistic work are short and alternate; each window with it is compared with the windows right before and after it, and
+the median of the pairs in which the machine was steadiest counts (docs/experiments/lanes.md).
 """
 
 from __future__ import annotations
@@ -22,41 +22,44 @@ from typing import Protocol
 
 from waterflow.executor.tuning import Decision
 
-PAIRS = 8  # windows without opportunistic work and beside it, in turns: one comparison, of its steadiest half
-ALONE_STEPS, ALONE_SECONDS = 2, 0.02  # of each guaranteed job in a window without, at least
-BESIDE = 4  # times as long a window beside opportunistic work
-SETTLED = 3  # times as long again once the rate has been found
-SETTLING = 6  # comparisons in which it has not changed much
-KEPT = 24  # comparisons that the rate is found from
+PAIRS = 8  # windows without and with opportunistic work, alternating, in one comparison; its steadiest half counts
+ALONE_STEPS, ALONE_SECONDS = 2, 0.02  # of each guaranteed job in a window without opportunistic work, at least
+BESIDE = 4  # a window with opportunistic work is so many times longer
+SETTLED = 3  # and so many times again once the rate has been found
+SETTLING = 6  # comparisons in which the rate has hardly changed, after which it counts as found
+KEPT = 24  # comparisons from which the rate is found
 FIRST_RATE, LEAST_RATE, RAISE = 0.1, 0.02, 0.1
 TOO_LONG, FAR_TOO_LONG = 4, 8  # times what is allowed: in a comparison, and in the first steps of one window
-STRIKES = 2  # windows in a row with steps that took far too long beside others, and not behind them: the rate is cut
+# Windows in a row whose steps took far too long beside others, and not in the window after it, before the rate is cut: a
+# single one is mostly the machine itself.
+STRIKES = 2
 TAIL = 0.98  # the slowest steps of the last ones, with and without others
 TAIL_STEPS, LEAST_TAIL_STEPS = 2048, 64  # so many of them are kept at most, and needed at least
 MOST_TAIL_STEPS = 128  # from one comparison
-AWAY_SECONDS = 1.0  # a guaranteed job without a step for longer is not protected, or for twice its longest of late
+# A guaranteed job without a step for this long, and for twice its longest recent step, is not protected.
+AWAY_SECONDS = 1.0
 
 
 Medians = dict[int, float]  # by job, in nanoseconds
 
 
 class ThrottledLanes(Protocol):
-    """What is asked of an engine's lanes."""
+    """The part of an engine's lanes that interference control uses."""
 
     def set_rates(self, beside: float, between: float) -> None:
-        """Shares of time for opportunistic work: while guaranteed steps run, and between them."""
+        """Set the shares of time for opportunistic work: while guaranteed steps run, and between them."""
 
     def take_step_times(self) -> Sequence[tuple[int, int, int, int]]:
-        """(job, could begin, ended, busy) of guaranteed steps since the last call, in nanoseconds."""
+        """Return (job, ready, ended, busy) of the guaranteed steps since the last call, in nanoseconds."""
 
     @property
     def opportunistic_ns(self) -> int:
-        """For how long opportunistic steps have been under way so far, in nanoseconds."""
+        """Nanoseconds for which opportunistic steps have been under way so far."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """By how much the steps of guaranteed jobs may take longer, as shares: the median, and those of the tail."""
+    """The slowdown that guaranteed jobs may have, as shares of the step's time alone: of the median, and of the tail."""
 
     median: float = 0.03
     tail: float = 0.08
@@ -66,8 +69,8 @@ class Allowed:
 class RateControl:
     """Finds the largest rate at which guaranteed steps take no longer than is allowed.
 
-    What is measured is noisy and nearly proportional to the rate: the slowdown per rate is a median of the last comparisons, in which
-    those at higher rates, where more of it is to be seen, count for more.
+    The measured slowdown is noisy and nearly proportional to the rate. So the slowdown per rate is a weighted median of the
+    last comparisons, in which those at higher rates, where the slowdown is larger than the noise, count for more.
     """
 
     allowed: Allowed = Allowed()
@@ -75,9 +78,9 @@ class RateControl:
     _seen: deque[tuple[float, float, float | None]] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def learn(self, median: float, tail: float | None, of_all: bool = True) -> None:
-        """At the present rate the median of guaranteed steps was so much longer, and their tail where it is known, as shares.
+        """Adjust the rate to the slowdown seen at it: of the median and, if known, of the tail, as shares.
 
-        What is not known ``of_all`` guaranteed jobs never raises the rate.
+        A comparison that is not ``of_all`` guaranteed jobs never raises the rate.
         """
         strained = median > self.allowed.median or (tail is not None and tail > self.allowed.tail)
         if not of_all and not strained:
@@ -92,23 +95,24 @@ class RateControl:
         self.rate = max(LEAST_RATE, min(wanted, self.rate + (RAISE if of_all else 0.0), 1.0))
 
     def cut(self) -> None:
-        """Steps take far too long, whatever was learnt."""
+        """Halve the rate at once, as steps take far too long."""
         self.rate = max(LEAST_RATE, self.rate / 2)
 
     @property
     def settled(self) -> bool:
-        """Whether the rate has been found: in the last comparisons it has hardly changed."""
+        """True if the rate has hardly changed in the last comparisons."""
         rates = [rate for rate, _, _ in itertools.islice(reversed(self._seen), SETTLING)]
         return len(rates) == SETTLING and max(rates) - min(rates) < RAISE
 
     def forget(self) -> None:
-        """Other jobs: what was learnt does not hold for them."""
+        """Drop all comparisons, as the guaranteed jobs have changed."""
         self._seen.clear()
         self.rate = min(self.rate, FIRST_RATE)
 
 
 def _largest_rate(seen: list[tuple[float, float]], allowed: float) -> float:
-    """From slowdowns at rates: the rate at which what is allowed would be reached, 1 at most."""
+    # From pairs (rate, slowdown): the rate, at most 1, at which the slowdown would reach what is allowed. The slope is the
+    # median weighted by the square of the rate.
     slopes = sorted((slower / rate, rate * rate) for rate, slower in seen)
     half, slope = sum(weight for _, weight in slopes) / 2, 0.0
     for slope, weight in slopes:  # noqa: B007
@@ -120,7 +124,7 @@ def _largest_rate(seen: list[tuple[float, float]], allowed: float) -> float:
 
 @dataclass
 class InterferenceController:
-    """Watches guaranteed steps with and without opportunistic work, window by window, and sets its rate. Thread-safe."""
+    """Measures guaranteed steps with and without opportunistic work, in alternating windows, and sets its rate. Thread-safe."""
 
     lanes: ThrottledLanes
     allowed: Allowed = Allowed()
@@ -133,7 +137,7 @@ class InterferenceController:
         self._times: dict[int, list[int]] = defaultdict(list)  # of guaranteed jobs, in this window
         self._windows: list[dict[int, list[int]]] = []  # of this comparison: alone, beside, alone ...
         self._alone: Medians = {}  # of the last window alone
-        self._suspect: Medians = {}  # of one beside others that was ended because steps took far too long
+        self._suspect: Medians = {}  # of a window beside others that was ended early, as steps took far too long
         self._strikes = 0  # such windows in a row
         self._tails: dict[int, tuple[deque[float], deque[float]]] = {}  # alone and beside, over the comparison's median
         self._last: dict[int, tuple[float, float]] = {}  # of guaranteed jobs: when a step ended, the longest of late
@@ -144,17 +148,17 @@ class InterferenceController:
 
     @property
     def rate(self) -> float:
-        """The share of time that opportunistic work has beside guaranteed steps."""
+        """The share of time that opportunistic work is given while guaranteed steps run."""
         return 1.0 if self._free else self.control.rate
 
     @property
     def present(self) -> frozenset[int]:
-        """Guaranteed jobs that come for steps."""
+        """The guaranteed jobs that have had a step lately."""
         return frozenset(self._last)
 
     def poll(self) -> None:
-        """Where a window is over: learn from it. Called when a step has ended, of whichever job."""
-        if not self._lock.acquire(blocking=False):
+        """Learn from the present window if it is over. Called when a step of any job has ended."""
+        if not self._lock.acquire(blocking=False):  # another thread polls already; lanes do not wait for it
             return
         try:
             self._look()
@@ -176,7 +180,7 @@ class InterferenceController:
                 self._free = True
                 self.lanes.set_rates(1.0, 1.0)
             return
-        if self._free or (self._alone and not self._last.keys() <= self._jobs):  # nothing is known of who came
+        if self._free or (self._alone and not self._last.keys() <= self._jobs):  # nothing is known of the job that came
             self._free = False
             self._alone, self._suspect, self._strikes = {}, {}, 0
             del self._windows[len(self._windows) // 2 * 2 :]  # one alone comes now
@@ -185,12 +189,12 @@ class InterferenceController:
             self._begin(False)
         else:
             share = (BESIDE * (SETTLED if self.control.settled else 1)) if self._beside else 1 if self._alone else PAIRS
-            steps = min(len(self._times[job]) for job in self._last)  # nobody's strain is passed over
+            steps = min(len(self._times[job]) for job in self._last)  # a window lasts until each job has its steps
             if now - self._since >= ALONE_SECONDS * share and steps >= ALONE_STEPS * share:
                 self._turn()
 
     def _seem_to_suffer(self) -> bool:
-        """Whether the first steps of this window take far too long, against those of the window before."""
+        # The window is ended early where its first steps take far too long, against those of the window before.
         self._next_check = self.now() + ALONE_SECONDS / 2
         first = _medians({job: times for job, times in self._times.items() if len(times) >= ALONE_STEPS})
         self._suspect = first if self._far_too_long(first, self._alone) else {}
@@ -201,10 +205,11 @@ class InterferenceController:
         return any(beside[job] > most * alone[job] for job in beside.keys() & alone.keys())
 
     def _turn(self) -> None:
-        """A window is over, and with the last of a comparison something is learnt."""
         if not self._beside:
             before, self._alone = self._alone, _medians(self._times)
-            if self._suspect:  # no measurement: it was ended at a moment chosen for being slow
+            # A window that was ended early is no measurement, as its end was chosen for being slow: learning from such
+            # windows took the rate to 0.1 where 0.3 was right.
+            if self._suspect:
                 slowest = {job: max(median, before.get(job, 0.0)) for job, median in self._alone.items()}
                 if self._far_too_long(self._suspect, slowest):  # and the machine itself has not become as slow
                     self._strikes += 1
@@ -221,7 +226,7 @@ class InterferenceController:
         else:
             self._strikes = 0
         if self._beside and self.lanes.opportunistic_ns - self._others_ns < (self.now() - self._since) * 5e8:
-            self._windows.pop()  # beside nobody for more than half of it: of no use, as is the one before
+            self._windows.pop()  # no opportunistic step for more than half of it: of no use, as is the window before it
         else:
             self._windows.append(dict(self._times))
         if len(self._windows) > 2 * PAIRS:
@@ -247,10 +252,9 @@ class InterferenceController:
             self.control.learn(self.slowdown, max(known, default=None), of_all=jobs == self._jobs)
 
     def _tail(self, job: int) -> float | None:
-        """How much longer the slowest steps take beside others, beyond what chance makes likely; None where there were too few of them.
-
-        All steps of a comparison are taken over the median of all of them: what the machine does to both is seen in both.
-        """
+        # By how much the slowest steps take longer beside others, beyond one standard deviation of chance on either side (with
+        # two, a p99 of +18 % went unseen); None with too few steps. All steps of a comparison are divided by their common
+        # median: divided by each window's own, long windows, in which the machine changes its speed, looked slower.
         steps = [[time for times in self._windows[first:-1:2] for time in times[job]] for first in (False, True)]
         median = statistics.median(itertools.chain(*steps))
         kept = self._tails.setdefault(job, (deque(maxlen=TAIL_STEPS), deque(maxlen=TAIL_STEPS)))
@@ -277,7 +281,7 @@ def _medians(times: dict[int, list[int]]) -> Medians:
 
 
 def _quantile(steps: Sequence[float], sigmas: int) -> float:
-    """The tail's, moved by so many standard deviations of how many of the steps lie behind it (a binomial count)."""
+    # The quantile of the tail, moved by ``sigmas`` standard deviations of the count of steps beyond it, which is binomial.
     share = TAIL + sigmas * (TAIL * (1 - TAIL) / len(steps)) ** 0.5
     return sorted(steps)[min(int(share * len(steps)), len(steps) - 1)]
 
@@ -290,7 +294,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Starved(Decision):
-    """Not a trial: an opportunistic job had no step for long, as guaranteed jobs kept all lanes."""
+    """The report that an opportunistic job had no step for long, as guaranteed jobs kept all lanes. Nothing was tried."""
 
     told: str = ""
 
@@ -300,7 +304,7 @@ class Starved(Decision):
 
 @dataclass
 class Starvation:
-    """Looks now and then how long each opportunistic job has had no step. Thread-safe; each is told of once."""
+    """Warns, once for each, of opportunistic jobs that have had no step for ``STARVED_SECONDS``. Thread-safe."""
 
     decisions: list[Decision]
     queued: Callable[[int], int]  # steps that a job waits for
@@ -312,11 +316,11 @@ class Starvation:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ended(self, job: int) -> None:
-        """A step of it has."""
+        """Note that a step of ``job`` has ended."""
         self._since.pop(job, None)
 
     def poll(self, opportunistic: Collection[int], guaranteed: Collection[int], names: dict[int, str]) -> None:
-        """At what is in the engine; of the ``guaranteed`` jobs those that come for steps all the time."""
+        """Check the ``opportunistic`` jobs of the engine; ``guaranteed`` are the jobs that have had steps lately."""
         now = self.now()
         if now < self.next_look or not self._lock.acquire(blocking=False):
             return

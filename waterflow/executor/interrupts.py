@@ -1,4 +1,4 @@
-"""Ctrl-C where it must not strike in the middle, and where it must not be lost."""
+"""Ctrl-C: deferred where it must not interrupt a block, and remembered where it must not be lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the block is through."""
+    """Defer Ctrl-C until the end of the block. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
@@ -27,9 +27,10 @@ def uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remembered_interrupts() -> Iterator[Callable[[], None]]:
-    """Within, a Ctrl-C whose KeyboardInterrupt is swallowed on the way (by a finalizer, say) is not lost.
+    """Remember a Ctrl-C inside the context whose KeyboardInterrupt is swallowed on the way, by a finalizer for example.
 
-    Yields a function that raises it again, to be called now and then on the same thread.
+    Yields a function that raises it again; the same thread calls it now and then. Does nothing outside of the main thread, or
+    if the user has a handler for SIGINT.
     """
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""How much memory an engine may use: what users write, what the machine has, and what a job claims of it."""
+"""Memory limits: reads what users write, asks the machine what is free, and describes what a job claims."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from waterflow.errors import InvalidJobError
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 DEFAULT_MEMORY = 0.8
-# Held back of a limit, for eager work beside the steps (evaluation, the first look at what is not captured).
+# Kept back of a limit, for eager work beside the steps: evaluation, and first steps whose height is not known.
 RESERVE_SHARE = 0.05
 LEAST_RESERVE = 64 << 20
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job takes, in bytes: ``held`` all the time (state and batches), ``height`` more in the middle of a step."""
+    """The bytes that a job needs: ``held`` between steps (state and batches), and ``height`` more inside of a step."""
 
     name: str
     held: int
@@ -29,21 +29,22 @@ class Need:
 
     @property
     def peak(self) -> int:
-        """All of it, alone."""
+        """Bytes of the job inside of a step."""
         return self.held + self.height
 
 
 def needed(jobs: Sequence[Need]) -> int:
-    """What jobs need that train together: all that they hold, and the highest step; 0 for none."""
+    """Return the bytes that jobs need to train together: the sum of ``held``, and the largest ``height``; 0 for no jobs."""
+    # One step at a time must be able to end, and then the next: the banker's algorithm needs room for the highest alone.
     return sum(job.held for job in jobs) + max((job.height for job in jobs), default=0)
 
 
 @dataclass
 class Claim:
-    """What one job holds for as long as it is in the engine, and the largest height that its steps reach.
+    """The memory that one job keeps while it is in the engine, and the largest height that its steps reach, in bytes.
 
-    ``owner`` is the thread that claimed it, ``worker`` what that is known as to a study. Of ``bytes`` the job's steps use
-    ``needed``; the rest is kept by its quota.
+    ``owner`` is the thread that claimed it, ``worker`` that thread's number in the engine's virtual clock. Of ``bytes`` the job
+    uses ``needed``; the rest is kept free for it by its quota.
     """
 
     name: str
@@ -57,17 +58,20 @@ class Claim:
 
     @property
     def need(self) -> Need:
-        """What it takes of its engine, beside what others take."""
+        """The claim as a need, to be added to those of other jobs."""
         return Need(self.name, self.bytes, self.height)
 
 
 def reserve_of(limit: int) -> int:
-    """Bytes of a memory limit that an engine keeps from its jobs."""
+    """Return the bytes of a memory limit that an engine keeps back from its jobs."""
     return min(max(int(limit * RESERVE_SHARE), LEAST_RESERVE), limit // 4)
 
 
 def parse_memory(memory: int | float | str | None, available: int | None = None) -> int:
-    """Bytes of a memory limit: a whole number, a share of what is free (a float up to 1.0), or text like ``4GiB`` or ``80%``."""
+    """Return the bytes of a memory limit: a whole number, a share of ``available`` (a float up to 1.0), or text ("4GiB", "80%").
+
+    Without ``available`` a share is of the machine's free memory. Raises InvalidJobError for anything else.
+    """
     if memory is None:
         memory = DEFAULT_MEMORY
     if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
@@ -109,7 +113,7 @@ def parse_memory(memory: int | float | str | None, available: int | None = None)
 
 
 def parse_limit(memory: int | float | str | None, available: int | None = None, least: int = 1 << 12) -> int:
-    """As ``parse_memory``; a number without a unit that is below ``least`` must have been meant with one, and is refused."""
+    """Parse a limit as ``parse_memory`` does; raise InvalidJobError for a number below ``least`` that lacks a unit."""
     limit = parse_memory(memory, available)
     number = str(memory).strip()
     if limit < least and number.replace(".", "").isdigit():
@@ -118,7 +122,7 @@ def parse_limit(memory: int | float | str | None, available: int | None = None, 
 
 
 def more_than_free(memory: int | float | str | None, limit: int, free: int) -> str | None:
-    """What to say of a limit that this device has not free; None where there is nothing to say."""
+    """Return a warning if ``limit`` exceeds the ``free`` bytes of the device, else None; ``memory`` is what the user wrote."""
     if limit <= free:
         return None
     return (
@@ -128,7 +132,10 @@ def more_than_free(memory: int | float | str | None, limit: int, free: int) -> s
 
 
 def parse_recompute(recompute: int | float | str | None) -> int | Literal["auto"] | None:
-    """What ``recompute=`` asks for: a height in bytes, as text or a number, ``"auto"``, or None."""
+    """Return the value of ``recompute=``: a height in bytes (from a number or text), "auto", or None.
+
+    Raises InvalidJobError for anything else.
+    """
     if recompute is None or recompute == "auto":
         return recompute  # type: ignore[return-value]
     try:
@@ -140,7 +147,7 @@ def parse_recompute(recompute: int | float | str | None) -> int | Literal["auto"
 
 
 def free_memory() -> int:
-    """Bytes that this machine could still give out, the control group's limit included."""
+    """Return the bytes of memory that are free on this machine, or in its control group if that has fewer."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:

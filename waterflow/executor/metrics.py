@@ -1,7 +1,4 @@
-"""Figures of jobs and devices in Prometheus' text format: of one engine, or of a cluster.
-
-Needs ``pip install waterflow[metrics]``.
-"""
+"""Metrics of an engine or a cluster in Prometheus' text format. Needs ``pip install waterflow[metrics]``."""
 
 from __future__ import annotations
 
@@ -16,28 +13,28 @@ from waterflow.executor.program.ownership import steps_of
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-Status = dict[str, Any]  # as a cluster tells it
+Status = dict[str, Any]  # what a cluster's ``status`` returns
 
 
 def available() -> bool:
-    """Whether the library that writes the format is there."""
+    """Return True if the library ``prometheus_client`` is installed."""
     return importlib.util.find_spec("prometheus_client") is not None
 
 
 def engine_text(engine: Engine) -> bytes:
-    """Figures of one engine: of its device, and of each step that is alive in it."""
+    """Return the metrics of one engine: of its device, and of each step that is alive in it."""
     return _text(lambda: _of_engine(engine))
 
 
 def cluster_text(status: Status) -> bytes:
-    """Figures of a cluster, from what its ``status`` says: nodes, tenants, jobs that have not ended, and how many have."""
+    """Return the metrics of a cluster from its ``status``: nodes, tenants, jobs that have not ended, and counts of jobs by state."""
     return _text(lambda: _of_cluster(status))
 
 
 class MetricsServer:
-    """Answers with the figures of an engine at ``address``, which Prometheus can be pointed at, until ``close()``.
+    """Serves the metrics of an engine over HTTP at ``address``, on the loopback interface alone, until ``close()``.
 
-    ``port`` 0 takes a free one. It listens on loopback alone.
+    ``port`` 0 takes a free port. Raises ClusterError if the library is not installed.
     """
 
     def __init__(self, engine: Engine, port: int = 0) -> None:
@@ -48,7 +45,7 @@ class MetricsServer:
         self.address = f"http://127.0.0.1:{self._server.server_port}/metrics"
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -85,7 +82,7 @@ def _of_engine(engine: Engine) -> Iterator[Metric]:
         spills.add_metric([name], step.missed_requests)
         try:
             plan = step.plan
-        except RuntimeError:  # no step came so far
+        except RuntimeError:  # the step has no plan before its first call
             continue
         seconds.add_metric([name], plan.seconds)
         held.add_metric([name], plan.persistent + plan.batch)
@@ -123,7 +120,7 @@ def _of_cluster(status: Status) -> Iterator[Metric]:
     states = dict.fromkeys(("waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"), 0)
     for job in status["jobs"]:
         states[job["state"]] += 1
-        if job["ended"] is not None:  # its series end
+        if job["ended"] is not None:  # else the series of all jobs that ever were would be kept for ever
             continue
         values = job | {"rate": 1.0 / job["step_seconds"] if job["step_seconds"] else None}
         where = ",".join(node for node, _ in job["places"])
@@ -138,6 +135,7 @@ def _of_cluster(status: Status) -> Iterator[Metric]:
 
 
 def _family(kind: str, name: str, about: str, labels: list[str]) -> Any:
+    # Imported here and below, as the library is an extra.
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     made = CounterMetricFamily if kind == "counter" else GaugeMetricFamily

@@ -1,4 +1,4 @@
-"""On which policy a job is in an engine: guaranteed or opportunistic, and how much memory is its own."""
+"""Resource policies of jobs in an engine: priority, quota, and whether they can be preempted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from waterflow.units import Priority
 
 @dataclass(eq=False)
 class ResourcePolicy:
-    """``quota`` in bytes: of a guaranteed job what is kept for it, used or not; of an opportunistic one the most it may hold.
+    """The priority and quota of one job, and the way to preempt it.
 
-    ``preempt`` asks the job to leave the device at its next step boundary and to come back when there is room; it does not
-    wait. None: it cannot, as ``stays`` tells. ``at_boundary`` is the thread that stands between two steps of the job: where that
-    waits for memory, it can leave from there.
+    ``quota`` is in bytes: for a guaranteed job the memory that is kept for it, used or not; for an opportunistic one the most
+    that it may claim. ``preempt()`` asks the job to leave the device at its next step boundary, and to return when there is
+    room; it does not wait. None means that the job cannot be preempted, for the reason in ``stays``. ``at_boundary`` is the
+    thread that is between two steps of the job: if it waits for memory, it can leave from there.
     """
 
     priority: Priority = "guaranteed"
@@ -27,36 +28,39 @@ class ResourcePolicy:
         "it trains in a loop of its own; end that loop, or hand it in as a Job, whose state can go to host memory"
     )
     at_boundary: int | None = None
-    quota_changed: bool = False  # while the job was there: what is above it then waits, and is not refused
+    quota_changed: bool = False  # after the job began: a step above its quota then waits, and is not refused
 
     @property
     def opportunistic(self) -> bool:
-        """Whether it takes what guaranteed jobs leave."""
+        """True if the job takes only what guaranteed jobs leave."""
         return self.priority == "opportunistic"
 
     @property
     def limit(self) -> int | None:
-        """The most bytes that the job may hold; None: what there is."""
+        """The most bytes that the job may claim; None if only the engine's limit bounds it."""
         return self.quota if self.opportunistic else None
 
     def allow(self, held: int) -> bool:
-        """Whether the job may hold so many bytes."""
+        """Return True if the job may claim ``held`` bytes in all."""
         return self.limit is None or held <= self.limit
 
 
 class Preempted(Exception):
-    """Instead of waiting for the memory of ``plan``, the job is to make way; what it was about to do has not begun."""
+    """The job must leave the device instead of waiting for the memory of ``plan``; the step has not begun."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         super().__init__(f"job {plan.name!r} makes way")
 
 
-GUARANTEED = ResourcePolicy()  # of all that nobody has set
+GUARANTEED = ResourcePolicy()  # the policy of jobs that have none set
 
 
 def parse_quota(what: str, quota: int | float | str | None, limit: int | None = None) -> int | None:
-    """Bytes of a quota: a number of bytes, text like "4GiB", or a share of the engine's ``limit``."""
+    """Return the bytes of a quota given as a number of bytes, text like "4GiB", or a share of the engine's ``limit``.
+
+    Raises InvalidJobError, which names ``what``, for any other value and for a quota above the limit.
+    """
     if quota is None:
         return None
     try:

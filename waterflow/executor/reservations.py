@@ -1,4 +1,4 @@
-"""Who holds how much of an engine's memory between steps, who waits for it, and who makes way."""
+"""Reservations: the memory that jobs claim between steps, the jobs that wait for it, and preemption."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from waterflow.partition.plan.plan import Plan, format_bytes
 
 logger = logging.getLogger("waterflow")
 
-ASK_AGAIN = 30.0  # seconds after a job could not make way
+ASK_AGAIN = 30.0  # seconds before a job that could not be preempted is asked again
 
 
 class Reservations:
-    """The book of an engine's memory. Thread-safe.
+    """The claims of jobs on an engine's memory, in bytes. Thread-safe.
 
-    Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one. Where a
-    guaranteed job finds no room, they make way for it at their next step boundary.
-    With a ``quantum`` (seconds) jobs of one class take turns where not all of them fit: who has waited so long is given the memory of
-    those who have had it for so long.
+    Opportunistic jobs claim only what leaves room for the largest guaranteed step beside their own largest one. If a
+    guaranteed job finds no room, they are preempted at their next step boundary. With a ``quantum`` (seconds) jobs of one
+    priority take turns if not all of them fit: a job that has waited so long is given the memory of jobs that have had theirs
+    for so long.
     """
 
     def __init__(self, native: _C.Engine, limit: int, reserve: int) -> None:
@@ -39,41 +39,48 @@ class Reservations:
         self._changed = threading.Condition(self._guard)
         self._policies: dict[int, ResourcePolicy] = {}
         self._waiting: dict[int, tuple[int, int, int]] = {}  # by owner: the job, and the bytes and height it wants
-        self._told: set[int] = set()  # to make way, and have not yet
-        self._lent: set[int] = set()  # opportunistic jobs that count as guaranteed while one of those waits for them
-        self._stay: dict[int, float] = {}  # could not make way, and are not asked again before
-        self._known_to_stay: set[int] = set()  # of whom the user was told
+        self._told: set[int] = set()  # jobs that were asked to leave, and have not yet
+        # Opportunistic jobs that count as guaranteed while a guaranteed job waits for their memory: else the lanes might
+        # never give them the step at whose end they leave (priority inversion).
+        self._lent: set[int] = set()
+        self._stay: dict[int, float] = {}  # jobs that could not be preempted, and the time before which none asks again
+        self._known_to_stay: set[int] = set()  # jobs that a warning has named
         self.limit, self.reserve = limit, reserve
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
         self.most_claimed = 0  # bytes, the height of each with them
-        self.changes = 0  # of claims and policy: steps then look at what they claim
+        self.changes = 0  # of claims and policies; a step that sees the same number as before need not claim again
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
-        self._looking: list[int] = []
+        self._looking: list[int] = []  # jobs in ``looking``, during which no other job's claim is granted
         self.closed = False
         self._keep_pages = 0
 
     def __len__(self) -> int:
-        """Jobs that hold memory."""
+        """The number of jobs that have a claim."""
         return len(self._claims)
 
     def policies(self) -> list[tuple[int, ResourcePolicy]]:
-        """All that were set, by job."""
+        """Return (job, policy) for all policies that were set."""
         return list(self._policies.items())
 
     @property
     def room(self) -> int:
-        """Bytes for jobs: the limit without the reserve."""
+        """The bytes that jobs may claim: the limit without the reserve."""
         return self.limit - self.reserve
 
     def claim(self, job: int, plan: Plan, *, batches: int = 1) -> None:
-        """Claim what persists for ``job`` before its first step; wait for others to leave where it does not fit.
+        """Claim the persistent bytes of ``job`` and of ``batches`` batches before its first step; wait until they fit.
 
-        What is left must hold the largest step of any job that has a claim. Raises MemoryLimitError when the job
-        does not fit into an empty device, or when everyone who holds memory waits for more. Raises
-        Preempted on the thread that stands at a boundary of the job (``ResourcePolicy.at_boundary``) where it is to leave first.
+        They fit if the rest of the memory has room for the largest step of any job with a claim. A claim that covers the plan
+        already returns at once.
+
+        Raises:
+            MemoryLimitError: The job does not fit on an empty device or in its quota, or every job that has memory waits for
+                more.
+            Preempted: The job must leave first; raised on the thread at its boundary (``ResourcePolicy.at_boundary``).
+            JobCancelled: The engine was closed meanwhile.
         """
         policy = self.policy_of(job)
         needed, height = plan.persistent + plan.batch * batches, plan.height
@@ -111,7 +118,8 @@ class Reservations:
                         self.most_claimed = max(self.most_claimed, claimed)
                         self._set_capacity()
                         self.changes += 1
-                        # Steps under way may still stand on this ground; they finish, and none starts before.
+                        # Steps under way may still use these addresses of the arena; they finish, and no group is admitted
+                        # until the native capacity has come down.
                         while self.native.capacity > self._capacity() and not self.closed:
                             self._changed.wait(timeout=0.001)
                         self._book(job, plan.name, wanted)
@@ -122,7 +130,7 @@ class Reservations:
                     stuck = not making_way and self._nobody_goes_on(job)
                     if mine is not None and policy.at_boundary == owner:
                         comes_back = policy.opportunistic and self._fits(job, wanted, height, without=self._claims)
-                        if (stuck and comes_back) or not policy.allow(wanted + height):  # rather than fail
+                        if (stuck and comes_back) or not policy.allow(wanted + height):  # it leaves rather than fails
                             self._tell(job)
                         if job in self._told:
                             raise Preempted(plan)
@@ -131,7 +139,7 @@ class Reservations:
                     if not making_way:
                         self._tell_who_stays(job, wanted, height)
                     if self.clock is None or worker is None or not self.clock.suspend(worker):
-                        self._changed.wait(timeout=0.1)  # Ctrl-C reaches it in between
+                        self._changed.wait(timeout=0.1)  # Ctrl-C and cancellation reach the thread in between
         finally:
             with self._guard:
                 self._waiting.pop(owner, None)
@@ -139,7 +147,7 @@ class Reservations:
 
     @contextlib.contextmanager
     def looking(self, job: int) -> Iterator[int]:
-        """For a step whose height is not known: what steps can have at most. Inside, nobody's claim lessens it."""
+        """Yield the bytes that steps can have at most, for a step of unknown height; no claim of another job lowers it inside."""
         with self._guard:
             self._looking.append(job)
             capacity = self._capacity()
@@ -153,15 +161,15 @@ class Reservations:
                 self.native.set_opportunistic(job, self.policy_of(job).opportunistic)
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
-        """Under a virtual clock memory changes hands in its order."""
         worker = current_worker()
-        # Inside of a step a job may be collected; those whose turn it is may wait for this lane.
+        # Under a virtual clock memory changes hands in its order. Not inside of a step, where the garbage collector may release
+        # a job: the worker whose turn it is may wait for this very lane.
         if self.clock is None or worker is None or self.native.on_a_lane:
             return contextlib.nullcontext()
         return self.clock.turn(worker)
 
     def _nobody_goes_on(self, job: int) -> bool:
-        """Whether everyone who holds memory beside ``job`` waits, and for more than there is."""
+        # A deadlock: every other job with a claim waits itself, and none of the waiting ones fits.
         holders = {c.owner for j, c in self._claims.items() if j != job}
         return holders <= self._waiting.keys() and not any(self._fits(*wish) for wish in self._waiting.values())
 
@@ -189,21 +197,21 @@ class Reservations:
             self._asked[worker] = max(before[0], held), max(before[1], height)
 
     def needs(self, worker: int) -> tuple[int, int] | None:
-        """The most that a worker's jobs held together, or wait to hold, and their largest height; None before a claim."""
+        """Return the most bytes that a worker's jobs claimed together, or wait for, and their largest height; None before a claim."""
         return self._asked.get(worker)
 
     def waits(self, thread: int | None) -> bool:
-        """Whether a thread waits for memory that others hold."""
+        """Return True if ``thread`` waits for memory that other jobs have."""
         return thread in self._waiting
 
     def would_fit(self, plan: Plan, policy: ResourcePolicy = GUARANTEED, batches: int = 1) -> bool:
-        """Whether a further job with this plan could claim its memory now."""
+        """Return True if a further job with this plan could claim its memory now."""
         with self._guard:
             wanted = self._wanted(policy, plan.persistent + plan.batch * batches, plan.height)
             return self._fits(-1, wanted, plan.height, policy)
 
     def has_room(self, job: int, needed: int, height: int) -> bool:
-        """Whether ``job`` has memory for so high a step, with ``needed`` bytes between its steps, or could claim it now."""
+        """Return True if ``job`` has, or could claim now, ``needed`` bytes between steps and a step of ``height`` bytes."""
         with self._guard:
             mine = self._claims.get(job)
             if mine is not None and needed <= mine.needed and height <= mine.height:
@@ -211,7 +219,7 @@ class Reservations:
             return self._fits(job, max(needed, mine.needed if mine is not None else 0), height)
 
     def release(self, job: int) -> None:
-        """Give back what a job claimed, and forget its policy."""
+        """Release the claim of ``job``, and forget its policy."""
         with self._turn(), self._guard:
             self._forget(job)
             claim = self._claims.pop(job, None)
@@ -224,7 +232,7 @@ class Reservations:
 
     @contextlib.contextmanager
     def retain_pages(self) -> Iterator[None]:
-        """Inside, pages that nobody uses stay for the jobs to come; behind it they go back to the system."""
+        """Keep unused pages of the arena for the jobs to come inside the context, and return them to the system after it."""
         with self._guard:
             self._keep_pages += 1
         try:
@@ -241,18 +249,18 @@ class Reservations:
             self.native.set_capacity(0)
 
     def claimed(self) -> int:
-        """Bytes that persist for the jobs now in the engine."""
+        """Return the bytes that the jobs now in the engine have claimed between steps."""
         with self._guard:
             return sum(claim.bytes for claim in self._claims.values())
 
     # -- policy
 
     def set_policy(self, job: int, policy: ResourcePolicy) -> None:
-        """From its next step on ``job`` is in the engine on these policy, which may be changed and set again."""
+        """Set the policy of ``job`` from its next step on. Does nothing for a job that has left the engine."""
         with self._guard:
             try:
                 self.native.set_opportunistic(job, policy.opportunistic)
-            except ValueError:  # it has left, and comes back on these policy
+            except ValueError:  # the job has left; it brings its policy when it returns
                 return
             self._policies[job] = policy
             self._stay.pop(job, None)
@@ -264,19 +272,19 @@ class Reservations:
     # -- quotas that are lowered
 
     def most_height(self, job: int, needed: int) -> int | None:
-        """What the quota of ``job`` leaves for its steps, with ``needed`` bytes between them; None: what there is."""
+        """Return the bytes that the quota of ``job`` leaves for its steps, with ``needed`` between them; None without such a quota."""
         with self._guard:
             limit, mine = self.policy_of(job).limit, self._claims.get(job)
             return None if limit is None else limit - max(needed, mine.needed if mine is not None else 0)
 
     def above_quota(self, job: int) -> bool:
-        """Whether a job holds more than it may."""
+        """Return True if ``job`` has claimed more than its quota, which was lowered."""
         with self._guard:
             mine = self._claims.get(job)
             return mine is not None and not self.policy_of(job).allow(mine.bytes + mine.height)
 
     def lower(self, job: int, height: int) -> None:
-        """The steps of ``job`` are at most so high from now on; none of the others is under way. Does not wait."""
+        """Lower the claimed step height of ``job``; no higher step of it is under way. Does not wait."""
         with self._turn(), self._guard:
             if (claim := self._claims.get(job)) is not None and height < claim.height:
                 claim.height = height
@@ -284,20 +292,21 @@ class Reservations:
                 self._changed.notify_all()
 
     def _leave(self, job: int, plan: Plan) -> None:
-        """A job that holds more than its quota is to make way: at once where it stands at a boundary, if it can."""
+        # A job above its quota is preempted: at once if this thread is at its boundary, else at its next one.
         with self._guard:
             self._tell(job)
             if job in self._told and self.policy_of(job).at_boundary == threading.get_ident():
                 raise Preempted(plan)
 
     def _wanted(self, policy: ResourcePolicy, needed: int, height: int) -> int:
-        """Bytes to claim between steps: what a guaranteed job's quota leaves beside its step is kept for it."""
+        # A guaranteed job claims its whole quota, less its step, whether it uses that or not.
         if policy.quota is None or policy.opportunistic:
             return needed
         return max(needed, min(policy.quota, self.room) - height)
 
     def _ask_for_room(self, job: int, wanted: int, height: int) -> bool:
-        """Tell opportunistic jobs to make way for a guaranteed one, the largest first; whether that will be enough."""
+        # Preempts opportunistic jobs for a guaranteed one, the largest first, so that few have to leave; none at all if their
+        # leaving would not be enough.
         if self.policy_of(job).opportunistic:
             return False
         held = sorted((c.bytes + c.height, j) for j, c in self._claims.items() if c.opportunistic and j != job)
@@ -315,7 +324,7 @@ class Reservations:
         return True
 
     def ask_for_turn(self, plan: Plan, policy: ResourcePolicy, batches: int, since: float) -> None:
-        """For a job that has made way, and waits since then (on the clock of ``time.monotonic``)."""
+        """Ask for room for a preempted job that has waited ``since`` then, in seconds of ``time.monotonic``."""
         with self._guard:
             wanted = self._wanted(policy, plan.persistent + plan.batch * batches, plan.height)
             if not policy.opportunistic and not self._ask_for_room(-1, wanted, plan.height):
@@ -323,7 +332,8 @@ class Reservations:
             self._ask_for_turn(-1, wanted, plan.height, policy, since)
 
     def _ask_for_turn(self, job: int, wanted: int, height: int, policy: ResourcePolicy, since: float) -> bool:
-        """After a quantum of waiting, tell those who have had theirs to make way, the longest first; whether some will."""
+        # After a quantum of waiting, preempts jobs of the same priority that have had their memory for a quantum, the longest
+        # first, if that is enough.
         now = time.monotonic()
         if self.quantum is None or now - since < self.quantum:
             return False
@@ -344,7 +354,7 @@ class Reservations:
         return True
 
     def _tell_who_stays(self, job: int, wanted: int, height: int) -> None:
-        """A guaranteed job waits for opportunistic ones that were not asked, or in vain."""
+        # A guaranteed job waits for opportunistic ones that cannot be preempted: a warning names them.
         others = {j for j, c in self._claims.items() if c.opportunistic and j != job}
         if not self.policy_of(job).opportunistic and self._fits(job, wanted, height, without=others):
             for each in others:
@@ -377,11 +387,11 @@ class Reservations:
     # -- who makes way
 
     def policy_of(self, job: int) -> ResourcePolicy:
-        """Those of a job; nobody's are guaranteed."""
+        """Return the policy of ``job``; a job without one is guaranteed."""
         return self._policies.get(job, GUARANTEED)
 
     def take_back_priority(self) -> None:
-        """What was lent, where no guaranteed job waits any more."""
+        """Make jobs that were lent priority opportunistic again, if no guaranteed job waits any more."""
         with self._guard:
             if self._lent and all(self.policy_of(job).opportunistic for job, _, _ in self._waiting.values()):
                 for job in self._lent:
@@ -389,7 +399,7 @@ class Reservations:
                 self._lent.clear()
 
     def cannot_be_preempted(self, job: int, why: str) -> None:
-        """A job that was told to make way stays where it is; it is asked again on other policy, or after a while."""
+        """Note that a job that was asked to leave cannot; it is asked again after ``ASK_AGAIN`` seconds, or with another policy."""
         with self._guard:
             if job not in self._told:
                 return
@@ -411,7 +421,7 @@ class Reservations:
             self._changed.notify_all()
 
     def _lend_priority(self, job: int) -> None:
-        """A guaranteed job waits for steps that this one has queued: no other guaranteed one is to hold them up."""
+        # A guaranteed job waits for the steps that this one has queued, so no other guaranteed job may delay them.
         self._lent.add(job)
         self._set_priority(job, False)
 
@@ -420,7 +430,6 @@ class Reservations:
             self.native.set_opportunistic(job, opportunistic)
 
     def _warn_of(self, job: int, why: str) -> None:
-        """Once: a job that is to make way cannot."""
         if job not in self._known_to_stay:
             self._known_to_stay.add(job)
             logger.warning(
@@ -429,7 +438,7 @@ class Reservations:
             )  # fmt: skip
 
     def close(self) -> bool:
-        """Nobody waits any more; returns whether that is new."""
+        """Drop all claims and wake all jobs that wait, which raise JobCancelled; return False if already closed."""
         with self._guard:
             if self.closed:
                 return False
@@ -449,7 +458,10 @@ def too_large(
     plan: Plan, held: int, limit: int, room: int, largest_batch: int | None = None,
     told: str = ". Lower the batch size or raise memory=.",
 ) -> MemoryLimitError:  # fmt: skip
-    """The error for a job that does not fit even alone, with what is ``told`` of it; a memory ``limit`` has ``room`` for jobs."""
+    """Return the error for a job that does not fit even alone.
+
+    ``held`` are its bytes between steps, ``room`` those of the ``limit`` that jobs may claim; ``told`` ends the message.
+    """
     return MemoryLimitError(
         f"job {plan.name!r} does not fit: its state and batch take {format_bytes(held)} and its step reaches "
         f"{format_bytes(plan.height)} above them; the limit of {format_bytes(limit)} leaves "

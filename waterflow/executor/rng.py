@@ -1,4 +1,4 @@
-"""Random numbers of one thread's own, in the place of the process's default generators."""
+"""Random generators per thread, which stand in for the process's default generators."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _lock = threading.Lock()
 
 
 def own_numbers(*generators: torch.Generator) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the calling thread draws from ``generators``, at most one for each device.
+    """Return a context in which the calling thread draws from ``generators``, at most one for each device.
 
     Every operator that would draw from a default generator draws from the thread's own one for that device, whatever module
     calls it; and ``torch.manual_seed``, ``torch.get_rng_state``, ``torch.set_rng_state``, ``torch.random.fork_rng`` and
-    ``torch.default_generator`` mean that one. Other threads are not concerned. No lock is held, on the CPU not even for a
-    draw. Contexts nest; without generators the default ones are drawn from again.
+    ``torch.default_generator`` refer to that one. Other threads are not affected. No lock is taken, on the CPU not even for a
+    draw. Contexts nest; without generators the inner context uses the default ones.
     """
     redirect()
     return _C.ThreadGenerators(list(generators))
 
 
 def thread_generator(device: torch.device) -> torch.Generator | None:
-    """The generator that the calling thread draws from on ``device``; None where that is the process's."""
+    """Return the calling thread's own generator on ``device``, or None if it draws from the process's."""
     return _C.thread_generator(str(device))
 
 
 def generators_for(device: torch.device, seed: int) -> list[torch.Generator]:
-    """New generators for a thread whose models lie on ``device``: that one's, and the CPU's."""
+    """Return new generators with ``seed`` for a thread whose models lie on ``device``: one for it, and one for the CPU."""
     kinds = {torch.device("cpu"), device}
     return [torch.Generator(kind).manual_seed(seed) for kind in sorted(kinds, key=str)]
 
 
 class _DefaultGenerator(torch.Generator):
-    """torch's default generator of the CPU; on a thread that has one of its own, that."""
+    """A stand-in for torch's default generator of the CPU; its methods use the calling thread's own, if it has one."""
 
 
 def _of_thread(name: str) -> Callable[..., Any]:
@@ -66,12 +66,13 @@ for _name in _METHODS:
 
 
 def redirect() -> None:
-    """Put a name for the default generator, which asks the thread, where torch's functions look for it; once, for good."""
+    """Replace torch's default generators, for the life of the process, by ones that use the calling thread's own."""
     if isinstance(torch.default_generator, _DefaultGenerator):
         return
     with _lock:
         if isinstance(torch.default_generator, _DefaultGenerator):
             return
+        # The replacement shares the state of the generator that it replaces, so that nothing that was seeded changes.
         name = _DefaultGenerator()
         _C.alias_generator(name, torch.default_generator)
         if torch.cuda.is_available():
@@ -81,7 +82,7 @@ def redirect() -> None:
 
 
 def _redirect_cuda() -> None:
-    """The same for the functions of ``torch.cuda`` that seed a GPU's generators, and read and write their states."""
+    # A GPU's default generators cannot be replaced as an object: the functions of torch.cuda that use them are wrapped.
     from torch.cuda import random as of_cuda
 
     def redirect(name: str, change: Callable[[torch.Generator, Any], Any], argument: int | None) -> None:
@@ -106,13 +107,13 @@ def _redirect_cuda() -> None:
     redirect("set_rng_state", lambda own, state: own.set_state(state), 0)
 
 
-# Whoever says that something draws from numbers that nobody has for themselves takes it, for good.
+# Taken for good by the thread that logs the warning, so that it comes once in a process.
 _told = threading.Lock()
 
 
 @contextlib.contextmanager
 def telling_of_shared_numbers(what: str, among_others: Callable[[], bool]) -> Iterator[None]:
-    """Say once, where ``what`` draws from Python's or NumPy's global generators beside others, that these share them."""
+    """Warn, once in a process, if ``what`` draws inside the context from Python's or NumPy's global generators beside others."""
     if _told.locked():
         yield
         return

@@ -1,4 +1,4 @@
-"""What became of the steps and the time of one job, for whoever sums them up."""
+"""Statistics: counts of steps and seconds of each job, and figures of an engine's lanes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _END: Any = object()
 
 
 class Account(defaultdict[str, float]):
-    """Of a step, a job or a trial: what ``who`` did. One thread writes it; an engine keeps it when the step has gone.
+    """Counts and seconds of one step, job or trial. One thread writes it; an engine keeps it after the step has ended.
 
-    Counts are ``steps``, ``eager steps``, ``captures``, and ``captures anew``: of these those for batches of a kind that there was one
-    for. All else are seconds of the thread, by what it did.
+    The counts are ``steps``, ``eager steps``, ``captures``, and ``captures anew``: captures for a kind of batch that had been
+    captured before. All other entries are seconds of the thread, by what it did.
     """
 
     def __init__(self, who: int | str) -> None:
@@ -26,7 +26,7 @@ class Account(defaultdict[str, float]):
 
     @contextlib.contextmanager
     def spending(self, what: str) -> Iterator[None]:
-        """What the thread does inside is ``what``."""
+        """Add the time inside the context to the entry ``what``."""
         began = time.perf_counter()
         try:
             yield
@@ -34,7 +34,7 @@ class Account(defaultdict[str, float]):
             self[what] += time.perf_counter() - began
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """``batches``; the time that each takes to come is time of ``loading``."""
+        """Yield ``batches``, and add the time that each takes to arrive to the entry ``loading``."""
         while True:
             with self.spending("loading"):
                 batch = next(batches, _END)
@@ -45,10 +45,10 @@ class Account(defaultdict[str, float]):
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine's lanes did: counts, seconds summed over lanes, and the most bytes that steps held at once.
+    """Figures of an engine's lanes: counts, seconds summed over lanes, and the most bytes that steps held at once.
 
-    ``scheduling_seconds`` is the time inside admission and barriers, waiting for the engine's lock included. ``graphs``
-    counts device graphs: captured, launched, dropped as something had changed; and the bytes that they hold.
+    ``scheduling_seconds`` is the time inside admission and barriers, including waits for the engine's lock. ``graphs``
+    counts device graphs (captured, launched, dropped because something had changed) and the bytes that they hold.
     """
 
     steps: int

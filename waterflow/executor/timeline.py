@@ -1,4 +1,4 @@
-"""Timeline: which job ran on which lane, and what each held, drawn or written down afterwards."""
+"""Timelines: the record of the node groups that an engine ran and of the memory of its jobs, with pictures and traces of it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _CRISP: dict[str, Any] = {"step": "post", "lw": 0, "aa": False}
 
 @dataclass(frozen=True, eq=False)
 class MemoryOverTime:
-    """Bytes by job over time. Column ``i`` holds from ``seconds[i]`` to ``seconds[i + 1]``.
+    """Bytes by job over time. Column ``i`` is valid from ``seconds[i]`` to ``seconds[i + 1]``.
 
-    Where there is more to show than columns, a column is the fullest moment of its stretch of time: the bytes
-    of all jobs at that one instant, so that they add up to what was really held.
+    If there are more changes than columns, a column shows the instant of its interval at which all jobs together had the most
+    memory: the bytes of all jobs at that one instant, so that their sum is one that really occurred.
 
     Attributes:
         seconds: Since the engine started, [columns].
@@ -96,17 +96,17 @@ class Timeline:
         )  # fmt: skip
 
     def memory_over_time(self, columns: int = 2000) -> MemoryOverTime:
-        """What each job held between the first recorded group and the last, in ``columns`` + 1 columns or less.
+        """Return the bytes of each job between the first recorded group and the last, in at most ``columns`` + 1 columns.
 
-        A job in mid-step holds what its group was issued with while that group runs. Until its next group
-        starts it holds no more than for either of the two, and no more than the books leave it whenever a group
-        of another job starts; so the sum never exceeds what was admitted.
+        While a group runs, its job has the bytes with which the group was issued. Between two groups of a step it has at most
+        the lesser of the two, and at most the rest of what admission had booked whenever a group of another job started; so
+        the sum never exceeds what was admitted.
         """
         spells, claims, times, total = self._held()
         seconds = moments = times
         if len(times) > columns + 1:
             seconds = times[0] + np.linspace(0, times[-1] - times[0], columns + 1).astype(np.int64)
-            # Every stretch begins with what it is entered with.
+            # Each interval begins with the level at its left edge, which may be its highest.
             where = np.searchsorted(times, seconds)
             total = np.insert(total, where, total[np.searchsorted(times, seconds, side="right") - 1])
             times, first = np.insert(times, where, seconds), where + np.arange(len(seconds))
@@ -121,7 +121,7 @@ class Timeline:
         return MemoryOverTime((seconds - self.started_ns) / 1e9, tuple(jobs.tolist()), persistent, in_step)
 
     def summary(self) -> dict[str, Any]:
-        """The recording in a few numbers.
+        """Return the recording in a few numbers.
 
         ``wall_seconds`` from the first recorded group to the last; ``busy_share`` of it for each lane;
         ``overlap``, the share of it with at least two lanes busy; ``peak_bytes`` and ``limit_bytes``, persistent
@@ -147,7 +147,6 @@ class Timeline:
         }
 
     def _audited(self) -> npt.NDArray[np.bool_]:
-        """Which of the groups are audits."""
         found = np.zeros(len(self.spans), dtype=bool)
         for job in {audit[0] for audit in self.audits}:
             begins, ends = np.array(sorted(audit[1:] for audit in self.audits if audit[0] == job)).T
@@ -233,7 +232,8 @@ class Timeline:
         ax.set(ylim=(0, ceiling), ylabel=f"memory ({unit})")
 
     def _draw_lanes(self, ax: Axes, hues: dict[int, str], busy_share: list[float]) -> None:
-        """A bar for each run of a job on a lane; where they are too many, the jobs' shares of each pixel."""
+        # A bar for each uninterrupted run of a job on a lane. Where these are more than pixels, bars would hide each other:
+        # each pixel is then divided by the jobs' shares of its time.
         begin, end = self._extent()
         edges = np.linspace(0, max(end - begin, 1), _PIXELS + 1)
         seconds = (edges + (begin - self.started_ns)) / 1e9
@@ -269,14 +269,13 @@ class Timeline:
         return int(self.spans[:, START].min()), int(self.spans[:, END].max())
 
     def _labels(self) -> dict[int, str]:
-        """A name for each job; its number is added where two jobs have the same."""
         jobs = {*self.spans[:, JOB].tolist(), *(job for _, job, _, _ in self.persistent)}
         names = {job: self.names.get(job, f"job {job}") for job in jobs}
         used = Counter(names.values())
         return {job: name if used[name] == 1 else f"{name} #{job}" for job, name in names.items()}
 
     def _claims(self) -> Ints:
-        """Persistent bytes as spells without end, each of what it adds to its job's."""
+        # Each change of a job's persistent bytes as a spell without end, whose bytes are the difference to the level before.
         before: Counter[int] = Counter()
         rows = []
         for time, job, _, count in self.persistent:
@@ -285,7 +284,7 @@ class Timeline:
         return np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
 
     def _held(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Spells of steps and of claims; all times of change while groups ran, and the bytes held from each on."""
+        # Returns the spells of steps and of claims, all times of change while groups ran, and the bytes held from each time on.
         begin, end = self._extent()
         spells, claims = _spells(self.spans), self._claims()
         table = np.concatenate([spells, claims])
@@ -294,7 +293,8 @@ class Timeline:
 
 
 def _level(moments: Ints, spells: Ints) -> Ints:
-    """The bytes held at each moment by ``spells``, a table of job, from_ns, until_ns, bytes."""
+    # The sum of bytes at each moment over ``spells``, rows of (job, from_ns, until_ns, bytes): what has begun by then, less
+    # what has ended, by two sorted prefix sums instead of a walk over all spells for each moment.
     level = np.zeros(len(moments), dtype=np.int64)
     for column, sign in ((1, 1), (2, -1)):
         order = np.argsort(spells[:, column], kind="stable")
@@ -304,7 +304,7 @@ def _level(moments: Ints, spells: Ints) -> Ints:
 
 
 def _spells(spans: Ints) -> Ints:
-    """What steps hold, sorted by job: a spell for each group, and for each wait for the next."""
+    # The bytes of steps, sorted by job: a spell for each group, and one for each wait between two groups of a step.
     spans = spans[np.lexsort((spans[:, START], spans[:, JOB]))]
     same = (spans[1:, [JOB, STEP]] == spans[:-1, [JOB, STEP]]).all(axis=1)
     waits = np.flatnonzero(same & (spans[1:, START] > spans[:-1, END]))

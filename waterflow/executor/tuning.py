@@ -1,4 +1,4 @@
-"""How many lanes are in use: as many as get the most work done, found by trying."""
+"""Tuning by trials: the number of lanes in use, and the number of trials of a study that run at once."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("waterflow")
 
-WINDOW_SECONDS, WINDOW_STEPS = 0.25, 8  # over which speed is measured, at least
-FIRST_SECONDS, MOST_SECONDS = 5.0, 300.0  # of work between two trials; twice as long after each that brought nothing
-LEAST_WINDOWS = 20  # of work for each window of a trial
-BUSY = 0.6  # share of a window that lanes must work: else jobs wait for something that lanes cannot help
-GAIN = 1.05  # what a trial must bring
+WINDOW_SECONDS, WINDOW_STEPS = 0.25, 8  # the least over which speed is measured
+FIRST_SECONDS, MOST_SECONDS = 5.0, 300.0  # seconds of work between two trials; doubled after each trial without a gain
+LEAST_WINDOWS = 20  # windows' worth of work for each window of a trial, so that a bad trial costs little
+BUSY = 0.6  # share of a window that lanes must work: else jobs wait for something else, such as data
+GAIN = 1.05  # the speedup that a trial must show to be kept; below is noise
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was tried, and whether it was kept; no ``speeds`` where nothing was. ``at`` on the clock of ``time.perf_counter``, in seconds.
+    """A setting that was tried, and whether it was kept.
 
-    ``speeds``: before, with it, and where there is a third without it again; normalized, and in sum of all jobs.
+    ``at`` is in seconds of ``time.perf_counter``. ``speeds`` are those of all jobs together, in seconds of work alone per second:
+    before the trial, during it, and, if measured, after it; empty for a report of which nothing was tried.
     """
 
     at: float
@@ -42,10 +43,10 @@ class Decision:
 
 @dataclass
 class LanesInUse:
-    """Tries half as many lanes, down to jobs that take turns on one, and twice as many again. Thread-safe.
+    """Chooses the number of lanes in use by trials of half as many, down to one, and of twice as many. Thread-safe.
 
-    A trial is one window between two windows of what was before, so that what drifts does not count for it; it ends where jobs come or
-    go, or where lanes stand idle: work counts, not time. Bits do not depend on lanes.
+    A trial is one window between two windows of the setting before, so that drift of the machine does not count for it. It is
+    given up if jobs come or go, or if lanes are idle. The results of steps do not depend on the number of lanes.
     """
 
     native: _C.Engine
@@ -65,7 +66,9 @@ class LanesInUse:
         self._restart()
 
     def begin(self, eager: int, jobs: int) -> None:
-        """``eager`` of the jobs run without captures: until something was tried they take turns, as their Python code must anyway."""
+        """Start on one lane if most of the ``jobs`` are ``eager``, until a trial was made; else on all lanes."""
+        # Python runs one thread at a time, and each call of torch hands the lock over: two lanes of eager steps took 1.5 to
+        # 2.1 times as long as a plain loop (docs/experiments/lanes.md).
         with self._lock:
             count = 1 if 2 * eager > jobs else self.native.lanes
             if count != self.count and not self.decisions:
@@ -73,7 +76,7 @@ class LanesInUse:
                 self._restart()
 
     def poll(self, jobs: int) -> None:
-        """Where a window is over: learn from it, and begin the next one. ``jobs`` is how many are in the engine now."""
+        """Learn from the present window if it is over, and begin the next one. ``jobs`` is their number in the engine now."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -117,7 +120,7 @@ class LanesInUse:
         self._begin(WINDOW_SECONDS)
 
     def _other(self) -> int | None:
-        """What to try: half as many, or twice as many, in turn."""
+        # Half as many or twice as many, in the direction that was better last.
         fewer, more = self.count // 2, min(2 * self.count, self.native.lanes)
         found = [count for count in ((fewer, more) if self._down else (more, fewer)) if count not in (0, self.count)]
         return found[0] if found else None
@@ -125,7 +128,7 @@ class LanesInUse:
     def _decide(self, now: float, wall: float) -> None:
         assert self._trial is not None
         before, tried, after = self._windows
-        kept = tried > GAIN * max(before, after)
+        kept = tried > GAIN * max(before, after)  # a machine that drifts is faster on one side of the trial
         what = "taking turns on one lane" if self._trial == 1 else f"{self._trial} lanes"
         self.decisions.append(Decision(now, what, kept, (before, tried, after)))
         logger.info("%s", self.decisions[-1])
@@ -137,7 +140,7 @@ class LanesInUse:
         self._restart()
 
     def _work(self) -> float:
-        """Seconds that all lanes together have worked, over their number."""
+        # Seconds of work per lane: while lanes are idle no trial comes nearer.
         return sum(self.native.lane_busy_ns) * 1e-9 / self.native.lanes
 
     def _restart(self, seconds: float = 0.0) -> None:
@@ -151,12 +154,12 @@ class LanesInUse:
 
 
 class AutoConcurrency:
-    """Raises and lowers the number of trials under way by what the lanes are seen to do.
+    """Adjusts the number of a study's trials that run at once to the work that the lanes are measured to do.
 
-    ``progress_ns`` counts the work done, in nanoseconds that it takes alone: lanes that stand in each other's way are
-    busy and do less. Begins with one trial per lane. While lanes stand idle for more than a tenth of the time it tries
-    one more, and keeps it if lanes then work more than before; a trial more that brought nothing is taken back and not tried again
-    for a while. Never more than four per lane.
+    ``progress_ns`` counts the work done, in nanoseconds that it takes alone: lanes that slow each other down are busy and do
+    less. It begins with one trial per lane. While lanes are idle for more than a tenth of the time it tries one trial more,
+    and keeps it if the lanes then do more work than before; if not, it goes back and waits before it tries again. There are
+    never more than four trials per lane.
     """
 
     WINDOW_SECONDS = 0.5
@@ -177,9 +180,9 @@ class AutoConcurrency:
         self._hold_until = 0.0
 
     def update(self, running: int, memory_allows: bool, in_use: int) -> int:
-        """Look at the lanes, of which ``in_use`` take steps; returns how many trials may be under way from now on.
+        """Return the number of trials that may run at once from now on; ``running`` do now, and ``in_use`` lanes take steps.
 
-        Steps that run eagerly take turns on one lane: their trials then run one after the other.
+        If most steps run eagerly, one lane is in use, and their trials run one after the other.
         """
         now = self._now()
         if in_use != self._in_use:
@@ -192,7 +195,7 @@ class AutoConcurrency:
         share = (busy - self._busy) * 1e-9 / (now - self._since) / in_use
         self._since, self._busy = now, busy
         if running < self.limit:
-            return self.limit  # not yet what was asked for: nothing to learn
+            return self.limit  # fewer trials run than are allowed, so the measurement says nothing of the limit
         if self._before_raise is not None:
             if share < self._before_raise + self.GAIN and self.limit > in_use:
                 self.limit -= 1

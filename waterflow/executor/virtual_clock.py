@@ -1,4 +1,4 @@
-"""Virtual steps: an order of events that follows the work done, never the wall clock."""
+"""The virtual clock of deterministic studies: orders events by the steps that workers have begun, not by time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ here = _Belonging()
 
 
 def current_worker() -> int | None:
-    """The number under which the calling thread's work is known to its engine's virtual clock."""
+    """Return the calling thread's number in its engine's virtual clock, or None."""
     return here.worker
 
 
@@ -43,25 +43,25 @@ class VirtualClock:
         self._broken = False
 
     def join(self, worker: int, time: int) -> None:
-        """A worker begins at virtual time ``time``."""
+        """Add ``worker`` at virtual time ``time``."""
         with self._guard:
             self._times[worker] = time
 
     def advance(self, worker: int) -> None:
-        """The worker begins its next step."""
+        """Count one more step that ``worker`` has begun."""
         with self._guard:
             self._times[worker] += 1
             if self._waiting:
                 self._changed.notify_all()
 
     def time(self, worker: int) -> int:
-        """Steps begun by the worker, from the beginning of the study."""
+        """Return the virtual time of ``worker``: the steps that it has begun, plus the time at which it joined."""
         with self._guard:
             return self._times[worker]
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
-        """Wait until it is the worker's turn, and hold everyone else's events back meanwhile. May be nested."""
+        """Wait for the turn of ``worker``, and keep all other workers' events back inside the context. May be nested."""
         with self._guard:
             self._waiting += 1
             try:
@@ -91,9 +91,9 @@ class VirtualClock:
         return all((t, w) >= mine for w, t in self._times.items() if w not in self._suspended)
 
     def suspend(self, worker: int) -> bool:
-        """The worker waits for another to leave: until then its time does not hold anybody up.
+        """Let the other workers go on without ``worker``, which waits for one of them to leave.
 
-        Its next turn comes after that. False where all order was given up, and turns come at once.
+        Its next turn comes after that. Returns False if the clock was opened, so that there is nothing to wait for.
         """
         with self._guard:
             self._suspended.add(worker)
@@ -101,7 +101,7 @@ class VirtualClock:
             return not self._broken
 
     def leave(self, worker: int) -> None:
-        """The worker is done; whoever is suspended goes on from this moment."""
+        """Remove ``worker``; suspended workers continue at its virtual time, if theirs is earlier."""
         with self._guard:
             ended = self._times.pop(worker, 0)
             for other in self._suspended:
@@ -110,7 +110,7 @@ class VirtualClock:
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Give up all order: nobody waits any more (the study is being interrupted)."""
+        """Give up the order of events, as the study is being interrupted: no worker waits any more."""
         with self._guard:
             self._broken = True
             self._changed.notify_all()

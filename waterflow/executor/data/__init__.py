@@ -1,1 +1,1 @@
-"""Batches on their way to a step."""
+"""Data: reads batches for jobs, alone or shared, and copies those that a step may change."""

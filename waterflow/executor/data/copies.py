@@ -1,4 +1,4 @@
-"""Copies of a batch that other jobs read, too, for a step that changes it."""
+"""Copies of batches, for steps that change a batch that other jobs read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIGNMENT = 16  # bytes: of the largest elements
 
 
 def copied(batch: Any) -> Any:
-    """The batch with copies in the place of its tensors; one copy of a tensor that is there twice."""
+    """Return the batch with copies in the place of its tensors; a tensor that occurs twice has one copy."""
     leaves, form = pytree.tree_flatten(batch)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     copies = dict(zip(tensors, copies_of([*tensors.values()])))
@@ -27,7 +27,8 @@ def copied(batch: Any) -> Any:
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides and lazy bits, which lie on the same bytes of a storage where the tensors do."""
+    """Return copies with the same strides and lazy bits; tensors that overlap in memory have copies that overlap alike."""
+    # Sorted by place in memory, tensors that overlap stand side by side: each such run is copied as one block.
     copies: list[Any] = [None if _is_plain(tensor) else tensor.detach().clone() for tensor in tensors]
     spans = [
         (storage_id(tensor), tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), i)
@@ -74,19 +75,20 @@ def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class OwnBatches:
-    """What a job has of batches that others have, too: copies, of those alone into which its steps write.
+    """One job's copies of batches that other jobs read, too; only batches that its steps write to are copied.
 
-    Where the data gives the same objects in each epoch, as a list does, they are ``kept``, and the job finds there what it wrote.
+    If the data yields the same objects in each epoch, as a list does, the copies are ``kept``: in a later epoch the job finds
+    what it wrote, as it would alone.
     """
 
     def __init__(self, kept: bool) -> None:
         self._kept = kept
-        self._made: dict[int, Any] = {}  # of everything that was copied, by id, as deepcopy notes it
-        self._taken: dict[int, tuple[Any, Any]] = {}  # batches with arrays, by id, and what is taken for them
-        self._writes = False  # whether a step has
+        self._made: dict[int, Any] = {}  # deepcopy's memo: copies by the id of the original, with what keeps that alive
+        self._taken: dict[int, tuple[Any, Any]] = {}  # by id: batches with NumPy arrays, and their form in tensors
+        self._writes = False  # some step of the job has written to its batch
 
     def of(self, batch: Any) -> Any:
-        """What a step is given that writes into ``batch``."""
+        """Return the job's copy of ``batch``, for a step that writes to it."""
         self._writes = self._kept
         batch = self._of_torch(batch)
         return deepcopy(batch, self._made) if self._kept else copied(batch)
@@ -96,7 +98,10 @@ class OwnBatches:
         return taken if taken is batch or not self._kept else self._taken.setdefault(id(batch), (batch, taken))[1]
 
     def run(self, work: Callable[[Any], Any], batch: Any) -> Any:
-        """Do what may write into its batch: before it has, nobody knows."""
+        """Call ``work`` with a copy of the batch, and keep the copy if ``work`` has written to it; return its result.
+
+        For steps that are not captured, of which it is not known before whether they write.
+        """
         if self._writes:
             return work(self.of(batch))
         batch = self._of_torch(batch)
@@ -112,7 +117,7 @@ class OwnBatches:
                 self._writes = True
                 self._made.update(zip(map(id, pytree.tree_leaves(batch)), before))
                 self._made[id(batch)] = own
-                self._made.setdefault(id(self._made), []).append(batch)  # an id is of what lives
+                self._made.setdefault(id(self._made), []).append(batch)  # kept alive, so that its id is not used again
 
 
 def _version(leaf: Any) -> int:
@@ -120,17 +125,18 @@ def _version(leaf: Any) -> int:
 
 
 class Ranges:
-    """The memory of tensors, which may overlap."""
+    """The address ranges of tensors, which may overlap."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         ranges = ranges_of(tensors)
         self._starts = [begin for begin, _ in ranges]
-        self._ends = list(accumulate((end for _, end in ranges), max))  # the furthest so far
+        # A running maximum, as a range may enclose later ones.
+        self._ends = list(accumulate((end for _, end in ranges), max))
 
     def have(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a byte there."""
+        """Return True if the tensor has a byte in one of the ranges."""
         if not self._starts or not tensor.numel():
             return False
         begin = tensor.data_ptr()
-        at = bisect_left(self._starts, begin + extent_bytes(tensor))  # the first one behind it
+        at = bisect_left(self._starts, begin + extent_bytes(tensor))  # the first range after the tensor
         return at > 0 and self._ends[at - 1] > begin

@@ -1,4 +1,4 @@
-"""Whether a job's next batch may be read while its last steps still run."""
+"""Batches of one job: reads the user's data with the job's own random numbers, and can go on from a place in it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _SAMPLERS = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 
 def in_workers(source: Any) -> bool:
-    """Whether other processes make the batches."""
+    """Return True if worker processes make the batches."""
     return isinstance(source, DataLoader) and source.num_workers > 0
 
 
 def may_read_ahead(source: Any) -> bool:
-    """Whether no batch can depend on the model, or lie in memory that the next one is written to.
+    """Return True if no batch can depend on the model, or lie in memory that the next batch overwrites.
 
-    That is known of batches that are there already (a list, a tuple, the rows of a tensor), of those that other processes
-    make, and of those that torch's own loader makes from torch's own data sets with torch's own samplers. Anything else runs
-    code of the user's between two batches.
+    That is known of batches that exist already (a list, a tuple, the rows of a tensor), of those that worker processes make,
+    and of those that torch's own loader makes from torch's own data sets with torch's own samplers. Anything else runs the
+    user's code between two batches.
     """
     if type(source) in (list, tuple, torch.Tensor) or in_workers(source):
         return True
@@ -58,14 +58,14 @@ def may_read_ahead(source: Any) -> bool:
 
 
 def user_data(source: Any) -> Any:
-    """The object whose code of the user's own is run for a batch: a data set's, or the iterable itself. None for torch's own."""
+    """Return the user's object whose code makes a batch in this process: a data set, or the iterable itself; None if none does."""
     if isinstance(source, DataLoader):
         return None if in_workers(source) else _user_data_set(source.dataset)
     return None if type(source) in (list, tuple, torch.Tensor) or isinstance(source, Iterator) else source
 
 
 def _user_data_set(data: Any) -> Any:
-    """The same of a data set: the first that torch's own are made of."""
+    # torch's own data sets are made of others: the first of the user's among them.
     parts: tuple[Any, ...]
     if type(data) is Subset:
         parts = (data.dataset,)
@@ -82,17 +82,17 @@ def _user_data_set(data: Any) -> Any:
 
 @doing("reading its data", interruptible=True)
 class Batches:
-    """The batches of one job: one pass per call of ``epoch()``.
+    """The batches of one job: one pass over the data per call of ``epoch()``.
 
-    They are the same whatever other jobs read the same loader at the same time. A DataLoader is read through a copy
-    whose samplers draw from a generator of the job's own; for all that is drawn beside that on the reading thread (an
-    iterable's own numbers, transforms) a second one of the job stands in for the process's default generator. Both begin
-    where ``generator`` stands. Nobody waits for another job's data: only a data set that several jobs read is read by one at
-    a time, for it may keep a file and its place in it.
+    The batches do not depend on other jobs that read the same loader at the same time. A DataLoader is read through a copy
+    whose samplers draw from a generator of the job's own; for all other draws on the reading thread (an iterable's own
+    numbers, transforms) a second generator of the job stands in for the process's default one. Both begin in the state of
+    ``generator``. A data set that several jobs read is read by one thread at a time, as it may keep a file and a place in it.
 
-    ``read_ahead`` says whether a batch may be read while steps on those before it still run; None: ``may_read_ahead`` decides.
+    With ``read_ahead`` a batch may be read while steps on earlier ones still run; None lets ``may_read_ahead`` decide. Without
+    a ``name`` the batches belong to no job. ``passes`` is the number of passes made over the data before.
 
-    Without a name they belong to no job. ``passes`` were made over the data before.
+    Raises InvalidJobError if a function given as ``data`` returns something that cannot be iterated.
     """
 
     def __init__(
@@ -120,18 +120,18 @@ class Batches:
         self._turn = _turn_of(source)
         self._reading: Iterator[Any] | None = None
         self._passes, self._before = 0, passes
-        self._back: list[Any] = []  # batches that were given and not trained on
-        self._read = 0  # batches of the pass that has begun; none between two passes
-        self._ended = 0  # of the one that has ended
-        self._began: dict[str, Any] = {}  # where all numbers stood at its beginning
+        self._back: list[Any] = []  # batches that were yielded and not trained on
+        self._read = 0  # batches read in the present pass; 0 between two passes
+        self._ended = 0  # batches of the pass that has ended
+        self._began: dict[str, Any] = {}  # the states of all generators at the beginning of the pass
         self._go_on: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        """Batches of an epoch; TypeError where the source does not tell."""
+        """Return the batches of an epoch. Raises TypeError if the source has no length."""
         return len(self.source)  # type: ignore[arg-type]
 
     def epoch(self) -> Iterator[Any]:
-        """One pass over the data, or the rest of it after ``go_on_from``. Raises InvalidJobError when it holds no batch."""
+        """Yield the batches of one pass, or of its rest after ``go_on_from``. Raises InvalidJobError if the pass has no batch."""
         place, self._go_on = self._go_on, None
         if place is not None:
             self._set_numbers(place["began"])
@@ -171,13 +171,14 @@ class Batches:
     # -- places
 
     def put_back(self, batch: Any) -> None:
-        """The last batch was not trained on: it will be given again."""
+        """Put back the last batch, which was not trained on, so that it is yielded again."""
         self._back.append(batch)
 
     def place(self, in_pass: bool = False) -> dict[str, Any]:
-        """Where reading stands between two batches: plain data and tensors, for ``go_on_from``. ``in_pass``: not behind its end.
+        """Return the place of reading between two batches, as plain data and tensors for ``go_on_from``.
 
-        Raises CheckpointError for data that cannot be read again from a place.
+        With ``in_pass`` the place after the last batch belongs to the pass that has ended, not to the next. Raises
+        CheckpointError for data that cannot be read again from a place.
         """
         if (why := why_not_again(self._what, self._given, self.source)) is not None:
             raise CheckpointError(why)
@@ -193,7 +194,7 @@ class Batches:
                 source = copy.deepcopy(self.source.state_dict())
         return {
             "passes": self._passes - (read > 0),
-            # What was put back is read again, or, where the data's own place is behind it, kept.
+            # A batch that was put back is read again; if the data's own place lies after it, the checkpoint contains it.
             "read": read if source is not None else read - len(self._back),
             "back": copied(self._back) if source is not None else [],
             "began": self._began if read else now,
@@ -202,10 +203,11 @@ class Batches:
         }
 
     def go_on_from(self, place: dict[str, Any]) -> None:
-        """The next pass begins where ``place()`` of the same data stood, in whatever process.
+        """Begin the next pass at a ``place()`` of the same data, from this process or another.
 
-        Data that keeps its own place (``state_dict``) is asked to go there. Other data is read from the beginning of the pass
-        with the random numbers of that time, and the batches that were read already are let go.
+        Data with a ``state_dict`` loads its own place. Other data is read from the beginning of the pass, with the random
+        numbers of that time, and the batches that were read before are dropped. Raises CheckpointError if the place is of data
+        of the other kind.
         """
         if (place["source"] is not None) != _has_state(self.source):
             has = "has" if _has_state(self.source) else "has not"
@@ -218,7 +220,7 @@ class Batches:
 
     def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
         if place["source"] is not None:
-            if place["read"]:  # its iterator has drawn again what had been drawn
+            if place["read"]:  # creating the iterator has drawn the numbers of the beginning of the pass a second time
                 self._set_numbers(place["now"])
                 self._read = place["read"]
             else:
@@ -234,7 +236,7 @@ class Batches:
                 ) from None
 
     def _first_after_an_end(self) -> Iterator[Any]:
-        """Data that was asked for its state at the end of a pass may go on there: it is then read anew."""
+        # Data that was asked for its state at the end of a pass may continue there, and be empty: it is then read anew.
         try:
             batch = self._next()
         except StopIteration:
@@ -245,7 +247,7 @@ class Batches:
         yield batch
 
     def _numbers(self) -> dict[str, Any]:
-        """Where all generators stand that the order or the values of batches may come from."""
+        # The states of all generators from which the order or the values of batches may come.
         return {
             "own": self._generator.get_state(),
             "order": self._order.get_state(),
@@ -259,7 +261,7 @@ class Batches:
             generator.set_state(state)
 
     def _other_generators(self) -> list[torch.Generator]:
-        """Those that the user's own objects keep: the source, its samplers, its data set."""
+        # Generators that the user's own objects have as attributes: the source, its samplers, its data set.
         source = self.source
         sampler, batches = getattr(source, "sampler", None), getattr(source, "batch_sampler", None)
         owners = [source, sampler, batches, getattr(batches, "sampler", None), getattr(source, "dataset", None)]
@@ -271,7 +273,7 @@ class Batches:
         return found
 
     def close(self) -> None:
-        """End the loader's worker processes, wherever the pass stands. Calling it twice is no error."""
+        """End the loader's worker processes, also in the middle of a pass. Closing twice is no error."""
         shutdown = getattr(self._reading, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
@@ -294,26 +296,29 @@ _guard = threading.Lock()
 
 
 def _turn_of(source: Any) -> contextlib.AbstractContextManager[None]:
-    """Readers of one object of the user's take turns."""
+    # Readers of one object of the user's take turns, as it may keep a file and a place in it.
     if (read := user_data(source)) is None:
         return contextlib.nullcontext()
     with _guard:
         if id(read) not in _turns:
             try:
                 weakref.finalize(read, _turns.pop, id(read), None)
-            except TypeError:  # nothing tells when it has gone
+            except TypeError:  # it takes no weak references, so its entry would stay for ever
                 return contextlib.nullcontext()
             _turns[id(read)] = Turn()
         return _turns[id(read)]
 
 
 def is_function(data: Any) -> bool:
-    """Whether the data of a job is a function that makes it."""
+    """Return True if the data of a job is a function that makes it."""
     return callable(data) and not isinstance(data, Iterable)
 
 
 def why_not_again(what: str, given: Any, source: Any) -> str | None:
-    """Why data cannot be read again from a place, in another process; None where it can. ``source`` was made of what was ``given``."""
+    """Return the reason why data cannot be read again from a place in another process, or None if it can.
+
+    ``given`` is what the user passed, ``source`` what is read; ``what`` names it in the message.
+    """
     if _has_state(source):
         return None
     if isinstance(given, Iterator):
@@ -332,14 +337,14 @@ def why_not_again(what: str, given: Any, source: Any) -> str | None:
 
 
 def _has_state(data: Any) -> bool:
-    """Whether data knows its own place, as torchdata's loaders do."""
+    # The data keeps its own place, as torchdata's loaders do.
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
 def _own_loader(loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
-    """A copy of ``loader`` that shares its data set and has samplers that draw from ``generator``."""
+    # The copy shares the data set; its samplers draw from the job's generator.
     own = copy.copy(loader)
-    # DataLoader forbids to assign these.
+    # DataLoader.__setattr__ refuses to assign these.
     own.__dict__.update(
         generator=generator,
         _iterator=None,
@@ -350,7 +355,7 @@ def _own_loader(loader: DataLoader[Any], generator: torch.Generator) -> DataLoad
 
 
 def _own_sampler(sampler: Any, generator: torch.Generator) -> Any:
-    """The same for one of torch's samplers; a user's own is shared."""
+    # A sampler of the user's own is shared: how to copy it is not known.
     if not isinstance(sampler, Sampler) or type(sampler).__module__ != Sampler.__module__:
         return sampler
     own = copy.copy(sampler)

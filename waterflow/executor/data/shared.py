@@ -1,8 +1,8 @@
-"""Batches that several jobs read together: whoever comes to one first reads it for all.
+"""Shared data: several jobs read the same batches, and the first job to reach a batch reads it for all of them.
 
-Jobs that go along together have one ring: the last items that were read for them, epoch after epoch (batches, and the end of
-each epoch). A job that is too far behind its ring, or begins later, has one of its own. What an epoch holds follows from the
-seed and the number of the epoch alone, so that rings never have to agree on anything.
+Jobs that read together have one ring: the last items that were read for them (batches, and the end of each epoch). A job that
+is too far behind its ring, or begins later, has a ring of its own. The batches of an epoch follow from the seed and the number
+of the epoch alone, so that rings need not be synchronized.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from waterflow.executor.cancel import doing
 from waterflow.executor.data.copies import OwnBatches, copied
 from waterflow.executor.data.loader import Batches, is_function
 
-LOOK_AGAIN = 0.05  # seconds after which a job that waits looks whether it was stopped, or waits in vain
-HELD_UP = 0.1  # seconds that others wait for a job that itself waits for memory, or for its turn
+LOOK_AGAIN = 0.05  # seconds after which a waiting job checks again whether it was stopped, or waits in vain
+HELD_UP = 0.1  # seconds that others wait for a job that itself waits for memory or for its turn
 _END = object()
 
 Place = tuple[int, int]  # an epoch, and a batch of it
@@ -36,28 +36,28 @@ Place = tuple[int, int]  # an epoch, and a batch of it
 class SharedData:
     """Data that several jobs read together, each batch once: pass one object as ``data=`` of all of them.
 
-    Every job gets the same batches in the same order, bitwise the ones that it would get alone: what an epoch holds is
-    decided by ``seed`` and the number of the epoch. Shuffling and random transforms draw from numbers made of these, not
-    from a job's own.
+    Every job gets the same batches in the same order, bitwise the ones that it would get alone: ``seed`` and the number of the
+    epoch decide the order and the values. Shuffling and random transforms draw from numbers made of these, not from a job's
+    own.
 
     Jobs that begin together stay together: one that is ``ahead`` batches in front waits for the slowest, and so does one
-    that ends an epoch before others have evaluated theirs. For a job that is ``patience`` seconds over one batch nobody
-    waits any longer: it reads on by itself, from the start of its epoch, as does one that begins later. The last ``ahead``
-    batches are kept; with two of them, jobs that read together hold no more batches than they claim of ``memory=``.
+    that ends an epoch before others have evaluated theirs. A job that takes longer than ``patience`` seconds for one batch is
+    not waited for: it reads on by itself, from the start of its epoch, as does one that begins later. The last ``ahead``
+    batches are kept; with two of them, jobs that read together keep no more batches than they claim of ``memory=``.
 
-    What reading a batch raises fails the job that reads it; the others read it for themselves. A step that changes its batch
-    in place is given a copy. Workers of a DataLoader are started for each epoch anew. Thread-safe. A copy, or what was
-    pickled, has readers of its own.
+    An error in reading a batch fails the job that reads it; the others read the batch for themselves. A step that changes its
+    batch in place is given a copy. Workers of a DataLoader are started anew for each epoch. Thread-safe. A copy or an unpickled
+    object has readers of its own.
 
     Args:
         data: Batches: a DataLoader, any iterable that can be read once an epoch, or a function that makes one. It draws from
             torch's default generator alone; a generator of its own goes into a function that makes iterators.
         seed: Decides over order and transforms.
-        ahead: Batches that are kept, and by which a job can be in front of another.
+        ahead: The number of batches that are kept, and by which a job can be in front of another.
         patience: Seconds that jobs wait for one that takes no batch.
 
     Raises:
-        InvalidJobError: Data that can be read only once, and settings that cannot be.
+        InvalidJobError: The data can be read only once or not at all, or a setting is not valid.
     """
 
     @explained("SharedData", "SharedData(loader, seed=0)", InvalidJobError)
@@ -87,15 +87,15 @@ class SharedData:
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
     def __len__(self) -> int:
-        """Batches of an epoch; TypeError where the data does not tell."""
-        # What is there already is asked without a lock: a model's function may ask, which draws under one itself.
+        """Return the batches of an epoch. Raises TypeError if the data has no length."""
+        # Without a lock where the data exists already: a function that makes a model may ask, under a lock of its own.
         return len(self._open(0) if is_function(self._data) else self._data)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(SharedData, seed=self.seed, ahead=self.ahead, patience=self.patience), (self._given,)
 
     def reader(self, *fields: Any) -> Reader:
-        """For one job, with these ``fields`` of a ``Reader``. From now on others wait for it."""
+        """Return a reader for one job, made with ``fields`` of ``Reader``. Other readers wait for it from now on."""
         made = Reader(self, *fields)
         with self._guard:
             self._readers.add(made)
@@ -104,11 +104,11 @@ class SharedData:
 
     @doing("reading its data")
     def take(self, reader: Reader) -> Any:
-        """The reader's next batch, or the end; raises what the data raises, and what ``check_stop`` raises."""
+        """Return the reader's next batch, or the end of its epoch. Raises what the data and ``check_stop`` raise."""
         began = time.monotonic()
         while True:
             reader.check_stop()
-            _left = reader.ring  # held here, so that the workers of a ring that all have left end outside of the guard
+            _left = reader.ring  # referenced, so that workers of a ring without readers end outside of the guard
             with self._guard:
                 ring, place = self._enter(reader), reader.place
                 if place in ring.kept:
@@ -119,11 +119,11 @@ class SharedData:
                     self._changed.wait(timeout=LOOK_AGAIN)
                     continue
                 ring.busy, source, ring.source = reader, ring.source, None
-            # The others of the ring wait. Where this raises, they read the batch anew, from where the epoch starts.
+            # The other readers of the ring wait. If this raises, they read the batch anew, from the start of the epoch.
             source = source or self._pass(*place)
             batch = next(source, _END)
             with self._guard:
-                if ring.busy is reader:  # else nobody waited for it
+                if ring.busy is reader:  # else the others have given up waiting, and another one reads
                     ring.kept = dict([*ring.kept.items(), (place, batch)][-self.ahead :])
                     ring.head = _after(place, batch)
                     ring.source = None if batch is _END else source
@@ -132,7 +132,8 @@ class SharedData:
     # -- under the guard
 
     def _enter(self, reader: Reader) -> _Ring:
-        """The ring that keeps the reader's next batch; else one that reads it next, or a new one; its own goes before others."""
+        # Preferred is a ring that keeps the reader's next batch, then one that reads it next, then a new one; among equal ones
+        # the reader's own.
         there, place = {each.ring for each in self._readers if each.ring}, reader.place
         rings = sorted(there, key=lambda ring: ring is not reader.ring)
         keep, come = [ring for ring in rings if place in ring.kept], [ring for ring in rings if ring.head == place]
@@ -140,7 +141,7 @@ class SharedData:
         return reader.ring
 
     def _waits(self, ring: _Ring, began: float) -> bool:
-        """Whether one must take a batch before the next is read; who takes too long is left behind."""
+        # The oldest batch leaves the ring with the next one: readers that have not taken it are waited for, up to their limit.
         oldest = next(iter(ring.kept)) if len(ring.kept) == self.ahead else None
         behind = [r for r in self._readers if r.ring is ring and r.place == oldest and r.place[0] < r.epochs]
         for reader in behind:
@@ -151,7 +152,7 @@ class SharedData:
     # -- reading
 
     def _pass(self, epoch: int, index: int) -> Generator[Any, None, None]:
-        """An epoch from a batch on; those before it are let go. A batch is kept for others while the next one is read."""
+        # A batch is kept for other readers while the next one is read, so it is copied if its memory may be written again.
         with closing(self._open(epoch)) as batches:
             for batch in islice(batches.epoch(), index, None):
                 yield batch if batches.reads_ahead else copied(batch)
@@ -174,7 +175,7 @@ def _nothing() -> None:
 class Reader:
     """One job's place in shared data. Its methods are called on the job's thread.
 
-    ``check_stop`` raises where the job is to stop; ``held_up`` tells whether it waits for something that others hold.
+    ``check_stop()`` raises if the job must stop; ``held_up()`` is true while it waits for memory or a lane that others have.
     """
 
     data: SharedData
@@ -183,20 +184,20 @@ class Reader:
     held_up: Callable[[], Any] = _nothing
     place: Place = (0, 0)  # of its next batch
     ring: _Ring | None = None
-    reads_ahead = True  # what lies in memory that is written again was copied
+    reads_ahead = True  # batches in memory that is written again were copied by ``_pass``
     own = OwnBatches(kept=False)
 
     def epoch(self) -> Iterator[Any]:
-        """One pass over the data; the next call gives the next one."""
+        """Yield the batches of the next pass over the data."""
         while (batch := self.data.take(self)) is not _END:
             yield batch
 
     def put_back(self, batch: Any) -> None:
-        """The last batch was not trained on: it will be given again."""
+        """Put back the last batch, which was not trained on, so that it is yielded again."""
         self.place = (self.place[0], self.place[1] - 1)
 
     def leave(self) -> None:
-        """Until the next batch is asked for, nobody waits for the job. The last to leave a ring ends its workers."""
+        """Leave the ring: other jobs do not wait for this one until it asks for a batch. The last to leave ends the workers."""
         with self.data._guard:
             left, self.ring = self.ring, None
             over = left.source if left and all(each.ring is not left for each in self.data._readers) else None
@@ -205,18 +206,16 @@ class Reader:
             over.close()
 
     def close(self) -> None:
-        """The job reads no more, wherever it stands. Calling it twice is no error."""
+        """End reading, also in the middle of a pass. Closing twice is no error."""
         self.leave()
-        self.check_stop = self.held_up = _nothing  # it keeps nothing of its job
+        self.check_stop = self.held_up = _nothing  # they refer to the job, which may be collected
 
 
 @dataclass(eq=False)
 class _Ring:
-    """The last items that were read for its readers, by place, and the place of the next.
-
-    An order to break a job off may strike between any two lines: then items are read again, from a pass or a ring of a
-    reader's own. Who reads has taken the source along.
-    """
+    # The last items that were read for its readers, by place, and the place of the next one (``head``). The exception that
+    # interrupts a job may strike between any two lines: so the reader that reads takes ``source`` out of the ring, and the
+    # others read the items again, from a pass of their own.
 
     head: Place
     kept: dict[Place, Any] = field(default_factory=dict)
