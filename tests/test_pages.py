@@ -166,6 +166,18 @@ def test_links_and_files_are_there() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_words_of_the_glossary_stand_there_once_and_are_used() -> None:
+    """``reduced form`` is used by ``reduced_form`` and ``ReducedForm``, too."""
+    glossary = ROOT / "docs/glossary.md"
+    rows = re.findall(r"^\| ([^|]+?) \|", glossary.read_text(), re.MULTILINE)[1:]  # the first is the head
+    assert rows == sorted(set(rows))
+    sources = [path for kind in ("*.py", "*.cpp", "*.h") for path in (ROOT / "waterflow").rglob(kind)]
+    used = "\n".join(path.read_text() for path in (*PAGES, *sources) if path != glossary)
+    forms = {word: r"(?<![a-z])" + re.sub(r"[ -]", r"[\\s_-]*", word) for word in rows}
+    unused = [word for word, form in forms.items() if not re.search(form, used, re.IGNORECASE)]
+    assert not unused
+
+
 @pytest.mark.parametrize("command", sorted(set(filter(left_out, SHOWN)).union(*map(pages.mentioned, PAGES))))
 def test_commands_take_their_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
