@@ -164,7 +164,7 @@ def test_the_told_batch_trains_and_a_larger_one_does_not(memory: str) -> None:
     assert found.reserve == wf.Engine(memory=memory).reservations.reserve == found.to_dict()["reserve_bytes"] > 0
     assert found.to_dict()["batches_held"] == 2
     assert f"{format_bytes(found.reserve)} of it the reserve" in str(found) and "and 2 batches of " in str(found)
-    assert "but for what kernels take for themselves" in str(found)
+    assert "except temporaries of kernels" in str(found)
     (result,) = wf.train([wide(found.size)], memory=memory)  # its steps are profiled, and claimed for anew
     assert result.status == "completed" and result.measured_peak is not None
     assert result.measured_peak + found.jobs[0].batch <= limit - found.reserve

@@ -69,7 +69,7 @@ def test_results_of_before_are_told(tmp_path: Path, caplog: pytest.LogCaptureFix
     ]  # fmt: skip
     assert found[0].losses == found[1].losses
     (told,) = [line for line in caplog.messages if line.startswith("1 jobs had ended in")]
-    assert str(tmp_path) in told and "their results of then" in told
+    assert str(tmp_path) in told and "their stored results are returned" in told
 
 
 @pytest.mark.needs_time("what lasts a moment lets others run beside it")

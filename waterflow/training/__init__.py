@@ -1,1 +1,1 @@
-"""Training jobs side by side: from model and data to results and checkpoints."""
+"""Train jobs side by side: from model and data to results and checkpoints."""

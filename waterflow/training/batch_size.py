@@ -1,7 +1,7 @@
-"""``max_batch_size``: the largest batches at which jobs train together, on any GPU, without one.
+"""``max_batch_size``: the largest batches at which jobs train together, on any GPU, without having one.
 
-Steps are captured and never run. What counts is what ``train`` counts: the engine's reserve is held back, and each job holds
-as many batches as it submits ahead. How the search goes: ``planner/search.py``.
+Steps are captured and never run. Memory is counted as ``train`` counts it: the engine's reserve is set aside, and each job
+holds as many batches as it submits ahead. ``planner/search.py`` describes the search.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from waterflow.planner.step_sizes import SizedStep, StepSizes
 from waterflow.training.fit_together import step_and_batch
 from waterflow.training.step_queue import STEPS_AHEAD
 
-_LEAST_BARE = 1 << 20  # bytes: less is no memory that anybody has
+_LEAST_BARE = 1 << 20  # bytes: less must be a mistake, such as memory=24 for 24 GiB
 
 
 @dataclass(frozen=True)
 class RecomputedBatch:
-    """The largest batch of a job that recomputes and trains alone, ``without`` recomputing, and what it costs."""
+    """The largest batch of a job that recomputes and trains alone, ``without`` recomputing, and the cost of it."""
 
     size: int
     without: int
@@ -50,11 +50,11 @@ class RecomputedBatch:
 
 @dataclass(frozen=True)
 class JobBatch:
-    """One job's largest batch beside the others, and alone. Bytes; ``batch`` is one of those that it holds.
+    """One job's largest batch beside the others (``size``) and ``alone``. All else in bytes; ``batch`` is one of its batches.
 
-    ``room_beside_largest`` is the share of its room alone that would be left if each other one held its largest batches alone
-    all the time. As all have smaller ones, ``ratio`` may be above it. ``recomputed`` is there for a job whose ``recompute=``
-    changes the batch that fits alone.
+    ``room_beside_largest`` is the share of its room alone that would be left if every other job held its largest batches alone
+    all the time. All have smaller ones, so ``ratio`` may be above it. ``recomputed`` is set if ``recompute=`` changes the job's
+    largest batch alone.
     """
 
     name: str
@@ -69,16 +69,16 @@ class JobBatch:
 
     @property
     def ratio(self) -> float:
-        """The batch beside the others as a share of the one alone."""
+        """The batch beside the others as a share of the batch alone."""
         return self.size / self.alone
 
 
 @dataclass(frozen=True)
 class MaxBatchSize:
-    """The largest batches of jobs side by side, as ``train`` with a limit of ``memory`` bytes lets them in.
+    """The largest batches of jobs side by side, as ``train`` with a limit of ``memory`` bytes admits them.
 
-    ``reserve`` bytes of those are the engine's, ``context`` bytes of the GPU beside them were held back, and each job holds
-    ``batches_held`` batches. ``run`` is the simulated run with those batches, its times a model; None for a job alone.
+    ``reserve`` bytes of the limit are the engine's; ``context`` bytes of the GPU are not in the limit. Each job holds
+    ``batches_held`` batches. ``run`` is the simulated run with these batches, None for a single job; its times are a model.
     ``steps`` has each job's step.
     """
 
@@ -92,14 +92,14 @@ class MaxBatchSize:
 
     @property
     def size(self) -> int:
-        """The batch of every job. Raises ValueError where they differ."""
+        """The batch size of every job. Raises ValueError if they differ."""
         sizes = {job.size for job in self.jobs}
         if len(sizes) > 1:
             raise ValueError(f"jobs have batches of their own: {', '.join(f'{j.name} {j.size}' for j in self.jobs)}")
         return sizes.pop()
 
     def save_report(self, path: str | os.PathLike[str], clock: Clock | None = None) -> None:
-        """Draw a few steps with these batches: the arena's two stacks, the lanes, and the highest peak by line; a PNG."""
+        """Draw a few steps with these batches as a PNG: the arena's two stacks, the lanes, and the highest peak by line."""
         names = [job.name for job in self.jobs]
         numbered = [
             f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)
@@ -132,13 +132,13 @@ class MaxBatchSize:
                 "recompute= with a height, such as '2GiB', makes it lower beside others, too"
             )
         lines.append(
-            "  counted as train(memory=) does, but for what kernels take for themselves: a job's first steps show that, and "
-            "beside convolutions it can be a few percent of the step"
+            "  counted as train(memory=) does, except temporaries of kernels: a job's first steps show them, and "
+            "beside convolutions they can be a few percent of the step"
         )
         if self.run is not None:
             lines.append(
                 f"  simulated, every access checked: peak {format_bytes(self.run.peak)}; by a model of the GPU's rates "
-                f"two lanes are busy {self.run.overlap:.0%} of the time, {self.run.speed:.2f} times as fast as in turns"
+                f"two lanes are busy {self.run.overlap:.0%} of the time, {self.run.speed:.2f} times as fast as taking turns"
             )
             if round(self.run.speed, 2) < 1:
                 lines.append(
@@ -147,7 +147,7 @@ class MaxBatchSize:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, bytes throughout."""
+        """Return plain values for JSON; sizes in bytes."""
         made: dict[str, Any] = {
             "memory_bytes": self.memory, "reserve_bytes": self.reserve, "context_bytes": self.context,
             "batches_held": self.batches_held,
@@ -164,26 +164,26 @@ def max_batch_size(
     jobs: Job | Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None,
     memory: int | float | str | None = None,
 ) -> MaxBatchSize:  # fmt: skip
-    """The largest batches at which all jobs, ``copies`` of each, train side by side on one device.
+    """Return the largest batches at which all jobs, ``copies`` of each, train side by side on one device.
 
-    Makes each model and reads one batch of its data, captures a few steps, and runs none: the jobs are simulated on the
-    device with the engine's own placement and admission, every access checked. Different jobs get the same share of the
-    batch that each could train alone. ``train`` with the same ``memory=`` and these batches has all of them under way at the
-    same time, as far as graphs tell: what kernels take for themselves shows in the first steps only.
+    Makes each model and reads one batch of its data, captures a few steps, and runs none: the jobs are simulated on the device
+    with the engine's own placement and admission, and every access is checked. Different jobs get the same share of the batch
+    that each could train alone. ``train`` with the same ``memory=`` and these batches runs all of them at the same time, as far
+    as graphs tell: temporaries of kernels show only in the first steps.
 
-    A job with ``recompute=`` in bytes is planned with steps of that height. With ``"auto"`` an engine lowers a step only
-    where it would not fit alone, so that side by side nothing changes: ``JobBatch.recomputed`` has the larger batch alone
-    (how it is found, and how far it can be trusted: ``planner/search.py``).
+    A job with ``recompute=`` in bytes is planned with steps of that height. With ``"auto"`` an engine lowers a step only if it
+    would not fit alone, so nothing changes side by side; ``JobBatch.recomputed`` has the larger batch alone
+    (``planner/search.py`` says how far it can be trusted).
 
     Args:
         jobs: One job, or several.
-        copies: How many of each.
-        gpu: A preset such as ``"v100-32g"`` (``waterflow.planner.gpus``), whose context is held back.
-        memory: Bytes, or text such as ``"24GiB"``: of a device that has no preset, or less of one that has.
+        copies: The number of copies of each.
+        gpu: A preset such as ``"v100-32g"`` (``waterflow.planner.gpus``), whose context is set aside.
+        memory: Bytes, or text such as ``"24GiB"``: for a device without a preset, or to use less of one.
 
-    At the result the next larger batches do not fit: where memory grows along a line, as it does between what is captured,
-    none above does. Raises InvalidJobError for settings that cannot be, MemoryLimitError where not even the smallest batches fit, and
-    CaptureError for a job whose step cannot be captured: its memory is not known before it runs.
+    The next larger batches do not fit; nor do any larger ones, if memory grows linearly between captured sizes, as it does.
+    Raises InvalidJobError for invalid settings, MemoryLimitError if not even the smallest batches fit, and CaptureError for a
+    job whose step cannot be captured: its memory is not known before it runs.
     """
     given: list[Any] = [jobs] if isinstance(jobs, (Job, nn.Module)) else list(jobs)
     for job in given:
@@ -197,6 +197,7 @@ def max_batch_size(
             f"there must be a job, and a whole number of copies of it; got {len(given)} job(s), copies={copies!r}"
         )
     device, limit, context = device_of(gpu, memory)
+    # By identity: a job that is given twice is captured once.
     looked = {number: _looked_at(job) for number, job in {id(job): job for job in given}.items()}
     sizes = [looked[id(job)] for job in given for _ in range(copies)]
     return find(sizes, limit, context, Clock(device) if device is not None else None)
@@ -211,9 +212,9 @@ def _looked_at(job: Job) -> StepSizes:
 
 
 def sizes_of(job: Job, captured: Callable[[], None] = lambda: None) -> StepSizes:
-    """The job's step with batches of any size, as ``train`` runs it; ``captured`` is called for each capture.
+    """Return the job's step with batches of any size, as ``train`` runs it; ``captured`` is called at each capture.
 
-    Raises CaptureError where it cannot be captured with the batch that it has.
+    Raises CaptureError if the step cannot be captured with the job's own batch.
     """
     job.check()
     made = StepSizes(*step_and_batch(job), batches_held=STEPS_AHEAD)
@@ -223,7 +224,7 @@ def sizes_of(job: Job, captured: Callable[[], None] = lambda: None) -> StepSizes
 
 
 def find(sizes: Sequence[StepSizes], limit: int, context: int = 0, clock: Clock | None = None) -> MaxBatchSize:
-    """The same of steps that are there already; ``sizes`` has one for each job, equal jobs the same one."""
+    """Return the largest batches of captured steps: one of ``sizes`` per job, the same object for equal jobs."""
     reserve = reserve_of(limit)
     try:
         return _find(sizes, limit, reserve, context, clock)
@@ -239,6 +240,7 @@ def _find(sizes: Sequence[StepSizes], limit: int, reserve: int, context: int, cl
         row = _row(sizes[0], alone.step, alone, 1.0, _recomputed(sizes[0], alone))
         return MaxBatchSize((row,), limit, context, None, reserve, steps=(alone.step,))
     found = largest_mix(sizes, memory=room, clock=clock, claimed=True)
+    # Equal jobs are one object: each is searched once.
     again = {each: _recomputed(each, alone) for each, alone in dict(zip(sizes, found.alone)).items()}
     rows = [_row(*row, again[row[0]]) for row in zip(sizes, found.steps, found.alone, found.limits)]
     return MaxBatchSize(tuple(rows), limit, context, found.run, reserve, steps=found.steps)
@@ -252,7 +254,7 @@ def _row(
 
 
 def _recomputed(sizes: StepSizes, alone: LargestBatch) -> RecomputedBatch | None:
-    """The largest batch alone of a job that may recompute; None where it does not differ from the one without."""
+    # None if recomputing does not change the largest batch alone.
     if sizes.step.recompute == "auto":
         found = largest_recomputed(sizes, alone.memory, alone.size)
         return RecomputedBatch(found[0].size, alone.size, found[1]) if found is not None else None
@@ -264,7 +266,7 @@ def _recomputed(sizes: StepSizes, alone: LargestBatch) -> RecomputedBatch | None
 
 
 def device_of(name: str | GPU | None, memory: int | float | str | None) -> tuple[GPU | None, int, int]:
-    """The GPU, the bytes that jobs may use, and those that its context takes. Raises InvalidJobError."""
+    """Return the GPU, the bytes that jobs may use, and the bytes of its context. Raises InvalidJobError."""
     if name is None:
         if memory is None:
             raise InvalidJobError("the device must be known: pass gpu='v100-32g' or another preset, or memory='24GiB'")

@@ -1,4 +1,4 @@
-"""Which modules of a model train and which evaluate: the flags that ``train()`` and ``eval()`` set."""
+"""Make a job's model and optimizer, and set the training and evaluation flags of its modules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ logger = logging.getLogger("waterflow")
 
 
 def begin_training(job: Job, model: nn.Module) -> None:
-    """Leave the flags of a model that is in training mode; put one that is in evaluation mode as a whole into training mode.
+    """Put a model that is in evaluation mode as a whole into training mode; keep the flags of one in training mode.
 
-    Modules that have a ``train()`` of their own, as those that keep a backbone in evaluation mode, may put parts of theirs there.
-    With ``job.train_mode="as_is"`` no flag changes.
+    A module with a ``train()`` of its own, which for example keeps a backbone in evaluation mode, may still put parts into
+    evaluation mode. With ``job.train_mode="as_is"`` no flag changes.
     """
     if job.train_mode == "as_is":
         return
     if model.training:
+        # A train() of the user's may only switch parts off: flags that were off before it, as the user's eval() on a
+        # part, stay off.
         flags = [(module, module.training) for module in model.modules()]
         _call_own_train(model)
         for module, training in flags:
@@ -43,7 +45,7 @@ def begin_training(job: Job, model: nn.Module) -> None:
 
 
 def _call_own_train(module: nn.Module) -> None:
-    """Call the outermost ones that are not torch's."""
+    # Outermost only: an overridden train() takes care of the modules below it.
     if getattr(module.train, "__func__", None) is not nn.Module.train:
         module.train()
         return
@@ -53,9 +55,9 @@ def _call_own_train(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the whole model is in evaluation mode. Behind it each module's flag is as it was before.
+    """Put the whole model into evaluation mode inside; afterwards each module has its flag of before.
 
-    A module that was added inside gets the flag of the module that holds it.
+    A module that was added inside gets the flag of its parent.
     """
     before = [(module, module.training) for module in model.modules()]
     try:
@@ -72,14 +74,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
                     module.training = holder.training
 
 
-_building = Turn()  # functions that make models may patch what is the process's, as transformers' do
+_building = Turn()  # one at a time: builders patch globals of the process, as transformers' do
 
 
 @doing("making its model or optimizer")
 def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
-    """The job's model, ready to train. A function that makes it draws from ``numbers``; without them from torch's own.
+    """Return the job's model, ready to train. A function that makes it draws from ``numbers``, or else from torch's generator.
 
-    Raises InvalidJobError where the function makes something else.
+    Raises InvalidJobError if the function returns no module.
     """
     if isinstance(job.model, nn.Module):
         model = job.model
@@ -98,6 +100,8 @@ def _made(job: Job) -> nn.Module:
     try:
         return job.model()
     except Exception as error:
+        # While another job's step is captured its modules have stand-ins without values. A function that copies such a
+        # module fails deep inside torch: say what is wrong.
         if all(frame.f_code.co_filename != fake_tensor.__file__ for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
         raise InvalidJobError(
@@ -108,7 +112,7 @@ def _made(job: Job) -> nn.Module:
 
 @doing("making its model or optimizer")
 def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    """The job's optimizer of the parameters of ``model``. Raises InvalidJobError where it is none."""
+    """Return the job's optimizer over the parameters of ``model``. Raises InvalidJobError if it is none."""
     optimizer = job.optimizer(model.parameters())
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidJobError(f"job {job.name!r}: optimizer made a {type(optimizer).__name__}, not an optimizer")

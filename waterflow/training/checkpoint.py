@@ -28,19 +28,18 @@ _MARK = b"wf-state"
 class Checkpoint:
     """The whole state of one job between two steps.
 
-    ``JobRunner(job, engine, resume=checkpoint)`` goes on from it, in this process or in another one that makes the same job,
-    and ends with the bits (losses, metrics, parameters, buffers, optimizer state) of the run that was never interrupted,
-    where the job's data has ``state_dict`` and ``load_state_dict``, or follows from the job's seed. It has copies of its own
-    of all tensors, in host memory, which are not to be changed.
+    ``JobRunner(job, engine, resume=checkpoint)`` resumes it, in this process or in another one that makes the same job, and
+    ends with the bits (losses, metrics, parameters, buffers, optimizer state) of an uninterrupted run, if the job's data has
+    ``state_dict`` and ``load_state_dict``, or follows from the job's seed. The checkpoint has its own copies of all tensors, in
+    host memory; do not change them.
 
-    Data with a ``state_dict`` is trusted to know its place (torchdata's loaders do, but for random transforms in their
-    workers); all other data is read again from the beginning of the epoch, up to the place, which takes as long as reading does.
+    Data with a ``state_dict`` is trusted to know its position (torchdata's loaders do, except random transforms in their
+    workers). Other data is read again from the beginning of the epoch up to the position, which takes as long as reading does.
 
-    Not part of it: what objects keep beside parameters, buffers and ``get_extra_state`` (a module's other attributes, a
-    data set's own state), and the random numbers of Python and NumPy. Where steps may round otherwise from run to run
-    (``exact=False``), so do those that go on.
+    Not included: attributes of objects beside parameters, buffers and ``get_extra_state``, such as a data set's own state, and
+    the random numbers of Python and NumPy. If steps may round differently from run to run (``exact=False``), resumed ones may.
 
-    ``epoch`` counts the epochs that are done, ``batch`` the steps of the next one, ``steps`` all steps.
+    ``epoch`` counts completed epochs, ``batch`` the steps of the next one, ``steps`` all steps.
     """
 
     job: str
@@ -51,26 +50,25 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in _tensors(self.state))
 
     def save(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
-        """Write a file: all of it, or nothing where this is interrupted or fails.
+        """Write a file: all of it, or nothing if this is interrupted or fails.
 
-        It is on the disk when this returns; not ``durable``, it may still be lost if the machine stops, as suffices for
-        handing it to another process. Raises CheckpointError for state that is not plain data.
+        With ``durable`` the file is on the disk when this returns; without, it may be lost if the machine stops, which is
+        enough for another process to read it. Raises OSError, and CheckpointError for state that is not plain data.
         """
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         write(path, content, {"job": self.job, "steps": self.steps}, durable=durable)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, job: str | None = None, any_torch: bool = False) -> Checkpoint:
-        """Read a file that ``save`` wrote. Runs no code from it: it may come from someone else.
+        """Read a file that ``save`` wrote. Runs no code from the file, so it may come from an untrusted source.
 
-        Tensors stay in the file until they are used. With ``any_torch`` it may have been written by another version of
-        torch; bits may then differ from here on.
-
-        Raises CheckpointError for what is no checkpoint, is damaged, of another version, or not of the job called ``job``.
+        Tensors stay in the file until they are used. ``any_torch`` accepts a file of another version of torch; bits may then
+        differ from here on. Raises CheckpointError for a file that is no checkpoint, is damaged, of another version, or not of
+        ``job``.
         """
         content = read(path, job=job, any_torch=any_torch)
         if content.keys() != {field.name for field in fields(cls)}:
@@ -81,10 +79,11 @@ class Checkpoint:
 def write(
     path: str | os.PathLike[str], content: dict[str, Any], about: dict[str, Any], *, durable: bool = True
 ) -> None:
-    """Write plain data and tensors with a description, so that the file is whole or not there. Raises OSError, CheckpointError."""
+    """Write plain data and tensors, with a description, as a whole file or not at all. Raises OSError, CheckpointError."""
     path = Path(path)
     told = json.dumps({"format": FORMAT, "torch": _torch(), **about}).encode()
     _check_plain(content, "")
+    # A hidden file in the same folder: os.replace is atomic only within a file system.
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "w+b") as file:
@@ -104,18 +103,19 @@ def write(
             os.unlink(name)
         raise
     if durable:
+        # The name is in the folder: without this the file could be on the disk without a name.
         _sync_folder(path.parent)
 
 
 class _Through:
-    """Hands on to a file what torch's writer writes, and keeps the first error, of which that would make one of its own."""
+    """Passes torch's writes on to a file and keeps the first error, which torch would replace by its own."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Behind an error nothing is written any more."""
+        """Write ``data``; after an error nothing is written."""
         if self.error is None:
             try:
                 self._file.write(data)
@@ -124,16 +124,17 @@ class _Through:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Left to who owns the file."""
+        """Do nothing: the file's owner flushes it."""
 
 
 def read(path: str | os.PathLike[str], *, job: str | None = None, any_torch: bool = False) -> dict[str, Any]:
-    """What ``write`` wrote. Raises CheckpointError, OSError."""
+    """Return the content that ``write`` wrote. Raises CheckpointError, OSError."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < _END.size:
             raise CheckpointError(f"{path} is no checkpoint: it has {size} bytes. {_REMEDY}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as given:
+            # The mark is written last: a file that was cut off has none. The checksum finds the rest.
             checksum, length, mark = _END.unpack(given[-_END.size :])
             if mark != _MARK:
                 raise CheckpointError(f"{path} is no checkpoint, or its end is missing. {_REMEDY}")
@@ -158,6 +159,7 @@ def read(path: str | os.PathLike[str], *, job: str | None = None, any_torch: boo
             f"{path} is of job {told.get('job')!r}, not of {job!r}; give that job's file, or start anew"
         )
     try:
+        # weights_only: the unpickler runs no code. mmap: a checkpoint may be larger than free memory.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whole, but not by us
         raise CheckpointError(f"{path} cannot be read: {error}. {_REMEDY}") from error
@@ -176,7 +178,6 @@ def _checksum(file: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the new name is on the disk, too."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -189,7 +190,8 @@ def _torch() -> str:
 
 
 def _check_plain(value: Any, where: str) -> None:
-    """Raise CheckpointError where reading a file could need code beside torch's own."""
+    # Exact types: a subclass may need code of its own to be read, which weights_only refuses. Better to fail now than
+    # when the job is to be resumed.
     if type(value) in (dict, OrderedDict, Counter):
         for key, entry in value.items():
             _check_plain(key, where)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: where the jobs of ``train`` go on after the process has ended."""
+"""A folder of checkpoints, from which ``train`` resumes its jobs after the process has ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from waterflow.training.safepoint import JobEnded
 logger = logging.getLogger("waterflow")
 
 _STATE, _RESULT, _SEEDS = "step-{:010d}.state", "result.state", "seeds.json"
-# Of a result; the rest has objects in it, or belongs to the process.
+# Fields of a result that are stored; the others contain objects that no file may have, or belong to the process.
 _KEPT = frozenset(field.name for field in fields(JobResult)) - {
     "error",
     "traceback",
@@ -41,16 +41,18 @@ _KEPT = frozenset(field.name for field in fields(JobResult)) - {
 
 
 class Checkpoints:
-    """Where and how often the jobs of one ``train`` call are written.
+    """A folder to which the jobs of one ``train`` call are written, and how often.
 
-    A second call with the same folder, and with the same jobs by their names, goes on where the first one stopped, whether
-    it was interrupted, failed, or killed: jobs that have ended are not trained again. One call at a time may use a folder.
+    A second call with the same folder, and with jobs of the same names, resumes where the first one was interrupted, failed, or
+    was killed; completed jobs are not trained again. One call at a time may use a folder.
 
     Args:
-        folder: Is made where it is missing; has a folder for each job.
+        folder: Is created if missing; has a folder for each job.
         every: Seconds between two checkpoints of a job; None: only at the end and at Ctrl-C.
-        steps: Steps between two, at least, where that comes first.
-        keep: So many of the last checkpoints of each job stay. Where the last one is damaged, the one before is taken.
+        steps: Also write after this many steps.
+        keep: The number of checkpoints to keep per job. If the last one is damaged, the one before is used.
+
+    Raises InvalidJobError for invalid numbers.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def opened(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Keep the folder for one call. Raises CheckpointError where another one has it, or a job could not go on."""
+        """Lock the folder for one call. Raises CheckpointError if another call has it, or if a job could not be resumed."""
         for job in jobs:
+            # Before anything trains: a checkpoint that cannot be resumed is noticed only after a crash.
             if (why := why_not_again(f"data of job {job.name!r}", job.data, job.data)) is not None:
                 raise CheckpointError(why)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +87,7 @@ class Checkpoints:
             yield
 
     def seeds(self, jobs: Sequence[Job], drawn: Sequence[int]) -> list[int]:
-        """The seeds of jobs: those of the first call, and for jobs that are new those that were ``drawn`` now."""
+        """Return the jobs' seeds: those of the first call, and ``drawn`` ones for new jobs. Raises CheckpointError."""
         path = self.folder / _SEEDS
         known: dict[str, int] = {}
         try:
@@ -93,6 +96,7 @@ class Checkpoints:
             pass
         except ValueError:
             raise CheckpointError(f"{path} is damaged; remove the folder to start anew") from None
+        # Stored before the first step, as a job may be killed before its first checkpoint and must then begin alike.
         found = [seed if job.seed is not None else known.get(job.name, seed) for job, seed in zip(jobs, drawn)]
         if (all_ := known | {job.name: seed for job, seed in zip(jobs, found)}) != known:
             try:
@@ -115,7 +119,7 @@ class Checkpoints:
             raise
 
     def load(self, job: Job) -> Checkpoint | JobResult | None:
-        """Where the job stands: its result, its last checkpoint that is whole, or None. Raises CheckpointError."""
+        """Return the job's result, its last whole checkpoint, or None if it has neither. Raises CheckpointError."""
         result = self.of(job.name) / _RESULT
         if result.exists():
             try:
@@ -134,20 +138,20 @@ class Checkpoints:
         return None
 
     def _anew(self, name: str, error: CheckpointError) -> CheckpointError:
-        """The error with what to do about it."""
         return CheckpointError(f"{error}. To start job {name!r} anew, remove {self.of(name)}")
 
     def states(self, name: str) -> list[Path]:
-        """The checkpoints of a job, the last one last."""
+        """Return the paths of a job's checkpoints, the latest last."""
         return sorted(self.of(name).glob("step-*.state"))
 
     def of(self, name: str) -> Path:
-        """The folder of a job. Unlike names have unlike folders."""
+        """Return the folder of a job. Different names have different folders."""
+        # Readable for people; the hash keeps names apart that look alike on the disk, such as a/b and a_b.
         plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:48]
         return self.folder / f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
     def save(self, checkpoint: Checkpoint, *, durable: bool = True) -> None:
-        """Write it, and let the oldest go; as ``Checkpoint.save``."""
+        """Write a checkpoint and remove the oldest ones. ``durable`` and errors as in ``Checkpoint.save``."""
         folder = self.of(checkpoint.job)
         folder.mkdir(exist_ok=True)
         checkpoint.save(folder / _STATE.format(checkpoint.steps), durable=durable)
@@ -155,7 +159,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def finish(self, result: JobResult) -> None:
-        """The job has ended well: its result takes the place of its checkpoints."""
+        """Write the result of a job that has ended well, and remove its checkpoints. Raises OSError, CheckpointError."""
         folder = self.of(result.name)
         folder.mkdir(exist_ok=True)
         content: dict[str, Any] = {name: getattr(result, name) for name in _KEPT}
@@ -166,7 +170,7 @@ class Checkpoints:
 
 
 def steps_of(state: Path) -> int:
-    """How many steps the job had done whose checkpoint the file is."""
+    """Return the number of steps that the job had completed at the checkpoint in this file."""
     return int(state.stem.removeprefix("step-"))
 
 
@@ -175,6 +179,8 @@ def _result(job: Job, content: dict[str, Any]) -> JobResult:
     epochs, state = len(content["metrics"]), content["state_dict"]
     if content["status"] == "completed" and epochs != job.epochs:
         raise _other_result(job, f"{epochs} epochs; it has {job.epochs} now")
+    # A caller that passed a module expects it trained. For a function a new model is made, which shows if the weights
+    # are of this job; the caller's random numbers stay as they are.
     if isinstance(job.model, nn.Module):
         model = job.model
     else:
@@ -185,7 +191,7 @@ def _result(job: Job, content: dict[str, Any]) -> JobResult:
             model.load_state_dict(state)
     except RuntimeError as error:
         raise _other_result(job, f"another model: {error}") from None
-    known = {field.name for field in fields(JobResult)}  # what an earlier version told beside is left out
+    known = {field.name for field in fields(JobResult)}  # fields that an earlier version had are left out
     return JobResult(**{name: value for name, value in content.items() if name in known})
 
 
@@ -203,10 +209,10 @@ LAST_SECONDS = 0.5  # at Ctrl-C, which returns within two seconds
 
 
 class Checkpointing:
-    """A thread that asks jobs for their state when it is time, and writes what they give. Thread-safe.
+    """A thread that asks jobs for their state when it is due, and writes it. Thread-safe.
 
-    A job stands still only for the copy of its state. What cannot be written, as on a full disk, ends no job: a warning says so
-    once, later checkpoints are tried again, and at the end another one names the jobs whose last checkpoint is old.
+    A job is paused only while its state is copied. A failed write, as on a full disk, ends no job: one warning says so, later
+    checkpoints are tried again, and at the end a warning names the jobs whose last checkpoint is old.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -218,14 +224,14 @@ class Checkpointing:
         self._refused: set[JobRunner] = set()
         self._unwritten: dict[str, Exception] = {}  # jobs whose last checkpoint or result could not be written, and why
         self._results: dict[str, JobResult] = {}  # of them, those that have ended well
-        self._said: set[object] = set()  # causes that there was a warning of
+        self._said: set[object] = set()  # causes that a warning has named
         self._again = 0.0  # when results are tried again
         self._hurry = False  # Ctrl-C was pressed
         self._over = threading.Event()
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Within, jobs are written."""
+        """Write jobs inside; at the end write pending results, and warn of old checkpoints."""
         thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         thread.start()
         try:
@@ -238,14 +244,14 @@ class Checkpointing:
             self._say_what_is_old()
 
     def begin(self, runner: JobRunner, at_once: bool) -> None:
-        """A job begins; ``at_once``: its beginning cannot be made again from its seed."""
+        """Register a running job. ``at_once``: write it now, as its initial state does not follow from its seed."""
         with self._lock:
             self._running[runner] = (time.monotonic(), runner.begun)
             if at_once:
                 self._asked[runner] = runner.ask_for_snapshot()
 
     def end(self, runner: JobRunner, result: JobResult) -> None:
-        """It has ended. What ended well is written as its result."""
+        """Remove a job that has ended; write its result if it ended well."""
         with self._lock:
             self._running.pop(runner, None)
             self._asked.pop(runner, None)
@@ -254,7 +260,7 @@ class Checkpointing:
                 self._finish(result)
 
     def last(self) -> None:
-        """Write all that run, as far as time allows."""
+        """Write all running jobs, as far as ``LAST_SECONDS`` allow."""
         self._hurry = True
         until = time.monotonic() + LAST_SECONDS
         with self._lock:
@@ -304,12 +310,14 @@ class Checkpointing:
     # -- what cannot be written
 
     def _attempt(self, name: str, write: Callable[[], None]) -> bool:
-        """Whether it could be written; if not, the file that was there before is there still."""
         try:
+            # Files are written under another name first: if this fails, the file of before is still there. Anything is
+            # caught, as the user's state_dict() may raise any error; none may end the training.
             write()
         except Exception as error:
             self._unwritten[name] = error
             of_all = isinstance(error, OSError | RuntimeError)  # of the disk, most likely
+            # One warning for a full disk, not one per job and checkpoint.
             cause = (type(error), getattr(error, "errno", None)) if of_all else name
             log = logger.info if cause in self._said else logger.warning
             self._said.add(cause)
@@ -328,7 +336,6 @@ class Checkpointing:
             self._results[result.name] = result
 
     def _write_results(self) -> None:
-        """Once more, of those that could not be written."""
         with self._files:
             for result in list(self._results.values()):
                 self._finish(result)
@@ -343,7 +350,7 @@ class Checkpointing:
             told.append(f"{name!r} ({f'step {steps_of(states[-1])}' if states else 'none'})")
         many = ", ".join(told[:MOST_NAMED]) + (f" and {len(told) - MOST_NAMED} more" if len(told) > MOST_NAMED else "")
         logger.warning(
-            "the last checkpoints in %s are old, or missing, for what came later could not be written (%s): %s. What was trained is "
-            "in the results of this call; a second call would train again from these steps",
+            "the last checkpoints in %s are old, or missing, because later ones could not be written (%s): %s. The results of this "
+            "call are complete; a second call would train again from these steps",
             self._to.folder, next(reversed(self._unwritten.values())), many,
         )  # fmt: skip

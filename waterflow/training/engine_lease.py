@@ -1,4 +1,4 @@
-"""The policy on which a job is in its engine: it keeps to them, leaves where others need its memory, and comes back."""
+"""EngineLease: a job's priority and quota in its engine, and when it leaves its memory to others and comes back."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ IN_A_STUDY = "it belongs to a deterministic study, whose other jobs would wait f
 
 
 class EngineLease:
-    """Of one job, for as long as it runs. ``set`` may be called from any thread.
+    """One job's lease, for as long as the job runs. ``set`` may be called from any thread.
 
-    An opportunistic job makes way where a guaranteed one needs its memory, and where its quota is lowered below any form of its step: its
-    state goes to host memory at the next step boundary, and it goes on, bitwise as if nothing had been, when there is room.
+    An opportunistic job leaves if a guaranteed one needs its memory; any job leaves if its quota falls below the lowest form of
+    its step. Its state moves to host memory at the next step boundary; it resumes, bitwise, when there is room.
     """
 
     def __init__(self, job: Job, engine: Engine | None, safepoint: Safepoint) -> None:
         self._who, self._engine, self._safepoint = f"job {job.name!r}", engine, safepoint
         self._limit = engine.limit if engine is not None else None
-        # Others wait for its turn in a deterministic study, which one that stands still would not take.
+        # In a deterministic study others wait for each job's turn: a suspended job would block them.
         stays = engine is not None and engine.reservations.clock is not None
         quota = parse_quota(self._who, job.quota, self._limit)
         self.policy = ResourcePolicy(job.priority, quota, None if stays else self.leave, IN_A_STUDY)
         self.times_left = 0
         self._since = 0.0  # on the clock of time.monotonic()
         self._step: Step | None = None
-        self._wanted: Plan | None = None  # what it waited for when it left
+        self._wanted: Plan | None = None  # the plan that it waited for when it left
 
     def enter(self, step: Step | None) -> None:
-        """``step`` is the job's from now on; None when it has ended."""
+        """Apply the policy to ``step``, the job's step from now on; None when the job has ended."""
         self._step = step
         if self._engine is not None and step is not None and step.job is not None:
             self._engine.set_policy(step.job, self.policy)
 
     def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
-        """From the next step on. Below what the job needs it goes on with reduced steps, or is suspended; see ``Job.quota``."""
+        """Change priority or quota from the next step on. Raises InvalidJobError for invalid ones.
+
+        Below what the job needs it continues with reduced steps, or is suspended; see ``Job.quota``.
+        """
         if priority is not None:
             check_priority(self._who, priority)
             self.policy.priority = priority
@@ -56,12 +59,13 @@ class EngineLease:
         self.enter(self._step)
 
     def leave(self) -> None:
-        """Make way at the next step boundary. Does not wait for that."""
+        """Request that the job leaves at its next step boundary. Does not wait for that."""
         self._since = time.monotonic()
         self._safepoint.request("make way").add_done_callback(self._left)
 
     def _left(self, made: Future[Checkpoint]) -> None:
-        """Where the job's state cannot be had, the job stays."""
+        # A job whose state cannot be copied (a scheduler without state_dict, say) stays, and the engine must not ask it
+        # again.
         error, step = made.exception(), self._step
         if error is None or isinstance(error, JobEnded) or self._engine is None or step is None or step.job is None:
             return
@@ -69,7 +73,7 @@ class EngineLease:
 
     @contextlib.contextmanager
     def may_leave(self) -> Iterator[None]:
-        """On the job's thread, between two steps: what is inside is given up where it waits for memory and is to make way."""
+        """On the job's thread between two steps: a wait for memory inside is abandoned if the job is to leave."""
         self.policy.at_boundary, self._wanted = threading.get_ident(), None
         try:
             yield
@@ -79,10 +83,10 @@ class EngineLease:
             self.policy.at_boundary = None
 
     def has_room(self) -> bool:
-        """Whether a job that has left can come back; where it cannot, others are asked to take turns with it."""
+        """Return True if the job can come back. If not, ask other jobs to take turns with it."""
         step, engine = self._step, self._engine
         assert step is not None
-        # Without turns others make way for a guaranteed one when it claims its memory.
+        # A guaranteed job without turns comes back at once: others leave when it reserves its memory.
         if engine is not None and (self.policy.opportunistic or engine.reservations.quantum is not None):
             plan = step.least_plan(self._wanted, self.policy.limit)
             if not engine.reservations.would_fit(plan, self.policy, step.batches_ahead):

@@ -23,13 +23,13 @@ _local = threading.local()
 
 
 def evaluating() -> bool:
-    """Whether the calling thread is inside a job's ``evaluate``, and so keeps a lane."""
+    """Return True if the calling thread is inside a job's ``evaluate``, and so occupies a lane."""
     return getattr(_local, "evaluating", False)
 
 
 @doing("evaluating")
 class Evaluation:
-    """Calls a job's ``evaluate`` after an epoch, with the memory that it was seen to need."""
+    """Calls a job's ``evaluate`` after an epoch, in the memory that it was measured to need."""
 
     def __init__(self, job: Job, engine: Engine | None, code: UserCode) -> None:
         self._job = job
@@ -40,7 +40,7 @@ class Evaluation:
         self._model: nn.Module | None = None  # only while it is evaluated: the engine may keep the work for longer
 
     def metrics(self, step: Step) -> Metrics | None:
-        """What it returned for the model of ``step``; None for a job that is not evaluated."""
+        """Return metrics of the step's model; None for a job without ``evaluate``. Raises MemoryLimitError, JobCancelled."""
         if self._job.evaluate is None:
             return None
         self._model = step.model
@@ -68,6 +68,7 @@ class Evaluation:
             return work()
         assert step.job is not None
         plan = None
+        # The first evaluation runs in the reserve, measured; the next ones reserve what it took.
         if self._height is not None:
             self._claim(engine, step, self._height)
             plan = _C.GroupPlan(ends=[1], peak=[self._height], after=[0])
@@ -82,12 +83,13 @@ class Evaluation:
 
     def _claim(self, engine: Engine, step: Step, height: int) -> None:
         assert step.job is not None
-        with contextlib.suppress(RuntimeError):  # of one that has come back, and has not trained since
+        with contextlib.suppress(RuntimeError):  # resumed, and not trained since: the last plan counts
             self._plan = step.plan
             if height <= self._plan.height:
                 return
         if (plan := self._plan) is None:
             return
+        # Steps and evaluation of one job never overlap: it reserves the higher of the two.
         height = max(height, plan.height)
         needed = opaque_plan(self._job.name, height, persistent=plan.persistent, batch=plan.batch)
         try:
@@ -102,7 +104,7 @@ class Evaluation:
 
 
 def step_scheduler(scheduler: Any, metrics: Metrics) -> None:
-    """A learning-rate scheduler's step behind an epoch; some look at its first number."""
+    """Step a learning-rate scheduler after an epoch; ReduceLROnPlateau gets the first metric."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         scheduler.step(next(iter(metrics.values())))
     else:

@@ -1,4 +1,4 @@
-"""What jobs would need, and which of them fit together: captured and planned, never trained."""
+"""Predict the memory that jobs need, and which of them fit together: captured and planned, never trained."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ANY_ROOM = 1 << 62
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is known of one job before it is trained, alone. ``plan`` is None where it cannot be captured.
+    """A prediction for one job alone, before training. ``plan`` is None if the job cannot be captured.
 
-    ``recomputed`` is what the job makes again, where it may and has to.
+    ``recomputed`` is what its step recomputes, if it may and has to.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Forecast:
 
     @property
     def need(self) -> Need | None:
-        """What the job takes while it trains, with the batches that it holds; None where that is not known."""
+        """The memory that the job needs while it trains, with the batches that it holds; None if not known."""
         plan = self.plan
         return None if plan is None else Need(self.name, plan.persistent + STEPS_AHEAD * plan.batch, plan.height)
 
     def to_dict(self, groups: bool) -> dict[str, Any]:
-        """Plain values for JSON, bytes throughout."""
+        """Return plain values for JSON, sizes in bytes; with ``groups`` the node groups of the plan, too."""
         made: dict[str, Any] = {
             "name": self.name,
             "verdict": self.verdict,
@@ -71,7 +71,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Together:
-    """Which jobs would be under way at the same time under a limit of so many bytes, and why."""
+    """The jobs that would train at the same time under a limit of ``limit`` bytes, and why."""
 
     limit: int
     lanes: int
@@ -79,7 +79,7 @@ class Together:
     feasibility: Feasibility
 
     def explanation(self) -> list[str]:
-        """Why, in sentences."""
+        """Return the reasons, in sentences."""
         room, together = self.feasibility.room, self.feasibility.together
         lines = [
             f"limit {format_bytes(self.limit)}, {format_bytes(self.limit - room)} of it reserve: "
@@ -107,7 +107,7 @@ class Together:
         return lines
 
     def to_dict(self, groups: bool) -> dict[str, Any]:
-        """Plain values for JSON, bytes throughout."""
+        """Return plain values for JSON, sizes in bytes; with ``groups`` the node groups of each plan, too."""
         together = self.feasibility.together
         return {
             "limit_bytes": self.limit,
@@ -123,13 +123,14 @@ class Together:
 def fit_together(
     jobs: Iterable[Job], memory: int | float | str | None = None, max_concurrent: int | None = None
 ) -> Together:
-    """Capture each job's step and see, in the order given, who could be under way beside those before it.
+    """Capture each job's step and find, in the order given, the jobs that can run beside those before them.
 
-    Makes each model and reads one batch of its data. A job that fails to do so has the error in its forecast.
+    Makes each model and reads one batch of its data. If that fails for a job, its forecast has the error.
     """
     with Engine(memory=memory) as engine:
         at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
         looked: list[Forecast] = []
+        # In the order given, as train() starts jobs; not the largest set that fits.
         taken: dict[int, Need] = {}
         for job in jobs:
             try:
@@ -152,9 +153,10 @@ def fit_together(
 
 
 def forecast(job: Job, limit: int = ANY_ROOM, room: int = ANY_ROOM) -> Forecast:
-    """One job alone under a ``limit`` that has ``room`` for jobs: where it may recompute, in the form in which it fits.
+    """Return the forecast of one job alone under ``limit`` bytes, ``room`` of them for jobs; lowered if it may recompute.
 
-    Makes its model and reads one batch of its data. For a job that does not fit, ``error`` says what would.
+    Makes its model and reads one batch of its data. If the job does not fit, ``error`` says what would. Errors of the user's
+    code are raised.
     """
     job.check()
     step, batch = step_and_batch(job)
@@ -177,12 +179,13 @@ def forecast(job: Job, limit: int = ANY_ROOM, room: int = ANY_ROOM) -> Forecast:
 
 
 def step_and_batch(job: Job) -> tuple[Step, Any]:
-    """The job's step, made and not called, and the first batch of its data. Raises InvalidJobError, as ``train`` does."""
+    """Return the job's step, not yet called, and the first batch of its data. Raises InvalidJobError."""
     if isinstance(job.data, Iterator):
         raise InvalidJobError(
             f"data of job {job.name!r} is an iterator, which can be read only once: a plan would take a batch that training "
             "then lacks. Pass a list, a DataLoader, or a function that makes a fresh iterator"
         )
+    # Values do not matter here, but a prediction must not draw from the process's generator.
     numbers = torch.Generator().manual_seed(job.seed or 0)
     model = model_of(job)
     step = Step(

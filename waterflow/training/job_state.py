@@ -1,4 +1,4 @@
-"""The tensors and numbers that a job consists of between two steps: taken out of its objects, and put into them again."""
+"""Copy the tensors and numbers of a job between two steps out of its objects, and put them back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COUNTS = ("planned_requests", "missed_requests", "most_offloaded")
 
 
 class JobState:
-    """A job's model, the tensors of its loss, optimizer and scheduler. Nothing may run on them while it works."""
+    """The state of a job's model, loss, optimizer and scheduler. Nothing may run on them while it is copied."""
 
     def __init__(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self._name = job.name
@@ -34,10 +34,10 @@ class JobState:
         self._placed: set[str] = set()  # tensors whose memory was moved out
 
     def take(self, move: bool = False) -> dict[str, Any]:
-        """A copy in host memory: tensors, and plain data. With ``move`` the objects keep no memory where that can be.
+        """Return a copy of the state in host memory: tensors and plain data. With ``move`` the objects release their memory.
 
-        What is moved out of host memory is not copied. Raises CheckpointError for a scheduler without a state_dict, and where
-        tensors are trained that the model does not have, unless these objects go on.
+        Tensors that are moved out of host memory are not copied. Raises CheckpointError for a scheduler without a state_dict;
+        without ``move`` also if the optimizer trains tensors that are not the model's.
         """
         held = set(self._holder.parameters())
         updated = (p for group in self._optimizer.param_groups for p in group["params"])
@@ -48,10 +48,11 @@ class JobState:
             )
         if self._scheduler is not None and not callable(getattr(self._scheduler, "state_dict", None)):
             raise CheckpointError(
-                f"the scheduler of job {self._name!r}, a {type(self._scheduler).__name__}, has no state_dict, so that nobody "
-                "could go on with it; give it the methods state_dict and load_state_dict, as torch's schedulers have"
+                f"the scheduler of job {self._name!r}, a {type(self._scheduler).__name__}, has no state_dict, so no job "
+                "could be resumed with it; give it the methods state_dict and load_state_dict, as torch's schedulers have"
             )
         tensors = dict(self._tensors())
+        # Views of shared memory cannot be released one by one: they are copied and stay.
         alone = _alone(tensors) if move else set()
         modules = dict(self._holder.named_modules())
         taken = {
@@ -67,19 +68,21 @@ class JobState:
             for name in alone:
                 tensors[name].data = tensors[name].data.new_empty(0)
             self._placed = alone
+            # It is often larger than the model; put() makes it anew.
             self._optimizer.state.clear()
         return taken
 
     def put(self, taken: dict[str, Any]) -> None:
-        """Bring the objects to a state that was taken, of which they keep nothing.
+        """Copy a taken state into the objects. They keep no reference to it.
 
-        Raises CheckpointError where it is of a model, an optimizer or a scheduler of another kind.
+        Raises CheckpointError if it is of another kind of model, optimizer or scheduler.
         """
         tensors = dict(self._tensors())
         self._check(tensors, taken)
         with torch.no_grad():
             for name, saved in taken["tensors"].items():
                 if name in self._placed:
+                    # Released tensors get memory of their own; others keep theirs, as users may hold views of it.
                     tensors[name].data = saved.to(tensors[name].device, copy=True)
                 else:
                     tensors[name].copy_(saved)
@@ -95,16 +98,17 @@ class JobState:
             self._scheduler.load_state_dict(copied(taken["scheduler"]))
 
     def _put_optimizer(self, taken: dict[str, Any]) -> None:
+        # A copy, as load_state_dict() keeps tensors of what it is given.
         optimizer, state = self._optimizer, copied(taken)
         mine = [dict(group) for group in optimizer.param_groups]
         try:
             optimizer.load_state_dict(state)
         except (ValueError, KeyError) as error:
             raise _other(self._name, f"its {type(optimizer).__name__} has other parameters: {error}") from None
-        for before, now in zip(mine, optimizer.param_groups):  # what a scheduler changes may differ
+        for before, now in zip(mine, optimizer.param_groups):  # a scheduler changes some of them
             own = {"initial_lr"} if self._scheduler is not None else before.keys() - {"params"}
             if other := [f"{name}={now[name]}" for name in sorted(own & now.keys()) if now[name] != before[name]]:
-                told = "job %r goes on with %s, as its checkpoint has it, and not with what its optimizer was made with"
+                told = "job %r goes on with %s, as its checkpoint has it, not with the settings that its optimizer was made with"
                 logger.warning(told, self._name, ", ".join(other))
         # torch casts state to its parameter's type, which loses bits of state that is kept in another one.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -141,7 +145,7 @@ class JobState:
 
 
 def progress_of(step: Step) -> dict[str, Any]:
-    """What a step has counted, and how far it is in gathering gradients for an update: calls, and sums by parameter."""
+    """Return a step's counters and its position within an update: calls, and gradient sums by parameter."""
     sums: dict[str, torch.Tensor] = {}
     if step._micro and step.opaque_reason is None:
         sums = step._bound_steps.sums
@@ -151,10 +155,10 @@ def progress_of(step: Step) -> dict[str, Any]:
 
 
 def put_progress(step: Step, taken: dict[str, Any]) -> None:
-    """Let a step that has not been called yet go on from there."""
+    """Set counters and position of a step that has not been called yet."""
     step._micro = taken["calls"]
     for name, count in taken["counts"].items():
-        setattr(step, {"most_spilled": "most_offloaded"}.get(name, name), count)  # as an earlier version called it
+        setattr(step, {"most_spilled": "most_offloaded"}.get(name, name), count)  # an earlier version's name
     parameters = dict(step._spec.model.named_parameters())
     sums = {name: one.to(parameters[name].device, copy=True) for name, one in taken["sums"].items()}
     for parameter in parameters.values():
@@ -166,7 +170,7 @@ def put_progress(step: Step, taken: dict[str, Any]) -> None:
 
 
 def check_same_job(job: Job, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for a job that is not to go on from a checkpoint; its model is looked at when it is made."""
+    """Raise CheckpointError if ``job`` cannot resume from ``checkpoint``; its model is compared when it is made."""
     state = checkpoint.state
     told = None
     if job.name != checkpoint.job:
@@ -190,7 +194,10 @@ def check_same_job(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def copied(value: Any, tensors: bool = True) -> Any:
-    """A copy of plain data with tensors in it, which come to host memory; those that are there stay where not ``tensors``."""
+    """Return a deep copy of plain data with its tensors in host memory.
+
+    Without ``tensors``, tensors that are in host memory already are not copied.
+    """
     if isinstance(value, torch.Tensor):
         return _on_host(value, tensors)
     if type(value) in (list, tuple):
@@ -211,7 +218,8 @@ def _on_host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
 
 
 def _alone(tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Those that fill a memory which no other of them lies in."""
+    """Return the names of tensors that fill a storage which no other of them uses."""
+    # Only of these can the memory be released and allocated again without breaking a view, a tie, or a stride.
     users: dict[int, int] = {}
     for tensor in tensors.values():
         users[tensor.untyped_storage().data_ptr()] = users.get(tensor.untyped_storage().data_ptr(), 0) + 1

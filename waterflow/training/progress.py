@@ -1,4 +1,4 @@
-"""One line of progress."""
+"""A line of progress on the terminal."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class ProgressLine:
-    """Counts ``what`` on one line of the terminal; silent where ``show`` is false or there is no terminal.
+    """Counts ``what`` on one line of the terminal, from ``delay`` seconds on.
 
-    It appears after ``delay`` seconds.
+    Prints nothing if ``show`` is false or stderr is no terminal.
     """
 
     def __init__(self, total: int | None, what: str, show: bool, delay: float = 0.0) -> None:
@@ -21,7 +21,7 @@ class ProgressLine:
             self._line = tqdm(total=total, unit=f" {what}", dynamic_ncols=True, delay=delay)
 
     def advance(self, note: str = "") -> None:
-        """One more is done; ``note`` is shown behind the count."""
+        """Count one more; ``note`` is shown after the count."""
         if self._line is not None:
             if note:
                 self._line.set_postfix_str(note, refresh=False)

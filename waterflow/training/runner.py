@@ -1,4 +1,4 @@
-"""Task: work that runs on a device in the place of a job, such as a trial of a study."""
+"""JobRunner: train one job; and Task: other work that runs on a device in place of a job."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from waterflow.training.step_queue import STEPS_AHEAD, StepQueue, between_steps,
 
 
 class Task(ABC):
-    """Something with a name that can be pickled, and makes its runner where it runs."""
+    """A named, picklable piece of work, such as a trial of a study, that makes its runner where it runs."""
 
     name: str
 
     def check(self) -> None:  # noqa: B027
-        """Raise InvalidJobError where a setting cannot be right."""
+        """Raise InvalidJobError if a setting is invalid."""
 
     @abstractmethod
     def runner(self, engine: Engine, seed: int, resume: Checkpoint | None) -> Any:
-        """What runs it, with the methods of a ``JobRunner``; what it cannot do (a snapshot), it raises an error for."""
+        """Return an object with the methods of ``JobRunner``; unsupported ones (such as a snapshot) raise an error."""
 
 
 OnEpoch = Callable[[int, Metrics], None]
@@ -50,22 +50,21 @@ InOrder = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """A seed for a job that has none, from torch's default generator or another."""
+    """Return a seed for a job that has none, drawn from ``generator``, by default torch's."""
     return int(torch.randint(2**31, (), generator=generator))
 
 
 class StopJob(Exception):
-    """Raised by ``on_epoch`` to end a job early and keep what it has: its status is then ``pruned``."""
+    """Raised by ``on_epoch`` to end a job early and keep its results; its status is then ``pruned``."""
 
 
 class JobRunner:
-    """Trains one job. ``run()`` is called once; ``stop()``, ``snapshot()``, ``suspend()`` and ``resume()`` from any thread.
+    """Trains one job. Call ``run()`` once; ``stop()``, ``snapshot()``, ``suspend()``, ``resume()`` from any thread.
 
-    ``engine`` None trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each
-    evaluation (after each epoch where there is none, with the mean loss); what it raises ends the job. ``seed``
-    stands in for a seed that the job does not have; without one it is drawn here. Model and data are made inside of
-    ``in_order()``, which may wait. With ``resume`` the job goes on from a checkpoint of it; raises CheckpointError for one
-    of another job.
+    Without ``engine`` it trains alone, on the calling thread. ``on_epoch(epoch, metrics)`` is called after each evaluation
+    (after each epoch, with the mean loss, if there is none); an exception from it ends the job. ``seed`` is used if the job has
+    none; by default it is drawn here. Model and data are made inside ``in_order()``, which may wait. With ``resume`` the job
+    resumes from a checkpoint of it; raises CheckpointError for one of another job.
     """
 
     def __init__(
@@ -96,16 +95,16 @@ class JobRunner:
         self._state: JobState | None = None
         self._safepoint = Safepoint(job.name)
         self.lease = EngineLease(job, engine, self._safepoint)
-        self._between = False  # the job's own thread stands between two steps
+        self._between = False  # the job's own thread is between two steps
         self._steps = StepQueue()
         self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
-        self._setting_numbers = torch.Generator()  # for the optimizer and its scheduler, which works while steps draw
+        self._setting_numbers = torch.Generator()  # for the scheduler, as queued steps draw from _numbers
         if resume is not None:
             seed = self._start_at(resume)
         elif job.seed is not None or seed is None:
             seed = int(job.seed) if job.seed is not None else draw_seed()
         self._set_seed(seed)
-        if isinstance(job.data, SharedData):  # from now on other jobs wait for this one
+        if isinstance(job.data, SharedData):  # from now on, readers of the same data wait for this job
             place = (0, 0) if resume is None else (resume.epoch, resume.batch)
             self._batches = job.data.reader(job.epochs, self._check_stop, self._held_up, place)
 
@@ -119,10 +118,11 @@ class JobRunner:
                 self.engine.native.cancel(step.job, reason)
 
     def snapshot(self, timeout: float | None = None) -> Checkpoint:
-        """A copy of the job's whole state behind the step that it does now. Its other steps wait for that.
+        """Return a copy of the job's whole state after its current step. Later steps wait for the copy.
 
-        Raises CheckpointError where the job ends before, where it comes to no boundary within ``timeout`` seconds, and for
-        jobs that nobody could go on with (data that can be read only once). On the job's own thread: in ``on_epoch`` alone.
+        Raises CheckpointError if the job ends before, if it reaches no step boundary within ``timeout`` seconds, and for jobs
+        that cannot be resumed (their data can be read only once). On the job's own thread it may be called only in
+        ``on_epoch``.
         """
         if threading.get_ident() != self._thread:
             return self._safepoint.ask("copy", timeout)
@@ -133,17 +133,17 @@ class JobRunner:
         return self._checkpoint()
 
     def ask_for_snapshot(self) -> Future[Checkpoint]:
-        """The same without waiting for it."""
+        """Request a snapshot without waiting; the future has it, or its error."""
         return self._safepoint.request("copy")
 
     def suspend(self, timeout: float | None = None) -> Checkpoint:
-        """Stand still behind the step that it does now: the job's state leaves the device, what it claimed is given back.
+        """Pause the job after its current step: its state leaves the device, and its reservation is released.
 
-        Model and optimizer keep no memory until ``resume()``; ``stop()`` brings them back, too. Raises as ``snapshot`` does,
-        but suspends jobs whose data can be read only once: the checkpoint then has no place in it.
+        Model and optimizer hold no memory until ``resume()``; ``stop()`` also restores them. Raises as ``snapshot``, but also
+        suspends jobs whose data can be read only once; the returned checkpoint then has no position in the data.
         """
         if threading.get_ident() == self._thread:
-            raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: nobody would be left to resume it")
+            raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: no thread would be left to resume it")
         if self.engine is not None and self.engine.reservations.clock is not None:
             raise CheckpointError(
                 f"job {self.job.name!r} cannot be suspended: {self.lease.policy.stays}, or ask for a snapshot"
@@ -151,31 +151,31 @@ class JobRunner:
         return self._safepoint.ask("suspend", timeout)
 
     def resume(self) -> None:
-        """Let a suspended job go on. Raises CheckpointError for one that is not suspended."""
+        """Resume a suspended job. Raises CheckpointError if it is not suspended."""
         self._safepoint.resume()
 
     @property
     def suspended(self) -> bool:
-        """Whether the job stands still until ``resume()``."""
+        """Return True while the job is suspended until ``resume()``."""
         return self._safepoint.state is State.SUSPENDED
 
     def break_off(self) -> None:
-        """End the job now: code of the user's, too (data, evaluation), which ``stop()`` would let come to its end."""
+        """End the job now, and interrupt the user's code (data, evaluation), which ``stop()`` would let finish."""
         self._stop = self._stop or "interrupted"
         self._user_code.break_off()
 
     @property
     def steps(self) -> int:
-        """Steps that it has done so far, or a few less."""
+        """The number of completed steps, or a few less."""
         return len(self._losses) + self._steps.ended
 
     @property
     def begun(self) -> int:
-        """The same with those that are under way."""
+        """The number of steps that were submitted."""
         return self.steps + len(self._steps)
 
     def run(self) -> JobResult:
-        """Train to the end, or to ``Job.timeout``; errors of the job end up in its result, whatever their kind."""
+        """Train to the end, or to ``Job.timeout``. Returns errors of the job, of any kind, in its result."""
         with self._account.spending("jobs"):
             told = self.job.timeout, f"job {self.job.name!r}", "Job.timeout"
             return limited(*told, self._run, self._user_code, self.stop, self._progress, over_limit)
@@ -227,7 +227,7 @@ class JobRunner:
             self._batches.close()
         if self.step is not None:
             self.step.close()
-        if error is not None:  # it is kept, and this object with it
+        if error is not None:  # its frames keep this object: drop what holds memory or workers
             let_go(error)
             self.step = self._batches = self._scheduler = self._state = None
 
@@ -254,9 +254,10 @@ class JobRunner:
     # -- between two steps
 
     def _checkpoint(self, move: bool = False) -> Checkpoint:
-        """The job's state; with ``move`` its model keeps none."""
         step, batches, state = self.step, self._batches, self._state
         assert step is not None and batches is not None and state is not None
+        # A suspended job (move) keeps its loader, so it may do without a position in the data. A snapshot is resumed
+        # with a new loader: data that cannot be read again is an error.
         place: dict[str, Any] | None = None
         if isinstance(batches, Batches):
             with contextlib.suppress(CheckpointError) if move else contextlib.nullcontext():
@@ -276,11 +277,12 @@ class JobRunner:
         return Checkpoint(self.job.name, self._epoch, len(self._losses) - self._epoch_began, len(self._losses), held)
 
     def _start_at(self, checkpoint: Checkpoint) -> int:
-        """Begin there; returns the seed."""
+        # In the constructor: a wrong checkpoint is the caller's error, and must not become a failed job.
         check_same_job(self.job, checkpoint)
         self._resume = checkpoint
         self._losses = checkpoint.state["losses"].tolist()
         self._metrics = [dict(metrics) for metrics in checkpoint.state["metrics"]]
+        # The result's seconds are those of all runs of the job.
         self._started -= checkpoint.state["seconds"]
         self._epoch, self._epoch_began = checkpoint.epoch, checkpoint.steps - checkpoint.batch
         return int(checkpoint.state["seed"])
@@ -298,20 +300,20 @@ class JobRunner:
         if isinstance(self._batches, Batches):
             self._batches.go_on_from(state["data"])
         self._numbers.set_state(state["numbers"])
-        if "setting_numbers" in state:  # an older version's has none
+        if "setting_numbers" in state:  # an older version had none
             self._setting_numbers.set_state(state["setting_numbers"])
         put_progress(step, state["step"])
 
     def _serve(self) -> None:
-        """Do what others have asked for."""
         self._steps.take_all()
+        # A checkpoint is between two steps: the queue must be empty, and its losses counted.
         self._losses += self._steps.losses()
         self._safepoint.serve(self._checkpoint, suspend=False)
         self._preempt()
 
     def _preempt(self) -> None:
-        """Stand still, where somebody wants that, until it is to go on."""
         checkpoint = self._safepoint.serve(lambda: self._checkpoint(move=True), suspend=True)
+        # None: no request, or the state could not be copied; the job goes on.
         if checkpoint is None:
             return
         step, state = self.step, self._state
@@ -319,11 +321,13 @@ class JobRunner:
         try:
             step.close()
             if isinstance(self._batches, Reader):
-                self._batches.leave()  # others do not wait for it
+                self._batches.leave()  # or readers of the same data would wait for it
             with time_does_not_count():
                 self._safepoint.stand(checkpoint, self._check_stop, self.lease.has_room)
         finally:
             state.put(checkpoint.state["job"])
+        # A new step, as close() gave up the old one's place in the engine. Steps of equal models share captures, so
+        # this captures nothing again.
         self._make_step(step.model, step.optimizer)
         assert self.step is not None
         self.step.opaque_reason, self.step.measured_height = step.opaque_reason, step.measured_height
@@ -350,17 +354,18 @@ class JobRunner:
                     self._between = False
 
     def _evaluate(self) -> Metrics | None:
-        """Begun again where the job made way instead of waiting for memory."""
         while True:
             assert self.step is not None
+            # An evaluation that waits for memory is abandoned if others need the job's memory, and begins again later.
             with self.lease.may_leave(), self._account.spending("evaluation"):
                 return self._evaluation.metrics(self.step)
             self._preempt()
 
     def _train_epoch(self) -> list[float]:
-        """One pass over the data: the next batch is loaded while the last ones run."""
         assert self.step is not None and self._batches is not None
         steps = self._steps
+        # While queued steps run this thread loads the next batch. A loader thread of its own only added hand-overs of
+        # the interpreter lock.
         ahead = steps_ahead(self.step, self.engine)
         batches = self._account.reading(self._batches.epoch())
         if not self._batches.reads_ahead:
@@ -377,12 +382,12 @@ class JobRunner:
                 pending = None
                 with self.lease.may_leave():
                     pending = self.step.submit(batch)
-                if pending is None:  # others need what the job holds
+                if pending is None:  # the job is to leave: it waits in _serve()
                     self._batches.put_back(batch)
                     continue
                 steps.add(pending)
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
-                    # Schedulers look for it; the update that it stands for is on its way.
+                    # The update is queued; without the flag schedulers warn of a missing optimizer.step().
                     self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
                     with own_numbers(self._setting_numbers):
                         self._scheduler.step()
@@ -392,7 +397,7 @@ class JobRunner:
                     steps.take_half()
             steps.take_all()
         except BaseException:
-            # What is under way must end before its memory goes.
+            # Queued steps must end before their memory is released.
             with contextlib.suppress(Exception):
                 steps.take_all()
             raise
@@ -401,7 +406,8 @@ class JobRunner:
         return self._losses[self._epoch_began :]
 
     def _held_up(self) -> bool:
-        """Whether the job may wait for what other jobs hold: memory, lanes, or its turn in a study."""
+        # Readers of the same data do not wait for a job that itself waits for what other jobs hold (memory, lanes, its
+        # turn in a study): both could wait for ever.
         if self.engine is None:
             return False
         return (

@@ -1,4 +1,4 @@
-"""Between two of its steps a running job does what other threads ask: it is copied, or stands still until it is to go on."""
+"""Safepoint: between two steps a running job serves other threads: it is copied, or suspended until it resumes."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from waterflow.errors import CheckpointError
 from waterflow.training.checkpoint import Checkpoint
 
 POLL_SECONDS = 0.05
-# To copy the job's state; to stand still until somebody resumes it; to stand still until there is room for it again.
+# Copy the job's state; suspend it until resume() is called; suspend it until there is room for it again.
 Request = Literal["copy", "suspend", "make way"]
 
-# A job is requested while something is asked of it that waits for the end of its step, suspended while it stands still with its
-# state in host memory, and resuming while it takes that back.
+# REQUESTED: a request waits for the end of the job's step. SUSPENDED: the job's state is in host memory. RESUMING: the job takes
+# its state back.
 State = Enum("State", "RUNNING REQUESTED SUSPENDED RESUMING ENDED")
 
 
 class JobEnded(CheckpointError):
-    """There is no state between two steps any more."""
+    """The job has ended, so there is no state between two steps any more."""
 
 
 class Safepoint:
     """Requests of other threads, and the job's own thread that serves them. Thread-safe.
 
-    The job's thread alone calls ``serve``, ``stand``, ``go_on`` and ``end``.
+    Only the job's thread calls ``serve``, ``stand``, ``go_on`` and ``end``.
     """
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._lock = threading.Lock()  # not held while a future is settled: its callbacks take locks of the engine's
+        self._lock = threading.Lock()  # not held while a future is settled: its callbacks take the engine's locks
         self._changed = threading.Condition(self._lock)
         self._state = State.RUNNING
         self._requests: dict[Future[Checkpoint], Request] = {}
-        self._answer: Checkpoint | Exception | None = None  # to all who ask of a job that stands still, or has ended
-        self._comes_back = False  # a suspended job, by itself: all who asked for that wanted room
+        self._answer: Checkpoint | Exception | None = None  # for requests of a job that is suspended or has ended
+        self._comes_back = False  # without resume(): all requests wanted only its memory
 
     @property
     def state(self) -> State:
-        """Where the job is now."""
+        """The job's state now."""
         return State.REQUESTED if self._requests and self._state is State.RUNNING else self._state
 
     def request(self, what: Request) -> Future[Checkpoint]:
-        """Ask for something at the end of the job's step, without waiting: for its state then, or a CheckpointError."""
+        """Request ``what`` at the end of the job's step. Returns a future with the job's state, or a CheckpointError."""
         made: Future[Checkpoint] = Future()
         with self._lock:
             self._requests[made], answer = what, self._answer
@@ -55,7 +55,7 @@ class Safepoint:
         return made
 
     def ask(self, what: Request, timeout: float | None) -> Checkpoint:
-        """The same, and wait for it. Raises CheckpointError where that takes longer, in seconds, and takes the request back."""
+        """Request ``what`` and return the state. Raises CheckpointError, and withdraws the request, after ``timeout`` seconds."""
         made = self.request(what)
         with self._lock:
             settled = self._changed.wait_for(lambda: made not in self._requests, timeout)
@@ -67,15 +67,16 @@ class Safepoint:
         )
 
     def serve(self, make: Callable[[], Checkpoint], suspend: bool) -> Checkpoint | None:
-        """Return what ``make`` makes, where the job is asked for a copy, or with ``suspend`` to stand still.
+        """Return the state from ``make`` if a copy is requested, or with ``suspend`` a suspension; else None.
 
-        Those who asked for a copy are given it; the others when the job stands. An error of ``make`` is theirs.
+        Requests for a copy are answered here, the others in ``stand``. An error of ``make`` is raised in the requesters.
         """
         with self._lock:
             asked = [made for made, what in self._requests.items() if (what != "copy") == suspend]
         if not asked:
             return None
         try:
+            # Outside the lock: it copies the whole state, and other threads must be able to request meanwhile.
             checkpoint = make()
         except Exception as error:
             self._settle(asked, error)
@@ -85,7 +86,10 @@ class Safepoint:
         return checkpoint
 
     def stand(self, checkpoint: Checkpoint, check: Callable[[], None], has_room: Callable[[], bool]) -> None:
-        """Stand still until somebody resumes the job, or ``has_room`` where it only made room. ``check`` may raise to end it."""
+        """Wait until ``resume()``, or, if requests wanted only memory, until ``has_room()`` returns True.
+
+        ``check`` is called meanwhile; an exception from it ends the wait.
+        """
         self._settle(self._requests, checkpoint, State.SUSPENDED)
         room = False
         while True:
@@ -95,10 +99,12 @@ class Safepoint:
                 if self._changed.wait_for(lambda: self._state is State.RESUMING, POLL_SECONDS):
                     return
             check()
+            # Outside the lock, as it takes the engine's locks. A suspend() since then clears _comes_back, so it is
+            # checked again above.
             room = self._comes_back and has_room()
 
     def resume(self) -> None:
-        """Let a suspended job go on. Raises CheckpointError for one that is not suspended."""
+        """Resume a suspended job. Raises CheckpointError if it is not suspended."""
         with self._lock:
             if self._state is not State.SUSPENDED:
                 raise CheckpointError(f"job {self._job!r} is not suspended; only a suspended job can be resumed")
@@ -106,19 +112,19 @@ class Safepoint:
             self._changed.notify_all()
 
     def go_on(self) -> None:
-        """The job has its state back."""
+        """Mark the job as running: it has its state back."""
         self._state = State.RUNNING
 
     def end(self) -> None:
-        """The job comes to no safepoint any more."""
+        """Fail all requests, now and later: the job comes to no safepoint any more."""
         ended = JobEnded(f"job {self._job!r} has ended: its result has what it trained")
         self._settle(self._requests, ended, State.ENDED)
 
     def _settle(
         self, asked: Iterable[Future[Checkpoint]], answer: Checkpoint | Exception, state: State | None = None
     ) -> None:
-        """Answer those of them that still wait; from then on the job is in ``state``, where all have the same answer."""
         with self._lock:
+            # From here on later requests get the same answer at once.
             if state is not None:
                 self._state, self._answer = state, answer
                 self._comes_back = "suspend" not in self._requests.values()

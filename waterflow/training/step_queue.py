@@ -1,4 +1,4 @@
-"""Steps of one job that were handed to its engine, and the losses that they gave."""
+"""The queue of one job's submitted steps, and their losses."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from waterflow.job import Job
 from waterflow.step import Step
 
 logger = logging.getLogger("waterflow")
-_told = threading.Lock()  # whoever says that data is read between steps takes it, for good
+_told = threading.Lock()  # the first job to warn of slow data keeps it: one warning per process
 
 # Steps handed to the engine before the first of them is done, and batches held: one runs, one waits or is being loaded.
 STEPS_AHEAD = 2
 # Short steps are queued deeper where their batches are small: so much work bridges a wait for the interpreter lock.
 BRIDGE_SECONDS = 5e-3
 MOST_STEPS_AHEAD = 16
-TOLD_SECONDS, TOLD_SHARE = 3.0, 0.2  # a job that has waited for its data for that share of so long is told of it
+TOLD_SECONDS, TOLD_SHARE = 3.0, 0.2  # warn a job that spent this share of at least so long on its data
 BATCH_SHARE = 1 / 32  # of the engine's reserve, for the batches that one job queues beyond its claim
 
 
 def steps_ahead(step: Step, engine: Engine | None) -> int:
-    """How many steps to have queued or running.
-
-    Batches beyond those that are claimed lie in the reserve: a job that fits must not fail, or wait, for a deeper queue.
-    """
+    """Return the number of steps to have queued or running."""
+    # Batches beyond those that are reserved are in the engine's reserve: a job that fits must not fail, or wait, for a
+    # deeper queue.
     if engine is None or not step.steps or not step.plan.measured:
         return STEPS_AHEAD
     plan = step.plan
@@ -47,19 +46,20 @@ def steps_ahead(step: Step, engine: Engine | None) -> int:
 def step_of(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Generator, engine: Engine | None
 ) -> Step:
-    """A job's step, whose batches are handed in ahead."""
+    """Return a step for the job, whose batches are submitted ahead."""
     step = Step(
         model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
         clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
         recompute=job.recompute, generator=numbers, name=job.name, engine=engine,
     )  # fmt: skip
     step.batches_ahead = STEPS_AHEAD
+    # With read_ahead a lane runs eager steps, so that this thread can read the next batch meanwhile.
     step.eager_at_once = job.read_ahead is not True
     return step
 
 
 class StepQueue:
-    """Steps under way, in order, and the losses of those that ended; numbers come from the device all at once."""
+    """Submitted steps in order, and the losses of completed ones, which are read from the device all at once."""
 
     def __init__(self) -> None:
         self._under_way: deque[StepFuture | Done] = deque()
@@ -70,27 +70,28 @@ class StepQueue:
 
     @property
     def ended(self) -> int:
-        """Steps whose losses were not asked for yet."""
+        """The number of completed steps whose losses were not read yet."""
         return len(self._ended)
 
     def add(self, future: StepFuture | Done) -> None:
-        """A step was handed in."""
+        """Append a submitted step."""
         self._under_way.append(future)
 
     def take_half(self) -> None:
-        """One wait for half of the queue: its steps end in order, and each wait costs two thread switches."""
+        """Wait until half of the queue has completed."""
+        # One wait for many steps, as they end in order and each wait costs two thread switches.
         half = (len(self._under_way) + 1) // 2
         self._under_way[half - 1].wait()
         for _ in range(half):
             self._take()
 
     def take_all(self) -> None:
-        """Wait for all of them. Raises what the first that fails raised; those behind it do not count."""
+        """Wait for all steps. Raises the first one's error; steps after it are dropped."""
         while self._under_way:
             self._take()
 
     def losses(self) -> list[float]:
-        """Those of the steps that ended since the last call."""
+        """Return the losses of the steps that completed since the last call."""
         ended, self._ended = self._ended, []
         # One transfer from the device.
         return torch.stack([loss.reshape(()).to(torch.float64) for loss in ended]).tolist() if ended else []
@@ -107,9 +108,9 @@ class StepQueue:
 
 
 def between_steps(batches: Iterator[Any], steps: StepQueue, name: str, account: Account) -> Iterator[Any]:
-    """``batches``, each read when all ``steps`` before it are done: it may depend on the model, or lie in the last one's memory.
+    """Yield ``batches``, each read only after all ``steps`` have completed; warn job ``name`` once if that takes long.
 
-    Where a job named ``name`` waits for its data for long, it is told once what would help.
+    For data that may depend on the model, or write a batch to the memory of the one before.
     """
     began, before = time.perf_counter(), account["loading"]
     steps.take_all()
@@ -117,9 +118,9 @@ def between_steps(batches: Iterator[Any], steps: StepQueue, name: str, account: 
         seconds, reading = time.perf_counter() - began, account["loading"] - before
         if seconds > TOLD_SECONDS and reading > TOLD_SHARE * seconds and _told.acquire(blocking=False):
             logger.warning(
-                "job %r has spent %.0f %% of its time reading batches between its steps, for its data runs code that may look at "
-                "the model, or write batches to the memory of those before. Where it does neither, Job(read_ahead=True) reads "
-                "while steps run; a DataLoader with num_workers=1 or more does so in any case",
+                "job %r has spent %.0f %% of its time reading batches between its steps, as its data runs code that may depend on "
+                "the model, or write batches to the memory of earlier ones. If it does neither, Job(read_ahead=True) reads "
+                "while steps run; a DataLoader with num_workers=1 or more always does",
                 name, 100 * reading / seconds,
             )  # fmt: skip
         yield batch

@@ -32,13 +32,13 @@ logger = logging.getLogger("waterflow")
 
 
 class Callback:
-    """What ``train`` tells while it runs. Calls come from the jobs' threads, never two at a time."""
+    """Methods that ``train`` calls while it runs, from the jobs' threads, never two at a time."""
 
     def on_epoch_end(self, job: Job, epoch: int, metrics: Metrics) -> None:
-        """An epoch of ``job`` has been trained and evaluated."""
+        """Called after ``job`` was trained and evaluated for an epoch."""
 
     def on_job_end(self, job: Job, result: JobResult) -> None:
-        """``job`` has ended, one way or another."""
+        """Called after ``job`` has ended, with any status."""
 
 
 @explained("train", "train([model_a, model_b], loss=..., data=loader, optimizer=...)", InvalidJobError)
@@ -67,27 +67,27 @@ def train(
             and the other settings of ``Job``), passed as further keyword arguments. No job: no result.
         device: Where to train. This version trains on ``"cpu"``.
         memory: The limit for all jobs together: bytes, a share of the free memory (0.8 by default), or ``"4GiB"``.
-        lanes: Steps that run at the same time; default: one per core.
-        threads_per_lane: Threads inside one operation, on each lane. Another number changes the last bits of results.
-        engine: An engine that is open already, which has a device, a limit, lanes and modes of its own.
-        max_concurrent: Jobs that are under way at the same time; default: twice the lanes.
-        exact: Every job ends with the very bits that it would have alone. ``False`` lets operations run in other kernels
-            where those are measured to be faster, large matrix products in oneDNN; results then differ by rounding.
+        lanes: The number of steps that run at the same time; default: one per core.
+        threads_per_lane: Threads inside one operation, on each lane. The number affects the last bits of results.
+        engine: An open engine to train on, with its own device, limit, lanes and mode.
+        max_concurrent: The most jobs at the same time; default: twice the lanes.
+        exact: Every job ends with the bits that it would have alone. ``False`` allows other kernels if they are measured to be
+            faster, such as oneDNN for large matrix products; results then differ by rounding.
         mode: ``"lanes"`` runs steps side by side, ``"turns"`` one at a time; ``"auto"`` measures what is faster.
-            ``Results.decisions`` tells what it found.
+            ``Results.decisions`` has the outcome.
         on_error: ``"raise"`` stops the others when a job fails and raises its error; ``"continue"`` leaves the error
             in the job's result.
         callbacks: ``Callback`` objects, or functions that are called with each result.
         show_progress_bar: One line that counts jobs, where there is a terminal.
         timeline: Called at the end with the record of the run, to save its pictures.
-        checkpoint: A folder, or ``Checkpoints``, where jobs are written while they train, and at Ctrl-C as far as two seconds
-            allow. A second call with it goes on where the first one stopped, and has the results of jobs that had ended;
-            callbacks hear of what happens now alone. See ``Checkpoint`` for what ends bitwise equal.
+        checkpoint: A folder, or ``Checkpoints``, to which jobs are written while they train, and at Ctrl-C as far as two seconds
+            allow. A second call with it resumes where the first one stopped, and returns the results of jobs that had ended;
+            callbacks are called only for what happens now. ``Checkpoint`` says what ends bitwise equal.
 
     Raises:
-        InvalidJobError: Jobs that cannot be trained as they are: two that share a module, names that are not unique.
-        MemoryLimitError: A job that does not fit (with ``on_error="raise"``).
-        CheckpointError: A folder whose checkpoints are damaged or of other jobs, or jobs that could not go on from one.
+        InvalidJobError: Jobs cannot be trained as given: two share a module, or a name.
+        MemoryLimitError: A job does not fit (with ``on_error="raise"``).
+        CheckpointError: Checkpoints are damaged or of other jobs, or a job could not be resumed from one.
     """
     given = _as_jobs(jobs, shared)
     _check_settings(max_concurrent, callbacks)
@@ -113,7 +113,7 @@ def train(
 
 
 class _Training:
-    """Drives the jobs of one call: a thread per job under way, the next one when one ends."""
+    """Runs the jobs of one call, a thread per running job; the next job starts when one ends."""
 
     def __init__(
         self, jobs: list[Job], engine: Engine, max_concurrent: int | None, on_error: str,
@@ -129,19 +129,19 @@ class _Training:
         self._decided, self._accounts = len(engine.decisions), len(engine.accounts)
         self._running: dict[int, JobRunner] = {}
         self._waiting = deque(enumerate(jobs))
-        # While jobs run, torch's generator stands in for theirs.
+        # Drawn now: while jobs run, drawing from torch's generator means their own.
         self._seeds = [job.seed if job.seed is not None else draw_seed() for job in jobs]
         self._resume: dict[int, Checkpoint] = {}
         self._writing = Checkpointing(checkpoints) if checkpoints is not None else None
         if checkpoints is not None:
             self._go_on(checkpoints)
         self._lock = threading.Lock()
+        # Not _lock: a callback may take long, and other jobs must be able to end meanwhile.
         self._telling = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._failure: BaseException | None = None
 
     def _go_on(self, checkpoints: Checkpoints) -> None:
-        """Look where each job stands."""
         self._seeds = checkpoints.seeds(self._jobs, self._seeds)
         for number, job in enumerate(self._jobs):
             found = checkpoints.load(job)
@@ -152,8 +152,8 @@ class _Training:
                 self._resume[number] = found
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in self._results)
         if self._results:
-            logger.warning("%d jobs had ended in %s: these are their results of then; to train them with other settings, name another "
-                           "folder", len(self._results), checkpoints.folder)  # fmt: skip
+            logger.warning("%d jobs had ended in %s, and their stored results are returned; to train them with other settings, name "
+                           "another folder", len(self._results), checkpoints.folder)  # fmt: skip
 
     def run(self) -> Results:
         with (
@@ -177,11 +177,13 @@ class _Training:
                         thread.start()
                     if self._failure is not None and not self._running:
                         break
+                    # With a timeout, so that Ctrl-C is noticed while all jobs run.
                     self._changed.wait(timeout=0.1)
                     check_interrupt()
         except BaseException:
             if self._writing is not None:
                 self._writing.last()
+            # In this order: ask for the end at a boundary, wait, then interrupt code of the user's that does not end.
             self._stop_all("interrupted")
             join_all(threads, STOP_SECONDS)
             break_off_all(list(self._running.values()), threads, BREAK_OFF_SECONDS)
@@ -210,7 +212,7 @@ class _Training:
         job, runner = self._jobs[number], self._running[number]
         failure: BaseException | None = None
         try:
-            _C.set_threads_here(self._engine.threads_per_lane)  # lanes keep their cores
+            _C.set_threads_here(self._engine.threads_per_lane)  # or eager code would take the cores of lanes
             beside = telling_of_shared_numbers(f"job {job.name!r}", lambda: len(self._running) > 1)
             with within(self._engine), beside:
                 result = self._results[number] = runner.run()
@@ -305,6 +307,7 @@ def _check_together(jobs: list[Job]) -> None:
                     "Pass a list, a DataLoader, or a function that makes an iterator for each"
                 )
         if isinstance(job.model, nn.Module):
+            # Frozen parameters may be shared, as by LoRA adapters over one model.
             for parameter in filter(lambda p: p.requires_grad, job.model.parameters()):
                 other = owner.setdefault(id(parameter), job.name)
                 if other != job.name:
