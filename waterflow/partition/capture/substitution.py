@@ -350,7 +350,7 @@ def in_forward(
     wanted = spec.autocast or surrounding or surrounding_autocast(kind)
     if wanted is not None:
         torch.clear_autocast_cache()  # of an autocast that is still open, from before the last update
-    # The flags themselves: within a region, even one that is off, those of the user would keep their casts past their end.
+    # The flags themselves: within a region, even one that is off, the user's regions would keep their casts past their end.
     before = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(kind, False)
     torch.set_autocast_cache_enabled(True)  # a weight that is used twice is cast once

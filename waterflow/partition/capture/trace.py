@@ -181,7 +181,7 @@ def capture_step(
     if fingerprint is None:
         _, fingerprint = structure_key(spec)
     check_hooks(fingerprint.modules())
-    with _one_at_a_time, _C.ThreadGenerators([]):  # the graph is drawn for whoever runs it
+    with _one_at_a_time, _C.ThreadGenerators([]):  # not this thread's generators: any job may run the graph
         start = time.perf_counter()
         given = spec, leaves, batch_spec, fingerprint
         try:
@@ -424,7 +424,7 @@ class _StepTracer:
 
     def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
         """Run the step once by ``way``, with the model, random states and autograd set up for a trace, and undone after it."""
-        # Backward passes for a GPU else run on threads of their own, on which nobody observes user code.
+        # Backward passes for a GPU else run on threads of their own, where user code is not observed.
         with undisturbed(self.fingerprint, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
             try:
                 with rng_ops.shown(), as_in_eager(self.mode.refuse), self.mode, no_reports():

@@ -1,4 +1,9 @@
-"""What torch.distributions checks of its arguments: a captured step goes on as if they were valid, and looks in each step."""
+"""Reads of a batch's values by a step: truths that it branches by, and leaves (numbers, text) that it uses.
+
+Truths become ``Question`` objects, which are asked of each batch before its step. The argument checks of
+``torch.distributions`` become operations of the graph, which fail as the eager check does. Leaves are replaced by
+stand-ins, which report a read.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +41,10 @@ _SCORING = distributions.Distribution._validate_sample.__code__
 
 
 def is_checked(graph: fx.Graph, truth: fx.Node) -> bool:
-    """Whether the truth that a step asks for is such a check; the graph then fails where it does not hold, as the step does.
+    """Return whether ``truth`` is an argument check of ``torch.distributions``; if so, add the check to ``graph``.
 
-    On the CPU alone, where an operation that fails ends nothing but its step, and where no code of the step's would catch the error.
+    The captured step then fails where the check does. Only on the CPU, where a failed operation ends nothing but its
+    step (on a GPU it ends the process's context), and only if no code of the step would catch the error.
     """
     frames = _frames(sys._getframe(1))
     named = ((one, one.f_code.co_filename) for one in frames)
@@ -57,14 +63,14 @@ def is_checked(graph: fx.Graph, truth: fx.Node) -> bool:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Outwards, to the trace's own."""
+    # Outwards, to the trace's own frame.
     while frame is not None and frame.f_code.co_qualname != "_StepTracer._step":
         yield frame
         frame = frame.f_back
 
 
 def _may_catch(frame: FrameType) -> bool:
-    """Whether an error that comes up here may end in this frame: in a ``try`` or in a ``with``."""
+    # A try or a with statement around the instruction is an entry of the table.
     entries = dis._parse_exception_table(frame.f_code)  # type: ignore[attr-defined]
     return any(entry.start <= frame.f_lasti < entry.end for entry in entries)
 
@@ -74,14 +80,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Question:
-    """A truth about a batch, the last node of ``graph``, which takes ``leaves`` of the batch; and what it was in the trace."""
+    """A truth about a batch: the last node of ``graph``, which takes the ``leaves`` of the batch at these positions.
+
+    ``answer`` is its value in the trace.
+    """
 
     graph: fx.Graph
     leaves: tuple[int, ...]
     answer: bool
 
     def of(self, batch: Sequence[Any]) -> bool:
-        """The answer for the leaves of a batch."""
+        """Return the answer for the leaves of a batch."""
         return _answer(self.graph, [batch[leaf] for leaf in self.leaves])
 
 
@@ -103,7 +112,10 @@ MOST_WAYS = 8
 
 
 def answers_of(questions: Sequence[Question], known: Answers, batch: Sequence[Any]) -> Answers:
-    """``known`` itself where the capture that was found under it has the answers of this batch; else what to look under next."""
+    """Return ``known`` itself if the capture found under it has the answers of this batch; else the next key to look under.
+
+    Raises CaptureError if the step's ways by values of its batch exceed ``MOST_WAYS``.
+    """
     number = next((number for number, one in enumerate(questions) if one.of(batch) is not one.answer), None)
     if number is None:
         return known
@@ -115,9 +127,10 @@ def answers_of(questions: Sequence[Question], known: Answers, batch: Sequence[An
 def question_of(
     graph: fx.Graph, target: Any, args: Sequence[Any], inputs: Sequence[GraphInput], batch: Sequence[Any]
 ) -> Question | None:
-    """The question that an operation of a trace is, whose graph so far is given; None where it is none of the batch alone.
+    """Return the question that an operation of a trace asks, or None if it does not follow from the batch alone.
 
-    What is computed for it are truths and whole numbers, which are the same on any number of threads.
+    ``graph`` is the trace so far. A question computes truths and whole numbers only, which do not depend on the number
+    of threads.
     """
     if target is not aten.equal.default and is_checked(graph, args[0]):
         return Question(fx.Graph(), (), True)
@@ -144,7 +157,7 @@ def question_of(
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether an operation's result follows from its arguments, whoever computes it."""
+    # Floating-point results may differ with the number of threads, and operators of users may do anything.
     users = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
     inexact = any(t.is_floating_point() or t.is_complex() for t in tensors_in(node.meta["val"]))
     return node.op == "call_function" and not (users or inexact or is_random(node.target))
@@ -173,7 +186,10 @@ class LeafRead(CaptureError):
 
 
 class StandIn:
-    """Stands for a leaf: (its type, its place, places that were read). It answers with the first as its class, and refuses all else."""
+    """Stands for a leaf; made from the leaf's type, its position, and the set of positions that were read.
+
+    Its ``__class__`` is the leaf's type. Every other access notes the read and raises Refused.
+    """
 
     __slots__ = ("__weakref__", "_held")
 
@@ -199,33 +215,37 @@ _STAND_INS = {kind: type(kind.__name__, (StandIn,), dict.fromkeys({n for n in di
 
 
 class Unread:
-    """The leaves that one trace has stand-ins for, at ``places``, and ``read``, the places where it then looked.
+    """The leaves that one trace has stand-ins for, at ``places``; ``read`` has the positions that the step read.
 
-    A look raises Refused.
+    Each read raises Refused.
     """
 
     def __init__(self, fingerprint: Fingerprint, places: Collection[int]) -> None:
         self._fingerprint, self.places, self.read = fingerprint, frozenset(places), set[int]()
 
     def shown(self, leaves: Iterable[Any]) -> list[Any]:
-        """The leaves as the trace has them."""
+        """Return the leaves as the trace has them: stand-ins at ``places``."""
         return [_STAND_INS[type(x)](type(x), n, self.read) if n in self.places else x for n, x in enumerate(leaves)]
 
     def check(self, error: BaseException | None = None) -> None:
-        """Raise LeafRead where a leaf was read; also where it may be a stand-in that made the user's code raise, hence ``error``."""
+        """Raise LeafRead where a leaf was read.
+
+        ``error`` is what ended the trace. A CaptureError with a cause may come from user code that a stand-in made
+        fail: all leaves then count as read.
+        """
         met = self.read or (self.places if isinstance(error, CaptureError) and error.__cause__ is not None else ())
         if met and (error is None or isinstance(error, (Exception, Refused))):
             raise LeafRead(*sorted(met)) from None
 
     def operation(self, kind: Kind, operands: tuple[Any, ...]) -> None:
-        """It is about to happen."""
+        """Judge an operation before it happens. Raises Refused where it reads a leaf."""
         if self.places and kind not in (Kind.CALL, Kind.CALL_UNPACKED):
             new = kind is Kind.SET_ITEM and type(operands[0]) in _NODES and not self._ends(operands[0])
             first = kind not in _LOOK
             self.note([*filter(_is_stand_in, operands[:first]), *operands[first : 2 if new else None]])
 
     def call(self, called: Any, given: Sequence[Any], is_observed: Callable[..., bool]) -> None:
-        """Something is about to be called."""
+        """Judge a call before it happens. Raises Refused where code that is not observed gets a leaf."""
         if self.places and called is not isinstance and called is not torch.is_tensor:
             if id(called) in _HAND_ON or (called is type and len(given) == 1):
                 self.note(filter(_is_stand_in, given))
@@ -233,7 +253,7 @@ class Unread:
                 self.note(given)
 
     def note(self, values: Iterable[Any]) -> None:
-        """All that can be reached from the values is looked at."""
+        """Count every leaf that can be reached from the values as read. Raises Refused if there is one."""
         waiting, seen = [*values] if self.places else [], set[int]()
         for x in waiting:  # ever more
             if id(x) not in seen and not self._ends(x):
@@ -245,7 +265,7 @@ class Unread:
             raise Refused("reads a leaf of its batch")
 
     def _ends(self, value: Any) -> bool:
-        """Whether no leaf can be behind a value: none is put where something lay before the step."""
+        # Nothing puts a leaf into an object that was there before the step.
         kind = type(value)
         held = kind in _ENDS or issubclass(kind, (StandIn, torch.Tensor, torch.nn.Module)) or is_fixed(value)
         return held or self._fingerprint.cover(value) is not None or (issubclass(kind, type) and in_library(value))
@@ -256,7 +276,7 @@ def _is_stand_in(value: Any) -> bool:
 
 
 def _goes_to(called: Any, is_observed: Callable[..., bool]) -> bool:
-    """Whether observed code is the first to have what is given in a call."""
+    # Observed code may pass a leaf on; a leaf in unobserved code counts as read.
     while isinstance(called, (types.MethodType, functools.partial)):
         called = called.func if isinstance(called, functools.partial) else called.__func__
     code: Any = called if isinstance(called, types.FunctionType) else type(called).__call__
@@ -266,18 +286,21 @@ def _goes_to(called: Any, is_observed: Callable[..., bool]) -> bool:
 
 
 def free_places(leaves: Sequence[Any], spec: pytree.TreeSpec | None, known: Answers = ()) -> list[int]:
-    """Where a batch has leaves that no key holds before they are read; ``known`` is what the key has of those that were."""
+    """Return the positions of leaves that no key holds until the step reads them.
+
+    ``known`` has the leaves that were read, whose values are part of the key.
+    """
     held = {place for places, _ in values_known(known) for place in places}
     free = [place for place, leaf in enumerate(leaves) if type(leaf) in _STAND_INS and place not in held]
-    # Nobody's own code is to put a batch with stand-ins together.
+    # A user's own container class would run its code on stand-ins.
     return free if free and (spec is None or _NODES.issuperset(classes_of(spec))) else []
 
 
 def values_known(known: Answers) -> tuple[Any, ...]:
-    """Those of the answers that are values of leaves, with their places."""
+    """Return the answers that are values of leaves, with their positions."""
     return tuple(one for one in known if not isinstance(one, int))
 
 
 def with_values(known: Answers, places: Sequence[int], leaves: Sequence[Any]) -> Answers:
-    """``known``, and what the leaves at ``places`` are, bit by bit."""
+    """Return ``known`` with the values, bit by bit, of the leaves at ``places``."""
     return (*known, (tuple(places), tuple(exact(leaves[place]) for place in places))) if places else known

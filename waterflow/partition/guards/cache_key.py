@@ -1,4 +1,7 @@
-"""What objects of Python's and NumPy's own types say, beside the attributes that objects of their subclasses have."""
+"""Builds the key of a step's objects: everything that its code can read, and the places that are guarded for it.
+
+The key covers objects of Python's and NumPy's own types, modules, functions with all that they read, and classes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ from waterflow.partition.passes.operators import lazy_bits
 
 DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType,
                 types.MethodDescriptorType, types.ClassMethodDescriptorType)  # fmt: skip
-# Types whose own objects have no attributes: those of classes that are made from them may.
+# Types whose own objects have no attributes; objects of their subclasses may.
 NO_ATTRIBUTES = frozenset({
     list, tuple, set, frozenset, deque, dict, defaultdict, bytearray, memoryview, array.array, np.ndarray, np.void, slice,
     types.MappingProxyType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, property, weakref.ref,
@@ -61,7 +64,7 @@ _MOST_ENTRIES = 1000  # of a container whose contents do
 
 
 class KeyBuilder(Protocol):
-    """The key that contents belong to, as far as they ask it: a ``Fingerprint``."""
+    """The part of a ``Fingerprint`` that the functions in ``CONTENTS`` use."""
 
     def of(self, value: Any) -> Hashable: ...  # noqa: D102
     def entry(self, name: Any, value: Any) -> Hashable: ...  # noqa: D102
@@ -100,7 +103,7 @@ def _default(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
 
 
 def _memory(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
-    """Shape, type and contents of what has at most 64 KiB; more is not looked into."""
+    # The key has the contents of at most 64 KiB; a larger array counts by identity.
     try:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):  # e.g. dates, of which NumPy shows no memory
@@ -128,7 +131,6 @@ def _named(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
 
 
 def _attributes(*names: str) -> _Say:
-    """Says the values of attributes that Python's own types have, which tell what an object was made of."""
     return lambda fingerprint, value: tuple(fingerprint.of(getattr(value, name)) for name in names)
 
 
@@ -202,23 +204,26 @@ _SILENT = frozenset({"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_
                      *itertools.chain(*_HOOKS.values())})  # fmt: skip
 
 # How much of an object a key covers. ``whole``: all that a program can read of it is part of the key and guarded, or is an
-# object that answers for itself. ``identity``: the object may change, and nobody would see. ``library``: a library's code.
+# object that answers for itself. ``identity``: the object may change unseen. ``library``: a library's code.
 Cover = Literal["whole", "identity", "library"]
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """Shape, strides, dtype, lazy bits, device and requires_grad: what a graph depends on, not the values."""
+    """Return what a graph depends on of a tensor, without its values.
+
+    These are shape, strides, dtype, lazy bits, device and requires_grad.
+    """
     shape = tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy_bits(tensor)
     return (*shape, tensor.device, tensor.requires_grad)
 
 
 class Fingerprint:
-    """Builds one key; remembers what it has met, so that cycles end and sharing shows.
+    """Builds one key; remembers the objects that it has met, so that cycles end and sharing shows.
 
-    ``guarded_places`` are the places it looked into; ``external_tensors`` the tensors it met that are not ``own`` (parameters and
-    buffers of the model), in an order that is the same for equal keys; ``generators`` sources of random
-    numbers; ``keep`` what counts by its address and must live as long as the key; ``opaque`` labels, by ``id``, the
-    objects that it met and did not look into. It runs no code of a user's.
+    ``guarded_places`` are the places that it looked into. ``external_tensors`` are the tensors that it met beside
+    parameters and buffers of the model ``own``, in an order that is the same for equal keys. ``generators`` are sources
+    of random numbers. ``keep`` has objects that count by their address and must live as long as the key. ``opaque``
+    has, by ``id``, labels of the objects that it met and did not look into. It runs no user code.
     """
 
     def __init__(self, own: nn.Module | None = None) -> None:
@@ -234,9 +239,9 @@ class Fingerprint:
         self._entries: set[tuple[int, str]] = set()  # what was read of dicts that count in part
 
     def cover(self, value: Any, entry: str | None = None) -> Cover | None:
-        """How much of an object the key covers; None for one that it never met.
+        """Return how much of an object the key covers; None for an object that the fingerprint never met.
 
-        ``entry`` asks for one entry of a dict, or one attribute of a module (of Python's), of which functions read some.
+        With ``entry``, asks for one entry of a dict, or one attribute of a Python module, of which functions read some.
         """
         if type(value) in _FIXED:
             return "whole"
@@ -254,15 +259,15 @@ class Fingerprint:
         return "library" if is_librarys(value) else "whole"
 
     def functions(self) -> Iterator[types.FunctionType]:
-        """Those that it has met."""
+        """Yield the Python functions that the fingerprint has met."""
         return (value for value in self._alive if isinstance(value, types.FunctionType))
 
     def modules(self) -> Iterator[nn.Module]:
-        """Those that it has met."""
+        """Yield the ``nn.Module`` objects that the fingerprint has met."""
         return (value for value in self._alive if isinstance(value, nn.Module))
 
     def identity(self, value: Any) -> Hashable:
-        """The key of an object that counts by identity."""
+        """Return the key of an object that counts by identity."""
         token = token_of(value)
         if token is None:
             self.keep.append(value)
@@ -270,7 +275,7 @@ class Fingerprint:
         return ("token", token)
 
     def by_identity(self, value: Any) -> Hashable:
-        """The key of an object that is not looked into."""
+        """Return the key of an object without looking into it."""
         self._meet(value)
         self.leave(value)
         return self.identity(value)
@@ -281,7 +286,7 @@ class Fingerprint:
             self._alive.append(value)
 
     def leave(self, value: Any) -> None:
-        """Remember that an object may change unseen, unless it is a library's code."""
+        """Note that an object may change unseen, unless it is a library's code."""
         if not is_librarys(value):
             self.opaque[id(value)] = self._where() or f"a {type(value).__name__}"
 
@@ -289,13 +294,13 @@ class Fingerprint:
         return ".".join(self._path)
 
     def guard(self, container: Any, kind: Any, keys: Iterable[Any] = (), **how: Any) -> None:
-        """Remember a place that the key is made from."""
+        """Note a place that the key is made from."""
         self.guarded_places.append(GuardedPlace(container, kind, tuple(keys), label=self._where(), **how))
         if kind == "entries":
             self._entries.update((id(container), key) for key in keys)
 
     def entry(self, name: Any, value: Any) -> Hashable:
-        """The key of a value that is found under a name."""
+        """Return the key of a value that is found under a name."""
         self._path.append(str(name))
         try:
             return self.of(value)
@@ -303,7 +308,10 @@ class Fingerprint:
             self._path.pop()
 
     def of(self, value: Any) -> Hashable:
-        """The key of any value. Raises CaptureError for an iterator, which a step could draw from."""
+        """Return the key of any value.
+
+        Raises CaptureError for an iterator, from which a step could draw, and for a ``threading.local``.
+        """
         kind = type(value)
         if kind in _FIXED:
             return exact(value)
@@ -337,7 +345,8 @@ class Fingerprint:
         return self._object(value, kind)
 
     def _check_generator(self, value: Any) -> None:
-        """What a step does with a default generator by its methods cannot be followed; what with others is noticed."""
+        # Calls of torch's functions to a default generator become operations; its own methods cannot be followed. A
+        # draw from any other generator is noticed by its state.
         if value is torch.default_generator or value is torch._C.default_generator:
             raise CaptureError(
                 f"{self._where() or 'the step'} is torch's default generator, whose methods cannot be followed; "
@@ -358,9 +367,9 @@ class Fingerprint:
         return ("tensor", type(tensor).__name__, *tensor_key(tensor), said)
 
     def of_module(self, module: nn.Module) -> Hashable:
-        """The tree below ``module``: types, plain attributes, tensors by shape, tied ones by number.
+        """Return the key of the tree below ``module``: types, plain attributes, tensors by shape, tied ones by number.
 
-        Raises CaptureError for code of TorchScript's.
+        Raises CaptureError for a module of TorchScript.
         """
         if isinstance(module, torch.jit.ScriptModule):
             where = self._where() or type(module).__name__
@@ -386,7 +395,7 @@ class Fingerprint:
         return ("module", self.of(type(module)), tuple(tensors), tuple(attributes), slots, children)
 
     def _hooks(self, hooks: dict[Any, Any], ways: Iterable[dict[Any, Any]]) -> Hashable:
-        """The key of hooks in the order in which they are called, and how each of them is."""
+        # ``ways`` tell how each hook is called. Their keys count hooks of the whole process, so only the order is kept.
         for one in (hooks, *ways):
             self.guard(one, "dict")
         if len(hooks) > 1 and isinstance(hooks, OrderedDict):
@@ -395,7 +404,7 @@ class Fingerprint:
         return tuple((self.entry("hook", hook), how) for hook, how in zip(list(hooks.values()), called))
 
     def of_process(self) -> Hashable:
-        """The hooks that every module of the process calls, and torch's functions."""
+        """Return the key of the hooks that every module of the process calls, and of torch's functions."""
         found = {name: value for name, value in vars(nn.modules.module).items() if name.startswith("_global_")}
         self.guard(vars(nn.modules.module), "entries", found)
         hooks = tuple((name, self._hooks(v, ()) if isinstance(v, dict) else exact(v)) for name, v in found.items())
@@ -404,7 +413,6 @@ class Fingerprint:
     # -- all other objects
 
     def _object(self, value: Any, kind: type) -> Hashable:
-        """What an object of Python's own types says, its attributes, its slots and its class."""
         layout: Any = layout_of(kind)
         if layout is types.FunctionType:
             return self._function(value)
@@ -417,6 +425,7 @@ class Fingerprint:
         attributes = _C.attributes_of(value)
         slots = self._slots(value, kind)
         self.guard(value, "object")
+        # Nothing can be read of it but its identity, as of object().
         if not said and not kind.__dictoffset__ and not slots:
             return self.identity(value)
         entries = tuple((name, self.entry(name, entry)) for name, entry in pairs_of(attributes or {}))
@@ -433,7 +442,7 @@ class Fingerprint:
         return tuple((name, "empty" if entry is MISSING else self.entry(name, entry)) for name, entry in found)
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, ...]:
-        """Code, defaults, what it closes over, and what it reads of modules."""
+        # A library's function is not followed into its module; its defaults and closure may contain a user's objects.
         self.guard(function, "function")
         self.guard(function, "object")
         said = tuple((n, self.entry(n, value)) for n, value in pairs_of(_C.attributes_of(function) or {}) if n != MEMO)
@@ -445,7 +454,7 @@ class Fingerprint:
         return (*key, closure, self._reads(function))
 
     def cell(self, name: str, cell: types.CellType) -> Hashable:
-        """The key of what a variable of a closure holds."""
+        """Return the key of the contents of a closure's variable."""
         self._path.append(name)
         try:
             self.guard(cell, "cell")
@@ -455,7 +464,6 @@ class Fingerprint:
             self._path.pop()
 
     def _reads(self, function: types.FunctionType) -> Hashable:
-        """What the function's code reads of modules: its own, those that it names there or in its closure, those it imports."""
         found: list[Hashable] = []
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
         for place, first, *attributes in reads_of(function.__code__):
@@ -472,11 +480,9 @@ class Fingerprint:
         return tuple(found)
 
     def _read(self, space: dict[str, Any], name: str, attributes: list[str]) -> Hashable:
-        """What a name stands for, or the last of a chain of attributes that begins with it and goes from module to module.
-
-        What a library keeps is its own, but for the environment and lists of numbers and names (``sys.argv``); which functions and
-        classes its names stand for is looked at.
-        """
+        # Follows a chain of attributes from module to module. The state of a library is its own and counts by identity,
+        # but for the environment and short lists of numbers and names (sys.argv). Functions and classes that its names
+        # stand for are looked into.
         librarys = False
         while True:
             self._path.append(name)
@@ -492,7 +498,11 @@ class Fingerprint:
             space, (name, *attributes), librarys = vars(value), attributes, in_library(value)
 
     def of_class(self, cls: type) -> Hashable:
-        """A library's class by identity, but for what was replaced in it; a user's by its code, as it may be made in every trial."""
+        """Return the key of a class.
+
+        A library's class counts by identity and by what was replaced in it. A user's class counts by its code: it may
+        be made anew in every trial.
+        """
         if mutable_bases(cls):
             self.guard(cls, "class")
         if in_library(cls):
@@ -518,7 +528,7 @@ def _says_plainly(value: Any) -> bool:
 
 
 def is_librarys(value: Any) -> bool:
-    """Whether an object is code of a library, or of Python itself."""
+    """Return whether an object is code of a library, or of Python itself."""
     return in_library(value) or type(value) in (types.BuiltinFunctionType, *DESCRIPTORS)
 
 

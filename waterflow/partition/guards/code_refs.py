@@ -1,4 +1,7 @@
-"""Whose code something is: told by the file that it comes from and what is installed there, not by the names that it goes by."""
+"""Tells library code from user code, and lists what of libraries may run in a capture without being observed.
+
+Code belongs to a library by the file that it comes from and by what is installed there, whatever name it has.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ from waterflow import _C
 
 @functools.lru_cache(maxsize=8192)
 def is_library_file(file: str) -> bool:
-    """Whether a file is Python's own, torch's, or belongs to an installed distribution.
+    """Return whether a file is Python's own, torch's, or belongs to an installed distribution.
 
-    A distribution's record lies beside its packages, in whatever folder. A project that is installed in editable mode has its
-    packages elsewhere: it is its user's own code, as is a copy of a library that lies in a source tree.
+    A project that is installed in editable mode is user code, as is a copy of a library in a source tree.
     """
+    # A distribution's record lies beside its packages, in whatever folder: look in each one up to the root.
     folder, name = os.path.split(os.path.realpath(file))
     while folder != os.path.dirname(folder):
         if folder in _library_folders() or name.partition(".")[0] in _recorded(folder):
@@ -45,12 +48,12 @@ def is_library_file(file: str) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def is_torchs_file(file: str) -> bool:
-    """Whether a file lies in torch's own folder."""
+    """Return whether a file lies in torch's own folder."""
     return Path(_torchs_folder()) in Path(os.path.realpath(file)).parents
 
 
 def is_library_module(name: str) -> bool:
-    """Whether the module of this full name is a library's. One that has no file is a part of its package."""
+    """Return whether the module of this full name is a library's. A module without a file belongs to its package."""
     module = sys.modules.get(name)
     if isinstance(module, types.ModuleType):
         return is_library_space(vars(module))
@@ -58,7 +61,7 @@ def is_library_module(name: str) -> bool:
 
 
 def is_library_space(space: Mapping[str, Any]) -> bool:
-    """The same of a module's globals."""
+    """Return whether a module with these globals is a library's."""
     name, file = space.get("__name__"), space.get("__file__")
     if not isinstance(name, str) or name == "__main__":
         return False
@@ -70,32 +73,36 @@ def is_library_space(space: Mapping[str, Any]) -> bool:
 
 
 def is_library_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
-    """Whether code that runs with these globals is a library's. Without a file of its own it is of the module that it runs in."""
+    """Return whether code that runs with these globals is a library's.
+
+    Code without a file of its own (``exec``) belongs to the module that it runs in.
+    """
     file = code.co_filename
     return is_library_file(file) if os.path.isabs(file) else is_library_space(space)
 
 
 def is_library_function(function: types.FunctionType) -> bool:
-    """Whether a function is a library's, with all that it wraps."""
+    """Return whether a function, and every function that it wraps, is a library's."""
     return all(is_library_code(one.__code__, one.__globals__) for one in _wrapped_in(function))
 
 
 def is_torchs_function(function: Any) -> bool:
-    """Whether a function is torch's own, with all that it wraps."""
+    """Return whether a function, and every function that it wraps, is torch's own."""
     found = _wrapped_in(function) if isinstance(function, types.FunctionType) else ()
     return bool(found) and all(is_torchs_file(str(one.__globals__.get("__file__"))) for one in found)
 
 
 def is_library_class(cls: type) -> bool:
-    """Whether a class is a library's: anybody can replace a method of it, but nobody all of them."""
+    """Return whether a class is a library's."""
     if not isinstance(cls.__module__, str) or not is_library_module(cls.__module__):
         return False
+    # A program may replace some methods of a library's class, but hardly all of them.
     own = [one for one in list(vars(cls).values()) if isinstance(one, types.FunctionType)]
     return not own or any(is_library_code(one.__code__, one.__globals__) for one in own)
 
 
 def _wrapped_in(function: types.FunctionType) -> list[types.FunctionType]:
-    """A function, and those that it closes over, and so on."""
+    # Decorators keep what they wrap in their closure, at times within a partial or a method.
     found: list[Any] = [function]
     for one in found:
         for held in gc.get_referents(*(one.__closure__ or ())):
@@ -114,7 +121,6 @@ def _torchs_folder() -> str:
 
 @functools.cache
 def _library_folders() -> frozenset[str]:
-    """Where Python, its packages, torch and this package are installed."""
     paths = [sysconfig.get_path(one) for one in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages(), _torchs_folder(), str(Path(__file__).parents[2])]
     return frozenset(map(os.path.realpath, paths))
@@ -122,7 +128,6 @@ def _library_folders() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _recorded(folder: str) -> frozenset[str]:
-    """The top-level packages that the records in a folder name."""
     try:
         if not any(name.endswith(".dist-info") for name in os.listdir(folder)):
             return frozenset()
@@ -157,7 +162,7 @@ Read = tuple[str, ...]
 
 
 def in_library(value: Any) -> bool:
-    """Whether a class, function or module belongs to a library, whose code does not change while a process runs."""
+    """Return whether a class, function or module is a library's, whose code does not change while a process runs."""
     if isinstance(value, types.ModuleType):
         return is_library_space(vars(value))
     if isinstance(value, types.FunctionType):
@@ -166,10 +171,9 @@ def in_library(value: Any) -> bool:
 
 
 class _Reader:
-    """Goes over the instructions of one piece of code; ``names`` are the local ones that stand for what was imported."""
-
     def __init__(self, code: types.CodeType, names: dict[str, Read]) -> None:
         self.found: set[Read] = set()
+        # Local names that stand for what was imported.
         self._names = dict(names)
         self._path: Read = ()
         self._module: Read = ()
@@ -213,15 +217,15 @@ class _Reader:
 
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: types.CodeType) -> tuple[Read, ...]:
-    """What code reads of globals, of its closure and of what it imports, each with the attributes read of it.
+    """Return what code reads of globals, of its closure and of what it imports, each with the attributes read of it.
 
-    ``settings.scale`` is ("global", "settings", "scale").
+    ``settings.scale`` is ("global", "settings", "scale"). Includes the code of functions and classes within.
     """
     return tuple(sorted(_Reader(code, {}).found))
 
 
 def bodies(cls: type) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
-    """The bases of a user's class with what each of them says: methods, properties, values. Nothing of a library's."""
+    """Yield each base of a user's class with its own entries (methods, properties, values); a library's base has none."""
     for base in inspect.getmro(cls):
         said = []
         if not in_library(base):
@@ -232,12 +236,12 @@ def bodies(cls: type) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
 
 
 def mutable_bases(cls: type) -> list[type]:
-    """A class and those of its bases in which anybody can replace a method."""
+    """Return the class and its bases, without those whose methods cannot be replaced."""
     return [base for base in inspect.getmro(cls) if not base.__flags__ & _IMMUTABLE]
 
 
 def is_at_its_name(cls: type) -> bool:
-    """Whether a class is the one that its module has under its name, as those are that live as long as the process."""
+    """Return whether its module has the class under its name; such a class lives as long as the process."""
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         found = getattr(found, "__dict__", {}).get(name)
@@ -245,7 +249,7 @@ def is_at_its_name(cls: type) -> bool:
 
 
 def guards_of(cls: type) -> _C.Guards:
-    """Guards of what a class and its bases say."""
+    """Return guards of the entries of a class and its bases."""
     guards = _C.Guards()
     guards.cls(cls)
     return guards
@@ -253,14 +257,18 @@ def guards_of(cls: type) -> _C.Guards:
 
 @functools.lru_cache(maxsize=1024)
 def slots_of(cls: Any) -> tuple[Any, ...]:
-    """The descriptors of the slots that a class and its bases declare."""
+    """Return the descriptors of the slots that a class and its bases declare."""
     found = [(base, one) for base in inspect.getmro(cls) if "__slots__" in vars(base) for one in vars(base).values()]
     return tuple(one for base, one in found if isinstance(one, types.MemberDescriptorType) and one.__objclass__ is base)
 
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(cls: Any) -> type:
-    """The base whose memory an object of this class has beside attributes and slots, of which C code alone knows."""
+    """Return the base that determines the memory of the class's objects beside attributes and slots.
+
+    Only C code knows what that memory contains, so each such base has a rule of its own (``CONTENTS``), or counts by
+    identity.
+    """
     base = cls.__base__
     if base is None:
         return cls
@@ -274,15 +282,15 @@ def layout_of(cls: Any) -> type:
 
 @functools.lru_cache(maxsize=4096)
 def codes_within(code: types.CodeType) -> tuple[types.CodeType, ...]:
-    """A piece of code and all that it holds: of the functions and classes that it makes."""
+    """Return a code object and all code objects within it: those of functions and classes that it makes."""
     inner: Iterator[types.CodeType] = (one for one in code.co_consts if isinstance(one, types.CodeType))
     return (code, *(one for part in inner for one in codes_within(part)))
 
 
 def operators_with(code: types.CodeType) -> Iterator[tuple[Any, str, types.FunctionType]]:
-    """The operators of users with this code in their shape rules and gradients, each with an attribute, and the function there.
+    """Yield the users' operators that have this code in a shape rule or a gradient: (operator, attribute, function).
 
-    Their calls are part of the graph.
+    Calls of these operators are part of the graph.
     """
     for one in list(custom_ops.OPDEFS.values()):
         for name in ("_init_fn", "_abstract_fn", "_backward_fn", "_setup_context_fn"):
@@ -327,7 +335,7 @@ TYPES: frozenset[type] = frozenset({
 OF_TENSORS = frozenset({
     "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "numpy", "tolist", "__array__", "__dlpack__",
     "_is_view", "record_stream", "pin_memory", "storage_offset", "storage_type", "is_inference", "is_shared", "is_pinned",
-    "is_set_to", "__setstate__",  # of a functools.partial, too: it replaces what nobody puts back
+    "is_set_to", "__setstate__",  # of a functools.partial, too: it replaces what is not put back
 })  # fmt: skip
 OF_TORCH = frozenset({
     "state_dict", "load_state_dict",  # whose hooks no key holds
@@ -342,12 +350,12 @@ _ITERTOOLS = frozenset(
 
 
 def package_of(module: Any) -> str:
-    """The top-level package of a module's name; empty for what has none."""
+    """Return the top-level package of a module's name; empty if it has none."""
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def is_pure_module(module: Any) -> bool:
-    """Whether code of a library's module may run unobserved."""
+    """Return whether code of a library's module may run unobserved."""
     if package_of(module) not in PACKAGES or not is_library_module(module):
         return False
     return _within(module, _WITHOUT_STATE) or not _within(module, _WITH_STATE)
@@ -358,7 +366,7 @@ def _within(module: str, parts: tuple[str, ...]) -> bool:
 
 
 def is_pure_function(function: Any) -> bool:
-    """Whether a C function that belongs to a module may be called."""
+    """Return whether a C function of a module may be called."""
     if id(function) in _BUILTINS:
         return True
     name = getattr(function, "__name__", "")
@@ -371,7 +379,7 @@ def is_pure_function(function: Any) -> bool:
 
 
 def module_of(function: Any) -> str:
-    """The library's module that a function is from; empty for other functions, whatever they say of themselves."""
+    """Return the library module that a function is from; empty for other functions, whatever their ``__module__``."""
     owner = getattr(function, "__self__", None)
     if isinstance(function, types.FunctionType):
         module = function.__globals__.get("__name__") if is_library_function(function) else ""
@@ -381,7 +389,7 @@ def module_of(function: Any) -> str:
 
 
 def is_pure_class(cls: type) -> bool:
-    """Whether a library's class may be called, and its objects' methods."""
+    """Return whether a library's class, and the methods of its objects, may be called."""
     if cls in TYPES or cls in _ITERTOOLS or issubclass(cls, (BaseException, torch.Tensor)):
         return True
     if issubclass(cls, (torch.Generator, torch.jit.ScriptModule)) or cls.__module__ == "builtins":
@@ -390,7 +398,7 @@ def is_pure_class(cls: type) -> bool:
 
 
 def is_pure_method(receiver: Any, name: str) -> bool:
-    """Whether a C method reads and changes nothing but its receiver and its arguments."""
+    """Return whether a C method reads and changes nothing but its receiver and its arguments."""
     if isinstance(receiver, torch.Tensor) or name == "__setstate__":
         return name not in OF_TENSORS
     defining = next((base for base in type(receiver).__mro__ if isinstance(vars(base).get(name), _IN_C)), None)
@@ -398,5 +406,5 @@ def is_pure_method(receiver: Any, name: str) -> bool:
 
 
 def walks_over(receiver: Any, name: str) -> bool:
-    """Whether a C method of a container reads what all of its items say."""
+    """Return whether a C method of a container reads attributes of the container's items."""
     return isinstance(receiver, (list, tuple, dict, collections.deque)) and name in ("sort", "extend", "update")

@@ -1,4 +1,4 @@
-"""Numbers for objects that count by identity."""
+"""The places that a step's key was made from: how each is guarded, compared, and put back after a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _next_token = itertools.count()
 
 
 def token_of(value: Any) -> int | None:
-    """A number that no other object ever has; None for an object that cannot be referred to weakly."""
+    """Return a number that no other object of the process ever has; None for an object without weak references."""
     known = _tokens.get(id(value))
     if known is not None and known[0]() is value:
         return known[1]
@@ -49,10 +49,10 @@ def _forget(address: int, reference: weakref.ref[Any]) -> None:
 
 
 def exact(value: Any) -> Any:
-    """A key that equals that of another value only if both have the same type and bits; NaN is equal to itself.
+    """Return a key that equals another value's only if both have the same type and bits; NaN is equal to itself.
 
-    Looks into plain containers and dataclasses. Objects of other kinds are equal if they say so and look alike. The key can be
-    hashed if all that it was made of can be, or is a list or a dict.
+    Looks into plain containers and dataclasses. Objects of other kinds are compared by ``==`` and ``repr``. The key can
+    be hashed if everything in it can be.
     """
     kind = type(value)
     if kind is str or kind is int or kind is bool or value is None:
@@ -79,7 +79,7 @@ def exact(value: Any) -> Any:
 Kind = Literal["dict", "entries", "items", "cell", "object", "slots", "function", "class", "memory"]
 MISSING = object()
 _NONE: Mapping[int, Any] = types.MappingProxyType({})
-# Where torch keeps, of functions that Dynamo is to leave alone, what it made at their first call; whoever calls first sets it.
+# The attribute in which torch keeps, for a function that Dynamo leaves alone, what it made at the first call, from any thread.
 MEMO = "__dynamo_disable"
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 # What torch's recurrent layers set in each forward pass.
@@ -90,9 +90,9 @@ _SET_BY_TORCH = ("_flat_weights", "_flat_weight_refs", "_flat_weights_names")
 class GuardedPlace:
     """A place that a key was made from.
 
-    ``keys`` are the names of entries that were read of a dict, or the descriptors of an object's slots. ``base`` is the type
-    of Python's that keeps the items or the memory. ``label`` says where it was found; ``owner`` is the module whose attributes
-    these are. A trace may change what is not ``kept``, which somebody else puts back.
+    ``keys`` are the names of the entries that were read of a dict, or the descriptors of an object's slots. ``base`` is
+    Python's own type that keeps the items or the memory. ``label`` says where the place was found; ``owner`` is the
+    module whose attributes it has. A trace may change a place that is not ``kept``: other code restores that.
     """
 
     container: Any
@@ -104,7 +104,7 @@ class GuardedPlace:
     kept: bool = True
 
     def guard(self, guards: _C.Guards) -> None:
-        """From now on ``guards`` tell whether anything here was replaced."""
+        """Add the place to ``guards``, which then report any replacement here."""
         container, kind = self.container, self.kind
         if kind == "dict":
             guards.dict(container)
@@ -122,7 +122,7 @@ class GuardedPlace:
             (guards.entry if kind == "entries" else guards.member)(container, key)
 
     def contents(self) -> Any:
-        """What there is to be put back: pairs of everything that has names, a list of items, or bytes."""
+        """Return what can be put back: pairs of all that has names, a list of items, or bytes."""
         container, kind = self.container, self.kind
         if kind == "dict":
             return pairs_of(container)
@@ -144,10 +144,10 @@ class GuardedPlace:
         return np.ndarray.ravel(container).tolist() if _has_objects(container) else memory_of(container)
 
     def put_back(self, before: Any, stand_ins: Mapping[int, Any] = _NONE) -> str | None:
-        """Undo what a trace changed. Returns the name of something that a step changes; None where there is nothing.
+        """Undo what a trace changed. Returns the name of something that the step changes; None if it changes nothing.
 
-        Where something lies that a trace showed in the place of an object (``stand_ins``, by ``id``), the step has put that back
-        itself: ``self.total += x`` does.
+        ``stand_ins`` maps the ``id`` of an object to what the trace showed for it. A stand-in in the place of its
+        object is no change: the step has put the object back, as ``self.total += x`` does.
         """
         now = self.contents()
         if self.kind == "memory":
@@ -166,9 +166,9 @@ class GuardedPlace:
     def _put_object_back(
         self, before: tuple[Any, ...], now: tuple[Any, ...], stand_ins: Mapping[int, Any]
     ) -> str | None:
-        """Its class, the dict of its attributes, and what that says."""
         changed = None
         if now[0] is not before[0]:
+            # object's own: a user's __setattr__ must not run.
             object.__setattr__(self.container, "__class__", before[0])
             changed = "__class__"
         if now[1] is not before[1] and before[1] is not None:
@@ -184,6 +184,7 @@ class GuardedPlace:
             return None
         if self.base is OrderedDict:
             for key in before:
+                # The pairs of the dict are another place; here only the order counts.
                 OrderedDict.move_to_end(self.container, key)
             return ""
         if self.base is set and {*map(id, before)} == {*map(id, now)}:
@@ -204,7 +205,7 @@ class GuardedPlace:
             old, new = old_values.get(key, MISSING), new_values.get(key, MISSING)
             if old is new or (type(key) is str and key == MEMO):
                 continue
-            # Whoever else holds a frozen part may have set its mode meanwhile.
+            # Another job that shares a frozen part may have set its mode meanwhile.
             if (
                 key == "training"
                 and self.owner is not None
@@ -215,7 +216,7 @@ class GuardedPlace:
             same = equal(old, new) or (new is not None and stand_ins.get(id(old)) is new)
             if not (same or (isinstance(self.owner, nn.RNNBase) and key in _SET_BY_TORCH)):
                 changed = key.__name__ if self.kind == "slots" else str(key)
-        ordered = self.kind == "dict" and not isinstance(self.container, OrderedDict)  # those have a look of their own
+        ordered = self.kind == "dict" and not isinstance(self.container, OrderedDict)  # its order has its own place
         if ordered and [id(key) for key, _ in self.contents()] != [id(key) for key, _ in before]:
             dict.clear(self.container)
             dict.update(self.container, before)
@@ -248,12 +249,12 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def pairs_of(container: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """The entries of a dict in their order, as no code of its class can show them."""
+    """Return the entries of a dict in their order, without running code of its class."""
     return [*dict.items(container)]
 
 
 def cell_contents(cell: types.CellType) -> Any:
-    """What a closure's cell holds; MISSING where it is not filled yet."""
+    """Return the contents of a closure's cell; MISSING if it is not filled yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -261,7 +262,7 @@ def cell_contents(cell: types.CellType) -> Any:
 
 
 def slot_value(descriptor: Any, value: Any) -> Any:
-    """What a slot holds; MISSING for an empty one."""
+    """Return the contents of a slot; MISSING if it is empty."""
     try:
         return descriptor.__get__(value, type(value))
     except AttributeError:
@@ -269,7 +270,7 @@ def slot_value(descriptor: Any, value: Any) -> Any:
 
 
 def memory_of(value: Any) -> bytes:
-    """The bytes of an array or a buffer, row by row."""
+    """Return the bytes of an array or a buffer, row by row."""
     return np.ndarray.tobytes(value) if isinstance(value, np.ndarray) else memoryview(value).tobytes()
 
 
@@ -291,7 +292,7 @@ def _write_memory(value: Any, contents: Any) -> None:
 
 
 def equal(old: Any, new: Any) -> bool:
-    """Whether a step may put one value into the place of the other: they are told apart by nothing but their identity."""
+    """Return whether a step may replace one value by the other: they differ in nothing but their identity."""
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
         return False
     try:
@@ -306,9 +307,9 @@ _VALUES = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass(frozen=True)
 class Body:
-    """What a class and its bases say. ``users`` are the functions and classes in it that no library defines.
+    """The entries of a class and its bases. ``users`` are the functions and classes among them that no library defines.
 
-    ``key`` counts everything by identity; ``keep`` must live as long as it, as addresses are part of it.
+    ``key`` counts every entry by identity; ``keep`` must live as long as the key, which contains addresses.
     """
 
     key: Hashable
@@ -322,12 +323,13 @@ _next_number = itertools.count()  # no two keys have the same one, whichever thr
 
 
 def body_of(cls: type) -> Body:
-    """What a library's class and its bases say now."""
+    """Return the present entries of a library's class and its bases."""
     known = _known.get(cls)
     if known is not None and known[0].current():
         return known[1]
     guards, body = guards_of(cls), _read(cls)
     if is_at_its_name(cls):
+        # A number in the place of a long key: equal bodies get the same one, also after a change and back.
         number, first = _numbers.setdefault(
             body.key, (next(_next_number), body)
         )  # which keeps what has an address in it

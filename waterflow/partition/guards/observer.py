@@ -1,7 +1,8 @@
-"""What the observer sees of each opcode: which operands on the value stack, and whether there is a result.
+"""Plans for the observer: for each instruction of a code object, the operands on the value stack, and the result.
 
-Every opcode is in one of three tables: seen, harmless (it touches only the frame's own variables and stack), or absent from
-compiled code. A test compares them with the interpreter's own list; whatever none of them has is recorded as unknown.
+Every opcode is in one of three tables: seen, harmless (it touches only the frame's own variables and stack), or absent
+from compiled code. A test compares them with the interpreter's own list; an opcode that is in no table is recorded as
+unknown.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _NEWER = sys.version_info >= (3, 13)
 
 
 class Kind(enum.IntEnum):
-    """What an event is, and its operands. A result is there where the instruction made one and did not raise.
+    """The kind of an event, and its operands. A result exists if the instruction made one and did not raise.
 
-    What works on nothing but numbers, strings, bytes and None (arithmetic, comparisons, formats, tests) is not recorded.
+    Instructions that work only on numbers, strings, bytes and None (arithmetic, comparisons, formats, tests) are not
+    recorded.
     """
 
     ENTER = 0  # a frame begins or goes on: (function); the code is the event's own
@@ -84,7 +86,7 @@ class Kind(enum.IntEnum):
 
 
 class Take(enum.IntEnum):
-    """How the operands are taken; ``csrc/observer.h`` has the same numbers."""
+    """The way in which operands are collected; ``csrc/observer.h`` has the same numbers."""
 
     SLOTS = 0
     UNLESS_PLAIN = 1  # not recorded where all are numbers, strings, bytes or None
@@ -101,7 +103,10 @@ class Take(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Operands are positions from the top of the stack, which is 1; ``constant`` comes second, or first where it is alone."""
+    """The treatment of an opcode that is seen.
+
+    Operands are positions from the top of the stack, which is 1. ``constant`` comes second, or first if it is alone.
+    """
 
     kind: Kind
     operands: tuple[int, ...] | Callable[[int], tuple[int, ...]] = ()
@@ -141,7 +146,7 @@ def _argument(code: types.CodeType, argument: int) -> int:
 
 
 def _below(extra: int) -> Callable[[int], tuple[int, ...]]:
-    """The lowest of ``argument + extra`` first."""
+    # The lowest operand first, as arguments were pushed.
     return lambda argument: tuple(range(argument + extra, 0, -1))
 
 
@@ -150,7 +155,7 @@ def _is_odd(argument: int) -> bool:
 
 
 def _unpacked(argument: int) -> tuple[int, ...]:
-    """Below the arguments lie the callable and NULL, in one order or the other."""
+    # Below the arguments lie the callable and NULL, in one order or the other.
     return (4, 3, 2, 1) if argument & 1 else (3, 2, 1)
 
 
@@ -260,7 +265,7 @@ CELL_OPCODES = frozenset({
 
 
 def treatment(name: str) -> str:
-    """``seen``, ``harmless``, ``absent`` or ``unknown``."""
+    """Return ``seen``, ``harmless``, ``absent`` or ``unknown`` for the name of an opcode."""
     if name in RULES:
         return "seen"
     if name in _ABSENT or dis.opmap.get(name, 0) > 255 or name.startswith("INSTRUMENTED_"):
@@ -274,7 +279,7 @@ Step = tuple[int, Kind, int, tuple[int, ...], Any, int, int, int, int]
 
 
 class OperandPlan(NamedTuple):
-    """What the observer sees of a code object. Lists have an entry for each code unit."""
+    """The plan of a code object. Lists have an entry for each code unit (two bytes)."""
 
     steps: tuple[Step, ...]
     starts: list[int]  # the first unit of the instruction that a unit belongs to
@@ -294,13 +299,13 @@ class _Instruction:
 
     @property
     def target(self) -> int | None:
-        """Where it may jump."""
+        """The unit that the instruction may jump to, or None."""
         if self.opcode not in _JUMPS:
             return None
         return self.after - self.argument if "JUMP_BACKWARD" in self.name else self.after + self.argument
 
     def effect(self, jump: bool) -> int:
-        """By how much the stack grows."""
+        """Return by how many values the stack grows."""
         if not _NEW and self.name in ("PRECALL", "CALL"):  # the compiler's account has the arguments go one step early
             return 0 if self.name == "PRECALL" else -self.argument - 1
         return dis.stack_effect(self.opcode, self.argument if self.opcode in _WITH_ARGUMENT else None, jump=jump)
@@ -335,9 +340,11 @@ def _instructions(code: types.CodeType) -> Iterator[_Instruction]:
 
 
 def _depths(code: types.CodeType, found: dict[int, _Instruction]) -> dict[int, int]:
+    # A generator begins with a value on its stack, which some versions do not count as RETURN_GENERATOR's.
     starts_deep = code.co_flags & _GENERATORS and dis.stack_effect(dis.opmap["RETURN_GENERATOR"]) == 0
     reached = {0: 1 if starts_deep else 0}
     for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+        # A handler begins with the exception on the stack, and with the place of the raise if lasti is set.
         reached[entry.target // 2] = entry.depth + entry.lasti + 1
     waiting = list(reached)
     while waiting:
@@ -356,7 +363,7 @@ def _depths(code: types.CodeType, found: dict[int, _Instruction]) -> dict[int, i
 
 
 def plan_of(code: types.CodeType, variables: int) -> OperandPlan:
-    """The plan of a code object whose frames have that many variables, cells included, below their stack."""
+    """Return the plan of a code object whose frames have ``variables`` slots, cells included, below their stack."""
     instructions = list(_instructions(code))
     by_unit = {instruction.unit: instruction for instruction in instructions}
     depths = _depths(code, by_unit)
@@ -417,17 +424,17 @@ Check = Callable[[Event], None]
 
 
 class observing(_C.Observation):
-    """Within, what the calling thread's user code does is seen: ``with observing(is_users) as seen``.
+    """Observe the calling thread's user code in the block: ``with observing(is_users) as seen``.
 
-    ``is_users(code, globals)`` is asked once for each code object, and says whether it is the user's. Frames that run already when
-    the observation begins are not seen, nor are other threads. Raises CannotObserve where there is no way to see, and RuntimeError
-    where the thread is observed already.
+    ``is_users(code, globals)`` is asked once for each code object, and returns whether it is the user's. Frames that
+    run already when the observation begins are not seen, nor are other threads. Raises CannotObserve where this Python
+    cannot be observed, or where another tool (a tracer) has its place, and RuntimeError where the thread is observed
+    already.
 
-    ``check`` is called with each event of the kinds ``checked`` before it happens, without its result. What it raises is raised
-    in the user's frame, in the place of what would have happened.
+    ``check`` is called with each event of the kinds ``checked`` before it happens, without its result. An exception
+    that it raises is raised in the user's frame, and the operation does not happen.
 
-    After the block ``events`` has what was seen, in order. They hold the objects: let go of them with ``drop``. ``why_not`` says
-    why not everything was seen; it is empty where everything was.
+    After the block ``events`` has the events in order. Events keep their objects alive: release them with ``drop``.
     """
 
     def __new__(  # noqa: D102
@@ -441,13 +448,13 @@ class observing(_C.Observation):
 
     @property
     def complete(self) -> bool:
-        """Whether everything was seen."""
+        """True if everything was seen; ``why_not`` has the reason otherwise."""
         return not self.why_not
 
     def drop(self) -> list[str]:
-        """Let go of what was seen. Returns the lines of user code that ran then, which would have run within the step.
+        """Release the events. Returns the lines of user code that ran then, which would have run within the step.
 
-        Finalizers, that is, and what generators do as they are closed.
+        Such code is a finalizer, or a generator that is closed.
         """
         with observing(self._is_users) as last:
             self.events = []
@@ -455,15 +462,14 @@ class observing(_C.Observation):
         return [*dict.fromkeys(lines if last.complete else [*lines, last.why_not])]
 
     def line(self, event: Event) -> str:
-        """``file:line, in function: code``."""
+        """Return ``file:line, in function: code`` of an event."""
         return line_of(event)
 
     def _end(self) -> None:
-        """Called as the block ends."""
+        # The native class calls this as the block ends, and _plan for each code object that it meets.
         self.events = self.take_events()
 
     def _plan(self, code: types.CodeType, space: dict[str, Any], variables: int) -> OperandPlan | None:
-        """Called for each code object that is met."""
         if space is globals() or not self._is_users(code, space):
             return None
         known = _plans.get(id(code))
@@ -483,13 +489,13 @@ def _forget(key: int, _: object) -> None:
 
 
 def _says_nothing(event: Event) -> bool:
-    """Whether an event is nothing but that a frame went on: as a generator's that is closed."""
+    # A generator that is closed goes on for a moment, without doing anything.
     closed = event.kind is Kind.INTRINSIC and event.operands[1] == "INTRINSIC_STOPITERATION_ERROR"
     return closed or event.kind in (Kind.ENTER, Kind.CELLS)
 
 
 def line_of(event: Event) -> str:
-    """``file:line, in function: code``, where an event was seen."""
+    """Return ``file:line, in function: code`` of the place where an event was seen."""
     code = event.code
     number = code.co_firstlineno
     for start, end, line in code.co_lines():

@@ -1,13 +1,13 @@
-"""The judge of a trace: whether all that the user's code read in it is guarded, or cannot change.
+"""Judges a trace: everything that the user's code read in it must be guarded, or must not be able to change.
 
-A fingerprint (``fingerprint.py``) walks over what a step is made of, and is compared before each call. The observer
-(``observer.py``) tells what the user's frames really did while the step was traced. A capture is good only where the second
-lies within the first. That is decided operation by operation, and by induction over them: an object is
+A fingerprint (``cache_key.py``) walks over what a step is made of, and is compared before each call. The observer
+(``observer.py``) reports what the user's frames really did while the step was traced. A capture is good only if the
+second lies within the first. That is decided operation by operation, and by induction over them. An object is
 
 - *looked into*: the fingerprint has met it, and whatever can be read of it is guarded, or answers for itself;
-- *unlooked*: the fingerprint has met it and could not look into it, or it was read from a place that nobody guards. Any use
+- *unlooked*: the fingerprint has met it and could not look into it, or it was read from an unguarded place. Any use
   of it refuses the step;
-- *new*: neither. The step made it, from things of the first kind: for what is called is observed itself, or is known to
+- *new*: neither. The step made it, from things of the first kind: what is called is observed itself, or is known to
   return what follows from its arguments (``code_refs.py``); everything else refuses the step.
 
 Entries of modules and of libraries' classes are read by name, and become guards of the capture (``NamedValue``).
@@ -66,12 +66,12 @@ _Rules = dict[Kind, Callable[[tuple[Any, ...]], None]]
 
 
 class ClosedWorld:
-    """Judges the operations of one trace, each before it happens."""
+    """Judges the operations of one trace, each before it happens. Made for one trace, on one thread."""
 
     def __init__(
         self, fingerprint: Fingerprint, batch: Iterable[Any] = (), batch_spec: pytree.TreeSpec | None = None
     ) -> None:
-        """``batch`` are the leaves of a batch."""
+        """``batch`` has the leaves of the batch, ``batch_spec`` its structure."""
         self.unread = Unread(fingerprint, ())
         self.reads = Reads(fingerprint, batch_spec)
         for value in batch:
@@ -91,7 +91,6 @@ class ClosedWorld:
         return *self.reads.entries.values(), *reads.entries_of(self._met)
 
     def _make_rules(self) -> _Rules:
-        """The rule of each kind of operation."""
         works = (
             Kind.SUPER, Kind.ITEM, Kind.DELETE_ITEM, Kind.SLICE, Kind.NEXT, Kind.SEND, Kind.AWAIT, Kind.LENGTH, Kind.CONTAINS,
             Kind.COMPARE, Kind.BINARY, Kind.UNARY, Kind.TEST, Kind.HASH, Kind.FORMAT, Kind.LEAVE, Kind.RAISE, Kind.EXCEPT,
@@ -114,7 +113,10 @@ class ClosedWorld:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, user code runs that is to be part of the capture. Raises CaptureError in the place of what leaves the world."""
+        """Observe the user code of the block, which is to be part of the capture.
+
+        Raises CaptureError in the place of the first operation that leaves the closed world.
+        """
         try:
             rules = self._make_rules()
             with no_collections(), observing(self.is_observed, functools.partial(self._check, rules), rules) as seen:
@@ -130,10 +132,10 @@ class ClosedWorld:
         self._raise_refusal()
 
     def is_observed(self, code: types.CodeType, space: dict[str, Any]) -> bool:
-        """Whether the operations of a function's frames are judged one by one.
+        """Return whether the operations of a function's frames are judged one by one.
 
-        Those of Python's own library, and of torch, are not: code that is not observed may call them, too. Calls to them are
-        judged. Other libraries are observed where they have a part in the step.
+        Frames of Python's own library and of torch are not: code that is not observed may call them, too. Calls to them
+        are judged. Other libraries are observed if the step contains a module of theirs, or calls them.
         """
         package = code_refs.package_of(space.get("__name__"))
         if not is_library_code(code, space):
@@ -143,12 +145,14 @@ class ClosedWorld:
         return package in self._libraries and package not in (sys.stdlib_module_names | code_refs.PACKAGES)
 
     def _raise_refusal(self) -> None:
+        # Taken out first: its traceback refers to this object.
         refusal, self._refusal = self._refusal, None  # whose traceback leads to here
         if refusal is not None:
             raise refusal from None
 
     def _check(self, rules: _Rules, event: Event) -> None:
-        """Called before an operation. What is refused here does not happen; nor does anything else of the step from then on."""
+        # Runs before each operation. A refused operation does not happen; nor does any after it, in except and finally
+        # clauses of the user.
         if self._refusal is None and not self.unread.read:
             try:
                 self.unread.operation(event.kind, event.operands)
@@ -159,7 +163,8 @@ class ClosedWorld:
         raise Refused
 
     def _look_back(self, seen: observing) -> None:
-        """What could not be said before: which frames were entered, and which modules were imported."""
+        # Judges, after the block, what cannot be judged before: the frames that were entered, and the modules that an
+        # import returned.
         for event in seen.events:
             try:
                 if event.kind is Kind.ENTER:
@@ -171,12 +176,12 @@ class ClosedWorld:
         if not seen.complete:
             self._refusal = self._refusal or CaptureError(f"not all that the step does could be seen: {seen.why_not}")
         for line in seen.drop():
-            self._refusal = self._refusal or CaptureError("the step runs code when it lets go of an object", line)
+            self._refusal = self._refusal or CaptureError("the step runs code when it releases an object", line)
 
     # -- what objects are
 
     def _whole(self, value: Any, seen: set[int] | None = None) -> None:
-        """Code that nobody observes is given ``value``: it may read and call all of it."""
+        # ``value`` goes to code that is not observed, which may read and call all of it: every part must be readable.
         if type(value) in ATOMS or issubclass(type(value), StandIn):
             return
         self.reads.read(value)
@@ -199,10 +204,10 @@ class ClosedWorld:
             self._whole(part, seen)
 
     def _parts(self, value: Any) -> Iterator[Any]:
-        """What can be reached from an object: its items, attributes and slots."""
         base = next((base for base in _CONTAINERS if isinstance(value, base)), None)
         if base is not None:
             yield from (one for pair in pairs_of(value) for one in pair) if base is dict else base.__iter__(value)  # type: ignore[attr-defined]
+        # A fingerprint without opaque objects already covers the attributes of all that it met.
         made = self.reads.fingerprint.cover(value) is None
         if not isinstance(value, (type, nn.Module)) and (made or self.reads.fingerprint.opaque):
             yield from (_C.attributes_of(value) or {}).values()
@@ -213,7 +218,8 @@ class ClosedWorld:
     # -- entries by name
 
     def _name(self, operands: tuple[Any, ...]) -> None:
-        if "__builtins__" in operands[0] or operands[0] is vars(builtins):  # else the body of a class
+        # A class body's names are the step's own.
+        if "__builtins__" in operands[0] or operands[0] is vars(builtins):
             self.reads.named_global(operands)
 
     def _set_global(self, operands: tuple[Any, ...]) -> None:
@@ -257,7 +263,8 @@ class ClosedWorld:
         """The variables of functions, whose cells the fingerprint has looked into, or which the step made."""
 
     def _frame(self, code: types.CodeType, function: Any) -> None:
-        """The user's code may only be code that the fingerprint has met, or that such code holds."""
+        # User code runs only if the fingerprint has met it, or if such code contains it. Anything else was reached by a
+        # way that no guard covers.
         if self._known is None:
             self._known = {code for one in self.reads.fingerprint.functions() for code in codes_within(one.__code__)}
         if code.co_name == "<module>":  # a module that is imported for the first time, or text that a library executes
@@ -292,7 +299,7 @@ class ClosedWorld:
         self._callee(called, given, named)
 
     def _callee(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Judge a call; with what it is given where that is known."""
+        # Wrappers (methods, partials) are taken apart until the code that runs is known.
         if self._asks(called, given, named):
             return
         if isinstance(called, types.FunctionType):
@@ -322,7 +329,7 @@ class ClosedWorld:
             self._object(called, given, named)
 
     def _asks(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-        """Whether a call does nothing but to ask how the process is set, which becomes a guard of the capture."""
+        # A call that does nothing but read a setting of the process becomes a guard of the capture, which asks again.
         package = code_refs.package_of(code_refs.module_of(called))
         if package in ("numpy", "warnings", "_warnings"):
             self._depends_on(settings.of_numpy if package == "numpy" else settings.of_warnings)
@@ -348,6 +355,7 @@ class ClosedWorld:
         if self.is_observed(called.__code__, called.__globals__):
             return
         if given:
+            # Library code is judged by its call alone: random draws and changes of mode must be caught here.
             reads.check_generator(given[0], called.__name__)
             reads.check_mode(called.__name__, *given[:2], *named.values())
         if not code_refs.is_pure_module(called.__globals__.get("__name__")):
@@ -374,12 +382,13 @@ class ClosedWorld:
                 raise Refused(f"calls {called.__name__} of a {what}, which is not known to be without state")
             self.reads.looked_up((owner, *given))
             given = (*given, owner) if code_refs.walks_over(owner, called.__name__) else given
+        # These walk over their first argument, as a for loop does.
         if called is iter or called is next or called is sorted:
             self._iterates(given[:1])
         self._all_whole(given, named)
 
     def _classes(self, classes: Any) -> None:
-        """An object is compared with classes, some of which ask a registry."""
+        # An abstract class answers by a registry, which the process may change.
         for one in classes if type(classes) is tuple else getattr(classes, "__args__", (classes,)):
             if isinstance(one, abc.ABCMeta):
                 self._depends_on(settings.of_classes)
@@ -391,7 +400,6 @@ class ClosedWorld:
             raise Refused(f"makes a {cls.__module__}.{cls.__qualname__}, which is not known to be without state")
 
     def _object(self, called: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """An object that can be called."""
         kind = type(called)
         if not isinstance(called, _Cached):
             self.reads.read(called)

@@ -1,6 +1,6 @@
-"""What the code of a step reads by name, and whether that is guarded: attributes, and entries of modules and classes.
+"""Judges what a step's code reads by name, attributes and entries of modules and classes, and guards what it may read.
 
-Part of the judgement of a trace (``closed_world.py``).
+Part of the judgement of a trace (``purity.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks"
 _SAID_NOWHERE = frozenset(
     {"__doc__", "__annotations__", "__module__", "__type_params__", "__abstractmethods__", "__orig_bases__"}
 )
-_HISTORY = frozenset({"grad", "_grad", "grad_fn", "is_leaf", "retains_grad"})  # which stand-ins do not have
+# Stand-ins have no gradient history.
+_HISTORY = frozenset({"grad", "_grad", "grad_fn", "is_leaf", "retains_grad"})
 _HEAP_TYPE = 1 << 9  # of a class's flags (Py_TPFLAGS_HEAPTYPE): others cannot be changed from Python
 _NOTHING = object()
 _SHARED = {
@@ -55,14 +56,15 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class NamedValue:
-    """An entry of a module, or of a library's class, that a capture has read: another value there is another capture."""
+    """An entry of a module or of a library's class that a capture has read; the capture serves only while it is unchanged."""
 
     container: Any
     name: str
     value: Any
 
     def holds(self) -> bool:
-        """Whether the same is there now."""
+        """Return whether the entry has the same value now."""
+        # By identity, and constants by their bits: numbers that are computed anew are other objects.
         now = vars(self.container).get(self.name, _NOTHING) if isinstance(self.container, type) else self._now()
         return now is self.value or (is_atom(now) and bool(exact(now) == exact(self.value)))
 
@@ -72,19 +74,20 @@ class NamedValue:
 
 @dataclass(frozen=True)
 class Setting(NamedValue):
-    """What ``container``, a function without arguments, said when the step was traced, which it must still say."""
+    """The value that ``container``, a function without arguments, returned when the step was traced."""
 
     def holds(self) -> bool:
-        """Whether it says the same now."""
+        """Return whether the function returns the same now."""
         return same(self.container(), self.value)
 
 
-class Refused(BaseException):  # no error of the user's, whose code is not to catch it
-    """An operation that leaves the closed world; the message continues "the step ..."."""
+# A BaseException: the user's code must not catch it with ``except Exception`` and go on.
+class Refused(BaseException):
+    """An operation leaves the closed world; the message continues "the step ..."."""
 
 
 class Reads:
-    """Judges what is read. ``entries`` are the guards that come to those of the fingerprint."""
+    """Judges reads, for one trace. ``entries`` are guards that the capture needs beside those of the fingerprint."""
 
     def __init__(self, fingerprint: Fingerprint, batch_spec: pytree.TreeSpec | None = None) -> None:
         self.fingerprint = fingerprint
@@ -97,7 +100,7 @@ class Reads:
         self.alive: list[Any] = []
 
     def read(self, value: Any) -> None:
-        """An operation looks into ``value``."""
+        """Judge an operation that looks into ``value``. Raises Refused where no guard covers what it may find."""
         if type(value) in ATOMS:
             return
         label = self._unlooked.get(id(value))
@@ -107,16 +110,23 @@ class Reads:
             raise Refused(f"reads {label}, into which a capture cannot look")
 
     def give(self, batch: Any, shown: Mapping[int, torch.Tensor], stand_ins: Iterable[torch.Tensor]) -> None:
-        """What the step is given in this trace."""
+        """Take over what the step is given in this trace.
+
+        ``shown`` maps the ``id`` of each of the step's own tensors to its stand-in; ``stand_ins`` are all stand-ins.
+        """
         parts: list[Any] = []
-        pytree.tree_flatten(batch, is_leaf=parts.append)  # type: ignore[arg-type]  # it says no of each
+        # append returns None, so tree_flatten goes on into every part, and hands over the containers, too.
+        pytree.tree_flatten(batch, is_leaf=parts.append)  # type: ignore[arg-type]
         alone = (enum.Enum, bool, type(None), type, torch.dtype)
         self.batch = {id(one): isinstance(one, torch.Tensor) for one in parts if not isinstance(one, alone)}
         self.shown, self.stand_ins = shown, frozenset(map(id, stand_ins))
         self.alive += parts
 
     def compared(self, operands: tuple[Any, ...]) -> None:
-        """``left is right``: must be what it is with the tensors that stand-ins are shown for, and in each step."""
+        """Judge ``left is right``. Raises Refused unless the answer is the same for the real tensors, and in each step.
+
+        A batch consists of other objects in each step.
+        """
         known = [self.batch.get(id(one)) for one in operands]
         real = [self.shown.get(id(one), one) for one in operands]
         if known not in ([True, True], [None, None]) or (operands[0] is operands[1]) is not (real[0] is real[1]):
@@ -124,7 +134,10 @@ class Reads:
             raise Refused(f"asks which object a part of its batch or a tensor is; {why}")
 
     def looked_up(self, operands: tuple[Any, ...]) -> None:
-        """(container, keys ...): dicts and sets find tensors by their identity."""
+        """Judge a lookup of keys, ``operands[1:]``, in a container, ``operands[0]``.
+
+        Raises Refused for a tensor as a key: dicts and sets find tensors by identity, and a stand-in is another object.
+        """
         keyed = any(id(key) in self.stand_ins for key in operands[1:]) and isinstance(
             operands[0], (dict, set, frozenset)
         )
@@ -132,12 +145,13 @@ class Reads:
             raise Refused("looks up a tensor in a dict or set, which finds it by its identity; use a name for it")
 
     def stranger(self, value: Any, label: str) -> None:
-        """``value`` lay where nobody guards it: it must not be used."""
+        """Refuse any later use of ``value``, which lay in a place that no guard covers."""
         self._unlooked[id(value)] = label
         self.alive.append(value)
 
     def _entry(self, container: Any, name: str, value: Any, label: str) -> None:
-        """An entry was read of a module, or of a library's class. It is guarded; and its value must not change by itself."""
+        # Guards an entry that was read of a module, or of a library's class. The guard compares identity, so a value
+        # that can change in place must not be used.
         if isinstance(container, dict) and self.fingerprint.cover(container, name) is not None:
             return
         if (id(container), name) not in self.entries:
@@ -151,7 +165,10 @@ class Reads:
         return isinstance(value, (type, types.FunctionType)) and in_library(value)
 
     def of_operator(self, operator: Any, name: str, function: types.FunctionType) -> None:
-        """``function``, a gradient or a shape rule of an operator that a user has registered, was run."""
+        """Guard ``function``, a gradient or a shape rule of an operator that a user registered, which has run.
+
+        Raises Refused if it closes over values, as no key holds these.
+        """
         given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         if function.__closure__ or not all(map(is_atom, given)):
             raise Refused(
@@ -161,23 +178,26 @@ class Reads:
         self.entries[id(vars(operator)), name] = NamedValue(vars(operator), name, function)
 
     def setting(self, ask: Ask, label: str, value: Any) -> None:
-        """The process is set so that ``ask`` says ``value``, and the step's code may depend on it."""
+        """Guard the setting of the process that ``ask`` returns, ``value``: the step's code may depend on it."""
         self.entries.setdefault((hash(label), label), Setting(ask, label, value))
 
     def named_global(self, operands: tuple[Any, ...]) -> None:
-        """A global, or what a builtin name stands for: (the dict that has it, name)."""
+        """Guard a global or a builtin name that was read; ``operands`` are the dict that has it, and the name."""
         space, name = operands
         if name in space:
             self._entry(space, name, space[name], f"the global {name}")
 
     def imported(self, module: Any) -> None:
-        """A module that the step imports: the next time it must be the same one."""
+        """Guard the identity of a module that the step imported."""
         if isinstance(module, types.ModuleType) and sys.modules.get(module.__name__) is module:
             entry = NamedValue(sys.modules, module.__name__, module)
             self.entries.setdefault((id(sys.modules), module.__name__), entry)
 
     def attribute(self, operands: tuple[Any, ...]) -> None:
-        """(owner, name) is read; what a user's own code computes there is judged by itself."""
+        """Judge a read of an attribute; ``operands`` begin with the owner and the name.
+
+        User code that computes the attribute (a property) is observed, and judged by itself.
+        """
         owner, name = operands[:2]
         if isinstance(owner, types.ModuleType):
             self._of_module(owner, name)
@@ -210,7 +230,7 @@ class Reads:
             raise Refused(f"reads {label}, which that module computes")
 
     def _of_class(self, cls: type, name: str, read: bool) -> None:
-        """What a library's class says is guarded by name; a user's class the fingerprint has looked into."""
+        # Entries of library classes are guarded by name; the fingerprint has looked into a user's class as a whole.
         for base in cls.__mro__:
             if name in vars(base):
                 value = vars(base)[name]
@@ -225,45 +245,50 @@ class Reads:
                 return
 
     def set_attribute(self, operands: tuple[Any, ...]) -> None:
-        """(owner, name) is written or deleted: what the fingerprint has looked into is put back, and compared."""
+        """Judge a write or a deletion of an attribute; ``operands`` begin with the owner and the name.
+
+        Changes of objects that the fingerprint covers are put back after the trace, and reported by ``undisturbed``.
+        Raises Refused for all that would not be.
+        """
         owner, name = operands[0], operands[1]
         if isinstance(owner, types.ModuleType) or (isinstance(owner, type) and in_library(owner)):
             raise Refused(f"changes {name_of(owner)}.{name}")
         self.read(owner)
-        if name == "training" and isinstance(owner, nn.Module):  # not put back where others may set it: by equal jobs
+        # The mode of a shared part is not put back: an equal job on another thread may have set it.
+        if name == "training" and isinstance(owner, nn.Module):
             value = operands[2] if len(operands) > 2 else None
             if not (isinstance(value, bool) and value is owner.training):
                 raise Refused("sets the mode of a module (training)")
 
 
 def classes_of(spec: pytree.TreeSpec) -> Iterator[type]:
-    """The classes that a batch brings with it."""
+    """Yield the classes in the structure of a batch."""
     yield from (one for one in (spec.type, spec.context) if isinstance(one, type))
     for child in spec.children():
         yield from classes_of(child)
 
 
 def is_atom(value: Any) -> bool:
-    """Whether a value can never change."""
+    """Return whether a value is of a type whose objects never change."""
     return type(value) in ATOMS
 
 
 def _is_lazy(module: types.ModuleType) -> bool:
-    """Whether a module finds some of its names when they are asked for first, and then always says the same (PEP 562)."""
+    # Such a module finds a name at its first use, and returns the same object from then on (PEP 562).
     if type(module) is types.ModuleType:
         return "__getattr__" in vars(module) and code_refs.is_pure_module(module.__name__)
     return type(module).__module__ in ("torch._ops", "torch._classes", "transformers.utils.import_utils")
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether an object has nothing that changes."""
+    """Return whether an object has nothing that can change."""
     if isinstance(value, enum.Enum):  # a user's may have attributes
         return in_library(type(value))
     return isinstance(value, _FIXED) or type(value).__module__ in FIXED_MODULES
 
 
 def name_of(value: Any) -> str:
-    """What a message calls something."""
+    """Return the name of an object for a message."""
     if isinstance(value, types.ModuleType):
         return value.__name__
     name = getattr(value, "__qualname__", None)
@@ -274,14 +299,14 @@ def name_of(value: Any) -> str:
 
 
 def check_mode(method: str, owner: Any, mode: Any = True, *_: Any) -> None:
-    """Raise Refused for another mode of a module: a step may say again in which one it is."""
+    """Raise Refused for a call of ``train`` or ``eval`` that would change the mode of a module."""
     modules = owner.modules() if method in ("train", "eval") and isinstance(owner, nn.Module) else ()
     if any(one.training is not (bool(mode) and method == "train") for one in modules):
         raise Refused("sets the mode of a module (training)")
 
 
 def check_generator(owner: Any, method: str) -> None:
-    """Raise Refused for a method of a source of random numbers outside of torch."""
+    """Raise Refused for a method of a random number generator that is not torch's."""
     if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
         raise Refused(f"draws from {_SHARED.get(id(owner), 'random numbers of its own')} ({method})")
 
@@ -296,18 +321,19 @@ Met = Mapping[int, tuple[types.CodeType, dict[str, Any]]]  # code that was run, 
 
 @dataclass(frozen=True)
 class Table(NamedValue):
-    """A dict of functions or classes, which must have the same ones; ``value`` has its pairs."""
+    """A dict of functions or classes that code looks up by name; ``value`` has its pairs."""
 
     def holds(self) -> bool:
-        """Whether it has."""
+        """Return whether the dict has the same pairs, in the same order."""
         now = pairs_of(self.container)
         return len(now) == len(self.value) and all(a is c and b is d for (a, b), (c, d) in zip(now, self.value))
 
 
 def entries_of(met: Met) -> Iterator[NamedValue]:
-    """The entries that such code can have found by the names in it."""
+    """Yield guards of the module entries, and of the tables in them, that the code in ``met`` can have found by name."""
     found: dict[tuple[int, str], NamedValue] = {}
     for code, space in met.values():
+        # This code ran unobserved, so every name in it counts as read.
         for place in _places(code, space):
             for name in code.co_names:
                 value = place.get(name)
@@ -326,7 +352,7 @@ def _places(code: types.CodeType, space: dict[str, Any]) -> Iterator[dict[str, A
 
 
 def _tables_in(value: Any) -> Iterator[dict[Any, Any]]:
-    """A table, or those that a registry keeps in itself and in its class."""
+    # A registry keeps its tables in attributes of itself, or of its class.
     found: Iterable[Any] = [value]
     if package_of(type(value).__module__) in PACKAGES:
         said = [_C.attributes_of(value) or {}, *map(vars, type(value).__mro__)]
@@ -335,5 +361,5 @@ def _tables_in(value: Any) -> Iterator[dict[Any, Any]]:
 
 
 def _has_names(table: dict[Any, Any]) -> bool:
-    """Whether it has functions or classes by their names; caches have other keys."""
+    # Caches have other keys, and change all the time.
     return all(type(key) is str and callable(entry) for key, entry in pairs_of(table))

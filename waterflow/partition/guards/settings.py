@@ -1,4 +1,7 @@
-"""Settings of the process that a step's code asks for, or that libraries consult for it: guarded by asking again."""
+"""Settings of the process that a step's code asks for, or that libraries consult for it.
+
+They are guarded by asking again: each is a function without arguments (an ``Ask``).
+"""
 
 from __future__ import annotations
 
@@ -28,29 +31,32 @@ Ask = Callable[[], Any]
 
 # A function of torch's with such a name, called with plain values, says how the process is set.
 _ASKS = re.compile(r"_?((is|are|get|has)_\w+|\w+_enabled|device_count|current_device)")
-# These change with what the step itself enters, and are part of every key (``ambient.py``), or followed (``default_generators.py``).
+# These change with what the step itself enters, and are part of every key (``ambient_key``), or followed (``rng_ops.py``).
 _FOLLOWED = re.compile(r"\w*(grad|inference|autocast|anomaly|default_d|rng|generator)\w*")
 
 
 def of_numpy() -> Any:
-    """What NumPy does where numbers cannot be computed with, and how it writes them."""
+    """Return NumPy's settings for errors of arithmetic, and for printing."""
     return [*np.geterr().items(), *np.get_printoptions().items()]
 
 
 def of_warnings() -> Any:
-    """What becomes of a warning."""
+    """Return the filters of warnings, and the function that shows one."""
     return [*warnings.filters, warnings.showwarning]
 
 
 def of_classes() -> Any:
-    """A number that is another one after each registration with an abstract class."""
+    """Return a number that changes with each registration with an abstract class."""
     return abc.get_cache_token()
 
 
 def asks(
     called: Any, package: str, given: tuple[Any, ...], named: Mapping[str, Any], plain: frozenset[type]
 ) -> Ask | None:
-    """The question that a call is, where all that it does is to ask for a setting by ``plain`` values."""
+    """Return the question that a call asks, if it only reads a setting by ``plain`` arguments; None for other calls.
+
+    ``package`` is the library package that the called function is from.
+    """
     if any(type(value) not in plain for value in (*given, *named.values())):
         return None
     if called is os.getenv:
@@ -63,15 +69,15 @@ def asks(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether a setting says what it said."""
+    """Return whether two values of a setting have the same type and bits."""
     return bool(exact(one) == exact(other))
 
 
 def ambient_key(device_type: str) -> Hashable:
-    """The key of these settings, read before each step.
+    """Return the key of torch's settings that a graph depends on; read before each step.
 
-    Raises CaptureError for a thread that is in a function mode, a dispatch mode, or hooks for saved tensors: code of its user's
-    that would run only while a step is traced. A default device is none.
+    Raises CaptureError on a thread that is in a function mode, a dispatch mode, or hooks for saved tensors: their code
+    would run only while a step is traced. A default device is no such mode.
     """
     settings = _C.ambient(device_type), Distribution._validate_args
     if not _C.modes_here():
@@ -95,9 +101,9 @@ _next_number = itertools.count()  # of threads that ask at once, no two are told
 
 
 def key_of_torch(guard: Callable[..., None]) -> Hashable:
-    """A key of the functions that torch's tables have now, each of which ``look`` is shown.
+    """Return a key of the functions in torch's tables; ``guard`` is called with each table.
 
-    Raises CaptureError for one that the user put in the place of torch's: in a trace it would be called twice, by torch, too.
+    Raises CaptureError for a function that the user put in the place of torch's.
     """
     for table in _TABLES:
         guard(table, "dict", kept=False)
@@ -108,6 +114,7 @@ def key_of_torch(guard: Callable[..., None]) -> Hashable:
         guards.cls(torch.Tensor)
         said = tuple((name, token_of(value)) for table in _TABLES for name, value in table.items() if callable(value))
         _known[:] = [(guards, _numbers.setdefault(said, next(_next_number)), next(_replaced(), ""))]
+    # In a trace torch calls the replacement, too: it would run twice.
     _, number, why = _known[0]
     if why:
         raise CaptureError(why)

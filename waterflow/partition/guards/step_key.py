@@ -1,4 +1,4 @@
-"""Keys under which captures are found again: a batch's shape, and everything else that a step is made of."""
+"""Keys under which captures are found again: the form of a batch, and everything else that a step is made of."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 def peculiarity(tensor: torch.Tensor) -> str | None:
-    """Why a graph that takes tensors for plain memory cannot take this one; None for a plain one."""
+    """Return why a graph cannot take this tensor as plain memory; None for a plain tensor."""
     if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}, whose class may compute in ways of its own"
     if tensor.layout != torch.strided:
@@ -41,7 +41,7 @@ def peculiarity(tensor: torch.Tensor) -> str | None:
 
 
 def check_plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise CaptureError for tensors, given with what they are, that are no plain memory."""
+    """Raise CaptureError for a tensor that is no plain memory; each comes with its description."""
     for what, tensor in tensors:
         why = peculiarity(tensor)
         if why is not None:
@@ -51,7 +51,7 @@ def check_plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[Any]) -> None:
     """Raise CaptureError where a step has changed the containers of its batch, which a captured step never touches.
 
-    ``spec`` and ``leaves`` are those that the batch was put together from.
+    ``spec`` and ``leaves`` are the structure and the leaves that the batch was built from.
     """
     if spec is None:
         return  # a tuple
@@ -61,13 +61,19 @@ def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[A
 
 
 def flat_leaves(batch: Any) -> list[Any] | None:
-    """The leaves of a flat tuple, list or dict of tensors and numbers, as most batches are; None for others, which take longer."""
+    """Return the leaves of a flat tuple, list or dict of tensors and numbers; None for other batches.
+
+    Most batches are flat, and flattening others takes longer.
+    """
     items = batch.values() if type(batch) is dict else batch
     return list(items) if type(batch) in (tuple, list, dict) and _FLAT.issuperset(map(type, items)) else None
 
 
 def of_torch(batch: Any) -> Any:
-    """A batch with tensors in the place of NumPy's arrays, in their memory, and Python's numbers in that of NumPy's."""
+    """Return the batch with NumPy's arrays as tensors over the same memory, and NumPy's numbers as Python's.
+
+    An array that torch cannot share (read-only, or with negative strides) is copied.
+    """
     if flat_leaves(batch) is not None:
         return batch
     leaves, spec = pytree.tree_flatten(batch)
@@ -91,9 +97,10 @@ def _from_numpy(value: Any) -> Any:
 
 
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
-    """Leaves, structure and shape key of a batch.
+    """Return the leaves, the structure (None for a flat tuple) and the key of a batch.
 
-    Raises InvalidJobError for a batch without tensors, and CaptureError for one with things that only its user knows.
+    Raises InvalidJobError for a batch without tensors, and CaptureError for one with objects that a capture cannot look
+    into.
     """
     form = _C.form_of(batch)
     if form is not None:
@@ -127,7 +134,7 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
 
 
 def _check_bare(leaves: Sequence[Any]) -> None:
-    """Raise CaptureError for a batch whose tensors are more than memory: what a captured step is given are other tensors."""
+    # A captured step is given other tensors each time; gradients and attributes of these would be lost.
     if _C.carries_more(leaves):
         raise CaptureError("a tensor of the batch requires gradients, or has a gradient or attributes; detach() it")
 
@@ -137,7 +144,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 
 def _dict_keys(spec: pytree.TreeSpec) -> Iterator[Hashable]:
-    """The keys of a batch's dicts, which specs compare by ``==``: a step may compute with them where they are numbers."""
+    # Specs compare keys by ==, and 1 == True == 1.0: a step may compute with them.
     is_dict = isinstance(spec.type, type) and issubclass(spec.type, dict)
     if is_dict and any(type(key) is not str for key in spec.context):
         yield exact(spec.context)
@@ -147,7 +154,10 @@ def _dict_keys(spec: pytree.TreeSpec) -> Iterator[Hashable]:
 
 
 def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
-    """The capture key of everything but the batch, and what it was made from."""
+    """Return the capture key of everything but the batch, and the fingerprint that it was made from.
+
+    Raises CaptureError for a step that cannot be captured.
+    """
     check_plain((f"parameter {name!r}", tensor) for name, tensor in spec.model.named_parameters())
     check_plain((f"buffer {name!r}", tensor) for name, tensor in spec.model.named_buffers())
     if not all(has_fused_form(p) for group in spec.optimizer.param_groups for p in group["params"]):
@@ -183,7 +193,7 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
 
 
 def _check_parametrized(fingerprint: Fingerprint) -> None:
-    """Raise CaptureError where parametrized tensors are kept, by ``parametrize.cached()``, for longer than a step."""
+    # parametrize.cached() keeps tensors for longer than a step: a trace would leave fakes there, or use what is old.
     fingerprint.guard(vars(parametrize), "entries", ("_cache_enabled",))
     if parametrize._cache_enabled and any(
         isinstance(one, parametrize.ParametrizationList) for one in fingerprint.modules()
@@ -194,10 +204,10 @@ def _check_parametrized(fingerprint: Fingerprint) -> None:
 
 
 def lie_apart(spec: StepSpec, fingerprint: Fingerprint) -> bool:
-    """Whether no two of the step's tensors lie on the same bytes.
+    """Return whether no two of the step's tensors share a byte.
 
-    A graph takes its inputs as memory of their own: a change of one would be missed where another one shows it. Where
-    they do not lie apart its operations stay in their order: no early updates, and nothing is made again.
+    A graph takes its inputs as memory of their own: a change of one that shows in another would be missed. Where
+    tensors share bytes, the operations stay in their order: no early updates, and nothing is recomputed.
     """
     rates = [group["lr"] for group in spec.optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
     own = [*spec.model.parameters(), *spec.model.buffers()]
@@ -208,19 +218,19 @@ def lie_apart(spec: StepSpec, fingerprint: Fingerprint) -> bool:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors that an optimizer keeps."""
+    """Yield the tensors of an optimizer's state."""
     for entries in optimizer.state.values():
         yield from (value for value in entries.values() if isinstance(value, torch.Tensor))
 
 
 def ranges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Where tensors lie, from the first byte to behind the last, each tensor once, in order."""
+    """Return the address ranges [begin, end) of tensors in bytes, each tensor once, in order."""
     distinct = {id(t): t for t in tensors if t.layout == torch.strided and t.numel()}
     return sorted((t.data_ptr(), t.data_ptr() + extent_bytes(t)) for t in distinct.values())
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to behind its last one, in memory."""
+    """Return the bytes from the first element of a tensor to the end of its last one in memory."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     return (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))) * tensor.element_size()
