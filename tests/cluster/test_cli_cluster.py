@@ -196,7 +196,7 @@ def test_a_job_that_fails(up: LiveCluster) -> None:
         (["locked.yaml"], "evaluate cannot be sent to another process: cannot pickle '_thread.lock' object"),
         (["one.yaml", "--checkpoint", "damaged"], "damaged is no checkpoint"),
         (["one.yaml", "--checkpoint", "missing"], "there is no checkpoint missing"),
-        (["jobs.yaml", "--checkpoint", "damaged"], "a checkpoint is of one job; with it come 2"),
+        (["jobs.yaml", "--checkpoint", "damaged"], "a checkpoint is of one job; got 2"),
         (["code.py:job", "--apart"], "--apart takes a config"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -237,7 +237,7 @@ def test_what_cannot_be_started_is_said_in_a_line(folder: Path, arguments: list[
 def test_a_cluster_that_lost_its_database_does_not_begin_without_it(folder: Path) -> None:
     (folder / "state" / "work" / "jobs" / "a").mkdir(parents=True)
     ended = run("up", "--state", folder / "state", "--devices", "1")
-    assert ended.exit_code == 1 and "cluster.db is not there, and " in ended.stderr
+    assert ended.exit_code == 1 and "cluster.db is missing, and " in ended.stderr
     assert "Put back a copy of cluster.db; or, to begin without them, move " in ended.stderr
 
 

@@ -69,7 +69,7 @@ def test_handed_in_twice_it_runs_once(client: wf.Cluster) -> None:
     ids = [client.submit(made, id="twice") for _ in range(3)]
     assert ids == ["twice"] * 3 and len(client.result("twice", timeout=PATIENCE)) == 1
     assert client.submit(made, id="twice") == "twice" and client.status("twice")["attempts"] == 1
-    with pytest.raises(InvalidJobError, match="job 'twice' is known already, and differs in what it is to run"):
+    with pytest.raises(InvalidJobError, match="job 'twice' is known already, and differs in its payload"):
         client.submit(job("other"), id="twice")
 
 

@@ -361,7 +361,7 @@ def test_a_stop_that_was_refused_is_asked_for_again_and_the_job_keeps_its_place(
     assert cluster.service.record("a").places == places and cluster.states() == {"a": "stopping"}
     cluster.turn(2)
     assert cluster.backend.stopping == {"a": False}
-    assert any("cannot be told: not now" in line for _, _, line in cluster.store.log("a"))
+    assert any("cannot be reached: not now" in line for _, _, line in cluster.store.log("a"))
 
 
 def test_what_ended_while_no_scheduler_ran(cluster: Cluster) -> None:

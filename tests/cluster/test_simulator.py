@@ -240,10 +240,10 @@ def test_workloads(tmp_path: Path) -> None:
     [
         ("job_id,submit_s\n1,2\n", "lacks the columns duration_s, num_gpus"),
         ("", "lacks the columns job_id"),
-        (HEADER, "holds no job with a duration"),
+        (HEADER, "has no job with a duration"),
         (HEADER + "a,0,,1,,,\n", "no job with a duration .1 rows"),
         (HEADER + "a,x,1,1,,,\nb,0,-1,1,,,\nc,0,1,0,,,\nd,0,nan,1,,,\n", "line 2: .*line 3: .*line 4: .*; and 1 more"),
-        (HEADER + "a,0,1,1,,,\na,0,1,1,,,\n", "line 3: job_id 'a' stands twice"),
+        (HEADER + "a,0,1,1,,,\na,0,1,1,,,\n", "line 3: job_id 'a' appears twice"),
         (HEADER + "a,0\n", "line 2|no job with a duration"),
         (HEADER.replace("status", "priority") + "a,0,1,1,,,5\n", "priority is '5'"),
     ],

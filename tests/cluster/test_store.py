@@ -34,7 +34,7 @@ def test_one_id_is_one_job(store: Store) -> None:
     assert not store.add(asked(submitted=2.0), b"payload")  # the same answer, whenever it comes
     with pytest.raises(
         InvalidJobError,
-        match="job 'a' is known already, and differs in what it is to run, or the checkpoint.*One id is one",
+        match="job 'a' is known already, and differs in its payload, or the checkpoint.*One id is one",
     ):
         store.add(asked(), b"another")
     with pytest.raises(InvalidJobError, match="differs in devices 1 there and 2 here"):
@@ -60,7 +60,7 @@ def test_classes_by_value_have_one_digest_in_every_process(tmp_path: Path) -> No
 def test_one_id_goes_on_from_one_checkpoint(store: Store) -> None:
     assert store.add(asked(), b"", "first") and not store.add(asked(), b"", "first")
     for other in ("second", None):
-        with pytest.raises(InvalidJobError, match="or the checkpoint that it goes on from"):
+        with pytest.raises(InvalidJobError, match="or the checkpoint that it resumes from"):
             store.add(asked(), b"", other)
 
 

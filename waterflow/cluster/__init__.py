@@ -1,4 +1,4 @@
-"""Many devices: who may run where and when, decided by the same classes live and in simulation."""
+"""Schedule training jobs over many devices, with the same scheduler and policies live and in simulation."""
 
 import importlib
 from typing import Any
@@ -34,8 +34,8 @@ from waterflow.cluster.submission import (
 )
 from waterflow.cluster.workload import Workload, read_workload
 
-# Looked up when they are asked for: those who simulate need neither torch nor processes, those who ask a cluster no NumPy, and
-# Ray may not be there.
+# Imported when they are first used: a simulation needs neither torch nor processes, a client needs no NumPy, and Ray may
+# not be installed.
 _PUBLIC = {
     "BackendError": "backend",
     "Checkpointed": "backend",

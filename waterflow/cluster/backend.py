@@ -1,4 +1,4 @@
-"""What a cluster asks of those who run its jobs: the Protocol ``Backend``, its events, and what is sent to it."""
+"""The Protocol ``Backend``, through which a cluster runs its jobs, and the events that a backend reports."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ How = Literal["completed", "failed", "cancelled", "suspended", "lost"]
 
 
 class BackendError(WaterflowError, ValueError):
-    """A request that cannot be carried out as it was made: an unknown node or id, an id that runs already."""
+    """A request that cannot be carried out as it was made: an unknown node or id, or an id that runs already."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node: what fails as one. Here: one process with one device.
+    """A node: the unit that fails as a whole. Here it is one process with one device.
 
-    ``memory`` is bytes for jobs on each device, ``epoch`` the number of its process: each start of any node's process has a
-    higher one than all before. A node that is not ``alive`` is being started again. ``machine`` is where it runs.
+    ``memory`` is bytes for jobs on each device. ``epoch`` numbers the node's process: each process that starts, on any node,
+    has a higher epoch than all before it. A node that is not ``alive`` is being started again. ``machine`` is the host it
+    runs on.
     """
 
     name: str
@@ -44,13 +45,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far ``id`` is, a few times a second.
+    """The progress of ``id``, reported a few times a second.
 
-    ``steps`` are those of all its jobs, from their beginning, also before a resume; ``fraction`` is the part of all steps
-    (None where the length of the data is not known). ``step_seconds``: wall time between two ends of steps of a job, over the
-    last report; 0.0 before there are any. ``memory``: bytes that its jobs hold or claim on one device; of several, the most.
-    ``utilization``: the part of the last report in which the device worked, for whomever: all who run there tell the same.
-    ``seconds``: since it was started, this time.
+    ``steps`` counts the steps of all its jobs from their beginning, those before a resume included. ``fraction`` is the share
+    of all steps, 0 to 1; None if the length of the data is not known. ``step_seconds`` is the wall time between the ends of
+    two steps of a job, over the last report; 0.0 before there are any. ``memory`` is the bytes that its jobs hold or claim on
+    one device, the largest if there are several. ``utilization`` is the share of the last report in which the device worked
+    for any job: all jobs on a device report the same. ``seconds`` is the time since this start.
     """
 
     id: str
@@ -66,7 +67,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """``path`` now has the state of ``id`` after so many steps; it is what ``start(checkpoint=)`` takes."""
+    """A checkpoint of ``id`` after ``steps`` steps was written to ``path``, which ``start(checkpoint=)`` takes."""
 
     id: str
     node: str
@@ -77,11 +78,12 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """``id`` runs no more.
+    """The run of ``id`` has ended.
 
-    ``completed``, ``failed`` (``reason`` says why), ``cancelled``, ``suspended`` (it goes on from ``results``, which is then the
-    path for ``start(checkpoint=)``), or ``lost`` (a node of its was; it goes on from ``Backend.checkpoints(id)``).
-    ``results``: a folder for ``load_results``. ``steps`` are those of all its jobs in the end; None where nobody can tell.
+    ``how`` is ``completed``, ``failed`` (``reason`` says why), ``cancelled``, ``suspended`` (it resumes from ``results``, the
+    path for ``start(checkpoint=)``) or ``lost`` (one of its nodes was lost; it resumes from ``Backend.checkpoints(id)``).
+    ``results`` is a folder for ``load_results``. ``steps`` counts the steps of all its jobs; None if the count was lost with
+    the node.
     """
 
     id: str
@@ -95,7 +97,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """The process of ``node`` ended, or was silent for too long. What it still does or says counts no more."""
+    """The process of ``node`` ended, or was silent for too long. The backend ignores all that it still does or sends."""
 
     node: str
     epoch: int
@@ -104,7 +106,7 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """``node`` takes jobs, with a process of a new epoch."""
+    """``node`` takes jobs, with a process of a new epoch. ``memory`` is bytes for jobs on each device."""
 
     node: str
     epoch: int
@@ -118,27 +120,29 @@ BackendEvent = Started | Progress | Checkpointed | Ended | NodeLost | NodeJoined
 class Backend(Protocol):
     """Runs groups of jobs on the devices of nodes.
 
-    Its methods return at once; what became of a request is told by ``poll``. Thread-safe, with one caller of ``poll`` at a
-    time. Nodes are watched and started again inside of ``poll``: call it at least once a second.
+    Methods return at once; ``poll`` reports the outcome of a request. Thread-safe, with one caller of ``poll`` at a time.
+    Nodes are watched, and started again, inside ``poll``: call it at least once a second.
 
-    - *Order.* Events of one id come in order: ``Started``, any number of ``Progress`` and ``Checkpointed``, one ``Ended``. After
-      ``NodeLost`` comes ``Ended(how="lost")`` for each id that ran there. Events may come twice to somebody who attaches to
-      nodes that outlived another backend; those of an id that was started again since never do.
-    - *Fencing.* A process whose node was declared lost can publish neither checkpoints nor results, and its events are dropped.
-    - *Several devices.* The jobs of a group are dealt out over ``places``: job ``i`` runs at ``places[i % len(places)]``. When
-      one of the nodes is lost the others' jobs are suspended before ``Ended(how="lost")`` comes.
-    - *Stopping twice.* An id whose stop is under way may be started already: it begins when that has ended, and its events follow.
+    - *Order.* Events of one id come in order: ``Started``, any number of ``Progress`` and ``Checkpointed``, one ``Ended``.
+      After ``NodeLost`` comes ``Ended(how="lost")`` for each id that ran there. A backend that takes over the nodes of
+      another one may report an event twice, but never an event of a start before the newest one of its id.
+    - *Fencing.* A process whose node was declared lost can publish neither checkpoints nor results, and its events are
+      dropped.
+    - *Several devices.* The jobs of a group are dealt out over ``places``: job ``i`` runs at ``places[i % len(places)]``.
+      When one of the nodes is lost, the jobs on the others are suspended before ``Ended(how="lost")`` comes.
+    - *Start after stop.* An id whose stop is under way may be started: it begins once the stop has ended, and its events
+      follow.
     - *Files.* Payloads, checkpoints and results go through one folder that all nodes share. Its owner is trusted: files in it
       are unpickled.
-    - *Restart.* Nodes may outlive who started them, for a time that is set, and then end themselves. A backend that is opened
-      on the same folder takes them over: what runs there runs on, and ``running()`` tells what that is.
+    - *Restart.* Nodes may outlive the process that started them, for a configured time, and then end themselves. A backend
+      that is opened on the same folder takes them over: their jobs run on, and ``running()`` lists them.
     """
 
     def nodes(self) -> list[NodeInfo]:
-        """All nodes, those that are being started again, too; by name."""
+        """Return all nodes, sorted by name, including those that are being started again."""
 
     def running(self) -> list[str]:
-        """The ids that were started and have not ended."""
+        """Return the ids that were started and have not ended."""
 
     def start(
         self, id: str, payload: bytes, places: Sequence[Place], priority: Priority = "guaranteed",
@@ -146,41 +150,44 @@ class Backend(Protocol):
     ) -> None:  # fmt: skip
         """Train the jobs of ``payload`` (from ``pack``) at ``places``.
 
-        ``checkpoint``: go on from the newest state there (jobs without one begin); None: all begin, and what is left of an
-        earlier start is removed. An id that is being stopped is started once that has ended. Raises BackendError for an
-        id that runs, an unknown place, or a node that is not alive.
+        With ``checkpoint``, each job resumes from its newest state there, and a job without one begins. With None, all jobs
+        begin, and the files of an earlier start are removed. An id that is being stopped is started once the stop has ended.
+
+        Raises BackendError for an id that runs, an unknown place, or a node that is not alive.
         """
 
     def poll(self, timeout: float) -> list[BackendEvent]:
-        """What happened since the last call; waits at most so many seconds for something to happen."""
+        """Return the events since the last call; wait at most ``timeout`` seconds for the first."""
 
     def checkpoint(self, id: str) -> None:
-        """Have ``id`` write a checkpoint at the next boundary of a step; besides those that it writes by itself."""
+        """Have ``id`` write a checkpoint after its current step, besides its periodic ones."""
 
     def checkpoints(self, id: str) -> Path | None:
-        """Where the checkpoints of ``id`` are, for ``start(checkpoint=)``; None before there is one."""
+        """Return the folder of the checkpoints of ``id``, for ``start(checkpoint=)``; None before the first."""
 
     def adopt(self, id: str, checkpoint: Path) -> Path:
-        """Take a file of ``Checkpoint.save`` as what the first job of ``id`` goes on from; returns what ``start`` takes."""
+        """Copy a file of ``Checkpoint.save`` to where the first job of ``id`` resumes from; return the path for ``start``."""
 
     def stop(self, id: str, suspend: bool) -> None:
-        """End ``id`` at the next boundary: ``suspended``, with a checkpoint, or ``cancelled``. One that has ended: nothing.
+        """End ``id`` after its current step: ``suspended``, with a checkpoint, or ``cancelled``. Does nothing for an ended id.
 
-        One that is being suspended may be cancelled. A job whose data or evaluation is stuck is never suspended; cancelled, it
-        is broken off after some seconds, where that code is Python.
+        An id that is being suspended may be cancelled. A job whose data or evaluation hangs cannot be suspended; once
+        cancelled, it is interrupted after some seconds if that code is Python.
         """
 
     def break_off(self, id: str) -> None:
-        """End the processes in which a cancelled ``id`` still runs: it does not come to its end. One that has ended: nothing.
+        """End the processes in which a cancelled ``id`` still runs because it does not end by itself.
 
-        All that runs there is lost, as if the processes had died, and they are started again.
+        Does nothing for an ended id.
+
+        All jobs in these processes are lost, as if the processes had died; the processes are started again.
         """
 
     def set_priority(self, id: str, priority: Priority) -> None:
-        """Let ``id`` run as guaranteed, or as opportunistic, from its next step on."""
+        """Run ``id`` with ``priority`` from its next step on."""
 
     def close(self) -> None:
-        """End all nodes, and wait for that. What ran there ends without an event."""
+        """End all nodes, and wait until they have ended. Their jobs end without an event."""
 
     def detach(self) -> None:
         """Leave the nodes running, for a backend that is opened on the same folder later."""

@@ -1,4 +1,4 @@
-"""Who is where: the state that a scheduler and its policy share. No clock; times are passed in, in seconds."""
+"""The state that a scheduler and its policy share: submissions, devices, quotas. No clock: times are passed in, in seconds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ State = Literal["waiting", "running", "ended"]
 class Entry:
     """A submission in the book, until it ends.
 
-    ``service`` (device-seconds), ``ran`` (seconds) and ``done`` (seconds of its duration) hold what it got up to
-    ``since``; the methods of these names add what came after. ``rate`` is its speed against alone on the devices
-    asked for. ``order`` counts submissions; ``key`` belongs to the policy. With ``alone`` it shares devices with nobody.
+    ``service`` (device-seconds), ``ran`` (seconds) and ``done`` (seconds of its duration) are what it got up to ``since``;
+    ``service_at`` and ``ran_at`` add what came after. ``rate`` is its speed relative to running alone on the devices asked
+    for. ``order`` counts submissions. ``key`` belongs to the policy. An entry with ``alone`` shares devices with no other.
     """
 
     __slots__ = (
@@ -66,11 +66,11 @@ class Entry:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where it runs; empty while it waits."""
+        """The devices that it runs on, as (node, index); empty while it waits."""
         return tuple([device.place for device in self.devices])
 
     def account(self, now: float) -> None:
-        """Add what it got since the last time."""
+        """Add the service, time and progress since the last call to its totals."""
         if self.state == "running":
             seconds = now - self.since
             self.service += seconds * len(self.devices)
@@ -79,15 +79,18 @@ class Entry:
         self.since = now
 
     def service_at(self, now: float) -> float:
-        """Device-seconds that it got so far."""
+        """Return the device-seconds that it got until ``now``."""
         return self.service + (now - self.since) * len(self.devices)
 
     def ran_at(self, now: float) -> float:
-        """Seconds that it ran so far."""
+        """Return the seconds that it ran until ``now``."""
         return self.ran + (now - self.since) if self.state == "running" else self.ran
 
     def remaining_at(self, now: float) -> float:
-        """Seconds that it would still take alone on the devices asked for; only where its duration is known."""
+        """Return the seconds that it still takes alone on the devices asked for.
+
+        Raises ValueError if its duration is not known.
+        """
         duration = self.submission.duration
         if duration is None:
             raise ValueError(
@@ -101,9 +104,9 @@ class Entry:
 
 
 class Book:
-    """Entries, devices, reservations and quotas. A policy changes it by the operations below; each adds its action.
+    """Entries, devices, reservations and quotas. A policy changes the book by its operations; each appends its action.
 
-    Without tenants anybody may submit, and quotas do not bind.
+    Without tenants any tenant may submit, and quotas do not bind.
     """
 
     def __init__(self, nodes: Iterable[Node], tenants: Sequence[Tenant] = ()) -> None:
@@ -118,22 +121,26 @@ class Book:
     # -- what a policy asks
 
     def quota_left(self, tenant: str) -> int:
-        """Devices that guaranteed submissions of a tenant may still take or reserve."""
+        """Return how many devices guaranteed submissions of a tenant may still take or reserve."""
         if not self.tenants:
             return self.devices.total
         return self.tenants[tenant].quota - self.held[tenant]
 
     def may_hold(self, entry: Entry, devices: int) -> bool:
-        """Whether its tenant's quota allows it so many devices beside what it has already."""
+        """Return whether its tenant's quota allows an entry ``devices`` devices in all."""
         if not self.tenants:
             return True
+        # An entry's reservations and guaranteed devices count against the quota already.
         mine = len(entry.reserved) + (len(entry.devices) if entry.priority == "guaranteed" else 0)
         return devices - mine <= self.quota_left(entry.tenant)
 
     # -- what a policy does
 
     def start(self, entry: Entry, devices: list[Device], priority: Priority | None = None) -> None:
-        """Run a waiting entry on these devices. What it had reserved elsewhere is open again."""
+        """Run a waiting entry on ``devices``.
+
+        Its reservations are given back. Raises ValueError if a device or the quota is not free.
+        """
         if entry.state != "waiting":
             raise ValueError(f"{entry.id!r} is {entry.state}; only a waiting submission can be started")
         if entry.reserved:
@@ -147,31 +154,36 @@ class Book:
         self.actions.append(Start(entry.id, entry.places, entry.priority))
 
     def stop(self, entry: Entry, suspend: bool = True) -> None:
-        """Take a running entry from its devices; with ``suspend`` it waits for its next turn."""
+        """Take a running entry from its devices; it waits again. ``suspend`` keeps its state."""
         self._expect_running(entry)
         entry.account(self.now)
         self._leave(entry)
         entry.state = "waiting"
+        # It may have run as opportunistic beyond its quota; it waits as what it was submitted as.
         entry.priority = entry.submission.priority
         entry.waiting_since = self.now
         entry.preemptions += 1
         self.actions.append(Stop(entry.id, suspend))
 
     def move(self, entry: Entry, devices: list[Device]) -> None:
-        """Go on elsewhere, on as many devices as before."""
+        """Move a running entry to other devices, as many as it has."""
         self._replace(entry, devices)
         self.actions.append(Move(entry.id, entry.places))
 
     def resize(self, entry: Entry, devices: list[Device]) -> None:
-        """Go on with more or fewer devices."""
+        """Give a running entry more or fewer devices; ``devices`` are all that it has from now on."""
         self._replace(entry, devices)
         self.actions.append(Resize(entry.id, entry.places))
 
     def set_priority(self, entry: Entry, priority: Priority) -> None:
-        """Change the priority of a running entry; as a guaranteed one it needs quota and devices without another."""
+        """Change the priority of a running entry.
+
+        Raises ValueError unless a new guaranteed one has quota and its devices alone.
+        """
         self._expect_running(entry)
         if priority == entry.priority:
             return
+        # Leave and enter again: both keep the counts by priority, and a refusal restores the entry as it was.
         devices, before = entry.devices, entry.priority
         self._leave(entry)
         entry.priority = priority
@@ -196,7 +208,7 @@ class Book:
         entry.reserved.extend(devices)
 
     def unreserve(self, entry: Entry) -> None:
-        """Give back all that it had reserved."""
+        """Give back all devices that an entry has reserved."""
         for device in entry.reserved:
             device.reserved = None
         self.devices.give(entry.reserved)
@@ -206,12 +218,12 @@ class Book:
     # -- what the scheduler does
 
     def add(self, submission: Submission, order: int) -> Entry:
-        """A new entry that waits."""
+        """Add a waiting entry for ``submission``, and return it."""
         entry = self.entries[submission.id] = Entry(submission, order, self.now)
         return entry
 
     def remove(self, entry: Entry) -> None:
-        """It ended, wherever it was; all that it held is free."""
+        """Remove an entry that ended, running or waiting; its devices and reservations are free again."""
         entry.account(self.now)
         if entry.state == "running":
             self._leave(entry)
@@ -221,7 +233,7 @@ class Book:
         del self.entries[entry.id]
 
     def check(self) -> None:
-        """Walk everything; AssertionError where two things do not agree."""
+        """Walk the whole book; raise AssertionError if two parts of it contradict each other."""
         self.devices.check()
         held = dict.fromkeys(self.held, 0)
         for entry in self.entries.values():
@@ -289,6 +301,7 @@ class Book:
             self.devices.take(devices)
             for device in devices:
                 device.guaranteed = entry
+                # ``occupied`` counts devices, not entries: one with opportunistic entries on it is counted already.
                 self.occupied += not device.opportunistic
         else:
             for device in devices:

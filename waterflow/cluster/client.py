@@ -1,4 +1,4 @@
-"""Cluster: submit jobs to a running cluster, see how they do, and have their results."""
+"""``Cluster``: submit jobs to a running cluster, follow them, and fetch their results."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _KINDS: dict[str, type[Exception]] = {"SubmissionError": SubmissionError, "Inval
 
 
 class Cluster:
-    """A cluster that is up. Thread-safe; no connection is kept.
+    """A running cluster. Thread-safe; it keeps no connection open.
 
     Args:
         where: The state folder of a cluster on this machine (default: ``$WATERFLOW_CLUSTER``, or the usual folder), or the
-            address of one, as ``http://host:port``.
-        token: For an address; default: ``$WATERFLOW_CLUSTER_TOKEN``. A state folder has it.
-        patience: Seconds for which a request is tried again while the cluster cannot be reached, for it may be starting
-            again; waiting for results is patient for a minute at least.
-        tenant, priority: Of what is handed in without one.
+            address of a cluster, as ``http://host:port``.
+        token: For an address; default: ``$WATERFLOW_CLUSTER_TOKEN``. A state folder contains its token.
+        patience: Seconds for which a request is repeated while the cluster cannot be reached, as it may be restarting.
+            Waiting for results is patient for a minute at least.
+        tenant, priority: Defaults for ``submit``.
 
-    Each method raises ClusterError where no cluster can be reached.
+    Each method raises ClusterError if the cluster cannot be reached.
     """
 
     @explained("Cluster", 'Cluster(tenant="vision")', ClusterError)
@@ -73,27 +73,28 @@ class Cluster:
         model: str | None = None, duration: float | None = None, checkpoint: str | Path | None = None,
         time_limit: float | str | None = None,
     ) -> str:  # fmt: skip
-        """Hand in a job, several that train together, or a function that makes them where they run; returns the id.
+        """Submit a job, several that train together, or a function that makes them where they run; return the id.
 
         Args:
-            jobs: What to train; it is pickled (lambdas, too). Functions and classes of modules in the current folder go
-                with it; others must be installed where it runs.
-            id: One id is one job: handed in twice, it runs once. Default: a new one.
-            tenant, priority, devices, auto, model, duration: As in ``Submission``. ``devices`` must be there at once; jobs
-                are dealt out over them.
-            memory: What it needs on each device, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: as planned for the
-                jobs, each captured here first.
-            checkpoint: A file of ``Checkpoint.save`` that a single job goes on from.
-            time_limit: Seconds, or text like ``"2h"``, after which it is ended, and has failed. What counts is the time in which
-                it runs, all of its runs together.
+            jobs: Jobs to train; they are pickled (lambdas, too). Functions and classes of modules in the current folder are
+                sent with them; others must be installed where they run.
+            id: One id is one job: submitted twice, it runs once. Default: a new id.
+            tenant, priority, devices, auto, model, duration: As in ``Submission``. All ``devices`` must be free at once; the
+                jobs are dealt out over them.
+            memory: Memory needed on each device, in bytes or as ``"2GiB"``; 0: not known; ``"auto"``: the plan of the jobs,
+                each of which is captured here first.
+            checkpoint: A file of ``Checkpoint.save`` from which a single job resumes.
+            time_limit: Seconds, or text like ``"2h"``, of running, all runs together, after which the job is ended as
+                failed.
 
         Raises:
-            CheckpointError: A checkpoint that is damaged, of another version, or of another job.
-            InvalidJobError: What cannot be pickled; an id that belongs to another job.
-            SubmissionError: What the cluster can never run: an unknown tenant, more devices or memory than there are.
+            CheckpointError: The checkpoint is damaged, of another version, or of another job.
+            InvalidJobError: The jobs cannot be pickled, or the id belongs to another job.
+            SubmissionError: The cluster can never run it: an unknown tenant, or more devices or memory than there are.
         """
         from waterflow.cluster import hand_in
 
+        # It is read several times below.
         if isinstance(jobs, Iterator):
             jobs = list(jobs)
         payload = hand_in.packed(jobs)
@@ -111,19 +112,22 @@ class Cluster:
         return str(self._json("POST", "/jobs", payload, {"X-Submission": json.dumps(asked)})["id"])
 
     def check(self, jobs: Jobs | Callable[[], Jobs]) -> None:
-        """Raise InvalidJobError for what cannot be pickled, as ``submit`` does."""
+        """Raise InvalidJobError if ``jobs`` cannot be pickled, as ``submit`` does."""
         from waterflow.cluster import hand_in
 
         hand_in.packed(jobs)
 
     def submit_apart(self, jobs: Sequence[Job], **asked: Any) -> list[str]:
-        """Hand in jobs in sets that the planner finds to fit on one device together; returns an id for each set.
+        """Submit jobs in sets that, by the planner, fit on one device together; return an id for each set.
 
-        Makes each model and reads one of its batches, here. ``asked`` is as in ``submit``, without ``id`` and ``memory``.
+        Builds each model and reads one of its batches, in this process. ``asked`` is as in ``submit``, without ``id`` and
+        ``memory``.
+
         Raises MemoryLimitError for a job that fits on no device alone.
         """
         from waterflow.cluster.hand_in import sets_that_fit
 
+        # The smallest device decides: the scheduler may place a set on any of them.
         most = min((node["memory"] for node in self.status()["nodes"] if node["memory"]), default=0)
         if not most:
             raise ClusterError("no device of the cluster tells its memory; hand the jobs in one by one")
@@ -132,10 +136,10 @@ class Cluster:
     def status(
         self, id: str | None = None, *, ended: int | None = None, waiting: int | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        """The cluster's nodes, tenants and jobs; or one job. Bytes, and seconds since 1970.
+        """Return the cluster's nodes, tenants and jobs, or one job. Memory is bytes, times are seconds since 1970.
 
-        With ``ended``, only so many of the jobs that have ended, the last ones; ``jobs_not_shown`` counts the others. With
-        ``waiting``, only so many of those that wait, the first ones; ``waiting_not_shown`` counts the others.
+        ``ended`` limits the ended jobs to the last so many; ``jobs_not_shown`` counts the others. ``waiting`` limits the
+        waiting jobs to the first so many; ``waiting_not_shown`` counts the others.
         """
         pages = {"ended": ended, "waiting": waiting}
         query = urllib.parse.urlencode({key: value for key, value in pages.items() if value is not None})
@@ -143,7 +147,7 @@ class Cluster:
         return made
 
     def wait(self, id: str | Iterable[str], timeout: float | None = None) -> list[str]:
-        """Wait until a job has ended, or one of several; returns those that have. Empty after ``timeout`` seconds."""
+        """Wait until at least one of the jobs has ended; return all that have. Empty after ``timeout`` seconds."""
         ids = [id] if isinstance(id, str) else list(id)
         if not ids:
             return []
@@ -156,9 +160,9 @@ class Cluster:
                 return ended
 
     def result(self, id: str, timeout: float | None = None) -> Results:
-        """Wait for the end of a job, and return its results, in the order of the jobs handed in.
+        """Wait for the end of a job, and return its results, in the order of the jobs submitted.
 
-        Raises what made it fail; JobCancelled for one that was cancelled; TimeoutError after ``timeout`` seconds.
+        Raises the error that made it fail, JobCancelled if it was cancelled, TimeoutError after ``timeout`` seconds.
         """
         if not self.wait(id, timeout):
             raise TimeoutError(f"job {id!r} has not ended after {timeout} s; it is {self.status(id)['state']}")
@@ -174,7 +178,7 @@ class Cluster:
         return results
 
     def results(self, id: str) -> Results:
-        """What there is of the results of a job that has ended, however it did."""
+        """Return the results that an ended job left, however it ended."""
         from waterflow.job import Results
 
         with zipfile.ZipFile(io.BytesIO(self._ask("GET", _of(id) + "/results"))) as archive:
@@ -182,11 +186,11 @@ class Cluster:
         return Results(found)
 
     def cancel(self, id: str) -> bool:
-        """End a job; False where it had ended already."""
+        """End a job; return False if it had ended already."""
         return bool(self._json("POST", _of(id) + "/cancel")["cancelled"])
 
     def logs(self, id: str, follow: bool = False) -> Iterator[str]:
-        """What became of a job, a line each; with ``follow`` until it has ended."""
+        """Yield the lines of a job's log, with times; with ``follow`` until the job has ended."""
         after = 0
         while True:
             told = self._json("GET", f"{_of(id)}/log?after={after}", patience=60.0 if follow else None)
@@ -198,11 +202,11 @@ class Cluster:
             time.sleep(_AGAIN_SECONDS)
 
     def metrics(self) -> str:
-        """What Prometheus would read."""
+        """Return the cluster's metrics in Prometheus' text format."""
         return self._ask("GET", "/metrics").decode()
 
     def down(self) -> int:
-        """End the cluster: what runs is suspended, and goes on when it is up again. Returns its process id."""
+        """End the cluster: jobs that run are suspended, and resume when it is up again. Return its process id."""
         return int(self._json("POST", "/down")["pid"])
 
     # -- requests
@@ -227,6 +231,7 @@ class Cluster:
                     raise self._nobody(error) from error
             if status == 200:
                 return content
+            # 503 means busy or closing: the same request may succeed once the cluster is up again.
             if status and (status != 503 or time.monotonic() >= until):
                 raise _refusal(status, content)
             time.sleep(_AGAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""How many connections the door of a cluster has at once, and how long somebody may stand in it without showing the token."""
+"""Limits of the endpoint: connections at once, and the time that a client has until it has sent the token."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _BUSY = json.dumps(
 
 
 def most_connections() -> int:
-    """As many as leave enough files for the rest of the process."""
+    """Return the most connections to accept: half of the files that this process may open, at most ``MOST``."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST if files == resource.RLIM_INFINITY else max(2 * PART_UNKNOWN, min(MOST, files // 2))
 
 
 class LimitedServer(ThreadingHTTPServer):
-    """A thread for each connection, of which there is a limited number.
+    """An HTTP server with a thread for each connection, and a limited number of connections.
 
-    Who has not shown the token (``known``) makes way for newcomers, the oldest first, and has to go after ``HEADER_SECONDS``.
+    A connection that has not sent the token (``known``) is closed after ``HEADER_SECONDS``, or earlier to make room for a new
+    one, the oldest first.
     """
 
     daemon_threads = True
@@ -43,14 +44,16 @@ class LimitedServer(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def known(self, connection: socket.socket) -> None:
-        """It has shown the token."""
+        """Record that a connection has sent the token."""
         with self._guard:
             if self._unknown.pop(connection, None) is not None:
                 self._known.add(connection)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """See ``ThreadingHTTPServer``."""
+        """See ``ThreadingHTTPServer``; refuses the connection with status 503 when all are taken."""
         with self._guard:
+            # Without the token a client can neither fill the server nor keep others out: it only replaces others
+            # without it.
             while self._unknown and (
                 len(self._unknown) >= self.most // PART_UNKNOWN or len(self._unknown) + len(self._known) >= self.most
             ):
@@ -67,21 +70,22 @@ class LimitedServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """See ``ThreadingHTTPServer``: the thread of a connection ends."""
+        """See ``ThreadingHTTPServer``; called when the thread of a connection ends."""
         with self._guard:
             self._unknown.pop(request, None)
             self._known.discard(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """See ``ThreadingHTTPServer``: several times a second."""
+        """See ``ThreadingHTTPServer``; called several times a second."""
         with self._guard:
             now = time.monotonic()
             for connection in [each for each, since in self._unknown.items() if now - since > HEADER_SECONDS]:
                 self._send_away(connection)
 
     def _send_away(self, connection: socket.socket) -> None:
-        """Its thread finds that nothing more comes, and closes it."""
+        # Only its own thread may close the socket; after a shutdown that thread reads the end of the stream, and closes
+        # it.
         del self._unknown[connection]
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
 """The process of a cluster: its store, backend, scheduler and endpoint, from ``up`` to ``down``.
 
-When it dies, workers and jobs live on for a time, and the next one on the same state folder takes them over.
+When it dies, workers and jobs live on for a time, and the next process on the same state folder takes them over.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from waterflow.units import missing
 
 logger = logging.getLogger("waterflow")
 
-OUTLIVE_SECONDS = 3600.0  # that workers wait for another scheduler after theirs has died
+OUTLIVE_SECONDS = 3600.0  # for which workers wait for another scheduler after theirs has died
 
 
 def make_backend(config: ClusterConfig, folder: Path) -> Backend:
-    """The devices of a cluster. Raises ClusterError where this machine does not have them."""
+    """Return the backend that ``config`` describes. Raises ClusterError if this machine lacks the devices."""
     settings = WorkerSettings(
         device=config.device, memory=config.memory, lanes=config.lanes, checkpoint_seconds=config.checkpoint_seconds
     )
@@ -64,9 +64,10 @@ def make_backend(config: ClusterConfig, folder: Path) -> Backend:
 
 
 def serve(folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Be the cluster of a state folder until somebody takes it down, or a signal ends this process alone.
+    """Run the cluster of a state folder until ``down`` is requested, or a signal ends this process alone.
 
-    ``ready`` is called with what the address file says. Raises ClusterError where it cannot begin; what ended it otherwise.
+    ``ready`` receives the content of the address file. Raises ClusterError if the cluster cannot begin, and the error that
+    ended it.
     """
     config.check()
     make_folder(folder)
@@ -85,6 +86,7 @@ def serve(folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]],
             service = Service(store, made, policy, tenants)
             endpoint = _endpoint(service, token, config, folder)
         except BaseException:
+            # Workers taken over from an earlier process must survive a failed start.
             made.detach()
             raise
         stopped = _signals()
@@ -93,12 +95,14 @@ def serve(folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]],
         told = {"address": endpoint.address, "pid": os.getpid(), "policy": config.policy,
                 "nodes": [node.name for node in made.nodes()]}  # fmt: skip
         _write(config_file(folder), asdict(config))
+        # Written once the endpoint answers: a client that finds the file can connect.
         _write(address_file(folder), told)
         ready(told)
         while not (service.over or stopped.is_set() or endpoint.wanted_down.wait(0.1)):
             pass
         if endpoint.wanted_down.is_set() and not service.over:
             service.down()
+            # After a signal the file stays: the next process takes the same port from it.
             address_file(folder).unlink(missing_ok=True)
         endpoint.close()
         service.close()
@@ -107,7 +111,7 @@ def serve(folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]],
 
 
 def _endpoint(service: Service, token: str, config: ClusterConfig, folder: Path) -> Endpoint:
-    """At the port of last time, if that is free: then addresses stay right."""
+    # The port of last time, if it is free, keeps the addresses valid that clients know.
     ports = [config.port]
     if config.port == 0:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -125,6 +129,7 @@ def _endpoint(service: Service, token: str, config: ClusterConfig, folder: Path)
 
 def _signals() -> threading.Event:
     stopped = threading.Event()
+    # Python lets only the main thread set signal handlers.
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopped.set())
@@ -132,6 +137,7 @@ def _signals() -> threading.Event:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
+    # A reader sees the old file or the new one, never a part.
     unfinished = path.with_suffix(".new")
     with open(unfinished, "w", opener=private) as file:
         json.dump(content, file)
@@ -139,7 +145,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Entry of the process that ``launch.start`` makes."""
+    """Entry point of the process that ``launch.start`` starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--config", type=json.loads, required=True)
@@ -152,12 +158,12 @@ def main() -> None:
     )
     answer = os.fdopen(given.ready, "w")
 
-    # What importing torch leaves behind is never garbage; walking it would hold up a decision for a tenth of a second.
+    # Objects that importing torch leaves are never garbage; a collection that walks them delays a decision by 0.1 s.
     gc.collect()
     gc.freeze()
 
     def ready(told: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # whoever started it has gone
+        with contextlib.suppress(OSError):  # the process that started this one has ended
             answer.write(json.dumps(told) + "\n")
             answer.close()
 

@@ -1,4 +1,4 @@
-"""What runs on a device of a Ray cluster, without Ray itself."""
+"""The Ray actor of one device of a Ray cluster, without importing Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waterflow.cluster.worker import BEAT_SECONDS, FIRST_SECONDS, Hello, Numbere
 
 
 class DeviceActor:
-    """What runs on a device: a ``Worker``, and the calls that Ray brings to it. Each start has a new epoch."""
+    """The process of a device: a ``Worker``, and the calls that Ray brings to it. Each start has a new epoch."""
 
     def __init__(self, node: str, folder: str, settings: WorkerSettings, outlive: float) -> None:
         shared = SharedFolder(Path(folder))
@@ -28,18 +28,22 @@ class DeviceActor:
             threading.Thread(target=self._end_when_forgotten, args=(outlive,), daemon=True).start()
 
     def events(self, epoch: int, after: int, timeout: float) -> tuple[int, Hello | None, list[Numbered]]:
-        """What happened behind event ``after`` of the process ``epoch``; who this is, if it is another one."""
+        """Return the events after number ``after`` of process ``epoch``, or a ``Hello`` if this is another process."""
         self._asked.broken()
         if epoch != self._epoch:
             return self._epoch, self._worker.hello(), []
         return epoch, None, self._worker.events(after, timeout)
 
     def request(self, epoch: int, name: str, arguments: dict[str, Any]) -> None:
-        """Carry out a request that was meant for the process ``epoch``; Ray brings those for the one before, too."""
+        """Carry out a request for the process ``epoch``.
+
+        Ray also delivers requests for the process before it: these are dropped.
+        """
         if epoch == self._epoch:
             self._worker.request(name, arguments)
 
     def _end_when_forgotten(self, seconds: float) -> None:
+        # Time in which this process itself stood still does not count: see ``Silence``.
         while self._asked.passed() < max(seconds, FIRST_SECONDS):
             time.sleep(BEAT_SECONDS)
         from waterflow.cluster.ray import end_this_actor

@@ -1,4 +1,4 @@
-"""The devices of a cluster: which are free, and where a submission's workers go."""
+"""The devices of a cluster: which of them are free, and which ones a submission gets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """One device: at most one guaranteed submission, any number of opportunistic ones beside it.
+    """One device: at most one guaranteed submission, and any number of opportunistic ones beside it.
 
-    ``reserved`` is a guaranteed submission that waits for more devices; until then opportunistic ones may run here.
+    ``reserved`` is a guaranteed submission that waits for more devices; until it has them, opportunistic ones may run here.
     """
 
     __slots__ = ("guaranteed", "memory", "node", "opportunistic", "place", "reserved")
@@ -30,37 +30,37 @@ class Device:
 
     @property
     def residents(self) -> list[Entry]:
-        """Who runs here, the guaranteed one first."""
+        """The entries that run here, the guaranteed one first."""
         first = [] if self.guaranteed is None else [self.guaranteed]
         return [*first, *self.opportunistic.values()]
 
     @property
     def utilization(self) -> float:
-        """The sum of what its residents report; a submission that has not reported counts as 1."""
+        """The sum of the utilizations of its residents; one that has not reported counts as 1."""
         return sum(1.0 if entry.utilization is None else entry.utilization for entry in self.residents)
 
     @property
     def reported(self) -> float:
-        """The sum of what its residents report; a submission that has not reported counts as 0."""
+        """The sum of the utilizations of its residents; one that has not reported counts as 0."""
         return sum(entry.utilization or 0.0 for entry in self.residents)
 
     @property
     def memory_used(self) -> int:
-        """Bytes that its residents hold, or said that they need."""
+        """Bytes that its residents hold, or declared."""
         return sum(entry.memory for entry in self.residents)
 
     @property
     def room(self) -> float:
-        """Bytes beside its residents, negative if they hold more than there is; infinite where its memory is not known."""
+        """Bytes beside its residents, negative if they hold more than it has; infinite if its memory is not known."""
         return self.memory - self.memory_used if self.memory else math.inf
 
     @property
     def vacant(self) -> bool:
-        """Whether nobody runs here."""
+        """True if no entry runs here."""
         return self.guaranteed is None and not self.opportunistic
 
     def open_to(self, entry: Entry) -> bool:
-        """Whether the entry may run here beside those that do: some run alone."""
+        """Return whether ``entry`` may run here beside the residents, some of which may run alone."""
         if self.guaranteed is None and not self.opportunistic:
             return True
         return not entry.alone and not any(other.alone for other in self.residents)
@@ -70,7 +70,7 @@ class Device:
 
 
 class NodeDevices:
-    """The devices of one node; ``free`` holds those with neither a guaranteed submission nor a reservation."""
+    """The devices of one node; ``free`` are those with neither a guaranteed submission nor a reservation."""
 
     __slots__ = ("devices", "free", "memory", "name")
 
@@ -88,6 +88,7 @@ class Devices:
         self.nodes: dict[str, NodeDevices] = {}
         self.free = 0
         self.total = 0
+        # Dicts as ordered sets: equal events must give equal choices.
         self._by_free: list[dict[NodeDevices, None]] = [{}]  # nodes by their number of free devices
         for node in nodes:
             self.join(node)
@@ -97,11 +98,11 @@ class Devices:
             yield from node.devices
 
     def at(self, place: Place) -> Device:
-        """The device at a place; KeyError or IndexError if there is none."""
+        """Return the device at a place. Raises KeyError or IndexError if there is none."""
         return self.nodes[place[0]].devices[place[1]]
 
     def join(self, node: Node) -> None:
-        """A node with all its devices free."""
+        """Add a node with all its devices free. Raises ValueError for a known name, or a node without devices."""
         if node.name in self.nodes:
             raise ValueError(f"node {node.name!r} is already part of the cluster; give each node a name of its own")
         if node.devices < 1:
@@ -114,19 +115,20 @@ class Devices:
         self.total += node.devices
 
     def leave(self, name: str) -> None:
-        """Forget a node; whoever ran there was stopped before."""
+        """Remove a node, whose entries were stopped before."""
         node = self.nodes.pop(name)
         del self._by_free[len(node.free)][node]
         self.free -= len(node.free)
         self.total -= len(node.devices)
 
     def choose(self, count: int, one_node: bool = False) -> list[Device] | None:
-        """``count`` free devices: of the fullest node that has them, or else of as few nodes as possible.
+        """Return ``count`` free devices: of the fullest node that has them, or else of as few nodes as possible.
 
-        None if there are not so many, or, with ``one_node``, no node has them.
+        Returns None if there are not so many, or, with ``one_node``, if no single node has them.
         """
         if count > self.free:
             return None
+        # Nodes stand by their number of free devices, so the first that suffices leaves the least fragment.
         for nodes in self._by_free[count:]:
             if nodes:
                 free = next(iter(nodes)).free
@@ -148,7 +150,7 @@ class Devices:
         raise AssertionError(f"{count} devices asked for, {self.free} free, {len(found)} found")
 
     def take(self, devices: Sequence[Device]) -> None:
-        """These are no longer free."""
+        """Mark devices as no longer free."""
         by_free = self._by_free
         for device in devices:
             node = device.node
@@ -160,7 +162,7 @@ class Devices:
         self.free -= len(devices)
 
     def give(self, devices: Sequence[Device]) -> None:
-        """These are free again."""
+        """Mark devices as free again."""
         by_free = self._by_free
         for device in devices:
             node = device.node
@@ -172,7 +174,7 @@ class Devices:
         self.free += len(devices)
 
     def check(self) -> None:
-        """Walk everything; AssertionError where two things do not agree."""
+        """Walk all nodes; raise AssertionError if two counts contradict each other."""
         free = 0
         for node in self.nodes.values():
             assert node in self._by_free[len(node.free)], f"{node.name} stands among nodes with another number free"

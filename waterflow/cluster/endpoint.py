@@ -1,6 +1,6 @@
-"""The door of a cluster: HTTP on loopback, with a token that only the cluster's owner can read.
+"""The HTTP endpoint of a cluster: on loopback, with a token that only the cluster's owner can read.
 
-Requests and answers are JSON; payloads and results are bytes that nobody unpickles here. Each refusal has its reason.
+Requests and answers are JSON; payloads and results are bytes that this process never unpickles. Each refusal has its reason.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ logger = logging.getLogger("waterflow")
 
 LARGEST_SUBMISSION = 1 << 16
 LARGEST_WAIT = 1 << 26  # ids of 100 characters: more than half a million
-LONGEST_WAIT = 30.0  # seconds that a request may be held
-QUIET_SECONDS = 60.0  # a connection on which nothing comes is closed
+LONGEST_WAIT = 30.0  # seconds for which the answer to a request may be delayed
+QUIET_SECONDS = 60.0  # after which a connection without data is closed
 LEAST_TOKEN = 32  # characters
 
 
 class EndpointError(WaterflowError, ValueError):
-    """An address or a token that the endpoint cannot be opened with."""
+    """The endpoint cannot be opened with this address or token."""
 
 
 def make_token(path: Path) -> str:
-    """The token in a file that only its owner may read; it is made where there is none. Raises EndpointError."""
+    """Return the token in a file that only its owner may read; create it if it is missing. Raises EndpointError."""
     try:
+        # O_EXCL with the mode: the token is never in a file that others could have opened before.
         made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return read_token(path)
@@ -56,11 +57,11 @@ def make_token(path: Path) -> str:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises EndpointError where others can read it, too, or it is none."""
+    """Return the token in a file. Raises EndpointError if others can read the file, or the token is too short."""
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         raise EndpointError(
-            f"{path} may be read by others (mode {mode:o}), and whoever reads it can run code as you. "
+            f"{path} may be read by others (mode {mode:o}), and anyone who reads it can run code as you. "
             f"Remove it, and start the cluster again, which makes a new one"
         )
     token = path.read_text().strip()
@@ -70,7 +71,7 @@ def read_token(path: Path) -> str:
 
 
 def check_address(host: str, anywhere: bool) -> None:
-    """Raise EndpointError for a host beyond loopback, unless that is wanted."""
+    """Raise EndpointError for a host beyond loopback, unless ``anywhere``."""
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError as error:
@@ -84,7 +85,11 @@ def check_address(host: str, anywhere: bool) -> None:
 
 
 class Endpoint:
-    """Answers requests for a service on threads of its own, from ``start()`` to ``close()``."""
+    """Answers requests for a service on threads of its own, from ``start()`` to ``close()``.
+
+    ``metrics`` returns the text of ``GET /metrics``; None answers it with status 404. Raises EndpointError for an address
+    beyond loopback without ``anywhere``, or a short token.
+    """
 
     def __init__(
         self, service: Service, token: str, host: str = "127.0.0.1", port: int = 0, *, anywhere: bool = False,
@@ -94,22 +99,22 @@ class Endpoint:
         if len(token) < LEAST_TOKEN:
             raise EndpointError(f"a token must have {LEAST_TOKEN} characters at least; got {len(token)}")
         self.service, self.token, self.metrics = service, token, metrics
-        self.wanted_down = threading.Event()  # somebody asked for the end of the cluster
+        self.wanted_down = threading.Event()  # a client asked for the end of the cluster
         self._server = LimitedServer((host, port), functools.partial(_Handler, self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="endpoint")
 
     @property
     def address(self) -> str:
-        """Where it listens, as http://host:port."""
+        """The address that it listens on, as http://host:port."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer requests."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering requests, and free the port."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -141,10 +146,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._body_read = False
         try:
             given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            # Before the body is read, and in constant time.
             if not hmac.compare_digest(given.encode(), self.door.token.encode()):
                 raise _Refused(
                     401, "the token is missing or wrong; it is in the file token of the cluster's state folder"
                 )
+            # From here on the connection is not closed in favour of a new one.
             self.server.known(self.connection)  # type: ignore[attr-defined]
             url = urllib.parse.urlsplit(self.path)
             self.query = dict(urllib.parse.parse_qsl(url.query))
@@ -198,12 +205,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log(self, id: str) -> dict[str, Any]:
         after = self._number("after", 0, 1e18)
-        state = self.service.record(id).state  # before the lines: once it has ended there come no more
+        state = self.service.record(id).state  # read before the lines: an ended job gets no more of them
         lines = [{"number": n, "at": at, "line": line} for n, at, line in self.service.store.log(id, int(after))]
         return {"lines": lines, "state": state}
 
     def results(self, id: str) -> bytes:
-        """A zip file with the newest result of each job of the group, in their order."""
+        """Return a zip file with the newest result of each job of the group, in their order."""
         job = self.service.record(id)
         if not job.over:
             raise _Refused(409, f"job {id!r} has not ended; it is {job.state}")
@@ -214,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         return packed.getvalue()
 
     def wait(self) -> dict[str, Any]:
-        """The ids are the body, as JSON, or, where they are few, in the address."""
+        """Wait for one of the ids, which are the body, as JSON, or, if they are few, in the address."""
         ids = [id for id in self.query.get("ids", "").split(",") if id]
         if self.command == "POST":
             try:

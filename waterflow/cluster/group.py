@@ -1,4 +1,4 @@
-"""One group of jobs in a device's process, or the part of it that the device has: trains, tells, saves, stops."""
+"""One group of jobs in the process of a device, or the part of it that the device has: training, reports, checkpoints, stops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one from which it comes, says that there is no room for what was written."""
+    """Return whether an error, or one that caused it, says that the disk or the quota is full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
@@ -48,9 +48,9 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def when_there_is_room(what: str, write: Callable[[], T], given_up: Callable[[], bool] = lambda: False) -> T:
-    """Call ``write`` until it does not fail for want of room; returns what it does. Raises its other errors.
+    """Call ``write`` until it does not fail for want of room; return its result. Its other errors are raised.
 
-    ``given_up``: whether nobody wants it any more; then the error is raised.
+    ``given_up`` returns True once the result is no longer wanted; then the error is raised.
     """
     said = False
     while True:
@@ -65,10 +65,10 @@ def when_there_is_room(what: str, write: Callable[[], T], given_up: Callable[[],
         time.sleep(AGAIN_SECONDS)
 
 
-SAVING_SHARE = 0.05  # of a group's time, at most, goes into checkpoints that nobody asked for
-AFTER_A_LOSS = 0.125  # of the time between two saves
+SAVING_SHARE = 0.05  # of a group's time at most goes into periodic checkpoints
+AFTER_A_LOSS = 0.125  # factor on the time between two saves, for each lost device
 LEAST_PAUSE = 1.0  # seconds between two saves after many losses
-PATIENCE = 2.0  # seconds for a cancelled job's data or evaluation to come to its end
+PATIENCE = 2.0  # seconds for a cancelled job's data or evaluation to return
 LONGEST_REASON = 4000  # characters
 
 _count = itertools.count(1)  # of files that this process makes
@@ -76,7 +76,7 @@ _count = itertools.count(1)  # of files that this process makes
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of which start of an id: the jobs ``share``, ``share + shares``, ... of the group."""
+    """A part of one start (``run``) of an id: the jobs ``share``, ``share + shares``, ... of the group."""
 
     id: str
     run: int
@@ -88,7 +88,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Process:
-    """Where a group runs."""
+    """The process that a group runs in."""
 
     node: str
     epoch: int
@@ -97,7 +97,7 @@ class Process:
 
 
 class RunningGroup:
-    """The jobs of one part. Thread-safe; ``tell`` is called from its threads."""
+    """The running jobs of one part. Thread-safe; it calls ``tell`` from its own threads."""
 
     def __init__(
         self, part: Part, resume: bool, process: Process, tell: Callable[[int, BackendEvent], None],
@@ -130,15 +130,16 @@ class RunningGroup:
         self._thread = threading.Thread(target=self._run, name=part.id, daemon=True)
 
     def start(self) -> None:
-        """Begin; what becomes of it is told."""
+        """Begin to train on a thread of its own; ``tell`` receives the events."""
         self._thread.start()
 
     # -- what others ask
 
     def halt(self, suspend: bool) -> None:
-        """Stop all jobs at their next boundaries; with ``suspend``, save them first. Returns at once.
+        """Stop all jobs after their current steps; with ``suspend``, save them first. Returns at once.
 
-        One that is being suspended can still be cancelled. User code that does not come to its end is broken off then.
+        A group that is being suspended can still be cancelled. User code of a cancelled group that does not return is
+        interrupted.
         """
         how: How = "suspended" if suspend else "cancelled"
         with self._lock:
@@ -153,7 +154,7 @@ class RunningGroup:
             threading.Thread(target=self._break_off_beginning, daemon=True).start()
 
     def save(self) -> None:
-        """Write a checkpoint of each job that trains, and tell. Waits for boundaries of steps."""
+        """Write a checkpoint of each job that trains, and report them. Waits for the ends of current steps."""
         with self._saving:
             with self._lock:
                 runners = {} if self._halted else dict(self._runners)
@@ -161,9 +162,9 @@ class RunningGroup:
             took = 0.0
             for number, runner in runners.items():
                 try:
-                    count = next(_count)  # before the state is taken: one that is taken later is newer
+                    count = next(_count)  # before the snapshot, so that a later snapshot has a higher number
                     state = runner.snapshot()
-                    began = time.monotonic()  # waiting for the boundary of a step costs nothing
+                    began = time.monotonic()  # waiting for the end of a step costs no training time
                     self._write(number, state, count)
                     took += time.monotonic() - began
                     saved = True
@@ -171,18 +172,21 @@ class RunningGroup:
                         self._reached[number] = max(self._reached.get(number, 0), state.steps)
                 except Fenced:
                     return self._fenced()
-                except Exception as error:  # it ended meanwhile, or its state cannot be taken: it trains on
+                except Exception as error:  # it ended meanwhile, or its state cannot be captured: it trains on
                     logger.info("no checkpoint of job %r: %s", self._jobs[number].name, error)
             if saved:
                 with self._lock:
                     steps = sum(self._reached.values())  # not those that jobs have trained since
                 self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), steps))
+            # Saving that took t seconds is followed by t / SAVING_SHARE seconds without, whatever the configured
+            # interval.
             self._next_save = max(self._next_save or 0.0, time.monotonic() + took / SAVING_SHARE)
 
     def save_if_due(self, every: float) -> None:
-        """Save in a thread of its own, if the last time, or the beginning, is so many seconds ago.
+        """Save on a thread of its own if the last save, or the start, was so long ago.
 
-        After a device was lost under the group it saves more often, and then each time twice as seldom, up to ``every``.
+        ``every`` is the time between two saves in seconds. After each lost device it begins shorter, and doubles up to
+        ``every``.
         """
         now = time.monotonic()
         if not self._pause:
@@ -195,7 +199,7 @@ class RunningGroup:
             threading.Thread(target=self.save, daemon=True).start()
 
     def set_priority(self, priority: Priority) -> None:
-        """Hand the priority on to the engine's jobs."""
+        """Set the priority of all jobs in the engine."""
         with self._lock:
             self.priority = priority
             runners = list(self._runners.values())
@@ -203,7 +207,7 @@ class RunningGroup:
             runner.lease.set(priority)
 
     def steps(self) -> int:
-        """Steps of all jobs, from their beginning."""
+        """Return the steps of all jobs, counted from their beginning."""
         with self._lock:
             reached = dict(self._reached)
             for number, runner in self._runners.items():
@@ -211,8 +215,9 @@ class RunningGroup:
             return sum(reached.values())
 
     def progress(self, utilization: float) -> Progress:
-        """How far it is, and how fast since the last call."""
+        """Return the progress, with the speed since the last call. ``utilization`` is that of the device."""
         steps, now = self.steps(), time.monotonic()
+        # Steps of several jobs interleave: the wall time counts once for each of them.
         (since, before), self._last = self._last, (now, steps)
         with self._lock:
             runners = list(self._runners.values())
@@ -238,6 +243,8 @@ class RunningGroup:
                 how = "cancelled"
             except Exception as error:
                 how, reason = "failed", f"{type(error).__name__}: {error}"
+            # The end is written to the shared folder, where a backend finds it that takes over after this process has
+            # ended.
             note = folder.own(epoch) / f"{next(_count)}.ended"
             told = json.dumps({"how": how, "reason": reason[:LONGEST_REASON], "steps": self.steps()})
 
@@ -264,6 +271,7 @@ class RunningGroup:
         for number in mine if self._resume else ():
             result = folder.last_result(part.id, number)
             state = folder.last_state(part.id, number)
+            # A job that had ended before the group was lost is not trained again.
             if result is not None and (known := read_result(result)).status != "cancelled":
                 self._results[number] = known
             elif state is not None:
@@ -278,6 +286,7 @@ class RunningGroup:
         self._tell(Started(*self._who))
 
     def _train(self) -> tuple[How, str]:
+        # More jobs at once than lanes, so that a lane is busy while another job evaluates or reads data.
         at_once = 2 * self._process.engine.lanes
         with ThreadPoolExecutor(at_once, thread_name_prefix=self.part.id) as threads:
             for done in [threads.submit(self._drive, n) for n in self._jobs if n not in self._results]:
@@ -302,6 +311,7 @@ class RunningGroup:
             self._runners[number] = runner
         result: JobResult | None = None
         try:
+            # Building the model and evaluation run on this thread, not on a lane.
             _C.set_threads_here(process.engine.threads_per_lane)
             with within(process.engine):
                 result = runner.run()
@@ -318,6 +328,7 @@ class RunningGroup:
             when_there_is_room(f"the result of {job.name!r}", write)
         finally:
             with self._lock:
+                # Under one lock: ``steps`` counts a job as running or as reached, never as both or neither.
                 del self._runners[number]
                 steps = result.steps if result is not None else runner.steps
                 self._reached[number] = max(self._reached.get(number, 0), steps)
@@ -338,6 +349,7 @@ class RunningGroup:
         runner.stop(str(self._halted))
 
     def _cancel_one(self, number: int, runner: JobRunner) -> None:
+        # ``stop`` waits for the end of a step, which user code that hangs never reaches.
         threading.Thread(target=runner.stop, args=("cancelled",), daemon=True).start()
         self._thread.join(PATIENCE)
         with self._lock:
@@ -371,20 +383,20 @@ def _loaded(file: Path, job: str | None) -> Checkpoint:
         return Checkpoint.load(file, job=job)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}. Hand the job in under another id: with checkpoint= and an older file of {file.parent}, or anew"
+            f"{error}. Submit the job under another id: with checkpoint= and an older file of {file.parent}, or anew"
         ) from error
 
 
 def _length(jobs: list[Job | Task]) -> int | None:
-    """Steps of all jobs to their ends, where the data of all of them tells."""
-    with contextlib.suppress(Exception):  # it is the user's, and may refuse as it likes
+    # The data is the user's object: its length may be unknown, or raise anything.
+    with contextlib.suppress(Exception):
         return sum(len(job.data) * job.epochs for job in jobs)  # type: ignore[arg-type, misc, union-attr]
     return None
 
 
 def _memory(runner: JobRunner) -> int:
-    """Bytes that the job holds, and its step reaches."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # not captured yet, or it has just ended
+    # A job without a captured step has no plan to tell its memory.
+    with contextlib.suppress(AttributeError, RuntimeError):  # not captured yet, or just ended
         plan = runner.step.plan  # type: ignore[union-attr]
         return int(plan.persistent + plan.batch + plan.height)
     return 0

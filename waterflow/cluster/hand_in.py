@@ -1,4 +1,4 @@
-"""What is handed in to a cluster: packed, checked here, where somebody hears what is wrong with it, and named."""
+"""The client's side of a submission: jobs are pickled, checked, and named here, where errors reach the caller."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class JobSet:
 
 
 def memory_of(jobs: Sequence[Job]) -> int:
-    """Bytes that jobs need on a device that they share: all that they hold, and the highest step. 0 where that is not known.
+    """Return the bytes that jobs need on a device that they share: all persistent memory, and the highest step; 0 if not known.
 
-    A limit must be higher by the engine's reserve, which is no job's.
+    A device's limit must be higher by the engine's reserve, which belongs to no job.
     """
     known = [need for job in jobs if (need := forecast(job).need) is not None]
     return needed(known) if len(known) == len(jobs) else 0
 
 
 def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
-    """All jobs, in sets that each fit on a device of ``memory`` bytes: as many together as there can be, then of the rest.
+    """Partition jobs into sets that each fit on a device of ``memory`` bytes: the largest set, then the largest of the rest.
 
-    Jobs whose steps cannot be captured are alone. Raises MemoryLimitError for a job that does not even fit alone.
+    A job whose step cannot be captured is a set of its own. Raises MemoryLimitError for a job that does not fit alone.
     """
     room = memory - reserve_of(memory)
     found = [forecast(job, memory, room) for job in jobs]
@@ -59,30 +59,32 @@ def sets_that_fit(jobs: Sequence[Job], memory: int) -> list[JobSet]:
 
 
 _NEVER_OWN = frozenset({"waterflow", "__main__", "__mp_main__"} | sys.stdlib_module_names)
-_packing = threading.Lock()  # what is pickled by value is known to the whole process
+_packing = threading.Lock()  # cloudpickle's registry of modules to pickle by value is global
 
 
 def packed(jobs: Jobs | Callable[[], Jobs]) -> bytes:
-    """The payload; what modules of the current folder define goes with it. Raises InvalidJobError."""
+    """Return the payload of jobs; code of modules in the current folder is part of it. Raises InvalidJobError."""
     with _packing, _own_modules_by_value():
         return pack(jobs)
 
 
 def planned_memory(jobs: Any) -> int:
-    """Bytes that jobs need on a device together; each is captured. Raises InvalidJobError where they are not there."""
+    """Return the bytes that jobs need on a device together; each is captured. Raises InvalidJobError for a function."""
     there = [jobs] if isinstance(jobs, Job) else [] if callable(jobs) or isinstance(jobs, Task) else list(jobs)
     known = [job for job in there if isinstance(job, Job)]
     if not known or len(known) < len(there):
-        raise InvalidJobError("memory='auto' plans jobs that are there; a function makes them where they run")
+        raise InvalidJobError(
+            "memory='auto' plans jobs before they are submitted; a function makes them where they run"
+        )
     return memory_of(known)
 
 
 def check_checkpoint(file: Path, jobs: Any) -> None:
-    """Raise CheckpointError or InvalidJobError for a file that the jobs cannot go on from."""
+    """Raise CheckpointError or InvalidJobError for a file that the jobs cannot resume from."""
     if not isinstance(jobs, Job) and not callable(jobs):
         jobs = list(jobs)
         if len(jobs) != 1:
-            raise InvalidJobError(f"a checkpoint is of one job; with it come {len(jobs)}. Hand them in one by one")
+            raise InvalidJobError(f"a checkpoint is of one job; got {len(jobs)} jobs. Submit them one by one")
         jobs = jobs[0]
     if not file.is_file():
         raise InvalidJobError(f"there is no checkpoint {file}")
@@ -90,7 +92,7 @@ def check_checkpoint(file: Path, jobs: Any) -> None:
 
 
 def new_id(jobs: Any) -> str:
-    """An id that nobody else has, with the name of what is handed in."""
+    """Return a new unique id that begins with the name of the jobs."""
     name = getattr(jobs, "__name__", "") or "job"
     if isinstance(jobs, Job):
         name = jobs.name
@@ -102,11 +104,12 @@ def new_id(jobs: Any) -> str:
 
 @contextlib.contextmanager
 def _own_modules_by_value() -> Iterator[None]:
-    """Inside, functions of modules in the current folder and beside the script are pickled whole.
+    """Pickle functions of the user's own modules by value inside the block.
 
-    A worker may have another current folder, or be on another machine. Packages that are installed stay references.
+    A worker may have another current folder, or run on another machine. Installed packages are pickled by reference.
     """
     chosen = _own_modules()
+    # Modules that the user has registered must stay registered.
     before = cloudpickle.list_registry_pickle_by_value()
     chosen = [module for module in chosen if module.__name__ not in before]
     for module in chosen:
@@ -119,10 +122,8 @@ def _own_modules_by_value() -> Iterator[None]:
 
 
 def _own_modules() -> list[ModuleType]:
-    """The modules that belong to no package, and lie in the current folder, beside the script, or where a config names them.
-
-    There are thousands of modules, and this is asked at each submission: what is quick to say of their names goes first.
-    """
+    """Return modules in the current folder, beside the script, or named by path in a config, but none that is installed."""
+    # A process has thousands of modules, and each submission walks them: the cheap tests on names come first.
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     roots = {Path.cwd().resolve()} | ({Path(script).resolve().parent} if script else set())
     beginnings = tuple(map(str, roots))

@@ -1,4 +1,4 @@
-"""What users hand in over the wire, checked before anything is kept of it."""
+"""Validation of submissions that arrive over the network, before anything is stored."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from waterflow.cluster.submission import Submission
 from waterflow.errors import SubmissionError
 
+# An id becomes a part of file names and addresses.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KINDS: dict[str, tuple[type, ...]] = {
     "id": (str,), "tenant": (str,), "devices": (int,), "priority": (str,), "auto": (bool,), "memory": (int,),
@@ -18,7 +19,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-MOST = 2**63 - 1  # of any number
+MOST = 2**63 - 1  # the largest integer of SQLite
 
 
 def check_file(id: str, path: str) -> None:
@@ -34,17 +35,18 @@ def check_file(id: str, path: str) -> None:
 
 
 def check_text(key: str, value: str) -> None:
-    """Raise SubmissionError for characters that can be in no name of a file and in no database."""
+    """Raise SubmissionError for text that neither a file name nor the database can contain."""
     if "\0" in value or value != value.encode(errors="replace").decode():
         raise SubmissionError(f"{key} of a submission has characters that are no text: {value!r}")
 
 
 def checked(given: dict[str, Any]) -> Submission:
-    """What came over the wire, as a submission. Raises SubmissionError."""
+    """Return the submission that a request describes. Raises SubmissionError."""
     for key, value in given.items():
         kinds = _KINDS.get(key)
         if kinds is None:
             raise SubmissionError(f"a submission has no {key!r}; it has {', '.join(_KINDS)}")
+        # bool is a subclass of int: ``devices: true`` must not count as one device.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise SubmissionError(f"{key} of a submission cannot be {value!r}")
         if isinstance(value, str):

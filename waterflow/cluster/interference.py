@@ -1,13 +1,13 @@
-"""How fast jobs run that share a device: from public measurements of pairs, and from a model where a pair is unknown.
+"""Speeds of jobs that share a device: from public measurements of pairs, and from a model if a pair is unknown.
 
 All speeds are shares of the speed alone. Three sources, in this order:
 
 1. pairs under control (``controlled``), as AntMan published them (section 5.1);
 2. pairs measured without control: ``gavel_colocation.csv`` (by model and batch size, on one kind of GPU);
-3. a model of one number per job, its *demand* d: jobs run at min(1, 1 / sum of d). Gandiva's table 1 gives d where
-   it has the model; elsewhere d = utilization / packing_efficiency. Two copies of a model measured by Gavel give d too.
+3. a model of one number per job, its *demand* d: jobs run at min(1, 1 / sum of d). Gandiva's table 1 gives d for its
+   models; elsewhere d = utilization / packing_efficiency. Two copies of a model measured by Gavel give d too.
 
-Under control the coordinator of live devices finds how much of what the guaranteed job leaves the opportunistic ones may
+Under control, the interference controller of live devices finds the share of the leftover that the opportunistic jobs may
 take (``coordinated``), and they share that.
 """
 
@@ -36,7 +36,7 @@ CONTROLLED_PAIRS: dict[Pair, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A job on a device, as far as its neighbours feel it."""
+    """A job on a device, with what its neighbours notice of it."""
 
     model: str | None
     priority: Priority
@@ -44,20 +44,19 @@ class Resident:
 
 @dataclass(frozen=True)
 class Interference:
-    """Speeds of jobs that share a device. Every field that is a number is an assumption that reports print.
+    """Speeds of jobs that share a device. Every number here is an assumption, and reports print it.
 
-    - ``packing_efficiency``: how much of a device packed jobs use together, as a share of what one alone could: the
-      mean over the six models of Gandiva's table 1 that fill a device (0.73 to 0.93).
-    - ``contention``: how much longer steps of a guaranteed job take beside neighbours under control, for the share of the
+    - ``packing_efficiency``: the part of a device that packed jobs use together, as a share of one job alone: the mean over
+      the six models of Gandiva's table 1 that fill a device (0.73 to 0.93).
+    - ``contention``: by how much steps of a guaranteed job get longer beside neighbours under control, for the share of the
       device that these use: the mean of the two pairs that AntMan published (3.5 % beside 0.65, 0.8 % beside 0.22).
-    - ``allowed_slowdown``: how much longer they may take; the coordinator holds the neighbours back until they do not.
-    - ``least_leftover``: what a guaranteed job leaves even if it fills the device by its utilization, which counts
-      time and not the work done in it; 0.22 is what GCN got beside ResNet-50, at the demand assumed for it.
-    - ``queueing``: without control, a job waits behind kernels of those that keep the device busier. Its speed is at
-      most 1 / (1 + queueing x sum of what their utilizations are above its own). The one such pair that AntMan
-      published (ESPnet 5.23 times slower beside ResNet-50) means 6.6; equal models (Gandiva) and the mean of Gavel's
-      pairs (1.32 together) mean 0.
-    - ``utilization_scale`` multiplies all utilizations, for tables of sensitivity.
+    - ``allowed_slowdown``: by how much they may get longer; the controller slows the neighbours down until they do not.
+    - ``least_leftover``: the share that a guaranteed job leaves even if its utilization, which counts time and not the work
+      done in it, fills the device; 0.22 is what GCN got beside ResNet-50, at the demand assumed for it.
+    - ``queueing``: without control, a job waits for kernels of jobs that keep the device busier. Its speed is at most 1 / (1
+      + queueing x sum of what their utilizations are above its own). The one such pair that AntMan published (ESPnet 5.23
+      times slower beside ResNet-50) means 6.6; equal models (Gandiva) and the mean of Gavel's pairs (1.32 together) mean 0.
+    - ``utilization_scale`` multiplies all utilizations, for sensitivity tables.
     """
 
     models: Mapping[str, ModelProfile] = field(default_factory=lambda: KNOWN_MODELS)
@@ -75,7 +74,7 @@ class Interference:
     )
 
     def parameters(self) -> dict[str, float | int | str]:
-        """The assumptions, by name, as reports print them."""
+        """Return the assumptions by name, as reports print them."""
         return {
             "packing_efficiency": self.packing_efficiency,
             "contention": self.contention,
@@ -88,7 +87,7 @@ class Interference:
         }
 
     def profile(self, model: str | None) -> ModelProfile:
-        """What is known of a model; ``UNKNOWN`` otherwise."""
+        """Return the profile of a model; ``UNKNOWN`` if there is none."""
         found = self.models.get(model or "", UNKNOWN)
         if self.utilization_scale == 1.0:
             return found
@@ -96,35 +95,36 @@ class Interference:
         return replace(found, utilization=min(1.0, found.utilization * self.utilization_scale), demand=demand)
 
     def utilization(self, model: str | None) -> float:
-        """Share of time in which a device works for the model alone on it."""
+        """Return the share of time in which a model alone keeps its device busy."""
         return self.profile(model).utilization
 
     def utilization_of(self, submission: Submission) -> float:
-        """The same, as a simulation asks for it."""
+        """Return ``utilization`` of a submission's model, as ``Simulator`` asks for it."""
         return self.utilization(submission.model)
 
     def memory(self, model: str | None) -> int:
-        """Bytes that the model holds on each device."""
+        """Return the bytes that a model holds on each device."""
         return self.profile(model).memory
 
     def demand(self, model: str | None) -> float:
-        """Share of a device that the model takes when packed; above 1 where packing it loses."""
+        """Return the share of a device that a model takes when packed; above 1 if packing loses throughput."""
         profile = self.profile(model)
         return profile.demand if profile.demand is not None else profile.utilization / self.packing_efficiency
 
     def load(self, guaranteed: str | None, others: Sequence[str | None]) -> Load:
-        """What others take of a device beside a guaranteed model, at a rate."""
+        """Return the load that opportunistic models put on the device of a guaranteed one."""
         left = max(self.least_leftover, 1.0 - self.demand(guaranteed))
         return Load(min(1.0, self._asked(others)), left, self.contention)
 
     def _asked(self, models: Sequence[str | None]) -> float:
-        return sum(sorted(self.demand(model) for model in models))  # the same in any order
+        # Sorted, as float addition depends on the order, and equal sets of models must give equal speeds.
+        return sum(sorted(self.demand(model) for model in models))
 
     def speeds(self, residents: Sequence[Resident], controlled: bool) -> tuple[float, ...]:
-        """The speed of each job on one device, in the order given.
+        """Return the speed of each job on one device, in the order given.
 
         Raises:
-            ValueError: Two guaranteed jobs.
+            ValueError: Under control, more than one job is guaranteed.
         """
         if len(residents) < 2:
             return (1.0,) * len(residents)
@@ -134,21 +134,21 @@ class Interference:
         return self._known[key]
 
     def of(self, sharing: str) -> Callable[[object, Sequence[Entry]], Sequence[float]] | None:
-        """The speeds of a simulation of a policy with that way of sharing devices; None where nobody shares."""
+        """Return the ``speeds`` of ``Simulator`` for a policy's way of sharing; None if devices are not shared."""
         return {"controlled": self.under_control, "packed": self.packed}.get(sharing)
 
     def under_control(self, device: object, entries: Sequence[Entry]) -> tuple[float, ...]:
-        """Speeds of a simulation whose devices have coordinators."""
+        """Return the speeds of entries on a device with an interference controller."""
         return self.speeds([Resident(entry.submission.model, entry.priority) for entry in entries], True)
 
     def packed(self, device: object, entries: Sequence[Entry]) -> tuple[float, ...]:
-        """Speeds of a simulation where nothing controls those who share a device."""
+        """Return the speeds of entries on a device without control."""
         return self.speeds([Resident(entry.submission.model, entry.priority) for entry in entries], False)
 
     def _speeds(self, residents: Sequence[Resident], controlled: bool) -> tuple[float, ...]:
         first = [at for at, one in enumerate(residents) if one.priority == "guaranteed"]
         if controlled and len(first) > 1:
-            raise ValueError("a device holds at most one guaranteed job under control, not " + str(len(first)))
+            raise ValueError("under control a device has at most one guaranteed job, not " + str(len(first)))
         if controlled and first:
             return self._beside_guaranteed(residents, first[0])
         if len(residents) == 2:
@@ -160,13 +160,14 @@ class Interference:
         if not self.queueing:
             return tuple(share * in_memory for in_memory in room)
         busy = [self.utilization(one.model) for one in residents]
+        # Summed over the neighbours that are busier than the job itself: it waits for their kernels.
         behind = [sum(max(0.0, other - own) for other in busy) for own in busy]
         return tuple(
             min(share, 1.0 / (1.0 + self.queueing * more)) * in_memory for more, in_memory in zip(behind, room)
         )
 
     def _beside_guaranteed(self, residents: Sequence[Resident], first: int) -> tuple[float, ...]:
-        """What the coordinator lets the others take, shared by them; the guaranteed job alone is sure of its memory."""
+        # Only the guaranteed job is sure of its memory: what it leaves is all that the others have.
         guaranteed = residents[first].model
         others = [one.model for at, one in enumerate(residents) if at != first]
         if len(others) == 1:
@@ -181,10 +182,10 @@ class Interference:
         return tuple(speeds)
 
     def _in_memory(self, models: Sequence[str | None], memory: int, chosen: bool) -> list[float]:
-        """Speeds of jobs whose memory lies partly in host memory.
+        """Return the speeds of jobs whose memory lies partly in host memory.
 
-        Either those give way that lose least by it (``chosen``, as AntMan's coordinator finds out by trial), or all
-        the same share.
+        With ``chosen`` the jobs are paged out that lose least by it, as AntMan's coordinator finds out by trial; otherwise
+        all by the same share.
         """
         wanted = sum(self.memory(model) for model in models)
         lacking = max(0, wanted - max(memory, 0))
@@ -201,17 +202,17 @@ class Interference:
 
 
 def gavel_name(model: str, batch: str) -> str:
-    """A model of Gavel's with its batch size, as its traces write it."""
+    """Return a model of Gavel's with its batch size, as its traces write it."""
     return f"{model} (batch size {batch})" if batch else model
 
 
 def read_gavel_pairs(path: Path, gpu: str = "v100") -> dict[Pair, tuple[float, float]]:
-    """Speeds of both jobs of each pair measured on ``gpu``, in both orders.
+    """Read the speeds of both jobs of each pair measured on ``gpu``, in both orders.
 
     Pairs without a working measurement (0) are left out.
 
     Raises:
-        ValueError: No pair of that GPU in the file.
+        ValueError: The file has no pair of that GPU.
     """
     pairs: dict[Pair, tuple[float, float]] = {}
     with path.open(newline="") as file:
@@ -223,14 +224,14 @@ def read_gavel_pairs(path: Path, gpu: str = "v100") -> dict[Pair, tuple[float, f
             pairs[one, two] = speeds
             pairs[two, one] = speeds[1], speeds[0]
     if not pairs:
-        raise ValueError(f"{path} holds no pair measured on {gpu!r}. Choose one of its column 'gpu'.")
+        raise ValueError(f"{path} has no pair measured on {gpu!r}. Choose one of its column 'gpu'.")
     return pairs
 
 
 def gavel_models(
     pairs: Mapping[Pair, tuple[float, float]], packing_efficiency: float = 0.86
 ) -> dict[str, ModelProfile]:
-    """Profiles of Gavel's models, from two copies of each side by side: a speed of s means a demand of 1 / (2 s)."""
+    """Return profiles of Gavel's models, from two copies of each side by side: a speed of s means a demand of 1 / (2 s)."""
     profiles = {}
     for (one, two), (speed, _) in pairs.items():
         if one == two:
@@ -241,7 +242,7 @@ def gavel_models(
 
 
 def read_gandiva_models(path: Path) -> dict[str, ModelProfile]:
-    """The models of Gandiva's table 1: packed, they do (1 + gain) as much as time slicing does. Memory is assumed."""
+    """Read the models of Gandiva's table 1: packed, they do (1 + gain) times as much as by time slicing. Memory is assumed."""
     profiles = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):

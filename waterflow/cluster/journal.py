@@ -1,4 +1,4 @@
-"""The scheduler's state on disk: now and then all of it, and in between each event, which gives the same decisions again."""
+"""The scheduler's state on disk: a snapshot now and then, and each event since, whose replay repeats the same decisions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from waterflow.cluster.submission import Action, Node, Outcome, Report, Submissi
 
 logger = logging.getLogger("waterflow")
 
-ENTRIES_PER_EVENT = 50  # all of the state is written after one event for so many submissions in it, and one more
+# A snapshot is due after one event for so many submissions in it, and one more: its cost grows with the submissions.
+ENTRIES_PER_EVENT = 50
 
 
 class JournaledScheduler:
-    """A ``Scheduler`` whose events are written down in the transaction of the store in which they come.
+    """A ``Scheduler`` whose events are written down in the transaction of the store in which they happen.
 
-    Takes up what the store has: the state that was written last, and the events since.
+    Restores the state that the store has: the last snapshot, and the events since.
     """
 
     def __init__(self, store: Store, policy: Policy, tenants: Sequence[Tenant] = ()) -> None:
@@ -37,12 +38,12 @@ class JournaledScheduler:
 
     @property
     def book(self) -> Book:
-        """Who is where."""
+        """The scheduler's book."""
         return self._inner.book
 
     @property
     def policy(self) -> Policy:
-        """Who decides."""
+        """The scheduler's policy."""
         return self._inner.policy
 
     @property
@@ -51,7 +52,7 @@ class JournaledScheduler:
         return self._inner.next_tick
 
     def submit(self, now: float, submission: Submission) -> None:
-        """See ``Scheduler``; what follows is decided at the next tick, here and in all other events."""
+        """See ``Scheduler``. Here and in most events, decisions are made at the next tick."""
         self._event("submit", now, submission)
 
     def started(self, now: float, id: str) -> None:
@@ -87,16 +88,17 @@ class JournaledScheduler:
         return self._event("tick", now)
 
     def save(self) -> Callable[[], None] | None:
-        """Begin to write the whole state down as it is now; None unless enough has happened since the last time.
+        """Begin a snapshot of the state as it is now; return None unless enough events have happened since the last one.
 
-        The function that is returned finishes it. It may run while other events come: they, and until it has written the state
-        all before, stay noted. Call this outside of transactions, for what may still be rolled back must not be saved.
+        The returned function writes it, and may run while other events arrive: events before the snapshot are kept until it
+        is written. Call this outside of transactions, as it must not save changes that may still be rolled back.
         """
         if self._since <= self._inner.known // ENTRIES_PER_EVENT:
             return None
         store, last = self._store, self._store.last_event()
         state = self._inner.to_dict()
-        entries = state.pop("entries")  # made anew, and most of it: written as text only when it is saved
+        entries = state.pop("entries")  # fresh objects, and most of the state: ``finish`` turns them into text
+        # Later events change these objects before ``finish`` runs, so they become text now.
         rest = json.dumps(state)
         self._since = 0
 
@@ -110,6 +112,7 @@ class JournaledScheduler:
 
     def _event(self, name: str, now: float, *arguments: Any) -> list[Action]:
         actions = self._call(name, now, arguments, decide=name == "tick")
+        # After the call: an event that the scheduler refuses raises an error, and must not be replayed.
         self._store.add_event(name, now, [_written(argument) for argument in arguments])
         self._since += 1
         return actions
@@ -117,6 +120,7 @@ class JournaledScheduler:
     def _call(self, name: str, now: float, arguments: Sequence[Any], decide: bool) -> list[Action]:
         if decide:
             return self._inner.tick(now)
+        # One decision a tick, however many events: replaying ``tick`` events repeats the decisions.
         made: list[Action] = getattr(self._inner, name)(now, *arguments, decide=False)
         return made
 

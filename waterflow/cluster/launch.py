@@ -1,4 +1,4 @@
-"""What a cluster is made of, and its process: started in the background, and waited for. Needs no torch."""
+"""The configuration of a cluster, and the start of its process in the background. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from waterflow.cluster.state import log_file, make_folder, private
 from waterflow.errors import ClusterError
 from waterflow.executor.memory_limit import parse_memory
 
-DEVICES = ("cpu", "cuda")  # what a cluster trains on; which GPU a process sees follows from its node
+DEVICES = ("cpu", "cuda")  # kinds of device; which GPU a process sees follows from its node
 READY_SECONDS = 180.0  # for the process to answer
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What a cluster is made of; it is kept in the state folder, and the next ``up`` takes it from there.
+    """The configuration of a cluster, which the state folder keeps for the next ``up``.
 
-    ``nodes`` are the names of its devices, each a process of its own, or, with ``ray`` (the address of a Ray cluster that
-    runs), all of its GPUs; ``ray_token`` is the file with that cluster's token, where the environment does not name it.
-    ``device``: what all of them train on, one of ``DEVICES``. ``memory`` is the limit of each, in bytes or as text; ``tenants``
-    have quotas in devices (none: anybody may submit).
+    ``nodes`` are the names of its devices, each a process of its own; with ``ray``, the address of a running Ray cluster,
+    they are all of its GPUs. ``ray_token`` is the file with that cluster's token, unless the environment names it. ``device``
+    is the kind of device, one of ``DEVICES``. ``memory`` limits each device, in bytes or as text. ``tenants`` are (name,
+    quota in devices) pairs; without any, every tenant may submit.
     """
 
     nodes: tuple[str, ...] = ("device-0",)
@@ -45,7 +45,7 @@ class ClusterConfig:
     ray_token: str | None = None
 
     def check(self) -> None:
-        """Raise ClusterError or InvalidJobError where it cannot be right."""
+        """Raise ClusterError or InvalidJobError if a field is invalid."""
         if self.policy not in POLICIES:
             raise ClusterError(f"no policy is called {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
         if not self.nodes or len(set(self.nodes)) < len(self.nodes):
@@ -64,12 +64,12 @@ class ClusterConfig:
 
 
 def config_file(folder: Path) -> Path:
-    """Where the config is kept, as JSON."""
+    """Return the path of the configuration, a JSON file."""
     return folder / "config.json"
 
 
 def load_config(folder: Path) -> ClusterConfig | None:
-    """The config of the cluster in a state folder; None where there was none so far."""
+    """Return the configuration in a state folder; None if there is none. Raises ClusterError if it cannot be read."""
     try:
         given = json.loads(config_file(folder).read_text())
         known = {field.name for field in fields(ClusterConfig)}
@@ -80,20 +80,22 @@ def load_config(folder: Path) -> ClusterConfig | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ClusterError(
-            f"{config_file(folder)} cannot be read: {error}; remove it, and say what is wanted again"
+            f"{config_file(folder)} cannot be read: {error}; remove it, and give the options of up again"
         ) from None
 
 
 def start(folder: Path, config: ClusterConfig) -> dict[str, Any]:
-    """Start the cluster of a state folder in a process of its own; returns what its address file says once it answers.
+    """Start the cluster of a state folder in a new process; return the content of its address file once it answers.
 
-    Raises ClusterError with the reason where it does not begin.
+    Raises ClusterError with the reason if it does not begin.
     """
     config.check()
     make_folder(folder)
+    # The child answers through a pipe, which the system closes if the child dies: no time-out has to be guessed.
     reading, writing = os.pipe()
     with open(log_file(folder), "ab", opener=private) as log, open(reading) as answer:
         command = [sys.executable, "-m", "waterflow.cluster.daemon", "--state", str(folder), "--ready", str(writing)]
+        # A session of its own: signals from the caller's terminal do not reach it.
         process = subprocess.Popen(
             [*command, "--config", json.dumps(asdict(config))], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             pass_fds=[writing], start_new_session=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -111,11 +113,12 @@ def start(folder: Path, config: ClusterConfig) -> dict[str, Any]:
 
 
 def wait_for_end(pid: int, seconds: float) -> bool:
-    """Whether a process has ended; waits at most so long for it."""
+    """Wait at most ``seconds`` for a process to end; return whether it has."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
             os.kill(pid, 0)
+            # A zombie has ended, though its number can still be signalled until its parent collects it.
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
         except (ProcessLookupError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What every backend keeps: which nodes there are, what runs on them, and what of their words counts."""
+"""The part that all backends share: the nodes, the runs on them, and which of a node's events still count."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class _Share:
 
 @dataclass
 class _Run:
-    """One start of an id."""
+    """One start of an id, with its parts."""
 
     number: int
     priority: Priority
     shares: list[_Share]
-    stopping: How | None = None  # what it will have been, where that is known before it ends
+    stopping: How | None = None  # how it will have ended, once a stop was sent
     started: bool = False
     next: tuple[bytes, Sequence[Place], Priority, Path | None] | None = (
-        None  # asked for while this one is being stopped
+        None  # a start that was requested while this run is being stopped
     )
     next_stopped: How | None = None  # that one was stopped before it could start
 
@@ -63,7 +63,7 @@ class _Run:
 
 @dataclass
 class Known:
-    """A node as its backend knows it. ``heard``: the last of its events that was taken."""
+    """A node as its backend knows it. ``heard`` is the number of the last event taken from it."""
 
     info: NodeInfo
     heard: int = 0
@@ -71,9 +71,10 @@ class Known:
 
 
 class Ledger(ABC):
-    """The part of a backend that is the same however its nodes are reached.
+    """The part of a backend that does not depend on how its nodes are reached.
 
-    Those who derive from it find out who lives and what they say (``_joined``, ``_lost``, ``_take``), inside of ``_listen``.
+    A subclass finds out which nodes are alive and receives their events, and calls ``_joined``, ``_lost`` and ``_take`` from
+    ``_listen``.
     """
 
     def __init__(self, folder: SharedFolder) -> None:
@@ -83,18 +84,18 @@ class Ledger(ABC):
         self._news: list[BackendEvent] = []
         self._guard = threading.RLock()
 
-    # -- what those who derive from it do
+    # -- for subclasses to implement
 
     @abstractmethod
     def _send(self, node: str, name: str, arguments: dict[str, Any]) -> None:
-        """Bring a request to the worker of ``node``. One that cannot be reached will be lost, and need not hear it."""
+        """Send a request to the worker of ``node``. Sending to a node that cannot be reached does nothing: it will be lost."""
 
     @abstractmethod
     def _listen(self, timeout: float) -> None:
-        """Look after all nodes; wait so long for news, and not at all if there are some."""
+        """Watch all nodes; wait at most ``timeout`` seconds for events, and not at all if there are some."""
 
     def _end_process(self, node: str, epoch: int, why: str) -> None:
-        """End the process of a node, which is lost then. Here: it ends itself when it finds that nothing of it counts."""
+        # Without a way to end it, declaring it lost suffices: it ends itself once it finds that it is fenced.
         self._lost(node, epoch, why)
 
     # -- Backend
@@ -181,26 +182,28 @@ class Ledger(ABC):
                 self._runs[id].priority = priority
         self._ask(id, "set_priority", {"priority": priority})
 
-    # -- what those who derive from it tell
+    # -- for subclasses to call
 
     def _joined(self, hello: Hello) -> None:
-        """A node answers: for the first time, again after a loss, or to a backend that took it over."""
+        # A node joins at its first start, again after a loss, or when this backend takes it over with its runs.
         with self._guard:
             info = NodeInfo(hello.node, 1, hello.memory, hello.epoch, True, hello.machine)
             self._known[hello.node] = Known(info)
             self._news.append(NodeJoined(hello.node, hello.epoch, 1, hello.memory))
             for part in hello.parts:
                 run = self._runs.get(part.id)
+                # A run that was started again elsewhere while this node was out of reach: its events no longer count.
                 if part.run != self.folder.last_run(part.id):
                     continue
                 if run is None or run.number != part.run:
+                    # The other parts are filled in as their nodes join; ``_all_joined`` settles the rest.
                     shares = [_Share("", 0) for _ in range(part.shares)]
                     run = self._runs[part.id] = _Run(part.run, part.priority, shares)
                 share = run.shares[part.share]
                 share.node, share.epoch, share.started = hello.node, hello.epoch, part.started
 
     def _all_joined(self) -> None:
-        """All nodes that outlived another backend have joined: what is missing of their runs has ended, or is lost."""
+        # All nodes that outlived another backend have joined: a part of a run that none of them has ended, or was lost.
         with self._guard:
             for id, run in list(self._runs.items()):
                 for number, share in enumerate(run.shares):
@@ -217,11 +220,12 @@ class Ledger(ABC):
                 self._close(id, run)
 
     def _lost(self, node: str, epoch: int, reason: str) -> None:
-        """The process of a node is gone, or will be treated so."""
         with self._guard:
             known = self._known.get(node)
             if known is None or known.info.epoch != epoch or not known.info.alive:
                 return
+            # Before the loss is reported: from then on the jobs may start elsewhere, and the old process must not
+            # publish.
             self.folder.fence(epoch)
             known.info = replace(known.info, alive=False)
             self._news.append(NodeLost(node, epoch, reason))
@@ -233,19 +237,20 @@ class Ledger(ABC):
                 self._close(id, run)
 
     def _take(self, node: str, epoch: int, events: Sequence[Numbered]) -> None:
-        """What the process of a node says. Words of one that was lost, or about a run that is over, are dropped."""
+        # Events of a lost process, or of a run that is over, are dropped; those heard before have lower numbers.
         with self._guard:
             known = self._known.get(node)
             if known is None or known.info.epoch != epoch or not known.info.alive:
                 return
             for number, run_number, event in events:
+                # A worker repeats events that were not acknowledged when a backend connects.
                 if number <= known.heard:
                     continue
                 known.heard = number
                 assert not isinstance(event, (NodeJoined, NodeLost))
                 run = self._runs.get(event.id)
                 if run is None and isinstance(event, Ended) and run_number == self.folder.last_run(event.id):
-                    self._news.append(event)  # nobody heard it before
+                    self._news.append(event)  # it ended between two backends, and was never reported
                 elif run is not None and run.number == run_number:
                     for share in run.open:
                         if share.node == node and share.epoch == epoch:
@@ -281,7 +286,7 @@ class Ledger(ABC):
                 "id": id, "run": number, "share": share, "shares": len(places), "priority": priority,
                 "resume": checkpoint is not None,
             })  # fmt: skip
-            if not self._known[node].info.alive:  # a place that was asked for before its node was lost
+            if not self._known[node].info.alive:  # its node was lost between the request and this start
                 why = f"node {node!r} was lost before it started"
                 shares[share].ended = Ended(id, node, shares[share].epoch, "lost", self.folder.job(id), why)
                 self._stop_rest(id, run)
@@ -295,13 +300,13 @@ class Ledger(ABC):
                 self._send(share.node, name, {"id": id, "run": run.number, **arguments})
 
     def _stop_rest(self, id: str, run: _Run) -> None:
-        """A part of the run was lost: the others are kept for the next run."""
+        # A group runs as a whole: when one part is lost, the others are suspended, and resume with it in the next run.
         if run.stopping is None:
             run.stopping = "lost"
             self._ask(id, "stop", {"suspend": True})
 
     def _combine(self, run: _Run, share: _Share, event: BackendEvent) -> None:
-        """Put the words of one node about a run together with those of others."""
+        """Merge an event of one node's part into the events of the whole run."""
         if isinstance(event, Started):
             share.started = True
             if not run.started and all(s.started for s in run.shares):
@@ -319,10 +324,10 @@ class Ledger(ABC):
             self._close(event.id, run)
 
     def _close(self, id: str, run: _Run) -> None:
-        """Tell of the end of a run once all of its parts have ended."""
         if run.open:
             return
         ends = [share.ended for share in run.shares if share.ended is not None]
+        # The worst end of a part is the end of the run.
         order: tuple[How, ...] = ("lost", "failed", "cancelled", "suspended", "completed")
         worst = min(ends, key=lambda end: order.index(end.how))
         reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
@@ -331,19 +336,20 @@ class Ledger(ABC):
         del self._runs[id]
         self._news.append(replace(worst, reason=reasons, steps=steps))
         if worst.how == "completed":
+            # A completed run is never resumed.
             self.folder.drop_states(id, keep=0)
         if run.next_stopped is not None:
             self._news.append(replace(worst, how=run.next_stopped, reason="stopped before it could start"))
         elif run.next is not None:
             try:
                 self._start(id, *run.next)
-            except OSError as error:  # the caller was told long ago that it starts
+            except OSError as error:  # ``start`` has returned long ago: only an event can report it
                 logger.warning("%r could not be started: %s", id, error)
                 self._news.append(Ended(id, "", 0, "lost", self.folder.job(id), f"it could not be started: {error}"))
 
 
 def _together(run: _Run) -> Progress:
-    """The progress of a run from those of its parts, told in the name of the first."""
+    """Return the progress of a run from that of its parts, in the name of the first node."""
     parts = [share.progress for share in run.shares if share.progress is not None]
     shares, node, epoch = len(run.shares), run.shares[0].node, run.shares[0].epoch
     fractions = [part.fraction for part in parts if part.fraction is not None]

@@ -31,9 +31,9 @@ logger = logging.getLogger("waterflow")
 READY_SECONDS = 120.0  # for all processes to begin
 END_SECONDS = 2.0  # for a process that was asked to end
 PAUSES = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # before a process that ended at once is started again
-START_SECONDS = 30.0  # for one process to say that it is there, before another one takes its place
+START_SECONDS = 30.0  # for one process to answer, before another one replaces it
 FIRST_TRIES = 3  # for a process that ends before it was ever ready
-STEADY_SECONDS = 30.0  # a process that lived so long begins the count anew
+STEADY_SECONDS = 30.0  # a process that lived so long resets the count of failures
 
 
 @dataclass
@@ -44,10 +44,10 @@ class _Child:
     settings: WorkerSettings
     epoch: int = 0
     pid: int = 0
-    began: str = ""  # when the process began, as the system counts it: numbers of processes are used again
+    began: str = ""  # the start time of the process, in clock ticks: the system reuses process ids
     socket: str = ""
     connection: Connection | None = None
-    alive: int = -1  # a file that becomes readable when the process ends, whoever still holds its sockets
+    alive: int = -1  # a pidfd: readable when the process ends, even if a child of its still has its sockets open
     popen: subprocess.Popen[bytes] | None = None
     joined: bool = False
     silence: Silence = field(default_factory=Silence)
@@ -57,13 +57,15 @@ class _Child:
 
 
 class LocalBackend(Ledger):
-    """A ``Backend`` over the devices of this machine: each is a node, ``device-0``, ``device-1``, ... or as ``devices`` names them.
+    """A ``Backend`` over the devices of this machine.
 
-    ``folder`` holds all that the processes share (default: a temporary one, removed at the end). ``settings`` are those of
-    each device; on the CPU a ``memory`` of None is an equal part of 0.8 of what is free. With ``device="cuda"`` each process
-    sees one GPU, in the order of ``CUDA_VISIBLE_DEVICES``. ``cores``: for each device the CPU cores that
-    its process is pinned to. A process that says nothing for ``silent_seconds`` is lost: killed, and started again. For
-    ``outlive`` seconds after this process is gone its children wait for another backend on the same folder; then they end.
+    Each is a node, ``device-0``, ``device-1``, ... or as ``devices`` names them.
+
+    ``folder`` contains all that the processes share (default: a temporary folder, removed at the end). ``settings`` apply to
+    each device; on the CPU a ``memory`` of None is an equal part of 0.8 of the free memory. With ``device="cuda"`` each
+    process sees one GPU, in the order of ``CUDA_VISIBLE_DEVICES``. ``cores`` are, for each device, the CPU cores that its
+    process is pinned to. A process that is silent for ``silent_seconds`` is lost: it is killed and started again. After this
+    process has ended, its children wait ``outlive`` seconds for another backend on the same folder, and then end.
 
     Returns when all processes are ready. Raises BackendError if they cannot be started, or the folder is in use.
     """
@@ -119,7 +121,7 @@ class LocalBackend(Ledger):
         self.close()
 
     def process(self, node: str) -> int:
-        """The number of the process of a node, as the system knows it."""
+        """Return the process id of a node."""
         return self._children[node].pid
 
     # -- Ledger
@@ -147,7 +149,6 @@ class LocalBackend(Ledger):
     # -- processes
 
     def _look_after(self) -> None:
-        """Hear all children, notice who is gone, start again who is due."""
         for child in self._children.values():
             if child.connection is not None:
                 with self._guard:
@@ -162,14 +163,14 @@ class LocalBackend(Ledger):
                     self._begin_again(child)
 
     def _wait(self, timeout: float) -> None:
-        """Until one of the children says something, or ends."""
         there = [child for child in self._children.values() if child.connection is not None]
         wait([*(child.connection for child in there), *(child.alive for child in there)], timeout)  # type: ignore[list-item]
 
     def _hear(self, child: _Child) -> str | None:
-        """Take what it said; returns why it is gone, if it is."""
+        """Take the events of a child; return the reason if its process has ended, else None."""
         assert child.connection is not None
         try:
+            # Read before the pidfd is tested: an ended process may have left events in the socket.
             while child.connection.poll():
                 said = child.connection.recv()
                 child.silence.broken()
@@ -202,6 +203,7 @@ class LocalBackend(Ledger):
         path = child.socket = os.path.join(tempfile.mkdtemp(prefix="wf-"), "s")
         log = self.folder.log(child.node, epoch)
         cores = child.settings.cores
+        # The child must import the user's modules from the same places as this process.
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": str(child.settings.threads_per_lane),
@@ -211,6 +213,7 @@ class LocalBackend(Ledger):
             number = list(self._children).index(child.node)
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[number] if seen else str(number)
+        # Bound here and inherited, so that a connection need not wait until the child is ready.
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
@@ -236,7 +239,7 @@ class LocalBackend(Ledger):
         os.replace(unfinished, self.folder.node(child.node))
 
     def _attach(self, child: _Child) -> bool:
-        """Take over the process that a backend before this one left; False if there is none."""
+        """Take over the process that an earlier backend left; return False if there is none."""
         try:
             note = json.loads(self.folder.node(child.node).read_text())
         except FileNotFoundError:
@@ -265,7 +268,6 @@ class LocalBackend(Ledger):
         return log.read_text(errors="replace")[-2000:].strip() if log.exists() else "nothing"
 
     def _end(self, child: _Child, why: str) -> None:
-        """A child is gone, or treated so from now on."""
         logger.warning("node %r, epoch %d, is lost: %s", child.node, child.epoch, why)
         steady = time.monotonic() - child.started > STEADY_SECONDS
         child.failures = 1 if steady else child.failures + 1
@@ -274,7 +276,7 @@ class LocalBackend(Ledger):
         self._finish(child)
 
     def _finish(self, child: _Child) -> None:
-        """Nothing of the process is left, and nothing of it counts."""
+        # Fenced first: from here on the process may be replaced, and must not publish.
         self.folder.fence(child.epoch)
         if child.connection is not None:
             child.connection.close()
@@ -292,7 +294,7 @@ class LocalBackend(Ledger):
                 os.killpg(child.pid, signal.SIGKILL)  # and the workers of its data loaders
         if child.popen is not None:
             child.popen.wait()
-        child.popen, child.began = None, ""  # its number may be another process's by and by
+        child.popen, child.began = None, ""  # the system may give its process id to another process
 
     def _hang_up(self, end: bool) -> None:
         with self._guard:
@@ -317,7 +319,7 @@ class LocalBackend(Ledger):
 
 
 def _connected(path: str) -> Connection:
-    """A connection to whoever listens there; its folder can be entered by this user alone."""
+    # No check of who listens is needed: only this user can enter the folder of the socket.
     made = socket.socket(socket.AF_UNIX)
     try:
         made.connect(path)
@@ -328,7 +330,7 @@ def _connected(path: str) -> Connection:
 
 
 def _began(pid: int) -> str:
-    """When a process began; nothing if it is gone."""
+    # Field 22 of /proc/pid/stat, counted after the name of the command, which may contain spaces and parentheses.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

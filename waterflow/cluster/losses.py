@@ -1,4 +1,4 @@
-"""Devices that were lost, and who was there: jobs that may be the reason run alone, until one is found or they are cleared."""
+"""Lost devices, and the jobs that were on them: suspects run alone until the cause is found, or they are cleared."""
 
 from __future__ import annotations
 
@@ -10,44 +10,43 @@ from waterflow.cluster.store import JobRecord, Store
 
 
 class Silence:
-    """For how long nothing was heard, in seconds in which somebody listened.
+    """The length of a silence, in seconds in which this process listened.
 
-    Who did not listen, as it was stopped itself or had other things to do, knows nothing of that time.
+    Time in which this process was itself stopped, or busy elsewhere, does not count: it says nothing of the other side.
     """
 
-    LONGEST = 0.5  # seconds that count between two looks
+    LONGEST = 0.5  # seconds that count at most between two calls
 
     def __init__(self) -> None:
         self._passed, self._looked = 0.0, time.monotonic()
 
     def passed(self) -> float:
-        """The length so far; somebody listens now, and heard nothing."""
+        """Return the length so far; the caller listened just now, and heard nothing."""
         now = time.monotonic()
         self._passed += min(now - self._looked, self.LONGEST)
         self._looked = now
         return self._passed
 
     def broken(self) -> None:
-        """Something was heard."""
+        """Begin again at zero: something was heard."""
         self._passed, self._looked = 0.0, time.monotonic()
 
 
 SUSPECT = 2  # losses after which a job runs alone
-LEAST_ALONE = 3  # of its losses must have come while nothing else was there before a job is taken to be the reason
-MOST_LOSSES = 4  # one more, and a job is taken to be the reason, where enough of them came while it was alone
-AFTER_SECONDS = (
-    2.0  # and half as long again as before its longest loss, that a job runs on where it got further than then
-)
-WARM_SECONDS = 10.0  # the same for one that counts no steps, from its start: it may take longer to begin
-CALM_SECONDS = 600.0  # the least of both for a job that runs beside others
+LEAST_ALONE = 3  # so many of its losses must come while it was alone on the device before a job is the cause
+MOST_LOSSES = 4  # with more losses than this, and enough of them alone, a job is the cause
+# A job is cleared after these seconds, and 1.5 times its longest run before a loss, past the step it had reached then.
+AFTER_SECONDS = 2.0
+WARM_SECONDS = 10.0  # the same for a job that counts no steps, from its start: it may take longer to begin
+CALM_SECONDS = 600.0  # at least, for a job that runs beside others
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One job's part in the loss of a device.
+    """The part of one job in the loss of a device.
 
-    ``ran``: seconds since it began or wrote a checkpoint, whichever was later; ``saved``: steps in its last checkpoint;
-    ``reached``: steps that were heard of.
+    ``ran`` is the seconds since it began or wrote a checkpoint, whichever was later; ``saved`` the steps in its last
+    checkpoint; ``reached`` the steps that it had reported.
     """
 
     number: int
@@ -59,11 +58,11 @@ class Loss:
 
 
 class Losses:
-    """The losses that are not explained yet, kept in the store. Each change stands in a transaction of its caller.
+    """The losses without a known cause, kept in the store. Each change belongs to a transaction of the caller.
 
-    Every job that was on a device when it was lost may have been the reason. A job with ``SUSPECT`` losses runs alone, and
-    only losses of a device on which it was alone can make it fail. A job is cleared when it got further than where devices
-    were lost, and ran on for a while, or when the reason of its losses was found in another job.
+    Every job on a device that is lost may be the cause. A job with ``SUSPECT`` losses runs alone, and only losses of a device
+    on which it was alone can make it fail. A job is cleared when it got further than where devices were lost and ran on for a
+    while, or when another job is found to be the cause of its losses.
     """
 
     def __init__(self, store: Store) -> None:
@@ -75,14 +74,17 @@ class Losses:
         self._further_since: dict[str, float] = {}  # than where devices were lost
 
     def began(self, id: str, now: float, start: bool) -> None:
-        """The job was started (``start``), or has a new checkpoint."""
+        """Record that a job was started (``start``), or has a new checkpoint."""
         if start:
             self._running_since[id] = now
             self._further_since.pop(id, None)
         self._store.set_since(id, now)
 
     def lost(self, now: float, jobs: Sequence[JobRecord], reached: Mapping[str, int]) -> list[str]:
-        """A device was lost on which these jobs were, with so many steps; returns those that must run alone from now on."""
+        """Record that a device was lost under ``jobs``; return the ids of those that must run alone from now on.
+
+        ``reached`` are the steps that each had reported.
+        """
         number = 1 + max((loss.number for losses in self._by_job.values() for loss in losses), default=0)
         for job in jobs:
             since = self._store.since(job.id)
@@ -94,13 +96,14 @@ class Losses:
         return [job.id for job in jobs if self.suspect(job.id)]
 
     def suspect(self, id: str) -> bool:
-        """Whether a job has to run alone."""
+        """Return whether a job must run alone."""
         return len(self._by_job.get(id, ())) >= SUSPECT
 
     def reason(self, id: str) -> str | None:
-        """Why a job has failed: it ends its devices; None unless that is certain."""
+        """Return why a job has failed as the cause of lost devices; None unless that is certain."""
         losses = self._by_job.get(id, [])
         alone = sum(loss.alone for loss in losses)
+        # Losses beside others prove nothing, as each job there may be the cause.
         if len(losses) <= MOST_LOSSES or alone < LEAST_ALONE:
             return None
         unsaved = " without a checkpoint in between" if len({loss.saved for loss in losses}) == 1 else ""
@@ -108,12 +111,13 @@ class Losses:
         return f"its node was lost {len(losses)} times{unsaved}{company}"
 
     def calm(self, id: str, now: float, alone: bool, steps: int) -> bool:
-        """Whether a job that has so many steps by now is cleared. Beside others it takes longer, for that says less."""
+        """Return whether a job that has done ``steps`` steps is cleared. Beside others it takes longer, as that proves less."""
         losses = self._by_job.get(id)
         if not losses:
             return False
         longest = 1.5 * max(loss.ran for loss in losses)
         reached = max(loss.reached for loss in losses)
+        # Past the step at which devices were lost, the code that may have caused it has run without harm.
         if steps > reached:
             since, needed = self._further_since.setdefault(id, now), AFTER_SECONDS + longest
         elif steps == 0:
@@ -123,17 +127,17 @@ class Losses:
         return now - since > (needed if alone else max(needed, CALM_SECONDS))
 
     def known(self, id: str) -> bool:
-        """Whether a job has losses that are not explained."""
+        """Return whether a job has losses without a known cause."""
         return id in self._by_job
 
     def forget(self, id: str) -> None:
-        """The job has ended, or is cleared."""
+        """Forget the losses of a job that has ended, or is cleared."""
         self._store.forget_losses(ids=[id])
         self._by_job.pop(id, None)
         self._further_since.pop(id, None)
 
     def explained(self, id: str) -> list[str]:
-        """The job was the reason of all of its losses; returns those who need no longer run alone."""
+        """Forget the losses that a job has caused, for all jobs; return the ids that need no longer run alone."""
         numbers = {loss.number for loss in self._by_job.get(id, ())}
         self._store.forget_losses(numbers=sorted(numbers))
         freed = []

@@ -1,6 +1,6 @@
-"""What simulated jobs train: how much of a device each model keeps busy and holds, with the source of each figure.
+"""Profiles of the models that simulated jobs train: utilization and memory of a device, with the source of each figure.
 
-Traces seldom name models. A job without one draws one from a mix by a seeded rule (``draw_models``).
+Workloads seldom name models. A job without one draws one from a mix by a seeded rule (``draw_models``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ GIB = 1 << 30
 class ModelProfile:
     """One model alone on a device.
 
-    ``utilization`` is the share of time in which the device works for it. ``demand`` is the share of a device that it
-    takes when packed: n copies run at min(1, 1 / (n x demand)); None takes ``utilization / packing_efficiency``.
-    ``memory`` in bytes. ``paging`` is s in the speed 1 / (1 + s x share of its memory that lies in host memory).
+    ``utilization`` is the share of time in which the device works for it. ``demand`` is the share of a device that it takes
+    when packed: n copies run at min(1, 1 / (n x demand)); None means ``utilization / packing_efficiency``. ``memory`` is in
+    bytes. ``paging`` is s in the speed 1 / (1 + s x share of its memory that lies in host memory).
     """
 
     name: str
@@ -80,12 +80,12 @@ KNOWN_MODELS = ANTMAN_MODELS | MURI_MODELS
 
 
 def draw_model(mix: Mapping[str, float], job: str, seed: int) -> str:
-    """One model of ``mix`` (name: weight). Equal job and seed draw the same, whatever other jobs there are."""
+    """Draw one model of ``mix`` (name: weight). Equal job and seed draw the same model, whatever other jobs there are."""
     if not mix or any(weight < 0 for weight in mix.values()) or sum(mix.values()) <= 0:
         raise ValueError(f"a mix of models needs weights of at least 0 with a positive sum, not {dict(mix)}")
     return random.Random(f"{seed}:{job}").choices(list(mix), list(mix.values()))[0]
 
 
 def draw_models(submissions: Iterable[Submission], mix: Mapping[str, float], seed: int) -> list[Submission]:
-    """Gives each job without a model one of ``mix``; the others stay as they are."""
+    """Return the submissions with a model from ``mix`` for each that has none."""
     return [job if job.model is not None else replace(job, model=draw_model(mix, job.id, seed)) for job in submissions]

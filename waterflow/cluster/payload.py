@@ -1,4 +1,4 @@
-"""Jobs on their way to another process, and their results on the way back."""
+"""Jobs as bytes for another process, and their results on the way back."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from waterflow.job import Job, JobResult, Results
 from waterflow.training.runner import Task
 
 Jobs = Job | Task | Iterable[Job | Task]
-ATTEMPTS = 10  # at objects that other threads change
-DEPTH = 8  # how far into an object the one that cannot be pickled is looked for
+ATTEMPTS = 10  # at pickling objects that other threads change
+DEPTH = 8  # levels of an object in which the part that cannot be pickled is searched
 
 
 def pack(jobs: Jobs | Callable[[], Jobs]) -> bytes:
-    """A payload for ``Backend.start``: jobs, or a function that makes them where they run.
+    """Return a payload for ``Backend.start``: jobs, or a function that makes them where they run.
 
-    Functions of the calling script, lambdas among them, are sent by value; what other modules define is imported there.
-    Raises InvalidJobError that names what cannot be pickled.
+    Functions of the calling script, lambdas among them, are sent by value; the code of other modules is imported there.
+    Raises InvalidJobError that names the part that cannot be pickled.
     """
     if isinstance(jobs, nn.Module):
         raise InvalidJobError(
-            f"a {type(jobs).__name__} is a module; hand in a wf.Job that trains it, or a function that makes one"
+            f"a {type(jobs).__name__} is a module; submit a wf.Job that trains it, or a function that makes one"
         )
     content = jobs if callable(jobs) else checked(jobs)
     for attempt in reversed(range(ATTEMPTS)):
@@ -43,13 +43,13 @@ def pack(jobs: Jobs | Callable[[], Jobs]) -> bytes:
 
 
 def unpack(payload: bytes) -> list[Job | Task]:
-    """The jobs of a payload. Runs code of whoever made it."""
+    """Return the jobs of a payload. Runs code of its author."""
     content = pickle.loads(payload)
     return checked(content() if callable(content) else content)
 
 
 def checked(jobs: Any) -> list[Job | Task]:
-    """Jobs as a list, each with a name of its own. Raises InvalidJobError."""
+    """Return jobs as a list of jobs with different names. Raises InvalidJobError."""
     made = [jobs] if isinstance(jobs, (Job, Task)) else list(jobs) if isinstance(jobs, Iterable) else [jobs]
     if not made:
         raise InvalidJobError("a payload needs at least one job; got none")
@@ -65,7 +65,7 @@ def checked(jobs: Any) -> list[Job | Task]:
 
 
 def write_result(result: JobResult, path: Path) -> None:
-    """Write a result; an error that cannot be pickled is kept as its words."""
+    """Write a result to a file; an error that cannot be pickled is replaced by its message."""
     try:
         content = cloudpickle.dumps(result)
         pickle.loads(content)  # some errors can be written and not read
@@ -76,14 +76,14 @@ def write_result(result: JobResult, path: Path) -> None:
 
 
 def read_result(path: Path) -> JobResult:
-    """The other way. Unpickles: read only what a cluster of yours wrote."""
+    """Read a file of ``write_result``. Unpickles: read only files of a cluster of yours."""
     result = pickle.loads(path.read_bytes())
     assert isinstance(result, JobResult)
     return result
 
 
 def load_results(folder: Path) -> Results:
-    """What ``result_files`` hold. Unpickles: read only what a cluster of yours wrote."""
+    """Read the files of ``result_files``. Unpickles: read only files of a cluster of yours."""
     return Results(map(read_result, result_files(folder)))
 
 
@@ -93,6 +93,7 @@ def _why(content: Any, error: Exception) -> str:
         return f"the function that makes the jobs cannot be sent to another process: {inner}{_inside(where)}"
     for job in content:
         for field, value in vars(job).items():
+            # Pickling again, field by field, is slow, but happens only after a failure.
             failure = _failure(value)
             if failure is not None:
                 where, inner = _culprit(value, failure)
@@ -116,7 +117,7 @@ def _failure(value: Any) -> Exception | None:
 
 
 def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
-    """Where inside of ``value`` the smallest thing is that cannot be pickled, and why it cannot."""
+    # Descends into the first part that fails alone, until none does: that is the smallest part to name.
     where: list[str] = []
     for _ in range(DEPTH):
         for name, part in _parts_of(value):

@@ -1,9 +1,9 @@
 """Devices of a Ray cluster: an actor for each. The only file that imports Ray, and only when a backend is made.
 
-Two things of Ray 2.60 that are not as they seem: with an address of 127.0.0.1 it takes the machine's other address all the
-same, and then either listens on all interfaces or waits for ever for a node that nobody reaches, unless
-``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0`` says, on Linux too, that there is no cluster beyond this machine; and processes of
-actors run at a lower priority of the system (niceness 15) unless ``worker_niceness`` is 0.
+Two traps of Ray 2.60. With an address of 127.0.0.1 it takes the machine's other address all the same, and then either listens
+on all interfaces or waits for ever for a node that cannot be reached, unless ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0`` says, on
+Linux too, that there is no cluster beyond this machine. Processes of actors run at a lower system priority (niceness 15)
+unless ``worker_niceness`` is 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("waterflow")
 
 READY_SECONDS = 120.0  # for all actors to begin
 RETRY_SECONDS = 0.2  # before an actor that is being restarted is asked again
-NODES_SECONDS = 5.0  # how often new nodes of Ray are looked for
+NODES_SECONDS = 5.0  # between two searches for new nodes of Ray
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 
@@ -46,7 +46,7 @@ class _Actor:
     node: str
     handle: Any
     hello: Hello | None = None  # of its process now
-    answer: Any = None  # what Ray will bring
+    answer: Any = None  # the reference to the pending answer
     silence: Silence = field(default_factory=Silence)
     again: float = 0.0  # when to ask it next, where it could not be asked
 
@@ -54,14 +54,14 @@ class _Actor:
 class RayBackend(Ledger):
     """A ``Backend`` over the devices of a Ray cluster: each is a node, ``device-0``, ``device-1``, ...
 
-    What Ray reserves for a device is what it trains on; see ``RayShare``.
-    ``address``: of a cluster that runs, ``host:port``; None makes one on this machine with ``devices`` made-up devices, which
-    ends with the backend. ``folder``: one that all of its nodes share. ``token``: the file of the cluster's token; a cluster beyond
-    this machine needs one (or ``RAY_AUTH_TOKEN`` or ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds``
-    are those of ``LocalBackend``. With ``outlive`` above 0 the actors are detached: they stay for so many seconds when this
-    process is gone, 10 at least, and a backend with the same folder and address takes them over.
+    Ray reserves for each device what it trains on; see ``RayShare``. ``address`` is that of a running cluster, ``host:port``;
+    None makes one on this machine with ``devices`` made-up devices, which ends with the backend. ``folder`` is shared by all
+    nodes. ``token`` is the file with the cluster's token; a cluster beyond this machine needs one (or ``RAY_AUTH_TOKEN`` or
+    ``RAY_AUTH_TOKEN_PATH``). ``settings``, ``cores`` and ``silent_seconds`` are as in ``LocalBackend``. With ``outlive``
+    above 0 the actors are detached: after this process has ended they stay for so many seconds, 10 at least, and a backend
+    with the same folder and address takes them over.
 
-    Raises BackendError where there is no such device, no token, or no answer.
+    Raises BackendError if there is no such device, no token, or no answer.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RayBackend(Ledger):
         self.close()
 
     def process(self, node: str) -> int:
-        """The number of the process of a node, on its machine."""
+        """Return the process id of a node, on its machine."""
         hello = self._actors[node].hello
         return hello.pid if hello is not None else 0
 
@@ -161,6 +161,7 @@ class RayBackend(Ledger):
         known = self._known.get(actor.node)
         after = known.heard if known is not None else 0
         epoch = actor.hello.epoch if actor.hello is not None else 0
+        # One pending call for each actor, which waits for events on the actor's side.
         actor.answer = actor.handle.events.remote(epoch, after, BEAT_SECONDS)
 
     def _hear(self, actor: _Actor) -> None:
@@ -188,11 +189,12 @@ class RayBackend(Ledger):
         logger.warning("node %r, epoch %d, is lost: %s", actor.node, hello.epoch, why)
         self._lost(actor.node, hello.epoch, why)
         self._kill(actor, hello)
-        if actor.answer is not None:  # a process that comes back late may answer for ever
+        if actor.answer is not None:  # a fenced process may take for ever to answer
             actor.answer, actor.again = None, time.monotonic() + RETRY_SECONDS
 
     def _kill(self, actor: _Actor, hello: Hello) -> None:
-        """Ray starts it again. A process that stands still cannot follow Ray's request to end."""
+        # Ray's request to end does not reach a process that stands still; SIGKILL does. Ray restarts the actor either
+        # way.
         if hello.machine == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(hello.pid, signal.SIGKILL)
@@ -259,12 +261,11 @@ class RayBackend(Ledger):
 
 
 class LoopbackCluster:
-    """Several nodes of Ray on this machine, with made-up GPUs: ``gpus`` has their number for each node. For tests and trials.
+    """Several nodes of Ray on this machine, with made-up GPUs: ``gpus`` gives their number for each node. For tests and trials.
 
-    For each GPU there are ``cpus`` made-up CPUs.
-
-    All of it listens on 127.0.0.1 alone, asks for a token (``token`` is its file), has no dashboard unless ``dashboard``, and
-    reports no usage. One at a time in a process; the settings of this process's environment are put back at the end.
+    Each GPU comes with ``cpus`` made-up CPUs. All nodes listen on 127.0.0.1 alone, ask for a token (``token`` is its file),
+    have no dashboard unless ``dashboard``, and report no usage. One at a time in a process; ``close`` restores the process's
+    environment.
     """
 
     def __init__(self, gpus: Sequence[int] = (1,), dashboard: bool = False, cpus: int = 1) -> None:
@@ -299,7 +300,7 @@ class LoopbackCluster:
 
     @property
     def address(self) -> str:
-        """For ``RayBackend``."""
+        """The address for ``RayBackend``."""
         return str(self._cluster.address)
 
     def kill(self, number: int) -> None:
@@ -311,7 +312,7 @@ class LoopbackCluster:
         self._cluster.remove_node(self.nodes.pop(number), allow_graceful=False)
 
     def number_of(self, process: int) -> int:
-        """Which of ``nodes`` has a process; raises LookupError."""
+        """Return the index in ``nodes`` of the node that a process belongs to. Raises LookupError."""
         for number, node in enumerate(self.nodes):
             started = (entry.process.pid for entries in node.all_processes.values() for entry in entries)
             if any(process in _children(pid) for pid in started):
@@ -319,7 +320,7 @@ class LoopbackCluster:
         raise LookupError(f"process {process} is of none of the {len(self.nodes)} nodes")
 
     def add(self, gpus: int = 1) -> None:
-        """One more node."""
+        """Add one node."""
         self.nodes.append(
             self._cluster.add_node(
                 num_gpus=gpus, num_cpus=gpus * self._cpus, node_ip_address="127.0.0.1", include_dashboard=False
@@ -349,13 +350,13 @@ def _children(pid: int) -> list[int]:
 
 
 def end_this_actor() -> None:
-    """On any thread of an actor's process: end it, and do not start it again."""
+    """End this actor's process for good, from any of its threads."""
     ray = _load()
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _load() -> Any:
-    """Ray, with the settings of the environment, which it reads when it is imported."""
+    # Ray reads the environment when it is imported; it may have been imported before, with other settings.
     try:
         import ray
     except ImportError:
@@ -363,7 +364,6 @@ def _load() -> Any:
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    # It may have been imported before.
     ray_constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

@@ -1,4 +1,4 @@
-"""What Ray reserves for a device of a cluster: what the device trains on. Needs no Ray."""
+"""The resources that Ray reserves for a device of a cluster. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from waterflow.cluster.worker import WorkerSettings
 from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
-# A node whose processes are gone is known to be after period * threshold, at most.
+# Ray notices a dead node after period * threshold at most.
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 300,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 4,
-    "timeout_ms_task_wait_for_death_info": 100,  # a call that an actor's end broke off says so that much later
+    "timeout_ms_task_wait_for_death_info": 100,  # the delay until a call reports that its actor died
     "worker_niceness": 0,
 }
 
 
 class RayEnvironment:
-    """What Ray reads of the environment of this process, and hands on to the processes that it starts."""
+    """The environment variables that Ray reads, set in this process until ``put_back``; processes that it starts inherit them."""
 
     def __init__(self, token: Path | None, loopback: bool) -> None:
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
@@ -37,7 +37,7 @@ class RayEnvironment:
             os.environ.pop("RAY_AUTH_TOKEN", None)  # it would come before the file
 
     def put_back(self) -> None:
-        """As it was before."""
+        """Restore the environment of before."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -48,8 +48,8 @@ class RayEnvironment:
 class RayShare:
     """The part of a Ray cluster that one device gets.
 
-    On CUDA: a GPU. On the CPU: a CPU for each thread of its lanes and no GPU; without ``lanes``, those of the smallest node.
-    ``cores`` are as in ``LocalBackend``: without ``lanes``, a device has a lane for each of its cores.
+    On CUDA it is a GPU. On the CPU it is a CPU for each thread of its lanes and no GPU; without ``lanes``, all CPUs of the
+    smallest node. ``cores`` are as in ``LocalBackend``: without ``lanes``, a device has a lane for each of its cores.
     """
 
     def __init__(self, settings: WorkerSettings, cores: Sequence[Sequence[int]] | None = None) -> None:
@@ -60,7 +60,7 @@ class RayShare:
             self.cpus = max(map(len, cores))
 
     def room(self, nodes: Iterable[Mapping[str, Any]]) -> int:
-        """How many devices the nodes have room for, as ``ray.nodes()`` tells of them."""
+        """Return how many devices fit on the nodes, which are as ``ray.nodes()`` lists them."""
         there = [node["Resources"] for node in nodes if node["Alive"]]
         if self._settings.device == "cuda":
             return sum(int(resources.get("GPU", 0)) for resources in there)
@@ -69,7 +69,7 @@ class RayShare:
         return sum(count // self.cpus for count in cpus) if self.cpus else 0
 
     def reserved(self) -> dict[str, int]:
-        """For the actor of a device, after ``room``."""
+        """Return the resources to reserve for the actor of a device; call ``room`` first."""
         return (
             {"num_gpus": 1, "num_cpus": 0}
             if self._settings.device == "cuda"
@@ -77,7 +77,10 @@ class RayShare:
         )
 
     def settings(self, devices: int) -> WorkerSettings:
-        """Those of a device, one of so many, after ``room``: with lanes on what is reserved, and an equal part of the memory."""
+        """Return the settings of one of ``devices`` devices: lanes on the reserved CPUs, an equal part of the memory.
+
+        Call ``room`` first.
+        """
         made = self._settings
         if made.device == "cpu" and self._lanes_follow:
             made = replace(made, lanes=max(1, self.cpus // made.threads_per_lane))
@@ -86,7 +89,7 @@ class RayShare:
         return made
 
     def nothing(self) -> str:
-        """Why there is room for no device, with the remedy."""
+        """Return why there is room for no device, with the remedy."""
         if self._settings.device == "cuda":
             return "the Ray cluster has no GPU; start its nodes with --num-gpus, or take device 'cpu'"
         return (

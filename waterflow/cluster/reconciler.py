@@ -1,8 +1,8 @@
-"""What is wanted of each job, and what the backend was asked for: whatever differs is settled by one more request.
+"""Requests to the backend, from the difference between the wanted state of each job and what was requested before.
 
-What is wanted (where a job runs, and how) stands in the scheduler; what was asked stands in the store, written down before
-it is asked. So there is no list of actions that could be carried out twice: after a restart the same comparison goes on, with
-what the backend says runs.
+The scheduler has the wanted state: where a job runs, and with which priority. The store has the requested state, written
+before the request is made. So there is no list of actions that could be carried out twice: after a restart the same
+comparison goes on, with the jobs that the backend reports as running.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ logger = logging.getLogger("waterflow")
 
 RETRY_SECONDS = 0.5  # after a start that the backend refused; twice as long after each more
 LONGEST_RETRY = 30.0
-LET_GO_SECONDS = 10.0  # that a job waits for one that is to leave its device
+LET_GO_SECONDS = 10.0  # for which a job waits for another one to leave its device
 
 
 class Reconciler:
-    """Takes the backend's events to scheduler and store, and says what to ask for then. Its caller holds the lock.
+    """Applies the backend's events to scheduler and store, and returns the requests to make. Its caller holds the lock.
 
-    Times are those of the caller. All but ``not_asked`` stands inside of a transaction of the store, which its caller opens.
+    ``now`` is the caller's time. All methods but ``not_asked`` belong to a transaction of the store, which the caller opens.
     """
 
     def __init__(self, store: Store, backend: Backend, scheduler: JournaledScheduler) -> None:
@@ -52,8 +52,8 @@ class Reconciler:
         self._unsettled: set[str] = set()
         self._retry_at: dict[str, float] = {}
         self._leaving: dict[str, tuple[float, frozenset[Place]]] = {}  # until when others wait for it, and where
-        self._held_up: set[str] = set()  # they wait
-        self._unheard: set[str] = set()  # what was written down of their priorities may never have been asked for
+        self._held_up: set[str] = set()  # jobs that wait for places of leaving ones
+        self._unheard: set[str] = set()  # jobs whose priority was written, but perhaps never requested
         self._refused: dict[str, tuple[int, str]] = {}  # how often the backend refused what a job needs, and why
         self._failed: dict[str, str] = {}  # jobs that could not be settled, and why
         self._losses = Losses(store)
@@ -61,23 +61,23 @@ class Reconciler:
         self._now = 0.0
 
     def trouble(self) -> str | None:
-        """What could not be done for a job, and is tried again; None where there is nothing."""
+        """Return the reason why a job could not be settled, which is tried again; None if there is none."""
         return next((f"job {id!r}: {why}" for id, why in self._failed.items()), None)
 
     def due(self, now: float) -> bool:
-        """Whether there is something to settle though nothing happened."""
+        """Return whether there is something to settle without a new event."""
         late = any(until <= now for until, _ in self._leaving.values()) if self._held_up else False
         return late or bool(self._unsettled) or any(at <= now for at in [*self._retry_at.values(), *self._stuck.times])
 
     def touch(self, *ids: str, actions: list[Action] | None = None) -> None:
-        """Look at these jobs, and at those whose actions the scheduler returned, at the next settling."""
+        """Settle these jobs, and the jobs of the scheduler's ``actions``, at the next ``settle``."""
         self._unsettled |= {*ids, *(action.id for action in actions or ())}
 
     def take_up(self, now: float) -> None:
-        """Compare what the store says with what runs: nodes first, then events that nobody heard, then jobs."""
+        """Compare the store with the running backend: nodes first, then events that were not yet processed, then jobs."""
         self._now = now
         alive = {node.name: node for node in self.backend.nodes() if node.alive}
-        # Where none is left it was the machine that ended, and no job.
+        # If no process is left, the machine itself went down, and no job is to blame.
         blame = any(self._epochs.get(node.name) == node.epoch for node in alive.values())
         for name in [name for name in self.scheduler.book.devices.nodes if name not in alive]:
             self._node_lost(name, blame)
@@ -89,7 +89,7 @@ class Reconciler:
         self.compare(now, {event.id for event in events if isinstance(event, Ended)})
 
     def compare(self, now: float, told: Collection[str]) -> None:
-        """Compare the jobs of the store with those that run, when all was heard but the words about those in ``told``."""
+        """Compare the store's jobs with the running ones, once all events are processed except those of the ids in ``told``."""
         self._now = now
         running = set(self.backend.running())
         known = [job for job in self.store.jobs() if not job.over]
@@ -98,9 +98,11 @@ class Reconciler:
                 self._leave(job)
             if job.places and job.id not in running and job.id not in told:
                 if job.state == "starting":
+                    # The start was stored, and perhaps never requested: this is no loss of a node.
                     self._gone(job, "its start came to nothing", "stopped")
                 else:
                     self._gone(job, "its node ended while no scheduler ran")
+        # A priority is stored before it is requested, and the request may not have been made.
         self._unheard = {job.id for job in known if job.id in running}
         for id in running - {job.id for job in known}:
             logger.warning("job %r runs and should not: it is stopped", id)
@@ -110,14 +112,14 @@ class Reconciler:
     # -- asking
 
     def settle(self, now: float) -> list[tuple[str, Ask]]:
-        """Note the requests that bring jobs nearer to what is wanted of them; returns what makes them, with the job's id."""
+        """Return the requests that bring jobs nearer to their wanted state, with the jobs' ids; the store records them first."""
         self._now = now
         for id in [id for id, (until, _) in self._leaving.items() if until <= now]:
             self._let_go(id)
         ids = self._unsettled | {id for id, at in self._retry_at.items() if at <= now}
         self._unsettled = set()
         asks = self._stuck.settle(now)
-        # Those that leave come before those that may have to wait for them.
+        # Jobs that leave are settled before jobs that may have to wait for their devices.
         for job in sorted(self.store.jobs(sorted(ids)), key=lambda job: job.state == "waiting"):
             self._retry_at.pop(job.id, None)
             try:
@@ -126,7 +128,7 @@ class Reconciler:
                 self._failed.pop(job.id, None)
             except NOT_NOW:
                 raise
-            except Exception as error:  # the others are settled all the same
+            except Exception as error:  # one job must not keep the others from being settled
                 logger.exception("job %r could not be settled", job.id)
                 self._failed[job.id] = f"{type(error).__name__}: {error}"
                 self._retry_at[job.id] = now + LONGEST_RETRY
@@ -140,12 +142,13 @@ class Reconciler:
             return None
         if (
             job.state == "stopping"
-        ):  # said again: nobody may have heard it, and who is to be suspended may be cancelled since
+        ):  # repeated: the request may have been lost, and a suspension may have become a cancellation
             return self._stop(job)
         places, priority = self._wanted(job.id)
         if job.state == "waiting":
             if job.id not in self.scheduler.book.entries:
                 self._end(job, "cancelled", "")
+            # A job that leaves one of these devices still has its memory there.
             elif any(where.intersection(places) for _, where in self._leaving.values()):
                 self._held_up.add(job.id)
             elif places:
@@ -164,23 +167,23 @@ class Reconciler:
         return lambda: self.backend.set_priority(job.id, priority)
 
     def _stop(self, job: JobRecord) -> Ask:
+        # A job that left the scheduler was cancelled or has failed; any other one stops in order to run elsewhere.
         suspend = job.id in self.scheduler.book.entries
         if not suspend:
             self._stuck.asked(job.id, self._now)
         return lambda: self.backend.stop(job.id, suspend)
 
     def _leave(self, job: JobRecord) -> None:
-        """Its stop was asked for: until it has ended, nobody starts on its devices, but for a time at most."""
+        # Others wait for its devices only so long: it may hang, and a device can run several jobs.
         self._leaving[job.id] = self._now + LET_GO_SECONDS, frozenset(_where(job))
 
     def _let_go(self, id: str) -> None:
-        """A job has left its devices, or does not come to it: those that wait for them are looked at again."""
         if self._leaving.pop(id, None) is not None:
             self._unsettled |= self._held_up
             self._held_up = set()
 
     def _wanted(self, id: str) -> tuple[tuple[Place, ...], Any]:
-        """Where the scheduler has a job now, and how; no place where it waits or has ended."""
+        # No place: the scheduler has it waiting, or no longer knows it.
         entry = self.scheduler.book.entries.get(id)
         if entry is None or entry.state != "running":
             return (), "guaranteed"
@@ -194,6 +197,7 @@ class Reconciler:
         self._losses.began(job.id, self._now, start=True)
 
         def ask() -> None:
+            # Before the first attempt, the only checkpoint that counts is the submitted one.
             known = self.backend.checkpoints(job.id) if job.attempts else None
             if known is None and job.checkpoint is not None:
                 known = self.backend.adopt(job.id, Path(job.checkpoint))
@@ -202,7 +206,7 @@ class Reconciler:
         return ask
 
     def not_asked(self, now: float, id: str, why: str) -> None:
-        """The backend refused what was asked of it for a job; it is asked again."""
+        """Record that the backend refused a request for a job, which is made again after a growing pause."""
         job = self.store.job(id)
         if job is None or job.over:
             return
@@ -214,7 +218,7 @@ class Reconciler:
             else:
                 self._unheard.add(id)
             if why != before:
-                what = "is not started" if job.state == "starting" else "cannot be told"
+                what = "is not started" if job.state == "starting" else "cannot be reached"
                 self.store.say(id, now, f"{what}: {why}")
         self._refused[id] = times + 1, why
         self._retry_at[id] = now + min(RETRY_SECONDS * 2**times, LONGEST_RETRY)
@@ -222,7 +226,7 @@ class Reconciler:
     # -- events
 
     def take(self, now: float, event: BackendEvent) -> None:
-        """Let the scheduler and the store know of an event; those that come too late do not count."""
+        """Apply an event to the scheduler and the store; an event of an earlier run of its job is ignored."""
         self._now = now
         if isinstance(event, NodeLost):
             logger.warning("node %s is lost: %s", event.node, event.reason)
@@ -237,6 +241,7 @@ class Reconciler:
             return
         if isinstance(event, Started):
             if job.state == "starting":
+                # Only from ``starting``: a stop that is under way by now goes on.
                 self.store.change(job.id, state="running", started=job.started if job.started is not None else now)
                 self._losses.began(job.id, now, start=True)
             self._refused.pop(job.id, None)
@@ -256,12 +261,12 @@ class Reconciler:
             self.scheduler.ended(now, job.id, event.how)
             self.store.change(job.id, results=str(event.results))
             self._end(job, event.how, event.reason, event.steps)
-        elif job.state != "starting" or event.how == "lost":  # else: news of the start before
+        elif job.state != "starting" or event.how == "lost":  # otherwise it is the end of the start before
             why = event.reason or ("its node was lost" if event.how == "lost" else "suspended")
             self._gone(job, why, event.how, event.steps)
 
     def _limit(self, job: JobRecord, event: Progress) -> None:
-        """End it, where it has run for as long as it may."""
+        # To the scheduler it has failed now; the backend only cancels it, which ``_end`` turns into a failure.
         limit = job.submission.get("time_limit")
         if limit is not None and not job.reason and job.ran + event.seconds >= limit:
             reason = (
@@ -273,7 +278,7 @@ class Reconciler:
             self.touch(job.id)
 
     def _part(self, event: Progress) -> float:
-        """Its part of a device's utilization, which each of those who run there reports whole: they count once together."""
+        # Each job on a device reports the utilization of the whole device; the parts must add up to it once.
         entry = self.scheduler.book.entries.get(event.id)
         there = [len(device.residents) for device in entry.devices] if entry is not None else []
         return event.utilization * len(there) / sum(there) if there else event.utilization
@@ -286,7 +291,7 @@ class Reconciler:
             self._suspect([job for job in self.store.jobs() if (node, epoch) in {(n, e) for n, _, e in job.places}])
 
     def _node_joined(self, event: NodeJoined, blame: bool = True) -> None:
-        """A node with a process that is new; one that a backend takes over is told of again, and nothing has changed."""
+        # A node that was taken over joins again with the epoch it had: nothing has changed.
         if self._epochs.get(event.node) != event.epoch:
             if event.node in self._epochs:
                 self._node_lost(event.node, blame)
@@ -296,7 +301,6 @@ class Reconciler:
             self.touch(actions=self.scheduler.node_joined(self._now, node))
 
     def _suspect(self, jobs: list[JobRecord]) -> None:
-        """A device was lost while these jobs were there. Whoever may be the reason runs alone from now on."""
         for id in self._losses.lost(self._now, jobs, {job.id: self._reported(job.id) for job in jobs}):
             self._alone(id, True, "may be the reason that devices are lost: it runs alone, until that is known")
 
@@ -304,7 +308,6 @@ class Reconciler:
         return sum(report.steps for report in self.live.get(id, {}).values())
 
     def _clear(self, job: JobRecord) -> None:
-        """Forget the losses of a job that got further than where its devices were lost."""
         nodes = {node for node, _, _ in job.places}
         others = any(
             other.id != job.id and nodes.intersection(node for node, _, _ in other.places)
@@ -321,9 +324,9 @@ class Reconciler:
             self.store.say(id, self._now, why)
 
     def _current(self, job: JobRecord, event: Any) -> bool:
-        """Whether an event comes from where the job was started last; a node that came back since has a higher epoch."""
+        # A node that came back has a higher epoch than its placements: events of its old process are late.
         epochs = [epoch for node, _, epoch in job.places if node == event.node]
-        if not event.node:  # it is known from the folder that the nodes share
+        if not event.node:  # the backend read it from the shared folder
             return True
         if not epochs or event.epoch < max(epochs):
             logger.info("an event of job %r from node %s, epoch %d, comes too late", job.id, event.node, event.epoch)
@@ -331,13 +334,13 @@ class Reconciler:
         return True
 
     def _gone(self, job: JobRecord, why: str, how: str = "lost", steps: int | None = None) -> None:
-        """Nothing of a job that has not ended is left on the backend: it waits until it is started again."""
+        # The backend has nothing left of a job that has not ended: it waits until it is started again.
         self._let_go(job.id)
         self._stuck.left(job.id)
         self.store.place(job.id, ())
         reports = self.live.pop(job.id, {})
         self.store.change(job.id, ran=job.ran + _seconds(reports))
-        if how == "suspended":  # with a checkpoint of what it had
+        if how == "suspended":  # with a checkpoint of all its steps
             reported = sum(report.steps for report in reports.values())
             self.store.change(job.id, steps=steps if steps is not None else max(job.steps, reported))
         self.store.say(job.id, self._now, f"{how}: {why}")
@@ -359,7 +362,7 @@ class Reconciler:
         self._losses.forget(job.id)
         self._refused.pop(job.id, None)
         self._stuck.left(job.id)
-        if how == "cancelled" and job.reason:  # it was ended for that
+        if how == "cancelled" and job.reason:  # this cluster ended it, for that reason
             how, reason = "failed", job.reason
         reports = self.live.pop(job.id, {})
         steps = steps if steps is not None else max(job.steps, sum(report.steps for report in reports.values()))
@@ -372,7 +375,7 @@ class Reconciler:
 
 
 def _seconds(reports: dict[str, Progress]) -> float:
-    """How long the run lasted that they tell of."""
+    # Its nodes report the same run: the longest report is its length.
     return max((report.seconds for report in reports.values()), default=0.0)
 
 

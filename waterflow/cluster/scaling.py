@@ -1,4 +1,4 @@
-"""How fast a submission is on fewer or more devices than it asked for: from a table of measured throughputs."""
+"""Speed of a submission on fewer or more devices than it asks for, from a table of measured throughputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COLUMNS = ("model", "global_batch", "num_gpus", "iters_s")
 
 
 class LinearScaling:
-    """Twice as fast on twice as many."""
+    """Linear scaling: twice as fast on twice as many devices."""
 
     def __call__(self, submission: Submission, devices: int) -> float:
-        """Its speed on so many devices against those asked for."""
+        """Return the speed on ``devices`` devices relative to that on the devices asked for."""
         return devices / submission.devices
 
     def __str__(self) -> str:
@@ -32,10 +32,10 @@ LINEAR = LinearScaling()
 
 
 class TableScaling:
-    """Throughput by number of devices, on straight lines between the table's points, and level beyond its last.
+    """Throughput by number of devices: linear between the points of a table, and constant beyond the last.
 
-    A submission whose model is in the table takes one of the model's curves (they differ by batch), others take any;
-    which one depends on ``seed`` and the submission's id alone.
+    A submission whose model is in the table takes one of the model's curves (they differ by batch size), any other one takes
+    any curve; the choice depends on ``seed`` and the submission's id alone.
     """
 
     def __init__(self, curves: dict[str, Sequence[Curve]], seed: int = 0, name: str = "a table") -> None:
@@ -48,7 +48,7 @@ class TableScaling:
 
     @classmethod
     def read(cls, path: Path | str, seed: int = 0) -> TableScaling:
-        """A CSV file with the columns ``COLUMNS``."""
+        """Read a CSV file with the columns ``COLUMNS``. Raises WorkloadError."""
         path = Path(path)
         if not path.is_file():
             raise WorkloadError(f"there is no file {path}")
@@ -64,11 +64,11 @@ class TableScaling:
         for (model, _), curve in points.items():
             curves.setdefault(model, []).append(sorted(curve.items()))
         if not curves:
-            raise WorkloadError(f"{path} holds no throughputs")
+            raise WorkloadError(f"{path} has no throughputs")
         return cls({model: tuple(each) for model, each in curves.items()}, seed, str(path))
 
     def curve_of(self, submission: Submission) -> Curve:
-        """The throughputs that stand for it."""
+        """Return the throughput curve of a submission."""
         curve = self._of.get(submission.id)
         if curve is None:
             own = self._curves.get(submission.model or "", self._all)
@@ -76,7 +76,7 @@ class TableScaling:
         return curve
 
     def __call__(self, submission: Submission, devices: int) -> float:
-        """Its speed on so many devices against those asked for."""
+        """Return the speed on ``devices`` devices relative to that on the devices asked for."""
         key = (submission.id, devices, submission.devices)
         speed = self._known.get(key)
         if speed is None:
@@ -94,6 +94,7 @@ def _at(curve: Curve, devices: int) -> float:
         return curve[-1][1]
     right, fast = curve[place]
     if right == devices or place == 0:
+        # Below the first point: proportional, as no measurement tells more.
         return fast * (devices / right if place == 0 else 1)
     left, slow = curve[place - 1]
     return slow + (fast - slow) * (devices - left) / (right - left)

@@ -1,6 +1,6 @@
 """The global scheduler: a state machine over events, with the same policies live and in simulation.
 
-It has no clock, no threads, no input and no output. Time is a float in seconds that is passed in and never goes
+It has no clock, no threads, no input and no output. Time is a float in seconds that the caller passes in and that never goes
 back. Each event returns the actions to carry out, in this order.
 """
 
@@ -14,13 +14,13 @@ from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.submission import Action, Node, Outcome, Place, Report, Stop, Submission, Tenant
 from waterflow.errors import SubmissionError
 
-VERSION = 1  # of what to_dict() gives
+VERSION = 1  # of the state that to_dict() returns
 
 
 class Scheduler:
-    """Nodes, tenants with quotas, and one policy.
+    """A scheduler of nodes and tenants with quotas, with one policy.
 
-    Each event takes ``decide=False`` when more events of the same moment follow; the last one decides for all.
+    Each event takes ``decide=False`` if more events of the same moment follow; the last one decides for all.
     """
 
     def __init__(self, nodes: Sequence[Node], policy: Policy, tenants: Sequence[Tenant] = ()) -> None:
@@ -34,13 +34,14 @@ class Scheduler:
     # -- events
 
     def submit(self, now: float, submission: Submission, decide: bool = True) -> list[Action]:
-        """A new submission; one whose id is known already changes nothing. Raises SubmissionError."""
+        """Add a submission; a known id changes nothing. Raises SubmissionError if it can never run."""
         self._at(now)
         book = self.book
         if submission.id in book.entries or submission.id in self._ended:
             return self._decide(now) if decide else []
         self._refuse(submission)
         entry = book.add(submission, self._order)
+        # The policy judges a complete entry; a refusal removes it again.
         why = self.policy.refuse(entry)
         if why is not None:
             del book.entries[entry.id]
@@ -50,7 +51,7 @@ class Scheduler:
         return self._decide(now) if decide else []
 
     def started(self, now: float, id: str, decide: bool = True) -> list[Action]:
-        """All workers of a submission run."""
+        """Record that all workers of a submission run."""
         self._at(now)
         entry = self.book.entries.get(id)
         if entry is None or entry.state != "running" or entry.confirmed:
@@ -59,7 +60,7 @@ class Scheduler:
         return self._after(now, self.policy.started(entry), decide)
 
     def ended(self, now: float, id: str, how: Outcome, decide: bool = True) -> list[Action]:
-        """A submission ended by itself; of one that is not known nothing comes."""
+        """Record that a submission ended by itself; an unknown id changes nothing."""
         self._at(now)
         entry = self.book.entries.get(id)
         if entry is None:
@@ -70,7 +71,7 @@ class Scheduler:
         return self._decide(now) if decide else []
 
     def cancel(self, now: float, id: str, decide: bool = True) -> list[Action]:
-        """End a submission from outside."""
+        """End a submission on request."""
         self._at(now)
         entry = self.book.entries.get(id)
         if entry is None:
@@ -79,11 +80,12 @@ class Scheduler:
         return stop + self.ended(now, id, "cancelled", decide)
 
     def report(self, now: float, id: str, report: Report, decide: bool = True) -> list[Action]:
-        """News of a running submission; of others they are not heard."""
+        """Update a running submission from a report; a report of any other is ignored."""
         self._at(now)
         entry = self.book.entries.get(id)
         if entry is None or entry.state != "running":
             return []
+        # At the old rate, before the report changes it.
         entry.account(now)
         duration = entry.submission.duration
         if report.progress is not None and duration is not None:
@@ -97,7 +99,7 @@ class Scheduler:
         return self._after(now, self.policy.reported(entry, report), decide)
 
     def run_alone(self, now: float, id: str, alone: bool, decide: bool = True) -> list[Action]:
-        """A waiting submission is to share devices with nobody from now on; with ``alone=False`` any one may again."""
+        """Let a waiting submission share devices with no other from now on; with ``alone=False`` let any share again."""
         self._at(now)
         entry = self.book.entries.get(id)
         if entry is None or entry.alone == alone or (alone and entry.state == "running"):
@@ -106,7 +108,7 @@ class Scheduler:
         return self._after(now, True, decide)
 
     def node_lost(self, now: float, node: str, decide: bool = True) -> list[Action]:
-        """A node is gone. Whoever ran there waits again; its workers elsewhere are stopped."""
+        """Remove a node. Its submissions wait again; their workers on other nodes are stopped."""
         self._at(now)
         book = self.book
         if node not in book.devices.nodes:
@@ -116,12 +118,13 @@ class Scheduler:
         book.actions = actions
         hit = {entry.id: entry for device in devices for entry in device.residents}
         elsewhere = {entry.id for entry in hit.values() if any(device.node.name != node for device in entry.devices)}
+        # Reservations end first: the policy must not find one on a device that no longer exists.
         for entry in [*hit.values(), *(device.reserved for device in devices)]:
             if entry is not None and entry.reserved:
                 book.unreserve(entry)
         for entry in hit.values():
             book.stop(entry, suspend=False)
-            entry.preemptions -= 1
+            entry.preemptions -= 1  # ``stop`` counts one, and a loss is none
         book.devices.leave(node)
         for entry in hit.values():
             self.policy.stopped(entry)
@@ -130,7 +133,7 @@ class Scheduler:
         return stops + (self._decide(now) if decide else [])
 
     def node_joined(self, now: float, node: Node, decide: bool = True) -> list[Action]:
-        """A node is there, with nothing running on it. One that is known was lost, and came back, first."""
+        """Add a node on which nothing runs. A known node was lost, and came back: it is lost first."""
         lost = self.node_lost(now, node.name, decide=False)
         self._at(now)
         self.book.devices.join(node)
@@ -138,24 +141,24 @@ class Scheduler:
         return lost + (self._decide(now) if decide else [])
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed: what the policy wanted at ``next_tick``, or the decision after events with decide=False."""
+        """Let the policy decide: at ``next_tick``, or for all events since with ``decide=False``."""
         self._at(now)
         return self._decide(now)
 
     @property
     def known(self) -> int:
-        """How many submissions it keeps something of; those that ended are known by their ids."""
+        """The number of submissions of which it keeps any state; those that ended are kept by their ids."""
         return len(self.book.entries) + len(self._ended)
 
     @property
     def next_tick(self) -> float | None:
-        """When the policy wants to be asked again, at the latest; None if only events can change its mind."""
+        """The time at which the policy must be asked again at the latest; None if only an event can change its decision."""
         return self.book.now if self._undecided else self.policy.next_tick
 
     # -- a restart
 
     def to_dict(self) -> dict[str, Any]:
-        """All state, as JSON knows it."""
+        """Return the whole state, as JSON types."""
         book = self.book
         return {
             "version": VERSION,
@@ -171,7 +174,10 @@ class Scheduler:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], policy: Policy) -> Scheduler:
-        """The same scheduler again. ``policy`` is a new one of the same class and parameters."""
+        """Restore a scheduler from ``to_dict``. ``policy`` is a new one of the same class and parameters.
+
+        Raises ValueError for the state of another version or policy.
+        """
         if state.get("version") != VERSION:
             raise ValueError(f"state of version {state.get('version')!r}; this waterflow reads version {VERSION}")
         if state["policy"] != policy.name:
@@ -202,7 +208,7 @@ class Scheduler:
         return actions
 
     def _after(self, now: float, wanted: bool, decide: bool) -> list[Action]:
-        """Decide, if the policy wants it after an event that seldom matters."""
+        # For events that seldom change a decision: the policy says whether this one does.
         if wanted and decide:
             return self._decide(now)
         self._undecided |= wanted
@@ -255,5 +261,6 @@ def _entry_from_dict(book: Book, fields: Mapping[str, Any]) -> None:
         book.start(entry, devices, fields["priority"])
     if fields["reserved"]:
         book.reserve(entry, [book.devices.at((name, index)) for name, index in fields["reserved"]])
+    # Last, as ``start`` and ``reserve`` change some of these fields.
     for name in _PLAIN:
         setattr(entry, name, fields.get(name, getattr(entry, name)))

@@ -1,4 +1,4 @@
-"""The live cluster: a loop between the scheduler and the backend, and what users ask of it."""
+"""The live cluster: the loop between the scheduler and the backend, and the requests of users."""
 
 from __future__ import annotations
 
@@ -21,50 +21,52 @@ from waterflow.cluster.store import NOT_NOW, JobRecord, Store
 from waterflow.cluster.submission import Tenant
 from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
 
-PUT_OFF_SECONDS = 10.0  # before an event that could not be taken is tried again
+PUT_OFF_SECONDS = 10.0  # before an event that could not be applied is tried again
 
 
 class PutOff:
-    """Holds back an event that raises an error of its own, and all later ones of the same job or node.
+    """Postpones an event that raises an error of its own, and all later events of the same job or node.
 
-    Times are those of the caller. What ``to_take`` returns counts as taken once ``written`` is called.
+    Times are the caller's. The events that ``to_take`` returned count as applied once ``written`` is called.
     """
 
     def __init__(self) -> None:
         self._waiting: list[BackendEvent] = []
-        self._held: list[BackendEvent] = []  # of those that ``to_take`` was asked about last
+        self._held: list[BackendEvent] = []  # postponed by the last ``to_take``
         self._tried: set[Any] = set()
         self._blocked: dict[Any, tuple[float, str]] = {}  # until when, and why
 
     def due(self, now: float) -> bool:
-        """Whether an event is to be tried again."""
+        """Return whether a postponed event is to be tried again."""
         return any(until <= now for until, _ in self._blocked.values())
 
     @property
     def ids(self) -> set[str]:
-        """The jobs of the events that are held back."""
+        """The jobs of the postponed events."""
         return {event.id for event in self._held if hasattr(event, "id")}
 
     def trouble(self) -> str | None:
-        """Why an event is held back; None where there is none."""
+        """Return why an event is postponed; None if none is."""
         return next((why for _, why in self._blocked.values()), None)
 
     def to_take(self, now: float, events: Sequence[BackendEvent]) -> list[BackendEvent]:
-        """The events to take now, with ``events`` as the newest."""
+        """Return the events to apply now, in order; ``events`` are the newest."""
         self._tried = {key for key, (until, _) in self._blocked.items() if until <= now}
+        # A later event of the same job must not overtake one that is postponed. Progress is dropped: a newer report
+        # replaces it.
         held = self._blocked.keys() - self._tried
         everything = [*self._waiting, *events]
         self._held = [event for event in everything if _key(event) in held and not isinstance(event, Progress)]
         return [event for event in everything if _key(event) not in held]
 
     def failed(self, now: float, event: BackendEvent, error: Exception) -> None:
-        """``event`` could not be taken. Where it is not the event's fault, nothing is held back."""
+        """Record that ``event`` could not be applied. An error that is not the event's fault postpones nothing."""
         if not isinstance(error, NOT_NOW):
             what = f"{type(event).__name__} of {getattr(event, 'id', '') or event.node!r}"
             self._blocked[_key(event)] = now + PUT_OFF_SECONDS, f"{what}: {type(error).__name__}: {error}"
 
     def written(self) -> None:
-        """All that ``to_take`` returned is taken."""
+        """Forget the events that ``to_take`` returned: they are applied."""
         self._waiting, self._held = self._held, []
         for key in self._tried:
             self._blocked.pop(key, None)
@@ -72,7 +74,7 @@ class PutOff:
 
 
 def newest(events: Sequence[BackendEvent]) -> list[BackendEvent]:
-    """The same events, of reports only the last of each job and node."""
+    """Return the events, with only the last progress of each job and node."""
     last = {(event.id, event.node): number for number, event in enumerate(events) if isinstance(event, Progress)}
     return [
         event
@@ -87,23 +89,24 @@ def _key(event: BackendEvent) -> Any:
 
 logger = logging.getLogger("waterflow")
 
-LONGEST_POLL = 0.25  # seconds; the backend watches its nodes inside of polls
-SUSPEND_SECONDS = 30.0  # that ``down`` gives jobs to write their checkpoints
-AGAIN_SECONDS = 0.5  # before what went wrong is tried again
+LONGEST_POLL = 0.25  # seconds; the backend watches its nodes only inside ``poll``
+SUSPEND_SECONDS = 30.0  # for jobs to write their checkpoints in ``down``
+AGAIN_SECONDS = 0.5  # before a failed turn is tried again
 
 
 class ClosedError(ClusterError):
-    """The cluster has ended, or ends."""
+    """The cluster has ended, or is ending."""
 
 
 class BusyError(ClusterError):
-    """What was asked for can be done soon, and not now."""
+    """The request cannot be served now, and can be soon."""
 
 
 class Service:
-    """One running cluster: a scheduler, its store and its backend. Thread-safe; ``start()`` begins its loop.
+    """A running cluster: a scheduler, its store and its backend. Thread-safe; ``start()`` begins its loop.
 
-    The state is taken up from the store where there is one: ``policy`` must then be the same, and ``tenants`` may not differ.
+    If the store has a state, the service continues from it: ``policy`` must then be the same, and ``tenants`` may not differ.
+    ``clock`` returns seconds; default: the system's time since boot.
     """
 
     def __init__(
@@ -120,10 +123,11 @@ class Service:
         self._closing = self._ended = False
         self._loop: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self._error: str | None = None  # what went wrong in the last turn
-        self._behind = False  # scheduler and reconciler are to be made again from the store
+        self._error: str | None = None  # of the last turn
+        self._behind = False  # scheduler and reconciler must be made again from the store
         self._heard: list[BackendEvent] = []  # events that the store does not have yet
         self._put_off = PutOff()
+        # A policy without state, from which ``_hear`` restores the stored one after an error.
         self._policy, self._tenants = copy.deepcopy(policy), tenants
         self.scheduler = JournaledScheduler(store, policy, tenants)
         self._same_tenants(tenants)
@@ -132,7 +136,7 @@ class Service:
         self._now = max(self._last if clock is not None else self._begin(), self.scheduler.book.now)
         with self._turn():
             self.jobs.take_up(self.now())
-        self._save()  # before anything is taken in: later events mean something with these tenants and this policy
+        self._save()  # before any event: events are replayed with these tenants and this policy
 
     def _same_tenants(self, tenants: Sequence[Tenant]) -> None:
         known = self.scheduler.book.tenants
@@ -146,9 +150,10 @@ class Service:
     # -- what users ask
 
     def submit(self, submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> bool:
-        """Take in a job; False where this very job is there already.
+        """Accept a job; return False if this very job is known already.
 
-        Raises SubmissionError or InvalidJobError for what can never run, with the reason; nothing is kept of it then.
+        Raises SubmissionError or InvalidJobError, with the reason, for a job that can never run, and BusyError while its
+        devices restart; nothing is stored then.
         """
         asked = checked(submission)
         with self._turn():
@@ -156,6 +161,8 @@ class Service:
             if not self.store.add(asked.to_dict(), payload, checkpoint):
                 return False
             down = [node for node in self.backend.nodes() if not node.alive]
+            # Devices of a node that restarts count again in a moment: a job that needs them is told to wait, not
+            # refused for good.
             there = self.scheduler.book.devices.total
             if there < asked.devices <= there + sum(node.devices for node in down):
                 raise BusyError(
@@ -170,7 +177,7 @@ class Service:
         return True
 
     def cancel(self, id: str) -> bool:
-        """End a job; False where it has ended already. Raises SubmissionError for one that nobody knows."""
+        """End a job; return False if it has ended already. Raises SubmissionError for an unknown id."""
         with self._turn():
             job = self.record(id)
             if job.over:
@@ -181,16 +188,16 @@ class Service:
         return True
 
     def record(self, id: str) -> JobRecord:
-        """One job. Raises SubmissionError where nobody knows it."""
+        """Return a job's record. Raises SubmissionError for an unknown id."""
         job = self.store.job(id)
         if job is None:
             raise SubmissionError(f"no job is called {id!r}; waterflow cluster status lists those that are")
         return job
 
     def wait(self, ids: Sequence[str], seconds: float) -> list[str]:
-        """Those of ``ids`` that have ended; waits at most so long until there is one.
+        """Return the ids that have ended; wait at most ``seconds`` until there is one.
 
-        Raises SubmissionError for one that nobody knows, and ClosedError where the cluster ends meanwhile.
+        Raises SubmissionError for an unknown id, and ClosedError if the cluster ends meanwhile.
         """
         until = time.monotonic() + seconds
         with self._lock:
@@ -206,9 +213,9 @@ class Service:
                 self._check_open()
 
     def status(self, ended: int | None = None, waiting: int | None = None) -> dict[str, Any]:
-        """Nodes, tenants and jobs; see ``cluster_status``.
+        """Return nodes, tenants and jobs; see ``cluster_status``.
 
-        If given, only the last ``ended`` of the jobs that have ended, and the first ``waiting`` of those that wait.
+        ``ended`` limits the ended jobs to the last so many, ``waiting`` the waiting jobs to the first so many.
         """
         with self._lock:
             jobs, ended_before, wait_behind = self.store.page(ended, waiting)
@@ -217,14 +224,14 @@ class Service:
             return told | not_shown | {"trouble": self.trouble}
 
     def told(self, job: JobRecord) -> dict[str, Any]:
-        """What ``status`` says of one job."""
+        """Return the status of one job."""
         with self._lock:
             return job_status(self.now(), job, self.jobs.live.get(job.id, {}))
 
     # -- the loop
 
     def run(self) -> None:
-        """Turn until it is closed. What goes wrong in a turn is logged, told by ``status``, and tried again."""
+        """Take turns until it is closed. An error in a turn is logged, shown by ``status``, and the turn is tried again."""
         while not self._over.is_set():
             try:
                 self.turn()
@@ -241,32 +248,32 @@ class Service:
 
     @property
     def trouble(self) -> str | None:
-        """What could not be done the last time, and is tried again; None where there is nothing."""
+        """The error of the last turn, which is tried again; None if there is none."""
         return self._error or self._put_off.trouble() or self.jobs.trouble()
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, by itself or by ``close`` or ``down``."""
+        """True once it has ended, by itself or by ``close`` or ``down``."""
         return self._over.is_set()
 
     def start(self) -> None:
-        """``run()`` on a thread of its own, until ``close()`` or ``down()``."""
+        """Call ``run()`` on a thread of its own, until ``close()`` or ``down()``."""
         self._loop = threading.Thread(target=self.run, name="scheduler", daemon=True)
         self._loop.start()
 
     def close(self) -> None:
-        """Leave the nodes running, and end; a service that is made on the same store and folder goes on."""
+        """End the service and leave the nodes running; a new service on the same store and folder continues."""
         if self._end_loop():
             self.backend.detach()
             self.store.close()
 
     def down(self, seconds: float = SUSPEND_SECONDS) -> None:
-        """Suspend what runs, with checkpoints, and end all nodes; the jobs stay known and go on when it is up again."""
+        """Suspend running jobs, with checkpoints, and end all nodes; the jobs stay known and resume at the next ``up``."""
         until = time.monotonic() + seconds
         with self._lock:
             self._closing = True
             for job in self.store.jobs(states=["starting", "running"]):
-                with contextlib.suppress(*NOT_NOW):  # then they are taken for lost, and go on from their checkpoints
+                with contextlib.suppress(*NOT_NOW):  # otherwise they count as lost, and resume from their checkpoints
                     self.store.change(job.id, state="stopping")
                 with contextlib.suppress(BackendError):
                     self.backend.stop(job.id, suspend=True)
@@ -277,7 +284,7 @@ class Service:
             self.store.close()
 
     def _end_loop(self) -> bool:
-        """Whether it had not ended before."""
+        # Returns True for the first caller only, which alone closes backend and store.
         with self._lock:
             self._over.set()
             self._changed.notify_all()
@@ -287,10 +294,11 @@ class Service:
         return first
 
     def turn(self, timeout: float = LONGEST_POLL) -> None:
-        """Hear the backend once, and do what follows. An event is kept until what follows from it is written down."""
+        """Poll the backend once, and apply its events. An event is kept until its consequences are written to the store."""
         tick = self.scheduler.next_tick
         if tick is not None:
             timeout = max(0.0, min(timeout, tick - self.now()))
+        # Outside the lock: requests are answered while the loop waits for events.
         events = self.backend.poll(timeout)
         with self._lock:
             self._heard = newest(self._heard + events)
@@ -303,10 +311,9 @@ class Service:
 
     @contextlib.contextmanager
     def _turn(self, heard: bool = False) -> Iterator[None]:
-        """What is done inside is written down, with what follows from it; then that is asked for.
-
-        With ``heard``: first what the backend told; only then can it be known what runs, if something went wrong before.
-        """
+        # Changes inside are written with their consequences in one transaction; only then are requests made to the
+        # backend, so that a crash in between repeats a request, and never forgets one. With ``heard`` the backend's
+        # events come first: after an error only they can tell what runs.
         with self._lock:
             self._check_open()
             if self._behind and not heard:
@@ -320,7 +327,7 @@ class Service:
                     asks = [] if self._closing else self.jobs.settle(self.now())
             except (SubmissionError, InvalidJobError, BusyError):  # nothing was changed
                 raise
-            except Exception as error:  # the scheduler may be ahead of what is written: what is written counts
+            except Exception as error:  # the scheduler in memory may be ahead of the store, which decides
                 self._went_wrong(error)
                 if isinstance(error, NOT_NOW):
                     raise BusyError(f"the cluster cannot write down its state, and tries again: {error}") from error
@@ -335,19 +342,19 @@ class Service:
             try:
                 for id, ask in asks:
                     self._ask(id, ask)
-            except Exception as error:  # nobody knows that it was not asked for
+            except Exception as error:  # the store has the request as made, and it may not have been
                 self._went_wrong(error)
             self._changed.notify_all()
 
     def _save(self) -> None:
-        """Write the scheduler's state down where it is time to. With thousands of jobs it takes long: nobody waits for it."""
+        # With thousands of jobs writing the state takes long: it happens outside the lock, while other turns go on.
         with self._lock:
             finish = None if self._behind else self.scheduler.save()
         if finish is not None:
             finish()
 
     def _hear(self) -> None:
-        """Take what was heard. Where something went wrong before, take up first what is written, as after a restart."""
+        # After an error the state is read from the store again, as after a restart, before events are applied.
         if self._behind:
             live = self.jobs.live
             self.scheduler = JournaledScheduler(self.store, copy.deepcopy(self._policy), self._tenants)
@@ -367,14 +374,14 @@ class Service:
             ask()
         except Exception as error:
             if not isinstance(error, (BackendError, OSError)):
-                logger.exception("job %r: what is wanted of it could not be asked for", id)
+                logger.exception("job %r: a request to the backend failed", id)
             self.jobs.not_asked(self.now(), id, str(error))
 
     def _went_wrong(self, error: Exception) -> None:
-        """Nothing of what is written is lost: the rest is done again from there."""
+        # All that is written is kept: the next turn starts again from the store.
         said = f"{type(error).__name__}: {error}"
         if said != self._error:
-            logger.error("something went wrong, and is tried again: %s", said, exc_info=error)
+            logger.error("a turn of the scheduler failed, and is tried again: %s", said, exc_info=error)
         self._error, self._behind = said, True
 
     def _check_open(self) -> None:
@@ -387,15 +394,17 @@ class Service:
         self._changed.notify_all()
 
     def now(self) -> float:
-        """Seconds since 1970, as they pass: whatever somebody sets the system's clock to, none are left out and none come twice."""
+        """Return seconds since 1970 that never jump, even if the system's clock is set."""
         with self._clock_lock:
             there = self._clock()
+            # The scheduler raises an error for a time that goes back.
             self._now += max(0.0, there - self._last)
             self._last = there
             return self._now
 
     def _begin(self) -> float:
-        """The time now: where the machine was not started since, as it passed since a service was there for the first time."""
+        # Until the machine restarts, time continues from the first service's offset: a clock that is set meanwhile
+        # changes nothing.
         known, boot = self.store.meta("clock"), boot_id()
         if known is None or known["boot"] != boot:
             known = {"boot": boot, "offset": max(time.time(), self.scheduler.book.now) - self._last}
@@ -404,10 +413,10 @@ class Service:
 
 
 def boot_seconds() -> float:
-    """Since the machine was started; nobody can set it."""
+    """Return the seconds since the machine was started, which no clock setting changes."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> str:
-    """Another one each time that the machine is started."""
+    """Return an identifier that differs after each start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""A device that a guaranteed job shares: the coordinator of live devices, on lanes that are a model, in virtual time."""
+"""A simulated device that a guaranteed job shares: the interference controller of live devices, in virtual time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import cache
 from waterflow.executor.interference import ALONE_STEPS, BESIDE, PAIRS, Allowed, InterferenceController
 
 STEP_SECONDS = 0.1  # of the guaranteed job alone: from 10 ms on, live windows are counted in steps, too
-STEADY = 1e-3  # the rate has been found once a comparison changes it by less
-MOST_ROUNDS = 200  # until then
+STEADY = 1e-3  # the rate is found once a comparison changes it by less
+MOST_ROUNDS = 200  # of comparisons at most
 
 
 @dataclass(frozen=True)
 class Load:
-    """What shares of a device are asked for and left, and what using them costs.
+    """The shares of a device that jobs ask for and leave, and the cost of using them.
 
-    At rate r opportunistic jobs take min(r x ``asked``, ``left``) of the device: guaranteed work goes first. What is in
-    flight cannot be taken back, so guaranteed steps take longer by ``contention`` x what the others take.
+    At rate r opportunistic jobs take min(r x ``asked``, ``left``) of the device, as guaranteed work goes first. Work in
+    flight cannot be taken back, so guaranteed steps take longer by ``contention`` x the share that the others take.
     """
 
     asked: float
@@ -25,15 +25,15 @@ class Load:
     contention: float
 
     def taken(self, rate: float) -> float:
-        """Share of the device that opportunistic jobs use at a rate."""
+        """Return the share of the device that opportunistic jobs use at ``rate``."""
         return min(rate * self.asked, self.left)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a coordinator makes of a load: the rate it found, and what comes of it with its windows without others.
+    """The result of a controller for a load: the rate that it found, and the speeds, its windows without others included.
 
-    ``guaranteed`` is a speed against alone, ``taken`` the share of the device that opportunistic jobs use.
+    ``guaranteed`` is a speed relative to alone, ``taken`` the share of the device that opportunistic jobs use.
     """
 
     rate: float
@@ -42,7 +42,7 @@ class Pace:
 
 
 class SimulatedLanes:
-    """The ``Lanes`` of a coordinator: a guaranteed job without pause, whose steps take as long as the model says."""
+    """The ``Lanes`` of a controller: a guaranteed job without pauses, whose steps take as long as the model says."""
 
     def __init__(self, load: Load) -> None:
         self.now = 0.0  # seconds
@@ -67,7 +67,8 @@ class SimulatedLanes:
         return steps
 
     def round(self, coordinator: InterferenceController) -> Pace:
-        """Until something was compared once more: windows without the others and beside them, in turns."""
+        """Advance virtual time by one comparison: windows without the others and beside them, in turns."""
+        # One comparison takes PAIRS windows without the others.
         last, alone, lasted, used = self._turns + PAIRS, 0.0, 0.0, 0.0
         while self._turns < last:
             taken = self._load.taken(self._rate)
@@ -85,7 +86,10 @@ class SimulatedLanes:
 
 @cache
 def coordinated(load: Load, allowed: float) -> Pace:
-    """What the coordinator settles at where guaranteed steps may take longer by ``allowed``. What it tries before is left out."""
+    """Return the pace at which the controller settles if guaranteed steps may take longer by ``allowed``.
+
+    The rates that it tries before are left out.
+    """
     lanes = SimulatedLanes(load)
     coordinator = InterferenceController(lanes, Allowed(median=allowed), now=lambda: lanes.now)
     before = 0.0

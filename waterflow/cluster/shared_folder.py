@@ -1,8 +1,7 @@
-"""The folder that all nodes of a cluster share: numbers that are given out once, checkpoints, results; and who may write.
+"""The folder that all nodes of a cluster share: unique numbers, checkpoints, results, and fences.
 
-A process writes into a folder of its own, ``epochs/<number>``, and publishes a file by moving it from there to where others
-look. Who is fenced has no such folder any more: it was moved away, in one step, so that each of its moves came before, and
-counts, or fails.
+A process writes into a folder of its own, ``epochs/<number>``, and publishes a file by moving it from there to its public
+place. Fencing a process moves that folder away in one step: each of its moves either came before, and counts, or fails.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from waterflow.cluster.state import make_folder
 from waterflow.errors import ClusterError
 
 LONGEST_QUOTED = 200  # characters of a name in which dots are written as %2E
-KEPT_CHECKPOINTS = 2  # of each job: one may be read while the next is written
+KEPT_CHECKPOINTS = 2  # of each job: one may be being read while the next is written
 
 
 class Fenced(Exception):
-    """The process was declared lost: nothing that it writes counts any more."""
+    """The process was declared lost: it can no longer publish files."""
 
 
 class SharedFolder:
-    """Paths and moves in the folder. Any number of processes may use it; nothing is kept in memory."""
+    """Paths and moves in the folder. Any number of processes may use it; it keeps no state in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def make(self) -> None:
-        """Create what is not there yet; only this user may enter it, for files in it are unpickled. Raises BackendError."""
+        """Create the folder and its parts, for this user alone, as files in it are unpickled. Raises BackendError."""
         parts = ("claims", "epochs", "fenced", "jobs", "logs", "nodes")
         try:
             make_folder(self.path, parts)
@@ -46,7 +45,10 @@ class SharedFolder:
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
 
     def lock(self) -> int:
-        """The folder for one backend alone, until the file that is returned is closed, or this process ends."""
+        """Lock the folder for one backend; return the file whose closing, or the end of this process, unlocks it.
+
+        Raises BackendError if another backend has the lock.
+        """
         file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,28 +60,30 @@ class SharedFolder:
     # -- processes
 
     def new_epoch(self) -> int:
-        """A number higher than all before, with a folder to write into."""
+        """Return a number higher than all before, and make its folder."""
         epoch = _claim(self.path / "claims")
         (self.path / "epochs" / str(epoch)).mkdir()
         return epoch
 
     def own(self, epoch: int) -> Path:
-        """Where the process of ``epoch`` writes what it will publish."""
+        """Return the folder in which the process of ``epoch`` writes files before it publishes them."""
         return self.path / "epochs" / str(epoch)
 
     def fence(self, epoch: int) -> None:
-        """From now on the process of ``epoch`` publishes nothing. Done twice is done once."""
+        """Keep the process of ``epoch`` from publishing anything from now on. Idempotent."""
         away = self.path / "fenced" / str(epoch)
         with contextlib.suppress(FileNotFoundError):
+            # The rename is the fence; removing in place would leave a time in which single files could still be
+            # published.
             os.rename(self.own(epoch), away)
         shutil.rmtree(away, ignore_errors=True)
 
     def is_fenced(self, epoch: int) -> bool:
-        """Whether ``fence`` was called for it."""
+        """Return whether ``fence`` was called for ``epoch``."""
         return not self.own(epoch).exists()
 
     def publish(self, epoch: int, written: Path, to: Path) -> None:
-        """Move ``written``, which lies in ``own(epoch)``, to its place. Raises Fenced."""
+        """Move ``written``, a file in ``own(epoch)``, to ``to``. Raises Fenced."""
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.rename(written, to)
@@ -89,35 +93,36 @@ class SharedFolder:
             raise
 
     def log(self, node: str, epoch: int) -> Path:
-        """What the process of ``node`` printed, and the jobs in it."""
+        """Return the log file of a process of ``node``, and of the jobs in it."""
         return self.path / "logs" / f"{_quoted(node)}.{epoch}.log"
 
     def node(self, name: str) -> Path:
-        """Where it is written how to reach a node."""
+        """Return the file that says how to reach a node."""
         return self.path / "nodes" / f"{_quoted(name)}.json"
 
     # -- ids; a run is one start of an id, with a number higher than those before
 
     def job(self, id: str) -> Path:
-        """All that belongs to one id."""
+        """Return the folder of one id."""
         return self.path / "jobs" / _quoted(id)
 
     def new_run(self, id: str) -> int:
-        """The number of another start of ``id``."""
+        """Return the number of a new start of ``id``."""
         runs = self.job(id) / "runs"
         runs.mkdir(parents=True, exist_ok=True)
         return _claim(runs)
 
     def last_run(self, id: str) -> int:
-        """The highest number that ``new_run`` gave; 0 if it gave none."""
+        """Return the highest number that ``new_run`` returned; 0 before the first."""
         return max(_numbers(self.job(id) / "runs"), default=0)
 
     def payload(self, id: str, run: int) -> Path:
-        """What was sent for a run."""
+        """Return the payload file of a run."""
         return self.job(id) / f"{run}.payload"
 
     def send(self, id: str, run: int, payload: bytes) -> None:
-        """Write the payload of a run; those of runs before are no longer needed."""
+        """Write the payload of a run, and remove those of earlier runs."""
+        # Under a name that no other process uses, and then replaced as a whole: readers never see a part.
         unfinished = self.payload(id, run).with_suffix(f".{socket.gethostname()}.{os.getpid()}")
         unfinished.write_bytes(payload)
         os.replace(unfinished, self.payload(id, run))
@@ -139,19 +144,19 @@ class SharedFolder:
             shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
 
     def state(self, id: str, number: int, run: int, epoch: int, count: int) -> Path:
-        """The ``count``-th checkpoint that a run's process makes; of the group's job ``number``."""
+        """Return the file of the ``count``-th checkpoint that a run's process makes, of the group's job ``number``."""
         return self.job(id) / f"job-{number}" / f"{run}.{epoch}.{count}.checkpoint"
 
     def result(self, id: str, number: int, run: int, epoch: int) -> Path:
-        """The result of the group's job ``number``."""
+        """Return the result file of the group's job ``number``."""
         return self.job(id) / f"job-{number}" / f"{run}.{epoch}.0.result"
 
     def ended(self, id: str, run: int, share: int) -> Path:
-        """How the part of a run that one node had came to its end, as JSON."""
+        """Return the JSON file that says how one node's part of a run ended."""
         return self.job(id) / f"{run}.{share}.ended"
 
     def lost_before(self, id: str, run: int) -> int:
-        """How many runs, one after the other, up to the one before ``run``, have not ended: their nodes were lost."""
+        """Return how many runs in a row before ``run`` have not ended: their nodes were lost."""
         ended = {file.name.split(".")[0] for file in self.job(id).glob("*.ended")}
         count = 0
         while count < run - 1 and str(run - 1 - count) not in ended:
@@ -159,19 +164,19 @@ class SharedFolder:
         return count
 
     def last_state(self, id: str, number: int) -> Path | None:
-        """The newest checkpoint of a job of the group."""
+        """Return the newest checkpoint of a job of the group; None before the first."""
         return max((self.job(id) / f"job-{number}").glob("*.checkpoint"), key=_age, default=None)
 
     def last_result(self, id: str, number: int) -> Path | None:
-        """The newest result of a job of the group."""
+        """Return the newest result of a job of the group; None before the first."""
         return max((self.job(id) / f"job-{number}").glob("*.result"), key=_age, default=None)
 
     def has_state(self, id: str) -> bool:
-        """Whether there is a checkpoint, or the result of a part of the group."""
+        """Return whether there is a checkpoint, or the result of a part of the group."""
         return any(file.suffix in (".checkpoint", ".result") for part in self._parts(id) for file in part.iterdir())
 
     def drop_states(self, id: str, keep: int = KEPT_CHECKPOINTS) -> None:
-        """Remove all but the newest checkpoints of each job of the group."""
+        """Remove all but the newest ``keep`` checkpoints of each job of the group."""
         for part in self._parts(id):
             for old in sorted(part.glob("*.checkpoint"), key=_age)[: -keep or None]:
                 old.unlink(missing_ok=True)
@@ -181,7 +186,7 @@ class SharedFolder:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """The newest result of each job of one id, in their order; ``folder`` is what ``Ended.results`` names.
+    """Return the newest result of each job of one id, in their order; ``folder`` is ``Ended.results``.
 
     Jobs that have none yet (suspended ones) are left out.
     """
@@ -193,6 +198,7 @@ def result_files(folder: Path) -> list[Path]:
 def _claim(folder: Path) -> int:
     for number in itertools.count(1 + max(_numbers(folder), default=0)):
         with contextlib.suppress(FileExistsError):
+            # Making a directory is atomic: one of several processes gets the number.
             (folder / str(number)).mkdir()
             return number
     raise AssertionError
@@ -203,6 +209,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _age(path: Path) -> tuple[int, int]:
+    # By numbers, as file times of several machines cannot be compared.
     run, _, count, _ = path.name.split(".")
     return int(run), int(count)
 

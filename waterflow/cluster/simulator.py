@@ -15,15 +15,15 @@ from waterflow.cluster.submission import Action, Move, Report, Resize, Start, St
 from waterflow.errors import WorkloadError
 
 Speeds: TypeAlias = Callable[[Device, Sequence[Entry]], Sequence[float]]  # of each resident against alone there
-_IDLE_TICKS = 10_000  # ticks in a row that change nothing while nothing runs
+_IDLE_TICKS = 10_000  # ticks in a row without a change, nothing running, after which the simulation gives up
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds in which a submission holds its devices and gets no further.
+    """Seconds for which a submission occupies its devices without progress.
 
-    ``resume`` stands for suspend and resume together and is paid when it goes on. A policy's change of mind within
-    one moment costs once.
+    ``resume`` covers suspend and resume together and is paid at the resume. Actions that a policy takes back within one
+    moment cost once.
     """
 
     start: float = 0.0
@@ -35,7 +35,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """What became of one submission: seconds, and counts."""
+    """The outcome of one submission: times in seconds, and counts."""
 
     id: str
     tenant: str
@@ -48,25 +48,24 @@ class JobRecord:
     ran: float  # on devices, overheads included
     service: float  # device-seconds
     preemptions: int
-    milestone: float | None = None  # when it had got so far as was asked
+    milestone: float | None = None  # when it reached the milestone
 
     @property
     def completion(self) -> float:
-        """From its submission to its end."""
+        """Seconds from its submission to its end."""
         return self.ended - self.submitted
 
     @property
     def waited(self) -> float:
-        """Its time without devices."""
+        """Seconds of its completion without devices."""
         return self.completion - self.ran
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A workload under a policy.
+    """The result of a workload under a policy.
 
-    ``occupied`` holds, for each point of time at which something happened, how many devices have somebody on them
-    from then on.
+    ``occupied`` gives, for each time at which something happened, the number of devices that are in use from then on.
     """
 
     jobs: list[JobRecord]
@@ -75,7 +74,7 @@ class Simulated:
 
 
 class _Run:
-    """A submission and how far it is: ``left`` seconds alone on the devices asked for, at ``since``."""
+    """The progress of a submission: ``left`` seconds alone on the devices asked for, at ``since``."""
 
     __slots__ = (
         "alone", "count", "devices", "entry", "first_start", "left", "milestone", "passed", "placed", "rate", "since",
@@ -92,7 +91,7 @@ class _Run:
         self.devices: list[Device] = []  # kept where neighbours slow each other down
         self.placed = False  # its devices are new, and its end not yet known
         self.since = 0.0  # later than now while an overhead lasts
-        self.version = 0  # of its place in the queue of ends; others there are out of date
+        self.version = 0  # of its entry in the queue of ends; other versions there are stale
         self.first_start = -1.0
         self.milestone = -1.0  # what is left of it at the milestone; below 0: none is asked for
         self.passed: float | None = None  # when that was
@@ -101,12 +100,11 @@ class _Run:
 class Simulator:
     """Runs one workload on one scheduler, which must be new.
 
-    ``speeds`` tells how residents of one device slow each other down; without it each runs as if alone. Whoever runs
-    on several devices goes at the pace of its slowest. ``utilization`` is the share of time in which a submission
-    alone keeps each of its devices busy; the scheduler hears it in reports, whoever shares the device: neighbours that
-    ask for more than it has keep it busy all the time. ``milestone`` is how far a
-    submission has to get, in seconds alone, for the record to tell when it did. A run that is stopped without being
-    suspended begins anew.
+    ``speeds`` returns the speeds of the residents of one device relative to alone; without it no job slows another one down.
+    A submission on several devices goes at the pace of its slowest. ``utilization`` is the share of time in which a
+    submission alone keeps each of its devices busy; the scheduler receives it in reports, also for shared devices: neighbours
+    that ask for more than a device has keep it busy all the time. ``milestone`` is the progress of a submission, in seconds
+    alone, whose time the record tells. A run that is stopped without being suspended begins anew.
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class Simulator:
         self._jobs: list[JobRecord] = []
 
     def run(self, workload: Iterable[Submission]) -> Simulated:
-        """Until the last submission has ended. Raises SubmissionError for one that can never run."""
+        """Simulate until the last submission has ended. Raises SubmissionError or WorkloadError for one that can never run."""
         scheduler, ends, jobs = self._scheduler, self._ends, self._jobs
         arrivals = sorted(workload, key=lambda submission: submission.submitted)
         devices = scheduler.book.devices.total
@@ -153,6 +151,7 @@ class Simulator:
         book = scheduler.book
         occupied: list[tuple[float, int]] = []
         while True:
+            # A heap cannot move its entries: a changed end is pushed anew, and the stale one dropped here.
             while ends and ends[0][2] != ends[0][3].version:
                 heappop(ends)
             tick = scheduler.next_tick
@@ -170,6 +169,8 @@ class Simulator:
             else:
                 idle = 0
             self._now = now = max(now, self._now)
+            # All ends and arrivals of one moment reach the scheduler before it decides, ends first: their devices are
+            # free then.
             while ends and ends[0][0] <= now:
                 run, version = ends[0][3], ends[0][2]
                 heappop(ends)
@@ -241,7 +242,6 @@ class Simulator:
         return overheads.move
 
     def _advance(self, run: _Run) -> None:
-        """What it did until now."""
         seconds = self._now - run.since
         if seconds > 0:
             left = run.left - seconds * run.rate
@@ -255,7 +255,6 @@ class Simulator:
         run.entry.done = 0.0
 
     def _place(self, run: _Run) -> None:
-        """Its devices are new: how fast it is there alone, and when it ends."""
         devices = run.entry.devices
         asked = run.submission.devices
         run.count = len(devices)
@@ -267,7 +266,7 @@ class Simulator:
             self._set_rate(run, run.alone)
 
     def _set_rate(self, run: _Run, rate: float) -> None:
-        """From now on it goes at ``rate``; the scheduler is told."""
+        # A new place is reported even at the same rate: the scheduler must hear the utilization there.
         if rate != run.rate or (run.placed and self._utilization is not None):
             run.rate = rate
             done = 1 - run.left / run.submission.duration if run.submission.duration else 1.0
@@ -276,16 +275,16 @@ class Simulator:
         run.version += 1
         if rate > 0:
             end = run.since + (run.left if rate == 1.0 else run.left / rate)
+            # Rounding must not put an end before now.
             heappush(self._ends, (max(end, self._now), run.entry.order, run.version, run))
 
     def _touch(self, run: _Run, devices: list[Device]) -> None:
-        """It leaves where it was, and is at ``devices``."""
         for device in (*run.devices, *devices):
             self._touched[device] = None
         run.devices = devices
 
     def _settle(self) -> None:
-        """The speeds of all whose neighbours changed."""
+        # Once for all actions of a decision: a device that several of them touch gets new speeds once.
         assert self._speeds is not None
         runs, changed = self._runs, dict[str, _Run]()
         for device in self._touched:

@@ -1,4 +1,4 @@
-"""The state folder of a cluster: where it is, and what lies in it."""
+"""The state folder of a cluster: its location, its files, and who may read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = ("config.json", "cluster.db", "endpoint.json", "lock", "service.log", "t
 
 
 def state_folder(given: str | Path | None) -> Path:
-    """The folder that is given, or ``$WATERFLOW_CLUSTER``, or the usual one of this user."""
+    """Return ``given``, or else ``$WATERFLOW_CLUSTER``, or else the default folder of this user."""
     chosen = given if given is not None else os.environ.get("WATERFLOW_CLUSTER")
     if chosen is not None:
         return Path(chosen).expanduser().resolve()
@@ -28,35 +28,36 @@ def state_folder(given: str | Path | None) -> Path:
 
 
 def address_file(folder: Path) -> Path:
-    """Where the endpoint is, and who answers there, as JSON."""
+    """Return the path of the endpoint's address and process id, a JSON file."""
     return folder / "endpoint.json"
 
 
 def token_file(folder: Path) -> Path:
-    """What requests must bring; only its owner may read it."""
+    """Return the path of the token that requests must carry; only its owner may read it."""
     return folder / "token"
 
 
 def store_file(folder: Path) -> Path:
-    """Jobs, results, and the scheduler's state."""
+    """Return the path of the database of jobs and of the scheduler's state."""
     return folder / "cluster.db"
 
 
 def work_folder(folder: Path) -> Path:
-    """What the nodes share: payloads, checkpoints, results."""
+    """Return the folder that the nodes share: payloads, checkpoints, results."""
     return folder / "work"
 
 
 def log_file(folder: Path) -> Path:
-    """What the scheduler's process says."""
+    """Return the path of the log of the cluster's process."""
     return folder / "service.log"
 
 
 def make_folder(folder: Path, parts: Collection[str] = PARTS) -> None:
-    """Create it, for this user alone: the folder with mode 0700, and 0600 for the files in it.
+    """Create a folder for this user alone, with mode 0700, and set mode 0600 for the files in it.
 
-    One that is there is made so where it is empty or has one of ``parts``. Raises ClusterError where it is another user's, or
-    others may write into it, for files in it are unpickled; or where others may read it and it has other things in it.
+    An existing folder gets these modes if it is empty or contains one of ``parts``. Raises ClusterError if it belongs to
+    another user, if others may write into it, as files in it are unpickled, or if others may read it and it contains other
+    things.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     there = {Path(entry.path): entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
@@ -64,7 +65,7 @@ def make_folder(folder: Path, parts: Collection[str] = PARTS) -> None:
     for path, found in [(folder, folder.stat()), *there.items()]:
         if (owner := found.st_uid) != me:
             raise ClusterError(
-                f"{path} belongs to user {_name(owner)}, and you are {_name(me)}; whoever owns it can run code as you. "
+                f"{path} belongs to user {_name(owner)}, and you are {_name(me)}; its owner can run code as you. "
                 "Take another --state folder"
             )
     mode = folder.stat().st_mode & 0o777
@@ -83,30 +84,30 @@ def make_folder(folder: Path, parts: Collection[str] = PARTS) -> None:
     for path, found in there.items():
         if (
             stat.S_ISREG(found.st_mode) and found.st_mode & 0o077 and path != token_file(folder)
-        ):  # that one is known by now
+        ):  # a token that others could read is compromised: ``read_token`` refuses it
             path.chmod(found.st_mode & 0o700)
 
 
 def private(path: str, flags: int) -> int:
-    """What ``open(opener=)`` takes: a new file is for its owner alone."""
+    """Open a file for its owner alone, as an ``opener`` of ``open``."""
     return os.open(path, flags, 0o600)
 
 
 def check_whole(folder: Path) -> None:
-    """Raise ClusterError where jobs have left their work, and what the cluster knew of them is gone."""
+    """Raise ClusterError if there is work of jobs, but no database that knows them."""
     store, jobs = store_file(folder), work_folder(folder) / "jobs"
     if (store.exists() and store.stat().st_size) or not jobs.is_dir():
         return
     count = sum(1 for _ in jobs.iterdir())
     if count:
         raise ClusterError(
-            f"{store} is {'empty' if store.exists() else 'not there'}, and {jobs} has checkpoints and results of {count} job(s) "
+            f"{store} is {'empty' if store.exists() else 'missing'}, and {jobs} has checkpoints and results of {count} job(s) "
             f"that it knew. Put back a copy of {store.name}; or, to begin without them, move {jobs.parent} away"
         )
 
 
 def hold(folder: Path) -> IO[str] | None:
-    """The folder's lock, which one process at a time has until it ends; None while another one has it."""
+    """Lock the folder for this process until it ends; return None if another process has the lock."""
     file = open(folder / "lock", "a", opener=private)  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

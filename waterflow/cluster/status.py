@@ -1,4 +1,4 @@
-"""What a cluster tells of itself, as JSON knows it: bytes, and seconds since 1970."""
+"""The status of a cluster, as JSON types: memory in bytes, times in seconds since 1970."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Live = Mapping[str, Mapping[str, Progress]]  # the last report of each running j
 def cluster_status(
     now: float, scheduler: JournaledScheduler, nodes: Sequence[NodeInfo], jobs: Sequence[JobRecord], live: Live
 ) -> dict[str, Any]:
-    """Nodes, tenants and jobs."""
+    """Return the status of nodes, tenants and jobs."""
     return {
         "policy": scheduler.policy.name,
         "now": now,
@@ -29,7 +29,7 @@ def cluster_status(
 
 
 def job_status(now: float, job: JobRecord, live: Mapping[str, Progress]) -> dict[str, Any]:
-    """One job, with what its nodes reported last. ``waited`` is the time before its first start."""
+    """Return the status of one job, with the last reports of its nodes. ``waited`` is the time before its first start."""
     reports = list(live.values())
     until = job.started if job.started is not None else job.ended if job.ended is not None else now
     return {

@@ -1,7 +1,7 @@
-"""What a cluster knows, on disk: jobs and their payloads, who is where, results, and the scheduler's own state.
+"""The cluster's database: jobs, payloads, placements, results, logs, and the scheduler's state.
 
-Every change is a transaction that has reached the disk when it returns (SQLite with a write-ahead log, synchronous=FULL),
-so whoever opens the file after the process was killed finds the state before a change or after it, and nothing between.
+Every change is a transaction that has reached the disk when it returns (SQLite with a write-ahead log, synchronous=FULL).
+After a crash the file has the state before a change or after it, and nothing between.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
 
 
 def create_tables(database: sqlite3.Connection) -> None:
-    """Create what is not there yet, also in a file of an older version."""
+    """Create the tables that are missing, also in a file of an older version."""
     database.executescript(_SCHEMA)
     if "ran" not in [column[1] for column in database.execute("PRAGMA table_info(jobs)")]:
         database.execute("ALTER TABLE jobs ADD COLUMN ran REAL NOT NULL DEFAULT 0")
@@ -60,28 +60,29 @@ def create_tables(database: sqlite3.Connection) -> None:
 
 FORMAT = 1  # of the file; another one is refused
 LOG_LINES = 2000  # kept per job
-LARGEST_PAYLOAD = 900 << 20  # bytes; SQLite takes 10**9 in a row at most
-NOT_NOW = (sqlite3.OperationalError, OSError, MemoryError)  # a full disk, among others: the same may be done later
+LARGEST_PAYLOAD = 900 << 20  # bytes; a row of SQLite has 10**9 at most
+NOT_NOW = (sqlite3.OperationalError, OSError, MemoryError)  # a full disk, among others: a retry may succeed
 
-# Of a job on the backend: nothing of it is there (waiting), its start was asked for, it runs, its stop was asked for.
+# A job on the backend: not there (waiting), its start was requested (starting), running, its stop was requested (stopping).
 State = Literal["waiting", "starting", "running", "stopping", "completed", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("completed", "failed", "cancelled")
 
 _CHANGE = frozenset(
     ["state", "priority", "started", "ended", "attempts", "losses", "checkpoint", "steps", "reason", "results", "ran"]
 )
+# One parameter for any number of values: SQLite limits the number of parameters.
 _AMONG = "{} IN (SELECT value FROM json_each(?))"
-# cloudpickle names each class that it sends by value with a random number: it says nothing of the payload.
+# cloudpickle gives each class that it sends by value a random number, which must not make equal payloads differ.
 _CLASS_NUMBER = re.compile(rb"\x8c\x20[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One job as the store has it. Times are seconds since 1970.
+    """One job in the store. Times are seconds since 1970.
 
-    ``places`` are where it was started last and has not ended, each with the epoch that the node had. ``attempts`` counts its
-    starts, ``losses`` those that ended with a lost node; ``steps`` are those in ``checkpoint``.
-    ``ran`` has the seconds of its runs that are over. A ``reason`` before its end is why it is being ended.
+    ``places`` are its places on the backend, (node, device, epoch of the node when it started). ``attempts`` counts its
+    starts, ``losses`` the starts that ended with a lost node; ``steps`` are the steps in ``checkpoint``. ``ran`` is the
+    seconds of its runs that are over. A ``reason`` before its end says why it is being ended.
     """
 
     id: str
@@ -104,7 +105,7 @@ class JobRecord:
 
     @property
     def over(self) -> bool:
-        """Whether it has come to its end."""
+        """True once it has ended."""
         return self.state in ENDED
 
 
@@ -112,7 +113,7 @@ _COLUMNS = [field.name for field in fields(JobRecord) if field.name != "places"]
 
 
 def too_large(size: int, most: int) -> str:
-    """What is said of a payload of so many bytes, which are too many."""
+    """Return the message for a payload of ``size`` bytes, more than ``most``."""
     return (
         f"the payload has {format_bytes(size)}; at most {format_bytes(most)} are taken. Let a function load the "
         "data where the job runs"
@@ -120,7 +121,7 @@ def too_large(size: int, most: int) -> str:
 
 
 def digest_of(submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> str:
-    """What two submissions with one id must share: what is asked for, the payload, and the checkpoint to go on from."""
+    """Return a digest of a submission: two submissions with one id must agree in request, payload and checkpoint."""
     later = ("time_limit",)  # fields that older versions did not have
     asked = {
         key: value for key, value in submission.items() if key != "submitted" and not (key in later and value is None)
@@ -133,9 +134,9 @@ def digest_of(submission: dict[str, Any], payload: bytes, checkpoint: str | None
 
 
 class Store:
-    """The file of one cluster. Thread-safe; changes inside of ``transaction()`` are made together or not at all.
+    """The database of one cluster. Thread-safe; changes inside ``transaction()`` are made together or not at all.
 
-    Raises ClusterError where the file is damaged, or of another version.
+    Raises ClusterError if the file is damaged, or of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +144,7 @@ class Store:
         self._lock = threading.RLock()
         self._depth = 0
         try:
-            os.close(private(str(path), os.O_RDWR | os.O_CREAT))  # its journals get the mode that it has
+            os.close(private(str(path), os.O_RDWR | os.O_CREAT))  # SQLite gives its journals the mode of the file
             path.chmod(0o600)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -167,17 +168,18 @@ class Store:
             )
 
     def close(self) -> None:
-        """Close the file. What was changed is there already."""
+        """Close the file; all changes are on the disk already."""
         with self._lock:
             self._db.close()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All changes inside, or none of them; they are on the disk when it is left."""
+        """Make all changes inside, or none; they are on the disk when the block ends. Blocks nest: the outer one commits."""
         with self._lock:
             if self._depth:
                 yield
                 return
+            # IMMEDIATE takes the write lock now, so that no change inside can fail for want of it.
             self._db.execute("BEGIN IMMEDIATE")
             self._depth = 1
             try:
@@ -192,7 +194,7 @@ class Store:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
-        """Inside of a transaction: changes that are undone where they raise an error, without those before."""
+        """Undo the changes inside if the block raises an error, and keep earlier ones of the transaction."""
         with self._lock:
             assert self._depth
             self._db.execute("SAVEPOINT part")
@@ -208,41 +210,41 @@ class Store:
     # -- the cluster's own
 
     def meta(self, key: str) -> Any:
-        """A value of the cluster's own, such as its scheduler's state; None where there is none."""
+        """Return a value of the cluster, such as its scheduler's state; None if it is not set."""
         rows = self._all("SELECT value FROM meta WHERE key = ?", (key,))
         return json.loads(rows[0][0]) if rows else None
 
     def set_meta(self, key: str, value: Any) -> None:
-        """Set one; anything that JSON can write."""
+        """Set a value of the cluster, of JSON types."""
         self.set_meta_text(key, json.dumps(value))
 
     def set_meta_text(self, key: str, text: str) -> None:
-        """Set one that is written as JSON already."""
+        """Set a value of the cluster from JSON text."""
         self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
 
     def add_event(self, name: str, at: float, arguments: list[Any]) -> None:
-        """Note an event of the scheduler, until its whole state is set."""
+        """Append an event of the scheduler, until its next snapshot."""
         self._run("INSERT INTO events (name, at, arguments) VALUES (?, ?, ?)", (name, at, json.dumps(arguments)))
 
     def events(self) -> list[tuple[str, float, list[Any]]]:
-        """Those that were noted since, in their order."""
+        """Return the events since the last snapshot, in order: (name, time, arguments)."""
         rows = self._all("SELECT name, at, arguments FROM events ORDER BY number")
         return [(name, at, json.loads(arguments)) for name, at, arguments in rows]
 
     def last_event(self) -> int:
-        """The number of the event that was noted last; 0 where there is none."""
+        """Return the number of the newest event; 0 if there is none."""
         return int(self._all("SELECT COALESCE(MAX(number), 0) FROM events")[0][0])
 
     def forget_events(self, last: int | None = None) -> None:
-        """The whole state has been set as it was after the event ``last``, or after all of them."""
+        """Remove the events up to ``last``, or all: a snapshot contains them."""
         self._run("DELETE FROM events WHERE number <= ?", (self.last_event() if last is None else last,))
 
     # -- jobs
 
     def add(self, submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> bool:
-        """Add a job, which goes on from ``checkpoint``. False if this very job is there already: then nothing changes.
+        """Add a job, which resumes from ``checkpoint`` if given. Return False, without a change, if this very job is known.
 
-        Raises InvalidJobError where the id belongs to another job, or the payload has more than ``LARGEST_PAYLOAD`` bytes.
+        Raises InvalidJobError if the id belongs to another job, or the payload has more than ``LARGEST_PAYLOAD`` bytes.
         """
         if len(payload) > LARGEST_PAYLOAD:
             raise InvalidJobError(too_large(len(payload), LARGEST_PAYLOAD))
@@ -263,12 +265,12 @@ class Store:
         return True
 
     def job(self, id: str) -> JobRecord | None:
-        """One job; None where no job has that id."""
+        """Return one job; None for an unknown id."""
         found = self.jobs([id])
         return found[0] if found else None
 
     def jobs(self, ids: Sequence[str] | None = None, *, states: Iterable[State] | None = None) -> list[JobRecord]:
-        """Jobs in the order in which they came: all, those named, or those in some states."""
+        """Return jobs in the order of submission: all, those with ``ids``, or those in ``states``."""
         where, values = "1", []
         if ids is not None:
             where, values = f"{where} AND {_AMONG.format('id')}", [json.dumps(list(ids))]
@@ -284,13 +286,14 @@ class Store:
         return [_record(dict(zip(_COLUMNS, row)), places) for row in rows]
 
     def page(self, ended: int | None = None, waiting: int | None = None) -> tuple[list[JobRecord], int, int]:
-        """Jobs in the order in which they came, and how many more have ended, and wait.
+        """Return jobs in the order of submission, and how many more have ended, and wait.
 
-        Those that stand on devices, the ``ended`` that ended last, and the ``waiting`` that came first of those that wait (None: all).
+        The jobs are all that occupy devices, the last ``ended`` of those that have ended, and the first ``waiting`` of those
+        that wait (None: all).
         """
         if ended is None and waiting is None:
             return self.jobs(), 0, 0
-        over, none = _AMONG.format("state"), -1  # which SQLite takes for no limit
+        over, none = _AMONG.format("state"), -1  # -1 is SQLite's way to say no limit
         with self._lock:
             last = self._all(
                 f"SELECT id FROM jobs WHERE {over} ORDER BY ended DESC, number DESC LIMIT ?",
@@ -308,36 +311,36 @@ class Store:
             return found, all_over - len(last), all_waiting - len(first)
 
     def over(self, ids: Sequence[str]) -> list[str]:
-        """Those of ``ids`` that have ended."""
+        """Return the ids that have ended, in the order of submission."""
         among = f"{_AMONG.format('id')} AND {_AMONG.format('state')} ORDER BY number"
         return [
             id for (id,) in self._all(f"SELECT id FROM jobs WHERE {among}", (json.dumps(list(ids)), json.dumps(ENDED)))
         ]
 
     def unknown(self, ids: Sequence[str]) -> list[str]:
-        """Those of ``ids`` that no job has."""
+        """Return the ids that no job has."""
         known = {
             id for (id,) in self._all(f"SELECT id FROM jobs WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
         }
         return [id for id in ids if id not in known]
 
     def payload(self, id: str) -> bytes:
-        """What was handed in."""
+        """Return the payload of a job that has not ended."""
         return bytes(self._all("SELECT payload FROM payloads WHERE id = ?", (id,))[0][0])
 
     def forget_payload(self, id: str) -> None:
-        """The job has ended: nobody will start it again."""
+        """Remove the payload of a job that has ended: it is never started again."""
         self._run("DELETE FROM payloads WHERE id = ?", (id,))
         self._run("DELETE FROM since WHERE id = ?", (id,))
 
     def change(self, id: str, **values: Any) -> None:
-        """Set fields of one job: any of its record but those that it came with."""
+        """Set fields of one job; the fields of its submission cannot change."""
         assert values.keys() <= _CHANGE
         columns = ", ".join(f"{name} = ?" for name in values)
         self._run(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), id))
 
     def place(self, id: str, places: Iterable[tuple[str, int, int]]) -> None:
-        """Note where a job stands from now on: (node, device, epoch of the node). No place: it stands nowhere."""
+        """Set the places of a job, (node, device, epoch of the node); none: it is not on the backend."""
         with self.transaction():
             self._run("DELETE FROM placements WHERE id = ?", (id,))
             for position, (node, device, epoch) in enumerate(places):
@@ -346,32 +349,32 @@ class Store:
     # -- devices that were lost under jobs
 
     def set_since(self, id: str, at: float) -> None:
-        """Note when a job was started, or wrote its last checkpoint."""
+        """Set the time at which a job was started, or wrote its last checkpoint."""
         self._run("INSERT OR REPLACE INTO since VALUES (?, ?)", (id, at))
 
     def since(self, id: str) -> float | None:
-        """The time of ``set_since``; None where it was not called."""
+        """Return the time of ``set_since``; None if it was not set."""
         rows = self._all("SELECT at FROM since WHERE id = ?", (id,))
         return float(rows[0][0]) if rows else None
 
     def add_loss(self, number: int, id: str, alone: bool, ran: float, saved: int, reached: int) -> None:
-        """Note that a job was on a device when it was lost."""
+        """Record that a job was on a device when the device was lost; the values are those of ``Loss``."""
         self._run("INSERT INTO device_losses VALUES (?, ?, ?, ?, ?, ?)", (number, id, alone, ran, saved, reached))
 
     def losses(self) -> list[tuple[int, str, bool, float, int, int]]:
-        """All that were noted, and not forgotten since: number, job, alone, ran, saved, reached."""
+        """Return all recorded losses: (number, job, alone, ran, saved, reached)."""
         rows = self._all("SELECT number, id, alone, ran, saved, reached FROM device_losses ORDER BY number, id")
         return [(number, id, bool(alone), *rest) for number, id, alone, *rest in rows]
 
     def forget_losses(self, *, ids: Sequence[str] = (), numbers: Sequence[int] = ()) -> None:
-        """Forget those of some jobs, and some losses as a whole."""
+        """Remove all losses of some jobs, and some losses for all jobs."""
         self._run(f"DELETE FROM device_losses WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
         self._run(f"DELETE FROM device_losses WHERE {_AMONG.format('number')}", (json.dumps(list(numbers)),))
 
     # -- what is told of a job
 
     def say(self, id: str, at: float, line: str) -> None:
-        """Add a line to a job's log; the oldest of very many go."""
+        """Add a line to a job's log, which keeps the last ``LOG_LINES``."""
         with self.transaction():
             self._run("INSERT INTO log (id, at, line) VALUES (?, ?, ?)", (id, at, line))
             self._run(
@@ -380,11 +383,11 @@ class Store:
             )  # fmt: skip
 
     def log(self, id: str, after: int = 0) -> list[tuple[int, float, str]]:
-        """Lines of a job's log behind the number ``after``: (number, seconds since 1970, line)."""
+        """Return the lines of a job's log after number ``after``: (number, seconds since 1970, line)."""
         return self._all("SELECT number, at, line FROM log WHERE id = ? AND number > ? ORDER BY number", (id, after))
 
     def check(self) -> None:
-        """Raise ClusterError where the file contradicts itself."""
+        """Raise ClusterError if the file contradicts itself."""
         with self._lock:
             (found,) = self._all("PRAGMA integrity_check")[0]
             if found != "ok":
@@ -414,5 +417,5 @@ def _told_apart(id: str, known: dict[str, Any], given: dict[str, Any]) -> str:
         for key in given
         if key != "submitted" and known.get(key) != given.get(key)
     ]
-    what = "; ".join(differ) or "what it is to run, or the checkpoint that it goes on from"
+    what = "; ".join(differ) or "its payload, or the checkpoint that it resumes from"
     return f"job {id!r} is known already, and differs in {what}. One id is one job: take another id for another job"

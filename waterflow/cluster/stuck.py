@@ -1,4 +1,4 @@
-"""Cancelled jobs that do not come to their end: the processes of their devices are ended, once those beside them are saved."""
+"""Cancelled jobs that do not end: their devices' processes are ended, after the jobs beside them are saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ask = Callable[[], None]
 
 
 class Stuck:
-    """Who was cancelled and is still there, and what to do about it. Its caller holds the lock, and has a transaction open."""
+    """The cancelled jobs that still run, and the requests that end them. Its caller holds the lock, in an open transaction."""
 
     def __init__(self, store: Store, backend: Backend) -> None:
         self._store = store
@@ -26,24 +26,24 @@ class Stuck:
 
     @property
     def times(self) -> Iterable[float]:
-        """When there is something to do."""
+        """The times at which ``settle`` has something to do."""
         return self._until.values()
 
     def asked(self, id: str, now: float) -> None:
-        """It was asked to end. Said again, it has no more time for that."""
+        """Record that a job was asked to end. Repeating it gives the job no more time."""
         self._until.setdefault(id, now + CANCEL_SECONDS)
 
     def left(self, id: str) -> None:
-        """Nothing of it runs any more."""
+        """Record that the job no longer runs."""
         self._until.pop(id, None)
         self._beside_saved.discard(id)
 
     def ended(self, node: str, epoch: int) -> bool:
-        """Whether a process was ended here: none of those who ran there is to blame."""
+        """Return whether this process was ended here; then none of its jobs is to blame for the loss."""
         return (node, epoch) in self._processes
 
     def settle(self, now: float) -> list[tuple[str, Ask]]:
-        """What is to be asked of the backend now, with the id of the job."""
+        """Return the requests to make to the backend now, with the jobs' ids."""
         late = [id for id, until in self._until.items() if until <= now]
         return [ask for id in late for ask in self._break_off(id, now)]
 
@@ -57,6 +57,8 @@ class Stuck:
             other.id for other in self._store.jobs(states=["starting", "running", "stopping"])
             if other.id != id and any((node, epoch) in processes for node, _, epoch in other.places)
         ]  # fmt: skip
+        # Only user code that hangs blocks its job; its neighbours can still write checkpoints, and get some seconds for
+        # it.
         if beside and id not in self._beside_saved:
             self._beside_saved.add(id)
             self._until[id] = now + SAVE_SECONDS

@@ -1,4 +1,4 @@
-"""What is submitted to a cluster, and what a scheduler answers: plain data. Times are seconds, memory is bytes."""
+"""Submissions to a cluster, and the actions of a scheduler: plain data. Times are seconds, memory is bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who shares the cluster: guaranteed submissions of a tenant hold at most ``quota`` devices at once."""
+    """A user of the cluster, whose guaranteed submissions hold at most ``quota`` devices at once."""
 
     name: str
     quota: int
@@ -33,10 +33,10 @@ class Tenant:
 class Submission:
     """One group of jobs that runs as a whole, on ``devices`` devices at once.
 
-    A guaranteed submission with ``auto`` may run as an opportunistic one while its quota is used up. ``memory`` is
-    what it needs on each device (0: not known), ``model`` its name in tables of interference and scaling, and
-    ``duration`` the seconds it takes alone on the devices asked for: only a simulation knows it. ``time_limit``: the seconds
-    after which a live cluster ends it, all its runs together.
+    A guaranteed submission with ``auto`` may run as an opportunistic one while its quota is used up. ``memory`` is the bytes
+    that it needs on each device (0: not known), ``model`` its name in tables of interference and scaling, ``duration`` the
+    seconds that it takes alone on the devices asked for, which only a simulation knows. ``time_limit`` is the seconds of all
+    its runs together after which a live cluster ends it.
     """
 
     id: str
@@ -51,22 +51,22 @@ class Submission:
     time_limit: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, as JSON knows them."""
+        """Return all fields, as JSON types."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Submission:
-        """The other way."""
+        """Make a submission from ``to_dict``."""
         return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of a running submission; None where nothing new is.
+    """News of a running submission; None for a field without news.
 
-    ``progress`` goes from 0 to 1. ``rate`` is its speed against alone on the devices asked for (1: as fast).
-    ``utilization`` (0 to 1) and ``memory`` (bytes) are what it takes of each of its devices. ``slowdown`` is the
-    guaranteed job's step time against its solo profile (1: as fast as alone).
+    ``progress`` goes from 0 to 1. ``rate`` is its speed relative to alone on the devices asked for (1: as fast).
+    ``utilization`` (0 to 1) and ``memory`` (bytes) are its use of each of its devices. ``slowdown`` is the guaranteed job's
+    step time relative to its solo profile (1: as fast as alone).
     """
 
     progress: float | None = None
@@ -78,7 +78,7 @@ class Report:
 
 
 class Start(NamedTuple):
-    """Run it there, from its last checkpoint if it has one."""
+    """Run the submission at ``places``, from its last checkpoint if it has one."""
 
     id: str
     places: tuple[Place, ...]
@@ -86,28 +86,28 @@ class Start(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """End it there; with ``suspend``, keep its state, for it will be started again."""
+    """End the run; with ``suspend`` keep its state, as it will be started again."""
 
     id: str
     suspend: bool
 
 
 class Move(NamedTuple):
-    """Suspend it, and go on at ``places``."""
+    """Suspend the run, and resume it at ``places``."""
 
     id: str
     places: tuple[Place, ...]
 
 
 class SetPriority(NamedTuple):
-    """Go on where it is, with another priority."""
+    """Continue the run in place with another priority."""
 
     id: str
     priority: Priority
 
 
 class Resize(NamedTuple):
-    """Go on with more or fewer devices: ``places`` are all that it has from now on."""
+    """Continue the run with more or fewer devices: ``places`` are all of them."""
 
     id: str
     places: tuple[Place, ...]

@@ -1,4 +1,4 @@
-"""Figures and pictures of simulated runs. Times are seconds."""
+"""Statistics and pictures of simulated runs. Times are seconds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_POINTS = 400  # of a line of devices over time
 
 @dataclass(frozen=True)
 class Summary:
-    """What a policy did with a workload.
+    """Statistics of a workload under a policy.
 
-    Completion is from submission to end, queueing the part of it without devices. Percentiles are the value of the
-    job at that place of the sorted jobs. Utilization is the share of device time with somebody on the device, from
-    the first submission to the last end. ``unfair`` is the share of jobs that took longer than under an equal share
-    of the cluster, ``worst_share`` the 99th percentile of how many times longer: see ``share_ratios``.
+    Completion is the time from submission to end, queueing the part of it without devices. A percentile is the value of the
+    job at that place of the sorted jobs. Utilization is the share of device time with a job on the device, from the first
+    submission to the last end. ``unfair`` is the share of jobs that took longer than under an equal share of the cluster,
+    ``worst_share`` the 99th percentile of how many times longer: see ``share_ratios``.
     """
 
     jobs: int
@@ -42,12 +42,12 @@ class Summary:
     preemptions: int
 
     def to_dict(self) -> dict[str, Any]:
-        """All of them."""
+        """Return all fields by name."""
         return asdict(self)
 
 
 def summarize(run: Simulated) -> Summary:
-    """The figures of a run of at least one job."""
+    """Return the statistics of a run of at least one job."""
     completion = sorted(job.completion for job in run.jobs)
     waited = sorted(job.waited for job in run.jobs)
     first, last = min(job.submitted for job in run.jobs), max(job.ended for job in run.jobs)
@@ -62,6 +62,7 @@ def summarize(run: Simulated) -> Summary:
         queueing=sum(waited) / len(waited),
         queueing_p99=waited[int(0.99 * len(waited))],
         utilization=busy / (run.devices * (last - first)) if last > first else 0.0,
+        # A tolerance for rounding: a job that always had its devices is not unfair.
         unfair=float(np.mean(ratios > 1 + 1e-9)),
         worst_share=float(ratios[int(0.99 * len(ratios))]),
         preemptions=sum(job.preemptions for job in run.jobs),
@@ -69,16 +70,17 @@ def summarize(run: Simulated) -> Summary:
 
 
 def share_ratios(run: Simulated) -> NDArray[np.float64]:
-    """Finish-time fairness (Themis, NSDI 2020) of each job: its completion time over that under an equal share.
+    """Return each job's finish-time fairness (Themis, NSDI 2020): its completion time over that under an equal share.
 
-    With an equal share every job goes on all the time, at the speed 1 / max(1, asked / there), where asked counts the
-    devices of all jobs that are in the system at the time, under the policy. Above 1 it would have fared better so.
+    Under an equal share every job runs all the time, at the speed 1 / max(1, asked / devices), where asked counts the devices
+    of all jobs in the system at the time, under the policy. A ratio above 1 means that the job would have done better so.
     """
     times = np.array([job.submitted for job in run.jobs] + [job.ended for job in run.jobs])
     change = np.array([job.devices for job in run.jobs] + [-job.devices for job in run.jobs], dtype=np.float64)
     order = np.argsort(times, kind="stable")
     times, asked = times[order], np.cumsum(change[order])
     slow = np.maximum(1.0, asked / run.devices)
+    # The integral of the slowness over time: a job's mean slowness needs only its values at two times.
     area = np.concatenate(([0.0], np.cumsum(np.diff(times) * slow[:-1])))
     submitted = np.array([job.submitted for job in run.jobs])
     ended = np.array([job.ended for job in run.jobs])
@@ -91,7 +93,7 @@ def share_ratios(run: Simulated) -> NDArray[np.float64]:
 
 
 def save_pictures(path: str | os.PathLike[str], runs: Mapping[str, Simulated], title: str) -> None:
-    """Distributions of completion, queueing and fairness, and occupied devices over time: a PNG 1875 pixels wide."""
+    """Save a PNG 1875 pixels wide: distributions of completion, queueing and fairness, and occupied devices over time."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(12.5, 8.2), dpi=150, layout="constrained")

@@ -1,4 +1,4 @@
-"""The process of one device: an engine, the groups of jobs on it, and what it tells those who watch it."""
+"""The process of one device: an engine, the groups of jobs on it, and the events that it reports."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from waterflow.executor.engine import Engine, Mode
 
 logger = logging.getLogger("waterflow")
 
-BEAT_SECONDS = 0.25  # at least so often a worker says that it lives
-FIRST_SECONDS = 10.0  # for who started the process to be heard
+BEAT_SECONDS = 0.25  # between two signs of life of a worker
+FIRST_SECONDS = 10.0  # for the backend that started the process to connect
 FENCED = 3  # exit code
 
 Numbered = tuple[int, int, BackendEvent]  # number of the event, run, event
@@ -37,9 +37,9 @@ Numbered = tuple[int, int, BackendEvent]  # number of the event, run, event
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How a device trains; seconds, and what ``Engine`` takes.
+    """Settings of a device: times in seconds, and arguments of ``Engine``.
 
-    ``cores``: the CPU cores that the process may use; None: all.
+    ``cores`` are the CPU cores that the process may use; None: all.
     """
 
     device: str = "cpu"
@@ -55,7 +55,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Hello:
-    """Who a worker is, and what runs there."""
+    """The identity of a worker, and the parts that run there."""
 
     node: str
     epoch: int
@@ -66,12 +66,13 @@ class Hello:
 
 
 class Worker:
-    """The groups of one device. Thread-safe; no method waits for a step, but ``events`` for something to tell."""
+    """The groups of one device. Thread-safe; no method waits for a step, and only ``events`` waits."""
 
     REQUESTS = ("start", "stop", "checkpoint", "set_priority", "acknowledge")
 
     def __init__(self, node: str, epoch: int, folder: SharedFolder, settings: WorkerSettings) -> None:
         if settings.cores is not None:
+            # Each thread has an affinity of its own, and libraries have started some by now.
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), settings.cores)
         lanes = settings.lanes or (len(settings.cores) if settings.cores is not None else None)
@@ -88,14 +89,14 @@ class Worker:
         threading.Thread(target=self._watch, name="reports", daemon=True).start()
 
     def hello(self) -> Hello:
-        """Who this is, and what runs here now."""
+        """Return the worker's identity, and the parts that run now."""
         with self._lock:
             parts = tuple(replace(g.part, started=g.started, priority=g.priority) for g in self._groups.values())
         process = self._process
         return Hello(process.node, process.epoch, self._engine.limit, socket.gethostname(), os.getpid(), parts)
 
     def events(self, after: int, timeout: float) -> list[Numbered]:
-        """What happened behind the event ``after``; waits so long for the first."""
+        """Return the events after number ``after``; wait at most ``timeout`` seconds for the first."""
         deadline = time.monotonic() + timeout
         with self._told:
             while self._number <= after:
@@ -106,7 +107,7 @@ class Worker:
             return [entry for entry in self._outbox if entry[0] > after]
 
     def request(self, name: str, arguments: dict[str, Any]) -> None:
-        """Carry out one of ``REQUESTS``."""
+        """Carry out one of ``REQUESTS``. Raises ValueError for any other."""
         if name not in self.REQUESTS:
             raise ValueError(f"a worker knows {', '.join(self.REQUESTS)}; got {name!r}")
         getattr(self, name)(**arguments)
@@ -114,35 +115,36 @@ class Worker:
     # -- requests
 
     def start(self, id: str, run: int, share: int, shares: int, priority: Priority, resume: bool) -> None:
-        """Train a part of a group, whose payload lies in the folder."""
+        """Train a part of a group, whose payload is in the shared folder."""
         part = Part(id, run, share, shares, priority)
         with self._lock:
             known = self._groups.get(id)
-            if known is not None and known.part.run >= run:  # said twice
+            if known is not None and known.part.run >= run:  # the request was repeated, or is late
                 return
             group = self._groups[id] = RunningGroup(part, resume, self._process, self._tell, self._exit_fenced)
         group.start()
 
     def stop(self, id: str, run: int, suspend: bool) -> None:
-        """Stop it, if it still runs."""
+        """Stop a run, if it is still there."""
         group = self._group(id, run)
         if group is not None:
             group.halt(suspend)
 
     def checkpoint(self, id: str, run: int) -> None:
-        """Save it, if it still runs."""
+        """Save a run, if it is still there."""
         group = self._group(id, run)
         if group is not None:
+            # Saving waits for the ends of steps, and requests must not.
             threading.Thread(target=group.save, daemon=True).start()
 
     def set_priority(self, id: str, run: int, priority: Priority) -> None:
-        """Another priority for it, if it still runs."""
+        """Change the priority of a run, if it is still there."""
         group = self._group(id, run)
         if group is not None:
             group.set_priority(priority)
 
     def acknowledge(self, number: int) -> None:
-        """Events up to this one have been heard, and need not be kept."""
+        """Drop the events up to ``number``: the backend has them."""
         with self._lock:
             while self._outbox and self._outbox[0][0] <= number:
                 self._outbox.popleft()
@@ -182,16 +184,17 @@ class Worker:
                 try:
                     self._tell(group.part.run, group.progress(utilization))
                     group.save_if_due(self._settings.checkpoint_seconds)
-                except Exception:  # nobody else would look after the other groups
+                except Exception:  # this thread reports and saves for the other groups, too
                     logger.exception("no report of %r", group.part.id)
 
     def _exit_fenced(self) -> None:
         logger.error("node %r, epoch %d, was declared lost; it ends", self._process.node, self._process.epoch)
+        # Not ``sys.exit``, which would wait for threads that are in the middle of steps.
         os._exit(FENCED)
 
 
 class _Server:
-    """Speaks with one backend at a time over a socket; ends the process when none has been there for ``outlive`` seconds."""
+    """Serves one backend at a time over a socket; ends the process when none was connected for ``outlive`` seconds."""
 
     def __init__(self, worker: Worker, listener: socket.socket, outlive: float) -> None:
         self._worker = worker
@@ -199,7 +202,7 @@ class _Server:
         self._outlive = outlive
 
     def serve(self) -> None:
-        """Returns when the backend says so, or stays away."""
+        """Serve until a backend asks for the end, or stays away."""
         connection: Connection | None = None
         alone_until = time.monotonic() + FIRST_SECONDS
         while True:
@@ -229,16 +232,17 @@ class _Server:
 
     def _tell(self, connection: Connection) -> None:
         heard = 0
-        with contextlib.suppress(OSError):  # it hung up
+        with contextlib.suppress(OSError):  # the backend closed the connection
             connection.send(self._worker.hello())
             while True:
+                # An empty list is sent, too: it is the sign of life.
                 events = self._worker.events(heard, BEAT_SECONDS)
                 connection.send(events)
                 heard = events[-1][0] if events else heard
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of a process that a backend started: ``listener`` is a socket that it made."""
+    """Entry point of a process that a backend starts; ``listener`` is a socket that the backend opened."""
     parser = argparse.ArgumentParser()
     for name, kind in (("node", str), ("epoch", int), ("folder", Path), ("listener", int), ("outlive", float)):
         parser.add_argument(f"--{name}", type=kind, required=True)
@@ -258,10 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def settings_from(fields: dict[str, Any]) -> WorkerSettings:
-    """Settings as JSON carries them."""
+    """Return settings from their JSON fields."""
     return WorkerSettings(**fields | {"cores": tuple(fields["cores"]) if fields["cores"] is not None else None})
 
 
 def settings_as_text(settings: WorkerSettings) -> str:
-    """The other way."""
+    """Return settings as JSON text, for ``settings_from``."""
     return json.dumps(asdict(settings))

@@ -1,4 +1,4 @@
-"""Reading workloads: cluster logs of submitted jobs, as CSV files. Times are seconds."""
+"""Workloads, logs of jobs submitted to a cluster, read from CSV files. Times are seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """Submissions in the order of their times; ``notes`` tell what of the file is not in it."""
+    """Submissions in the order of their times; ``notes`` say which rows of the file were left out."""
 
     name: str
     submissions: list[Submission]
@@ -27,10 +27,10 @@ class Workload:
 
 
 def read_workload(path: Path | str) -> Workload:
-    """The workload of a CSV file with at least the columns ``COLUMNS``.
+    """Read the workload of a CSV file with at least the columns ``COLUMNS``. Raises WorkloadError.
 
-    Rows without a duration cannot be simulated and are left out, with a note that counts them. Rows of equal times
-    keep the order of the file. A column ``priority`` holds 0 or "guaranteed", 1 or "opportunistic".
+    Rows without a duration cannot be simulated and are left out, with a note that counts them. Rows of equal times keep the
+    order of the file. A column ``priority`` has 0 or "guaranteed", 1 or "opportunistic".
     """
     path = Path(path)
     if not path.is_file():
@@ -51,16 +51,17 @@ def read_workload(path: Path | str) -> Workload:
             try:
                 found.append(_submission(row))
             except (ValueError, TypeError) as error:
+                # Collected, so that the user can correct several lines at once.
                 wrong.append(f"line {line}: {error}")
                 continue
             if found[-1].id in seen:
-                wrong.append(f"line {line}: job_id {found[-1].id!r} stands twice")
+                wrong.append(f"line {line}: job_id {found[-1].id!r} appears twice")
             seen.add(found[-1].id)
     if wrong:
         more = f"; and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else ""
         raise WorkloadError(f"{path}: {'; '.join(wrong[:_MOST_SHOWN])}{more}. Correct these lines, or take them out")
     if not found:
-        raise WorkloadError(f"{path} holds no job with a duration ({len(empty)} rows without one)")
+        raise WorkloadError(f"{path} has no job with a duration ({len(empty)} rows without one)")
     notes = []
     if empty:
         lines = ", ".join(map(str, empty[:_MOST_SHOWN])) + (", ..." if len(empty) > _MOST_SHOWN else "")

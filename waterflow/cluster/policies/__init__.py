@@ -1,4 +1,4 @@
-"""One file for each policy of the cluster, beside a small base."""
+"""The policies of the cluster: one file for each, beside a small base."""
 
 from __future__ import annotations
 

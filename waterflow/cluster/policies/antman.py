@@ -1,6 +1,6 @@
 """AntMan (OSDI 2020): guaranteed submissions run as if alone, opportunistic ones use what they leave.
 
-Section 3.3 and algorithm 1. What a device does for those who share it is the local coordinator's task.
+Section 3.3 and algorithm 1. Sharing a device is the task of the local coordinator, here the interference controller.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from waterflow.cluster.policies.waiting import Pool, Waiting
 from waterflow.cluster.submission import Report
 
 _UNKNOWN = -math.inf
-_MOST_CROWDED = 50  # waiting ones that are passed over in one decision as no device has memory for them
+_MOST_CROWDED = 50  # waiting entries without a device that has memory for them, after which a decision ends
 
 
 class AntMan(Policy):
-    """Guaranteed submissions start whole, in the order of submission, or reserve what there is.
+    """Guaranteed submissions start whole, in the order of submission, or reserve the devices that there are.
 
-    Opportunistic ones start on the least loaded of the devices that have memory for them and where nobody runs, or whose
-    utilization stayed below ``busy`` (M in the paper) for ``window`` seconds. Who has not reported counts as busy, and leaves
-    no trace when it ends before it did. Reserved devices are open to them. A guaranteed one that
-    has waited ``patience`` seconds runs as an opportunistic one unless it forbids that (``auto=False``), and becomes
-    guaranteed where it is as soon as quota and all of its devices are free for it, before any other is started. The paper
-    leaves ``patience`` open. With ``one_node`` a guaranteed submission that fits on one node waits for one.
+    Opportunistic ones start on the least loaded of the devices that have memory for them and that are vacant, or whose
+    utilization stayed below ``busy`` (M in the paper) for ``window`` seconds. A submission that has not reported counts as
+    busy; if it ends before it has, it leaves no trace. Reserved devices are open to opportunistic ones. A guaranteed
+    submission that has waited ``patience`` seconds runs as an opportunistic one unless it forbids that (``auto=False``), and
+    becomes guaranteed in place as soon as quota and all of its devices are free for it, before any other is started. The
+    paper leaves ``patience`` open. With ``one_node`` a guaranteed submission that fits on one node waits for one.
 
-    Devices that a submission which runs alone has reserved are open to nobody, so that they become vacant; for the first
-    opportunistic one that runs alone, as many devices are kept from others of its kind.
+    Devices reserved by a submission that runs alone are closed to all others, so that they become vacant. For the first
+    waiting opportunistic submission that runs alone, as many devices are kept free of other opportunistic ones.
     """
 
     name = "antman"
@@ -51,28 +51,28 @@ class AntMan(Policy):
         self.patience = patience
         self.one_node = one_node
         self._queues: dict[str, Waiting] = {}  # guaranteed submissions, by tenant
-        self._impatient: deque[tuple[float, Entry]] = deque()  # who may turn opportunistic, and since when it waits
-        self._extra = Waiting()  # who may run as opportunistic now
+        self._impatient: deque[tuple[float, Entry]] = deque()  # entries that may turn opportunistic, by start of wait
+        self._extra = Waiting()  # entries that may run as opportunistic now
         self._turned: dict[str, Entry] = {}  # guaranteed submissions that run as opportunistic
-        self._calm: dict[Device, float] = {}  # since when a device is below ``busy``; missing: always was
-        self._loud: dict[Device, bool] = {}  # at ``busy`` or above: as was reported, or only as long as nobody reports
+        self._calm: dict[Device, float] = {}  # the time since which a device is below ``busy``; missing: always
+        self._loud: dict[Device, bool] = {}  # devices at ``busy`` or above; True: by reports, not for want of them
         self._next: float | None = _UNKNOWN
         self._decided = 0.0  # when the last decision was
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """All that was chosen, by name."""
+        """The policy's parameters by name."""
         return {"busy": self.busy, "window": self.window, "patience": self.patience, "one_node": self.one_node}
 
     @property
     def next_tick(self) -> float | None:
-        """When a device has been calm for long enough for one who waits, or somebody's patience ends."""
+        """The time at which a device will have been calm for long enough, or the patience of an entry ends."""
         if self._next == _UNKNOWN:
             self._next = self._find_next()
         return self._next
 
     def submitted(self, entry: Entry) -> None:
-        """It waits: an opportunistic one for calm devices, a guaranteed one for quota and devices of its own."""
+        """Add an entry: an opportunistic one waits for calm devices, a guaranteed one for quota and devices of its own."""
         self._turned.pop(entry.id, None)
         if entry.submission.priority == "opportunistic":
             self._extra.add(entry)
@@ -82,33 +82,34 @@ class AntMan(Policy):
             if self._never_guaranteed(entry):
                 self._extra.add(entry)
             else:
-                self._impatient.append((entry.waiting_since, entry))  # time does not go back: they are in order
+                self._impatient.append((entry.waiting_since, entry))  # sorted, as time does not go back
 
     def ended(self, entry: Entry) -> None:
-        """It left its queue by not waiting."""
+        """Forget the entry; queues pass over entries that no longer wait."""
         self._turned.pop(entry.id, None)
 
     def reported(self, entry: Entry, report: Report) -> bool:
-        """Its devices may have become calm; that counts from now."""
+        """Note which of its devices have become calm, as of now."""
         for device in entry.devices:
             self._listen(device, heard=True)
         self._next = _UNKNOWN
         return False
 
     def nodes_changed(self) -> None:
-        """Forget devices that are gone."""
+        """Forget the devices of lost nodes."""
         here = set(self.book.devices)
         self._loud = {device: reported for device, reported in self._loud.items() if device in here}
         self._calm = {device: since for device, since in self._calm.items() if device in here}
 
     def decide(self, now: float) -> None:
-        """Upgrades, then guaranteed submissions, then opportunistic ones."""
+        """Upgrade entries, then start guaranteed ones, then opportunistic ones."""
         for device in self.book.devices:
             self._listen(device)
         self._upgrade()
         self._reopen()
         self._start_guaranteed()
         self._lose_patience(now)
+        # An entry that starts as opportunistic gives its reservation back, which guaranteed ones may take.
         while self._start_opportunistic(now):
             self._reopen()
             self._start_guaranteed()
@@ -116,7 +117,7 @@ class AntMan(Policy):
         self._next = _UNKNOWN
 
     def to_dict(self) -> dict[str, Any]:
-        """Since when devices are calm, which are not, and who had lost patience by the last decision."""
+        """Return which devices are calm or loud, and the time of the last decision, until which patience counts."""
         return {
             "decided": self._decided,
             "calm": [[*device.place, since] for device, since in self._calm.items()],
@@ -124,7 +125,7 @@ class AntMan(Policy):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Queues by order, patience by the time since which each waits."""
+        """Rebuild the queues by order, and patience by the time since which each entry waits."""
         for entry in sorted(self.book.entries.values(), key=lambda entry: (entry.waiting_since, entry.order)):
             if entry.state == "waiting":
                 self.submitted(entry)
@@ -140,13 +141,12 @@ class AntMan(Policy):
     # -- guaranteed
 
     def _never_guaranteed(self, entry: Entry) -> bool:
-        """Its tenant's whole quota, or the cluster, is too small for it."""
         book = self.book
         quota = book.tenants[entry.tenant].quota if book.tenants else book.devices.total
         return entry.wanted > min(quota, book.devices.total)
 
     def _upgrade(self) -> None:
-        """Those that turned opportunistic become guaranteed where they are: all of their workers, or none."""
+        # All devices of an entry, or none: it runs as a whole, with one priority.
         for entry in list(self._turned.values()):
             alone = all(device.guaranteed is None and device.reserved is None for device in entry.devices)
             if alone and self.book.may_hold(entry, entry.wanted):
@@ -154,7 +154,8 @@ class AntMan(Policy):
                 del self._turned[entry.id]
 
     def _reopen(self) -> None:
-        """Reservations are made anew in each decision: the first in order never waits for what a later one keeps."""
+        # Reservations are made anew in each decision: the first in order never waits for devices that a later one
+        # keeps.
         for entry in {device.reserved: None for device in self.book.devices if device.reserved is not None}:
             self.book.unreserve(entry)
 
@@ -196,14 +197,12 @@ class AntMan(Policy):
             free.remove(kept)
 
     def _with_quota(self) -> Iterator[Entry]:
-        """Waiting guaranteed submissions of tenants with quota left, in the order of submission."""
         queues = [queue for tenant, queue in self._queues.items() if queue and self.book.quota_left(tenant) > 0]
         return merge(*(queue.in_order() for queue in queues), key=lambda entry: entry.order)
 
     # -- opportunistic
 
     def _lose_patience(self, now: float) -> None:
-        """Whoever has waited for long enough may run as opportunistic."""
         self._decided = now
         while self._impatient and self._impatient[0][0] + self.patience <= now:
             since, entry = self._impatient.popleft()
@@ -211,7 +210,7 @@ class AntMan(Policy):
                 self._extra.add(entry)
 
     def _start_opportunistic(self, now: float) -> bool:
-        """Whether one of those that started gave back a reservation."""
+        # Returns True if a started entry gave back a reservation.
         reopened = False
         if not self._extra:
             return False
@@ -253,7 +252,6 @@ class AntMan(Policy):
         return reopened
 
     def _soonest_vacant(self, entry: Entry, among: Iterable[Device]) -> list[Device]:
-        """The devices that are kept for an entry that runs alone: those with the fewest others, none of them guaranteed."""
         able = [
             device for device in among
             if device.guaranteed is None and (not device.memory or entry.submission.memory <= device.memory)
@@ -261,14 +259,14 @@ class AntMan(Policy):
         return sorted(able, key=lambda device: (len(device.opportunistic), device.place))[: entry.wanted]
 
     def _listen(self, device: Device, heard: bool = False) -> None:
-        """Note when a device crosses ``busy``; ``heard``: one of its residents has reported."""
+        # If a device was loud only for want of a report, its calm begins anew with a report alone: an entry that ends
+        # before its first report leaves no trace.
         if device.utilization >= self.busy:
             self._loud[device] = self._loud.get(device, False) or device.reported >= self.busy
         elif device in self._loud and (self._loud.pop(device) or heard):
             self._calm[device] = self.book.now
 
     def _calm_at(self, device: Device) -> float:
-        """When a device will have been below ``busy`` for ``window`` seconds; one that nobody uses is so already."""
         if device.vacant:
             return -math.inf
         if device in self._loud:
@@ -287,7 +285,7 @@ class AntMan(Policy):
 
 
 def _closed(device: Device) -> bool:
-    """Whether nobody may join those on a device: one of them runs alone, or one that will has reserved it."""
+    # Closed to newcomers: a resident runs alone, or a submission that will has reserved the device.
     return any(entry.alone for entry in device.residents) or (device.reserved is not None and device.reserved.alone)
 
 

@@ -1,4 +1,4 @@
-"""What every policy of the cluster is told, and what it answers."""
+"""The interface of the cluster's policies."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.submission import Report
 
-# How submissions share a device: not at all; under the control of a coordinator on it; each as fast as it can.
+# Submissions share a device: not at all; under an interference controller on it; each as fast as it can.
 Sharing: TypeAlias = Literal["none", "controlled", "packed"]
 
 
 class Policy(ABC):
-    """Decides who runs where. A state machine: equal events give equal decisions; it has no clock and no threads.
+    """Decides which submissions run where. A state machine without clock or threads: equal events give equal decisions.
 
-    The scheduler tells it what happened, then asks it to decide; it answers by the operations of the book. An entry
-    that is told to have ended, or to be stopped, has already left its devices. One policy serves one scheduler.
+    The scheduler reports events to it, then asks it to decide; it answers by the operations of the book. An entry that
+    ``ended`` or ``stopped`` reports has already left its devices. One policy serves one scheduler.
     """
 
     name: ClassVar[str]
-    beyond_quotas: ClassVar[bool] = False  # runs also those whom no quota could ever cover
+    beyond_quotas: ClassVar[bool] = False  # runs also submissions larger than their tenant's whole quota
     sharing: ClassVar[Sharing] = "none"
     book: Book
 
     def attach(self, book: Book) -> None:
-        """The book that it decides over, empty as yet."""
+        """Set the book to decide over, which has no entries yet."""
         self.book = book
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """All that was chosen, by name; printed with every result."""
+        """The policy's parameters by name, as results print them."""
         return {}
 
     @property
     def next_tick(self) -> float | None:
-        """When it wants to be asked again, though nothing else may have happened."""
+        """The time at which it wants to decide again even without an event; None if it does not."""
         return None
 
     def refuse(self, entry: Entry) -> str | None:
-        """Why it could never run this entry; None if it could. Here: all run within quotas, or beyond."""
+        """Return why it could never run this entry; None if it could.
+
+        Here: an entry larger than its tenant's quota is refused.
+        """
         tenant = self.book.tenants.get(entry.tenant)
         if self.beyond_quotas or tenant is None or entry.wanted <= tenant.quota:
             return None
@@ -51,10 +54,10 @@ class Policy(ABC):
 
     @abstractmethod
     def submitted(self, entry: Entry) -> None:
-        """A new entry waits."""
+        """Add a new entry, which waits."""
 
     def started(self, entry: Entry) -> bool:
-        """All workers of a running entry are there. True: decide anew."""
+        """All workers of a running entry have started. Return True to decide anew."""
         return False
 
     def stopped(self, entry: Entry) -> None:
@@ -63,23 +66,23 @@ class Policy(ABC):
 
     @abstractmethod
     def ended(self, entry: Entry) -> None:
-        """An entry is no longer in the book: it ran, or waited (``entry.devices`` is empty)."""
+        """An entry has left the book. It ran, or waited if ``entry.devices`` is empty."""
 
     def reported(self, entry: Entry, report: Report) -> bool:
-        """News of a running entry, which hold them already. True: decide anew."""
+        """A running entry has news, which the entry contains already. Return True to decide anew."""
         return False
 
     def nodes_changed(self) -> None:  # noqa: B027
-        """Devices came or went; entries that ran there were told to be stopped before."""
+        """Devices came or went; entries that ran there were reported to ``stopped`` before."""
 
     @abstractmethod
     def decide(self, now: float) -> None:
-        """Change the book by its operations."""
+        """Start, stop and move entries by the book's operations."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What cannot be had from the book again, as JSON knows it."""
+        """Return the state that the book does not have, as JSON types."""
         return {}
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up a book that is full, with what ``to_dict`` gave."""
+        """Restore the policy's state from a filled book and the result of ``to_dict``."""

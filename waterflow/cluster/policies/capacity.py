@@ -1,4 +1,4 @@
-"""A capacity scheduler: queues of tenants with quotas, whole devices, and idle quota lent to whoever waits.
+"""A capacity scheduler: queues of tenants with quotas, whole devices, and idle quota lent to submissions that wait.
 
 After Apache YARN's, as AntMan (OSDI 2020, sections 2.2 and 5.2) and Gandiva (OSDI 2018, section 6.4) compare with it.
 """
@@ -16,13 +16,13 @@ from waterflow.cluster.policies.waiting import Pool, Waiting
 
 
 class Capacity(Policy):
-    """The tenant that uses least of its quota goes first; within a tenant, order of submission. Devices are not shared.
+    """The tenant that uses the least of its quota goes first; within a tenant, the order of submission. Devices are not shared.
 
-    A run within its tenant's quota is guaranteed. What is left over goes to opportunistic submissions, and with
-    ``elastic`` to guaranteed ones beyond their quota if they are ``auto``; both are opportunistic runs until quota is
-    free. With ``preempt`` a guaranteed submission within its quota stops such runs, the last started first;
-    they go on later where they were (``keep``) or from the beginning. With ``backfill`` whoever fits may overtake
-    others; without it the first of a queue that does not fit holds all devices that are left until it does.
+    A run within its tenant's quota is guaranteed. Devices left over go to opportunistic submissions, and with ``elastic`` to
+    guaranteed ones beyond their quota if they are ``auto``; both run as opportunistic until quota is free. With ``preempt`` a
+    guaranteed submission within its quota stops such runs, the last started first; they resume later (``keep``), or begin
+    anew. With ``backfill`` a submission that fits may overtake others; without it the first of a queue that does not fit
+    reserves all devices that are left until it does.
     """
 
     name = "capacity"
@@ -39,11 +39,11 @@ class Capacity(Policy):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """All that was chosen, by name."""
+        """The policy's parameters by name."""
         return {"preempt": self.preempt, "elastic": self.elastic, "backfill": self.backfill, "keep": self.keep}
 
     def refuse(self, entry: Entry) -> str | None:
-        """Without ``elastic``, a guaranteed submission needs a quota that is large enough."""
+        """Refuse, without ``elastic``, a guaranteed submission larger than its quota."""
         book = self.book
         if self.elastic or entry.submission.priority == "opportunistic" or not book.tenants:
             return None
@@ -56,7 +56,7 @@ class Capacity(Policy):
         )
 
     def submitted(self, entry: Entry) -> None:
-        """It waits in the queue of its tenant."""
+        """Add the entry to the queue of its tenant."""
         self._take_back(entry)
         if entry.submission.priority == "opportunistic":
             self._extra.add(entry)
@@ -64,12 +64,13 @@ class Capacity(Policy):
             self._queues.setdefault(entry.tenant, Waiting()).add(entry)
 
     def ended(self, entry: Entry) -> None:
-        """It left its queue by not waiting."""
+        """Take back the devices lent to the entry. Queues pass over entries that no longer wait."""
         self._take_back(entry)
 
     def decide(self, now: float) -> None:
-        """Runs that quota covers by now, then submissions within quotas, then all others."""
+        """Cover runs by free quota, then start submissions within quotas, then all others."""
         book = self.book
+        # Reservations are made anew in each decision: two jobs that keep devices from each other would wait for ever.
         for entry in [entry for entry in book.entries.values() if entry.reserved] if not self.backfill else ():
             book.unreserve(entry)
         self._cover()
@@ -78,7 +79,10 @@ class Capacity(Policy):
         self._beyond_quotas(vacant)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Queues by order; of running ones, the order of submission stands for that of their starts."""
+        """Rebuild the queues.
+
+        For running entries the order of submission stands for that of their starts, which is not saved.
+        """
         for entry in sorted(self.book.entries.values(), key=lambda entry: entry.order):
             if entry.state == "waiting":
                 self.submitted(entry)
@@ -96,7 +100,6 @@ class Capacity(Policy):
             self._lent[entry.tenant] -= entry.wanted
 
     def _cover(self) -> None:
-        """Runs beyond a quota become guaranteed ones when it has room for them."""
         for entry in list(self._beyond.values()):
             if entry.submission.priority == "guaranteed" and self.book.may_hold(entry, entry.wanted):
                 self.book.set_priority(entry, "guaranteed")
@@ -106,6 +109,7 @@ class Capacity(Policy):
         book = self.book
         open_queues = {tenant: queue for tenant, queue in self._queues.items() if queue}
         while open_queues:
+            # The use of a quota changes with each start, so the tenant that goes next is chosen anew each time.
             heads: list[tuple[float, int, Entry]] = []
             for name, queue in list(open_queues.items()):
                 most = book.quota_left(name) if self.backfill else book.devices.total
@@ -135,7 +139,7 @@ class Capacity(Policy):
             del open_queues[entry.tenant]
 
     def _find(self, entry: Entry, vacant: Pool) -> list[Device] | None:
-        """Vacant devices, or those of runs that are stopped for it."""
+        # Runs are stopped only if enough of them can be: otherwise they would lose their devices for nothing.
         devices = vacant.close_together(entry.wanted)
         if devices is not None or not self.preempt:
             return devices
@@ -174,7 +178,6 @@ class Capacity(Policy):
             vacant.remove(devices)
 
     def _use(self, tenant: str) -> float:
-        """Share of its quota that a tenant uses, lent devices included."""
         if not self.book.tenants:
             return 0.0
         quota = self.book.tenants[tenant].quota

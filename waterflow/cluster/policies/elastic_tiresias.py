@@ -1,4 +1,4 @@
-"""Elastic-Tiresias (Amoeba, section 6.2): Tiresias, with two rules that change how many devices a submission has."""
+"""Elastic-Tiresias (Amoeba, section 6.2): Tiresias, with two rules that change the number of a submission's devices."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from waterflow.cluster.policies.las import Las
 from waterflow.cluster.policies.ranked import Class
 from waterflow.cluster.scaling import LINEAR, Scaling
 
-Gain: TypeAlias = tuple[float, int, Entry]  # less than nothing, so that the largest comes first; order; who gains
+Gain: TypeAlias = tuple[float, int, Entry]  # minus the gain, so that a heap has the largest first; order; entry
 
 
 class ElasticTiresias(Las):
-    """Plans as Tiresias does; then rule 1, then rule 2, and what changed against now is carried out once.
+    """Plans as Tiresias does, then applies rule 1 and rule 2, and carries out the difference from now once.
 
-    Rule 1: with more than ``pending`` submissions left waiting (the paper's N), all but those of the first queue are
-    planned with half of the devices asked for. Rule 2: with none left waiting, idle devices go one by one to whoever
-    gains most, (t(p+1) - t(p)) / t(p), with ``scaling`` for t. The paper says nothing of these: ``least`` devices
-    that rule 1 leaves, ``most`` times the devices asked for that rule 2 gives (None: no limit), and the gain that it
-    wants at least.
+    Rule 1: with more than ``pending`` submissions left waiting (the paper's N), all but those of the first queue are planned
+    with half of the devices asked for. Rule 2: with none left waiting, idle devices go one by one to the submission with the
+    largest gain, (t(p+1) - t(p)) / t(p), with ``scaling`` for t. The paper leaves open: ``least``, the devices that rule 1
+    leaves; ``most``, the multiple of the devices asked for that rule 2 gives at most (None: no limit); ``least_gain``, the
+    smallest gain that counts.
     """
 
     name = "elastic_tiresias"
@@ -50,25 +50,25 @@ class ElasticTiresias(Las):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """All that the rules leave open."""
+        """All parameters that the rules leave open."""
         own = {"pending": self._pending, "least": self._least, "most": self._most, "least_gain": self._least_gain}
         return {**super().parameters, **own, "scaling": str(self._scaling)}
 
     def ended(self, entry: Entry) -> None:
-        """Nothing is kept of it."""
+        """Forget the entry."""
         super().ended(entry)
         self._gains.pop(entry.id, None)
 
     def _class_of(self, entry: Entry) -> Class:
         tenant, size, _ = super()._class_of(entry)
-        return (tenant, size, entry.key[0] >= 2)  # whether rule 1 may halve it
+        return (tenant, size, entry.key[0] >= 2)  # True: rule 1 may halve it
 
     def _halved(self, size: int) -> int:
         half = size // 2
         return half if half >= self._least else min(self._least, size)
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
-        """Rule 1, and rule 2 where it applies; ``_sizes`` of all that run then."""
+        # Rule 1 needs a plan without it first: it depends on the number that such a plan leaves waiting.
         running, asked = self._order, self._asked
         waiting = sum(map(len, self._waiting.values()))
         stops, starts = self._walk(running, asked)
@@ -87,7 +87,7 @@ class ElasticTiresias(Las):
         return stops, starts
 
     def _grow(self, chosen: Sequence[Entry]) -> None:
-        """Rule 2."""
+        # Rule 2. A heap has the largest gain on top again after each device.
         book, sizes = self.book, self._sizes
         idle = book.devices.total - sum(sizes.values())
         quotas = {tenant.name: tenant.quota for tenant in book.tenants.values()}
@@ -112,8 +112,9 @@ class ElasticTiresias(Las):
                 heapreplace(heap, item)
 
     def _gain(self, entry: Entry, size: int) -> Gain | None:
-        """What one device more brings, the largest gain first; None if nothing, or if it may have no more."""
+        """Return the heap item for one more device; None if the gain is too small, or the entry may have no more."""
         gains = self._gains[entry.id]
+        # Cached, as each decision asks for the same gains again.
         if size not in gains:
             now = self._scaling(entry.submission, size)
             gain = (self._scaling(entry.submission, size + 1) - now) / now
@@ -122,7 +123,7 @@ class ElasticTiresias(Las):
         return gains[size]
 
     def _act(self, stops: Sequence[Entry], starts: Sequence[Entry]) -> None:
-        """What is given back goes first, so that there is room for the others."""
+        # Stops and shrinking first: growing and starting need the devices that they free.
         book, sizes = self.book, self._sizes
         super()._act(stops, ())
         changed = [entry for entry in self._running.values() if sizes[entry.id] != len(entry.devices)]

@@ -1,4 +1,4 @@
-"""First in, first out: whoever does not fit holds up all behind it."""
+"""First in, first out: a submission that does not fit blocks all submissions after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from waterflow.cluster.policies.base import Policy
 
 
 class Fifo(Policy):
-    """Strict order of submission. Nobody is stopped."""
+    """Strict order of submission. No run is ever stopped."""
 
     name = "fifo"
 
@@ -19,17 +19,17 @@ class Fifo(Policy):
         self._waiting: deque[Entry] = deque()
 
     def submitted(self, entry: Entry) -> None:
-        """Goes to the end; one that lost its devices to its old place."""
+        """Append the entry; one that lost its devices returns to its old position."""
         waiting = self._waiting
         waiting.append(entry)
         if len(waiting) > 1 and waiting[-2].order > entry.order:
             self._waiting = deque(sorted(waiting, key=lambda each: each.order))
 
     def ended(self, entry: Entry) -> None:
-        """Those that still wait are passed over when their turn comes."""
+        """Do nothing: ``decide`` passes over entries that no longer wait."""
 
     def decide(self, now: float) -> None:
-        """Start from the front until one does not fit."""
+        """Start entries from the front until one does not fit."""
         waiting, book = self._waiting, self.book
         while waiting:
             entry = waiting[0]
@@ -41,6 +41,6 @@ class Fifo(Policy):
             waiting.popleft()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Order is all that counts."""
+        """Rebuild the queue from the order of submission."""
         waiting = [entry for entry in self.book.entries.values() if entry.state == "waiting"]
         self._waiting = deque(sorted(waiting, key=lambda each: each.order))

@@ -1,4 +1,4 @@
-"""First in, first out, but whoever fits may go before one that does not."""
+"""First in, first out, but a submission that fits may overtake one that does not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from waterflow.cluster.policies.ranked import Item, Ranked
 
 
 class FifoBackfill(Ranked):
-    """In the order of submission, each that fits into what is free. Nobody is stopped."""
+    """Starts, in the order of submission, each one that fits on the free devices. No run is ever stopped."""
 
     name = "fifo_backfill"
     preempts = False

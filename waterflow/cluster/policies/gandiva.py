@@ -1,4 +1,4 @@
-"""Gandiva (OSDI 2018): everybody starts at once; time slicing, packing, migration, growing. Sections 4.1 and 4.2."""
+"""Gandiva (OSDI 2018): every job starts at once; time slicing, packing, migration, growing. Sections 4.1 and 4.2."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from waterflow.cluster.policies.gandiva_servers import Group, Server, Servers, f
 from waterflow.cluster.submission import Report
 
 _PARAMETERS = ("quantum", "packing", "migration", "defragment", "growable", "grow_after", "newest_first")
-_LOWEST = 8  # groups of a server that are looked at for one more packing
+_LOWEST = 8  # groups of a server, of lowest utilization, that are considered for one more packing
 
 
 class Gandiva(Policy):
     """Servers take more submissions than they have devices for, and let them take turns.
 
-    Each turn lasts ``quantum`` seconds. With ``packing``, while there is overload, the submission of lowest
-    utilization joins the one of lowest utilization beside it for a quantum at a time; it stays while both together
-    get further than they would by turns, and while no device beside them is free. Both must have run alone before,
-    say what memory they need, and fit into it together. With ``migration`` groups leave crowded servers for free devices, spread ones come
-    together, and servers of which a share ``defragment`` is free are emptied. Models in ``growable`` (all of them
-    with "all") take the free devices of their server ``grow_after`` seconds after the last arrival or end, and give
-    them back at the next arrival.
+    Each turn lasts ``quantum`` seconds. With ``packing``, while a server is overloaded, the submission of lowest utilization
+    joins the one of lowest utilization beside it for a quantum at a time; it stays while both together get further than they
+    would by turns, and while no device beside them is free. Both must have run alone before, declare their memory, and fit
+    into the device together. With ``migration`` groups leave crowded servers for free devices, spread groups come together,
+    and servers of which a share ``defragment`` is free are emptied. Models in ``growable`` (all of them with "all") take the
+    free devices of their server ``grow_after`` seconds after the last arrival or end, and give them back at the next arrival.
+    With ``newest_first`` submissions that never ran have the next turn, for early feedback; otherwise the last of the round.
 
-    With ``newest_first`` those that never ran have the next turn, for early feedback; otherwise the last of the round.
-
-    Tenants, quotas and priorities count for nothing: fairness among them is not a goal of the paper. The paper leaves
-    open ``newest_first``, ``grow_after``, and for how long a packing is tried: here one quantum.
+    Tenants, quotas and priorities are ignored: the paper does not aim at fairness among them. The paper leaves open
+    ``newest_first``, ``grow_after``, and how long a packing is tried: here one quantum.
     """
 
     name = "gandiva"
@@ -57,12 +55,12 @@ class Gandiva(Policy):
         self.growable = growable
         self.grow_after = grow_after
         self.newest_first = newest_first
-        self._pending: dict[str, Entry] = {}  # who has no server
+        self._pending: dict[str, Entry] = {}  # entries without a server
         self._servers = Servers()
         self._groups: dict[str, Group] = {}  # by the ids of their submissions
         self._packs: dict[Group, None] = {}  # groups of several submissions
         self._failed: set[frozenset[str]] = set()  # packings that did not pay
-        self._heard: set[str] = set()  # who reported since the last turn
+        self._heard: set[str] = set()  # entries that reported since the last turn
         self._slice: float | None = None  # when the turn ends
         self._changed = 0.0  # the last arrival or end
         self._grown: dict[str, Entry] = {}
@@ -72,7 +70,7 @@ class Gandiva(Policy):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """All that was chosen, by name."""
+        """The policy's parameters by name."""
         return {name: getattr(self, name) for name in _PARAMETERS}
 
     @property
@@ -84,28 +82,28 @@ class Gandiva(Policy):
         return min(times, default=None)
 
     def attach(self, book: Book) -> None:
-        """All its nodes are servers."""
+        """Set the book; all its nodes become servers."""
         super().attach(book)
         self.nodes_changed()
 
     def submitted(self, entry: Entry) -> None:
-        """It waits for a server."""
+        """Add an entry, which waits for a server."""
         self._changed = self.book.now
         self._pending[entry.id] = entry
 
     def ended(self, entry: Entry) -> None:
-        """Those who shared its devices have them alone."""
+        """Remove an entry; its devices belong to the rest of its group."""
         self._changed = self.book.now
         self._pending.pop(entry.id, None)
         self._forget(entry)
 
     def stopped(self, entry: Entry) -> None:
-        """Its server is lost; what that means for it is told by ``nodes_changed``."""
+        """Let an entry of a lost server wait for another one; ``nodes_changed`` removes the server."""
         self._forget(entry)
         self._pending[entry.id] = entry
 
     def nodes_changed(self) -> None:
-        """Groups of lost servers look for others."""
+        """Let the groups of lost servers wait for others, and add new servers."""
         nodes = self.book.devices.nodes.values()
         for node in [node for node in self._servers.by_node if node not in nodes]:
             for group in list(self._servers.by_node[node].groups):
@@ -118,7 +116,7 @@ class Gandiva(Policy):
                 self._servers.by_node[node] = Server(node)
 
     def reported(self, entry: Entry, report: Report) -> bool:
-        """Speeds are looked at when a turn ends."""
+        """Note the report; speeds are judged at the end of a turn."""
         self._heard.add(entry.id)
         group = self._groups.get(entry.id)
         if group is not None:
@@ -126,7 +124,7 @@ class Gandiva(Policy):
         return False
 
     def decide(self, now: float) -> None:
-        """Servers for those who have none; then whose turn it is."""
+        """Assign servers to entries without one, then choose the groups that have their turn."""
         if self._pending:
             self._shrink()
             self._place()
@@ -147,7 +145,7 @@ class Gandiva(Policy):
             self._grow()
 
     def to_dict(self) -> dict[str, Any]:
-        """Groups with their servers and turns, trials, and what failed."""
+        """Return the groups with their servers and turns, the trials, and the packings that failed."""
         groups = [
             {
                 "ids": [entry.id for entry in group.entries],
@@ -170,7 +168,7 @@ class Gandiva(Policy):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Whoever is in no group waits for a server."""
+        """Restore the groups; an entry in no group waits for a server."""
         for fields in state["groups"]:
             group = Group([self.book.entries[id] for id in fields["ids"]], {})
             group.turn, group.left, group.tried = fields["turn"], fields["left"], fields["tried"]
@@ -232,7 +230,8 @@ class Gandiva(Policy):
                 self._move(group, home)
 
     def _move(self, group: Group, home: dict[Server, int]) -> None:
-        """To another home, from which its devices can be had at once; suspended ones go on there at their next turn."""
+        # The devices of the new home must be idle now: a running group goes on at once, a suspended one at its next
+        # turn.
         self._shrink()
         self._servers.withdraw(group)
         if group.running:
@@ -245,9 +244,9 @@ class Gandiva(Policy):
     # -- turns
 
     def _take_turns(self, rotate: bool) -> None:
-        """Round robin: who has waited longest for its turn comes first; among those who run, who began last.
+        """Give turns round robin: first the groups that have waited longest; of running ones those stay that began last.
 
-        Without ``rotate`` nobody is stopped.
+        Without ``rotate`` no group is stopped.
         """
         now, book = self.book.now, self.book
         if not rotate and book.occupied == book.devices.total:
@@ -278,7 +277,6 @@ class Gandiva(Policy):
             self._servers.touched[group] = None
 
     def _running(self) -> Iterable[Group]:
-        """Those on the devices, by server, who was assigned first first."""
         found: dict[Group, None] = {}
         for server in self._servers.by_node.values():
             here = {self._groups[id] for device in server.node.devices for id in device.opportunistic}
@@ -288,9 +286,10 @@ class Gandiva(Policy):
     # -- packing
 
     def _judge(self) -> None:
-        """Packed groups that get no further than one after the other would are taken apart."""
+        # Packing pays if the speeds of all add up to more than the 1.0 that taking turns gives them together.
         for group in list(self._packs):
             newcomer = group.tried
+            # A packing on trial is judged once all of its entries have reported.
             if not group.running or not all(entry.id in self._heard for entry in group.entries if newcomer):
                 continue
             group.tried = None
@@ -303,7 +302,7 @@ class Gandiva(Policy):
                 self.unpacked += 1
 
     def _spread(self) -> None:
-        """Packed groups leave none of their server's devices free."""
+        # Packing is for overload only: where devices have become free, the last entry of a packed group takes them.
         if not any(server.free for server in self._servers.by_node.values()):
             return
         for group in list(self._packs):
@@ -325,7 +324,7 @@ class Gandiva(Policy):
         return alone
 
     def _pack(self) -> None:
-        """On each overloaded server, one packing more is tried."""
+        # One new packing on each overloaded server and turn, which the next turn judges.
         if not self.packing:
             return
         for server in self._servers.by_node.values():
@@ -337,7 +336,7 @@ class Gandiva(Policy):
                 self._join(*pair)
 
     def _pairs(self, known: list[Group]) -> Iterator[tuple[Group, Group]]:
-        """A single submission and who could take it in, the lowest utilization first."""
+        """Yield a single entry's group and a group that could take it in, the lowest utilization first."""
         held = {group: group.memory for group in known}
         for newcomer in known:
             if len(newcomer.entries) > 1 or newcomer.entries[0].alone:
@@ -369,13 +368,13 @@ class Gandiva(Policy):
         self._groups[entry.id] = host
         host.tried = entry.id
         self._servers.touched[host] = None
+        # Neither of the two waits longer for its turn than before.
         host.left = min(host.left, newcomer.left)
         self.packed += 1
 
     # -- growing
 
     def _shrink(self) -> None:
-        """Whoever grew gives back what others may need."""
         for entry in self._grown.values():
             self.book.resize(entry, entry.devices[: entry.wanted])
         self._grown.clear()
@@ -392,7 +391,7 @@ class Gandiva(Policy):
                         yield entry, server
 
     def _grow(self) -> None:
-        """One device at a time to whoever has least of what it asked for."""
+        """Give free devices one by one to the group with the smallest share of the devices that it asked for."""
         while found := min(self._to_grow(), key=lambda f: (len(f[0].devices) / f[0].wanted, f[0].order), default=None):
             entry, server = found
             self.book.resize(entry, [*entry.devices, server.idle[0]])

@@ -1,4 +1,4 @@
-"""Gandiva's packing alone, without time slicing and migration: what AntMan (OSDI 2020, section 5.2) compares with."""
+"""Gandiva's packing alone, without time slicing and migration, as AntMan (OSDI 2020, section 5.2) compares with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from waterflow.cluster.policies.waiting import Waiting
 
 
 def fits_beside(memory: int, device: Device) -> bool:
-    """Whether a submission that needs so many bytes fits beside those who are there; not where one of them is unknown."""
+    """Return whether ``memory`` bytes fit beside a device's residents; False if the memory of one of them is not known."""
     known = memory > 0 and all(entry.memory > 0 for entry in device.residents)
     return known and memory <= device.room
 
@@ -21,10 +21,10 @@ def fits_beside(memory: int, device: Device) -> bool:
 class GandivaPacking(Policy):
     """Each submission goes to the devices of lowest utilization that have memory for it, in the order of submission.
 
-    Who does not say what memory it needs shares with nobody. Priorities and quotas count for nothing. At most
-    ``limit`` share a device (0: as many as memory allows). With ``backfill`` whoever finds devices may overtake
-    others. With ``undo``, one that after ``trial`` seconds brought the speeds on a device to no more than one alone
-    would have is taken back, and waits for other neighbours.
+    A submission that does not declare its memory shares no device. Priorities and quotas are ignored. At most ``limit``
+    submissions share a device (0: as many as memory allows). With ``backfill`` a submission that finds devices may overtake
+    others. With ``undo``, a submission is taken back that after ``trial`` seconds has brought the speeds on a device to no
+    more than one alone would have; it waits for other neighbours.
     """
 
     name = "gandiva-packing"
@@ -39,36 +39,36 @@ class GandivaPacking(Policy):
         self.undo = undo
         self.trial = trial
         self._waiting = Waiting()
-        self._trials: dict[str, float] = {}  # packed submissions, and when that is judged
-        self._failed: dict[str, set[frozenset[str]]] = {}  # whom a submission did not go well with
+        self._trials: dict[str, float] = {}  # the times at which packed submissions are judged
+        self._failed: dict[str, set[frozenset[str]]] = {}  # sets of neighbours beside which a submission was too slow
         self.undone = 0
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """All that was chosen, by name."""
+        """The policy's parameters by name."""
         return {"limit": self.limit, "backfill": self.backfill, "undo": self.undo, "trial": self.trial}
 
     @property
     def next_tick(self) -> float | None:
-        """When the next packing is judged."""
+        """The time at which the next packing is judged."""
         return min(self._trials.values(), default=None)
 
     def submitted(self, entry: Entry) -> None:
-        """It waits for devices."""
+        """Add the entry to the queue."""
         self._trials.pop(entry.id, None)
         self._waiting.add(entry)
 
     def ended(self, entry: Entry) -> None:
-        """It left the queue by not waiting."""
+        """Forget the entry; the queue passes over entries that no longer wait."""
         self._trials.pop(entry.id, None)
         self._failed.pop(entry.id, None)
 
     def decide(self, now: float) -> None:
-        """Judge what was packed, then start whoever finds devices."""
+        """Judge packed entries whose trial is over, then start each waiting entry that finds devices."""
         for id in [id for id, end in self._trials.items() if end <= now]:
             del self._trials[id]
             self._judge(self.book.entries[id])
-        hopeless: set[tuple[int, int]] = set()  # devices and memory for which one found nothing
+        hopeless: set[tuple[int, int]] = set()  # (devices, memory) for which an entry found nothing in this decision
         for entry in self._waiting.in_order():
             if (entry.wanted, entry.memory) in hopeless:
                 continue
@@ -76,6 +76,7 @@ class GandivaPacking(Policy):
             if devices is None:
                 if not self.backfill:
                     return
+                # An entry with failed packings refuses devices that another of its size may take.
                 if entry.id not in self._failed:
                     hopeless.add((entry.wanted, entry.memory))
                 continue
@@ -84,12 +85,12 @@ class GandivaPacking(Policy):
                 self._trials[entry.id] = now + self.trial
 
     def to_dict(self) -> dict[str, Any]:
-        """Trials, and what failed."""
+        """Return the trials, and the packings that failed."""
         failed = {id: [sorted(ids) for ids in sets] for id, sets in self._failed.items()}
         return {"trials": dict(self._trials), "failed": failed, "undone": self.undone}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Order is all that counts beside."""
+        """Rebuild the queue, the trials, and the packings that failed."""
         for entry in self.book.entries.values():
             if entry.state == "waiting":
                 self._waiting.add(entry)

@@ -1,4 +1,4 @@
-"""The servers of Gandiva (OSDI 2018): who is assigned where, more than fits at once; its algorithm 1."""
+"""The servers of Gandiva (OSDI 2018): assignment of groups to servers, more than fit at once; its algorithm 1."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from waterflow.cluster.devices import Device, NodeDevices
 class Group:
     """Submissions that run at the same time on the same devices: one, or several that are packed.
 
-    ``home`` tells how many devices it takes of each server; ``number`` counts such assignments. ``turn`` is when it
-    last began to run, ``left`` when it last ceased to; minus infinite: never. ``tried`` is the id of a newcomer that is
-    on trial. ``waits`` and ``known`` are its items in the sorted lists of servers, which go by what it was when it was
-    last looked at: whoever changes a group, or what it runs, tells ``Servers.touched``.
+    ``home`` is the number of devices that it takes of each server; ``number`` counts such assignments. ``turn`` is when it
+    last began to run, ``left`` when it last ceased to; minus infinity: never. ``tried`` is the id of a newcomer on trial.
+    ``waits`` and ``known`` are its items in the sorted lists of servers, as of the last ``refresh``: a change of a group, or
+    of what it runs, must be noted in ``Servers.touched``.
     """
 
     __slots__ = ("entries", "home", "known", "left", "number", "tried", "turn", "waits", "wanted")
@@ -36,32 +36,32 @@ class Group:
 
     @property
     def running(self) -> bool:
-        """It has its turn."""
+        """True while it has its turn."""
         return self.entries[0].state == "running"
 
     @property
     def profiled(self) -> bool:
-        """Its utilization and its memory are known."""
+        """True once its utilization and its memory are known."""
         return all(entry.memory > 0 and entry.utilization is not None for entry in self.entries)
 
     @property
     def utilization(self) -> float:
-        """Of its devices, as reported when each ran alone, or since."""
+        """The utilization of its devices, summed over reports; an entry that has not reported counts as 1."""
         return sum(1.0 if entry.utilization is None else entry.utilization for entry in self.entries)
 
     @property
     def memory(self) -> int:
-        """Bytes on each device."""
+        """Bytes that it needs on each device."""
         return sum(entry.memory for entry in self.entries)
 
 
-Item: TypeAlias = tuple[float, int, Group]  # rank, then who comes first among equals; no two are equal
+Item: TypeAlias = tuple[float, int, Group]  # rank, then a number that breaks ties; no two items are equal
 
 
 class Server:
     """A node with the groups assigned to it. ``affinity`` is the number of devices that they ask for; 0: none yet.
 
-    ``known`` holds those that may be packed, by utilization: they ran, are profiled, and not on trial.
+    ``known`` are the groups that may be packed, by utilization: they ran, are profiled, and not on trial.
     """
 
     def __init__(self, node: NodeDevices) -> None:
@@ -74,12 +74,12 @@ class Server:
 
     @property
     def free(self) -> int:
-        """Devices that nobody is assigned to."""
+        """The number of devices to which no group is assigned."""
         return max(0, self.size - self.allocated)
 
     @property
     def idle(self) -> list[Device]:
-        """Devices on which nobody runs now."""
+        """The devices on which no entry runs now."""
         return [device for device in self.node.devices if not device.residents]
 
 
@@ -87,11 +87,11 @@ Home: TypeAlias = tuple[tuple[Server, int], ...]
 
 
 class Servers:
-    """All servers, and where a new group is assigned to.
+    """All servers, and the assignment of groups to them.
 
-    Groups that wait for their turn stand in a sorted list for each home, who left first first: where the first of a
-    list does not fit, none after it does. So a turn looks at no more of them than begin to run. ``touched`` holds
-    groups whose place in the lists may be another by now.
+    Groups that wait for their turn are in a sorted list for each home, the one that left first in front: if the first of a
+    list does not fit, none after it does. So a turn visits no more of them than begin to run. ``touched`` are groups whose
+    places in the lists may have changed.
     """
 
     def __init__(self) -> None:
@@ -103,11 +103,11 @@ class Servers:
 
     @property
     def overloaded(self) -> bool:
-        """Some server has more groups than it can run at once."""
+        """True if some server has more groups than it can run at once."""
         return any(server.allocated > server.size for server in self.by_node.values())
 
     def assign(self, group: Group, home: dict[Server, int]) -> None:
-        """It runs there from now on."""
+        """Assign a group to ``home``."""
         group.home = home
         group.number = self._assigned
         self._assigned += 1
@@ -120,7 +120,7 @@ class Servers:
             server.affinity = server.affinity or group.wanted
 
     def withdraw(self, group: Group) -> None:
-        """It is nowhere."""
+        """Take a group from its home."""
         self._set_waits(group, None)
         self._set_known(group, None)
         self.touched.pop(group, None)
@@ -137,7 +137,7 @@ class Servers:
         group.home = {}
 
     def refresh(self) -> None:
-        """Groups that were touched stand at their places in the lists."""
+        """Put the groups that were touched at their places in the lists."""
         for group in self.touched:
             self._set_waits(group, None if group.running else (group.left, group.entries[0].order, group))
             may = group.turn > -inf and group.tried is None and group.profiled
@@ -145,7 +145,7 @@ class Servers:
         self.touched.clear()
 
     def take_turns(self, room: dict[Server, int]) -> list[Group]:
-        """Those that wait and fit into ``room``, which they leave smaller; who left first, or never ran, first."""
+        """Return the waiting groups that fit into ``room``, and subtract them from it; those that left first come first."""
         self.refresh()
         heads = [(items[0], 0, home) for home, items in self._waiting.items() if fits(home, room)]
         heapify(heads)
@@ -190,12 +190,13 @@ class Servers:
         group.known = item
 
     def find_home(self, wanted: int) -> dict[Server, int] | None:
-        """Algorithm 1. None: no device is free, and no server has the affinity."""
+        """Return a home by algorithm 1; None if no device is free and no server has the affinity."""
         same = [s for s in self.by_node.values() if s.affinity == wanted and s.size >= wanted]
         least = min(same, key=_load, default=None)
         if least is not None and least.allocated + wanted <= least.size:
             return {least: wanted}
         if sum(server.free for server in self.by_node.values()) >= wanted:
+            # Servers without groups first: they take the affinity, and sizes stay apart, as algorithm 1 wants.
             unused = [server for server in self.by_node.values() if not server.groups]
             return self._of_free(wanted, unused) or self._of_free(wanted, self.by_node.values())
         if least is not None:
@@ -210,7 +211,6 @@ class Servers:
 
     @staticmethod
     def _of_free(wanted: int, servers: Iterable[Server]) -> dict[Server, int] | None:
-        """Free devices of one server, or else of as few as possible."""
         ordered = sorted(servers, key=lambda server: server.free)
         for server in ordered:
             if server.free >= wanted:
@@ -224,7 +224,7 @@ class Servers:
         return home if wanted == 0 else None
 
     def together(self) -> Iterator[tuple[Group, dict[Server, int]]]:
-        """Groups that are spread over several servers, and one with room for each; it is moved before the next is told."""
+        """Yield groups that are spread over several servers, with one that has room; the caller moves each before the next."""
         rooms = [server for server in self.by_node.values() if server.free]
         largest = max((server.size for server in self.by_node.values()), default=0)
         small = [group for groups in self._spread.values() for group in groups if group.wanted <= largest]
@@ -235,7 +235,7 @@ class Servers:
                 rooms = [server for server in self.by_node.values() if server.free]
 
     def less_crowded(self) -> tuple[Group, dict[Server, int]] | None:
-        """A group of an overloaded server that fits on free devices elsewhere; one that waits for its turn first."""
+        """Return a group of an overloaded server that fits on free devices elsewhere; preferably one that waits for its turn."""
         rooms = [server for server in self.by_node.values() if server.free]
         most = max((server.free for server in rooms), default=0)
         if not most:
@@ -250,7 +250,7 @@ class Servers:
         return None
 
     def fuller(self, threshold: float) -> list[tuple[Group, dict[Server, int]]]:
-        """Moves that empty a server of which a share ``threshold`` or more is free onto others that are fuller."""
+        """Return moves that empty a server, of which a share ``threshold`` or more is free, onto fuller ones."""
         loose = [s for s in self.by_node.values() if s.groups and s.free >= threshold * s.size]
         for server in sorted(loose, key=lambda server: server.free, reverse=True):
             room = {
@@ -261,6 +261,7 @@ class Servers:
             moves = []
             for group in server.groups:
                 fits = [other for other in room if room[other] >= group.wanted]
+                # All groups of a server or none: a server that keeps one is not free for a large job.
                 if not fits or len(group.home) > 1:
                     break
                 target = min(fits, key=lambda other: room[other])
@@ -271,13 +272,13 @@ class Servers:
         return []
 
     def from_names(self, home: Mapping[str, int]) -> dict[Server, int]:
-        """A home as it was written down."""
+        """Return a home from its servers' names."""
         by_name = {node.name: server for node, server in self.by_node.items()}
         return {by_name[name]: count for name, count in home.items()}
 
 
 def idle_devices(home: Mapping[Server, int], own: Collection[Device] = ()) -> list[Device]:
-    """Devices of a home that nobody uses but who has ``own`` now; there are enough."""
+    """Return the devices of a home that are idle, or in ``own``; the caller knows that there are enough."""
     devices: list[Device] = []
     for server, count in home.items():
         here = [device for device in server.node.devices if not device.residents or device in own][:count]
@@ -287,7 +288,7 @@ def idle_devices(home: Mapping[Server, int], own: Collection[Device] = ()) -> li
 
 
 def fits(home: Iterable[tuple[Server, int]], room: Mapping[Server, int]) -> bool:
-    """Whether there is room for one more with this home."""
+    """Return whether there is room for one more group with this home."""
     return all(room[server] >= count for server, count in home)
 
 

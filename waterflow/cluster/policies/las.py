@@ -14,11 +14,11 @@ _BEFORE_ALL: Any = (-1.0,)  # less than any item
 
 
 class Las(Ranked):
-    """Submissions begin in the first queue, and go to the end of the next when the service they got reaches a limit.
+    """Submissions begin in the first queue, and move to the end of the next one when their service reaches a limit.
 
-    ``limits`` are device-seconds, or with ``by="time"`` seconds on devices, whatever their number. In a queue those
-    that run go first, then those that were stopped there, then the others as they came. Each limit is reached at
-    a time that is known when the submission starts: ``next_tick``.
+    ``limits`` are device-seconds, or with ``by="time"`` seconds on any number of devices. In a queue running submissions go
+    first, then those that were stopped there, then the others in order of arrival. The time at which a run reaches its limit
+    is known when it starts: ``next_tick``.
     """
 
     name = "las"
@@ -40,13 +40,14 @@ class Las(Ranked):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The limits of the queues, and what they count."""
+        """The limits of the queues, and the quantity that they count."""
         return {"limits": self._limits, "by": self._by}
 
     @property
     def next_tick(self) -> float | None:
-        """When the next submission reaches its limit."""
+        """The time at which the next submission reaches its limit."""
         demotions, due = self._demotions, self._due
+        # A heap cannot remove from its middle: entries that were stopped meanwhile are dropped when they come first.
         while demotions:
             time, _, entry = demotions[0]
             if due.get(entry.id) == time:
@@ -55,7 +56,7 @@ class Las(Ranked):
         return None
 
     def decide(self, now: float) -> None:
-        """Demote those whose time has come, then as all policies that rank."""
+        """Demote entries whose time has come, then decide as ``Ranked`` does."""
         demoted = self._demoted
         time = self.next_tick
         while time is not None and time <= now:
@@ -76,26 +77,26 @@ class Las(Ranked):
         self._first = None
 
     def nodes_changed(self) -> None:
-        """There may be room for all that wait."""
+        """Consider all waiting entries anew: there may be room for them."""
         self._first = _BEFORE_ALL
 
     def queue_of(self, entry: Entry) -> int:
-        """The first is 0."""
+        """Return the index of an entry's queue; the first is 0."""
         return int(entry.key[0]) // 2
 
     def to_dict(self) -> dict[str, Any]:
-        """The order, and when limits are reached."""
+        """Return the order, and the times at which limits are reached."""
         return {**super().to_dict(), "due": dict(self._due)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Both again."""
+        """Restore the order, and the times at which limits are reached."""
         super().restore(state)
         self._order = [entry.key for entry in self._running.values()]
         self._asked = [entry.wanted for entry in self._running.values()]
         self._due = dict(state["due"])
         self._demotions = sorted((due, self._running[id].order, self._running[id]) for id, due in self._due.items())
 
-    # -- parts. The rank is twice the queue, and one more for those that wait.
+    # -- parts. The rank is twice the queue, plus one for a waiting entry.
 
     def _item(self, entry: Entry) -> Item:
         if entry.key is None:
@@ -108,6 +109,7 @@ class Las(Ranked):
         return self._order
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
+        # The shortcut below does not count the quotas that entries before ``_first`` use.
         if self.book.tenants:
             return self._walk(self._order, self._asked)
         return ([], []) if self._first is None else self._walk_on(self._order, self._asked, self._first)

@@ -1,4 +1,4 @@
-"""Policies that rank submissions: devices go to the first of the order that fit, and whoever is left out waits."""
+"""Policies that rank submissions: devices go to the first of the order that fit, and the others wait."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, ClassVar, TypeAlias
 from waterflow.cluster.book import Entry
 from waterflow.cluster.policies.base import Policy
 
-Item: TypeAlias = tuple[float, int, int, Entry]  # rank, then who comes first among equals; no two are equal
-Class: TypeAlias = tuple[str, int, bool]  # tenant, where quotas bind; devices; what a policy adds
-Head: TypeAlias = tuple[Item, int, Class]  # who waits, where in the list of its class
+Item: TypeAlias = tuple[float, int, int, Entry]  # rank, then two numbers that break ties; no two items are equal
+Class: TypeAlias = tuple[str, int, bool]  # tenant if quotas bind, devices, and a property that the policy adds
+Head: TypeAlias = tuple[Item, int, Class]  # the next waiting item of a class, its index in the class, the class
 
 
 class Ranked(Policy):
     """Walks all submissions in their order and gives devices to each that fits into what is left.
 
-    Waiting submissions stand in a sorted list for each size (and tenant, where quotas bind): where the first of a
-    list does not fit, none after it does. So a decision looks at those that run, and at no more of those that wait
-    than start. Priorities are not looked at: all run as guaranteed. ``entry.key`` is the entry's item, of the last
-    decision if it runs.
+    Waiting submissions are in a sorted list for each size (and tenant, if quotas bind): if the first of a list does not fit,
+    none after it does. So a decision visits the running submissions, and of the waiting ones no more than start, and one for
+    each list. Priorities are ignored: all run as guaranteed. ``entry.key`` is the entry's item, of the last decision if it
+    runs.
     """
 
     preempts: ClassVar[bool] = True
@@ -33,48 +33,49 @@ class Ranked(Policy):
         self._running: dict[str, Entry] = {}
         self._count = 0
 
-    # -- what a policy of this kind says
+    # -- for subclasses to implement
 
     @abstractmethod
     def _item(self, entry: Entry) -> Item:
-        """Where a waiting entry stands; that does not change while it waits."""
+        """Return the item of a waiting entry, which must not change while it waits."""
 
     def _ranked(self, now: float) -> list[Item]:
-        """Those that run, in their order."""
+        """Return the items of running entries, in order."""
         return []
 
     def _on_start(self, entry: Entry) -> None:
-        """It runs from now on."""
+        """An entry has started to run."""
 
     def _on_stop(self, entry: Entry) -> None:
-        """It ran, and waits or has ended; its key is still that of a running one."""
+        """An entry no longer runs; its key is still that of a running one."""
 
     # -- events
 
     def submitted(self, entry: Entry) -> None:
-        """It waits."""
+        """Add an entry to those that wait."""
         self._wait(entry)
 
     def ended(self, entry: Entry) -> None:
-        """It is neither among those that run nor among those that wait."""
+        """Remove an entry from those that run or wait."""
         if self._running.pop(entry.id, None) is not None:
             self._on_stop(entry)
         else:
             self._forget(entry)
 
     def stopped(self, entry: Entry) -> None:
-        """It ran on a node that is lost."""
+        """Let an entry wait again that ran on a lost node."""
         del self._running[entry.id]
         self._on_stop(entry)
         self._wait(entry)
 
     def decide(self, now: float) -> None:
-        """Stop whoever is no longer among the first that fit, then start those that are."""
+        """Stop entries that are no longer among the first that fit, then start those that are."""
         stops, starts = self._choose(now)
         self._act(stops, starts)
 
     def _act(self, stops: Sequence[Entry], starts: Sequence[Entry]) -> None:
         book = self.book
+        # Stops first: the starts need the devices that they free.
         for entry in reversed(stops):
             book.stop(entry)
             self.stopped(entry)
@@ -89,11 +90,11 @@ class Ranked(Policy):
     # -- a restart
 
     def to_dict(self) -> dict[str, Any]:
-        """The order."""
+        """Return the order."""
         return {"count": self._count, "items": {entry.id: entry.key[:3] for entry in self.book.entries.values()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The order again."""
+        """Restore the order."""
         self._count = state["count"]
         for entry in self.book.entries.values():
             rank, first, second = state["items"][entry.id]
@@ -110,7 +111,6 @@ class Ranked(Policy):
         return (entry.tenant if self.book.tenants else "", entry.wanted, False)
 
     def _size_of(self, entry: Entry) -> int:
-        """Devices that it is started on."""
         return entry.wanted
 
     def _next(self) -> int:
@@ -126,13 +126,13 @@ class Ranked(Policy):
         del waiting[bisect_left(waiting, entry.key)]
 
     def _choose(self, now: float) -> tuple[list[Entry], list[Entry]]:
-        """Whom to stop and whom to start, both in the order of rank."""
+        """Return the entries to stop and those to start, both in the order of rank."""
         return self._walk(self._ranked(now) if self.preempts else [])
 
     def _walk_on(self, running: Sequence[Item], sizes: Sequence[int], first: Item) -> tuple[list[Entry], list[Entry]]:
-        """The same, where nothing before ``first`` changed since the last decision, and quotas do not bind.
+        """Choose as ``_walk`` does, from ``first`` on: nothing before it changed since the last decision, and no quotas bind.
 
-        Whoever ran there fits again, and whoever waited there does not.
+        A run before it fits again, and an entry that waited before it still does not fit.
         """
         at = bisect_left(running, first)
         free = self.book.devices.total - sum(sizes[:at])
@@ -147,18 +147,19 @@ class Ranked(Policy):
     def _walk(
         self, running: Sequence[Item], sizes: Sequence[int] | None = None, size_of: Mapping[Class, int] | None = None
     ) -> tuple[list[Entry], list[Entry]]:
-        """The same, where those that run take ``sizes``, and those that wait ``size_of``.
+        """Choose the entries to stop and to start, with ``sizes`` devices for running ones and ``size_of`` for waiting classes.
 
-        None: as many as they have, and as many as they ask for.
+        None: the devices that they have, and the devices that they ask for.
         """
         book = self.book
+        # With preemption the plan begins with empty quotas, as all runs are placed anew.
         quotas = {name: book.quota_left(name) + self.preempts * book.held[name] for name in book.tenants}
         heads = [(items[0], 0, which) for which, items in self._waiting.items() if items]
         if not (heads or quotas or sizes):
             return [], []
         heapify(heads)
         free = book.devices.total if self.preempts else book.devices.free
-        if not quotas and sizes is None:  # whoever stands before all that wait stays
+        if not quotas and sizes is None:  # runs ranked before all waiting entries keep their devices
             running = running[bisect_left(running, heads[0][0]) if heads else len(running) :]
             sizes = [len(item[3].devices) for item in running]
             free = book.devices.free + sum(sizes)
@@ -176,13 +177,13 @@ class Ranked(Policy):
         quotas: dict[str, int],
         size_of: Mapping[Class, int] | None,
     ) -> tuple[list[Entry], list[Entry]]:
-        """From ``at`` and ``heads`` on, the first of each list of those that wait."""
+        """Merge the runs from index ``at`` with ``heads``, the next waiting item of each class, in the order of rank."""
         waiting, count = self._waiting, len(running)
         stops: list[Entry] = []
         starts: list[Entry] = []
         while True:
             behind = bisect_left(running, heads[0][0], at) if heads else count
-            if at < behind:  # they run, and stand before all that wait
+            if at < behind:  # these runs rank before all waiting entries
                 if quotas:
                     for item, size in zip(running[at:behind], sizes[at:behind]):
                         if size > free or size > quotas[item[3].tenant]:
@@ -197,6 +198,7 @@ class Ranked(Policy):
                 return stops, starts
             item, index, which = heads[0]
             tenant, size = which[0], which[1] if size_of is None else size_of[which]
+            # If the first of a class does not fit, no later one does: the class is done.
             if size > free or (quotas and size > quotas[tenant]):
                 heappop(heads)
                 continue
@@ -215,7 +217,8 @@ class Ranked(Policy):
     def _keep(
         running: Sequence[Item], sizes: Sequence[int], at: int, behind: int, free: int, stops: list[Entry]
     ) -> int:
-        """How many of ``free`` devices those keep that run from ``at`` to ``behind``; to ``stops`` go who do not fit."""
+        # Returns the devices that the runs from ``at`` to ``behind`` keep. Prefix sums and bisection skip over the runs
+        # that fit, which are nearly all in a large cluster.
         kept = 0
         while at < behind:
             up_to = list(accumulate(sizes[at:behind]))

@@ -1,4 +1,4 @@
-"""Shortest remaining service first: remaining time, times devices."""
+"""Shortest remaining service first: the remaining time, times devices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from waterflow.cluster.policies.srtf import Srtf
 
 
 class Srsf(Srtf):
-    """Ranked by the device-seconds that are left."""
+    """Ranks by the device-seconds that are left."""
 
     name = "srsf"
 
     def rank(self, entry: Entry, now: float) -> float:
-        """Device-seconds that are left."""
+        """Return the device-seconds that are left."""
         return entry.remaining_at(now) * entry.wanted

@@ -1,4 +1,4 @@
-"""Shortest remaining time first. It has to know how long each submission will still take."""
+"""Shortest remaining time first. The remaining time of each submission must be known."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from waterflow.cluster.policies.ranked import Item, Ranked
 
 
 class Srtf(Ranked):
-    """Ranked by the seconds that are left, alone on the devices asked for. Ties keep the order of before."""
+    """Ranks by the seconds that are left, alone on the devices asked for. Ties keep the order of the last decision."""
 
     name = "srtf"
 
     def __init__(self) -> None:
         super().__init__()
-        self._moment = 0  # the count at the last decision: those that waited then stand before those that ran
+        self._moment = 0  # the count at the last decision: entries that waited then go before those that ran
 
     def refuse(self, entry: Entry) -> str | None:
-        """It needs a duration."""
+        """Refuse a submission without a duration."""
         if entry.submission.duration is None:
             return f"policy {self.name!r} orders by the time that is left; give the submission a duration, or use las"
         return super().refuse(entry)
 
     def decide(self, now: float) -> None:
-        """As all policies that rank."""
+        """Decide as ``Ranked`` does."""
         super().decide(now)
         self._moment = self._next()
 
     def rank(self, entry: Entry, now: float) -> float:
-        """Seconds that are left."""
+        """Return the seconds that are left."""
         return entry.remaining_at(now)
 
     def _item(self, entry: Entry) -> Item:

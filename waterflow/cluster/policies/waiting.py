@@ -1,4 +1,4 @@
-"""What several policies share: queues that start others than the first, and devices that stand close together."""
+"""Queues and pools of devices for several policies: queues that can start others than their first, and devices by node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from waterflow.cluster.devices import Device, NodeDevices
 class Waiting:
     """Waiting entries in the order of submission, and the first of them that asks for at most so many devices.
 
-    Whoever no longer waits is passed over when its turn comes; nothing has to be taken out.
+    Entries that no longer wait are passed over when they come first; they need not be removed.
     """
 
     def __init__(self) -> None:
@@ -21,23 +21,23 @@ class Waiting:
         self._by_size: dict[int, list[int]] = {}  # heaps of orders, by devices asked for
 
     def add(self, entry: Entry) -> None:
-        """It waits, at the place that its order gives it."""
+        """Add an entry, at the position of its order."""
         if entry.order not in self._entries:
             self._entries[entry.order] = entry
             heappush(self._by_size.setdefault(entry.wanted, []), entry.order)
 
     def first(self, at_most: int) -> Entry | None:
-        """The first that asks for no more than ``at_most`` devices; None if nobody does."""
+        """Return the first entry that asks for at most ``at_most`` devices; None if there is none."""
         heads = [head for size in self._by_size if size <= at_most and (head := self._head(size)) is not None]
         return self._entries[min(heads)] if heads else None
 
     def take_out(self, entry: Entry) -> None:
-        """Pass over the one that ``first`` gave, until it is added again."""
+        """Remove the entry that ``first`` returned, until it is added again."""
         heappop(self._by_size[entry.wanted])
         del self._entries[entry.order]
 
     def in_order(self) -> Iterator[Entry]:
-        """All of them, the first first. Starting them meanwhile is fine."""
+        """Yield all entries in order. Entries may be started meanwhile."""
         for order in sorted(self._entries):
             if self._entries[order].state == "waiting":
                 yield self._entries[order]
@@ -55,7 +55,7 @@ class Waiting:
 
 
 class Pool:
-    """Devices to choose from, by node. Of one node the first that were added are chosen first."""
+    """Devices to choose from, by node. The devices of one node are chosen in the order in which they were added."""
 
     def __init__(self, devices: Iterable[Device] = ()) -> None:
         self._by_node: dict[NodeDevices, dict[Device, None]] = {}
@@ -71,12 +71,12 @@ class Pool:
             yield from devices
 
     def add(self, device: Device) -> None:
-        """One more."""
+        """Add a device."""
         self._by_node.setdefault(device.node, {})[device] = None
         self._number += 1
 
     def remove(self, devices: Iterable[Device]) -> None:
-        """These are taken; those that are not in it are passed over."""
+        """Remove devices; those that are not in the pool are ignored."""
         for device in devices:
             here = self._by_node.get(device.node)
             if here is not None and device in here:
@@ -87,14 +87,14 @@ class Pool:
         return device in self._by_node.get(device.node, ())
 
     def most_of_one_node(self, at_most: int, devices: int) -> list[Device]:
-        """Devices of the node that has most, of those with so many ``devices`` in all."""
+        """Return at most ``at_most`` devices of the node with most of them here, among nodes with ``devices`` devices in all."""
         here = [own for node, own in self._by_node.items() if len(node.devices) >= devices]
         return list(islice(max(here, key=len, default=()), at_most))
 
     def close_together(self, count: int, one_node: bool = False) -> list[Device] | None:
-        """``count`` devices: of the node with the fewest that suffice, or else of as few nodes as possible.
+        """Return ``count`` devices: of the node with the fewest that suffice, or else of as few nodes as possible.
 
-        None if there are not so many, or, with ``one_node``, no node has them.
+        Returns None if there are not so many, or, with ``one_node``, if no single node has them.
         """
         if self._number < count:
             return None
