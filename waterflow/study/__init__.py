@@ -1,4 +1,4 @@
-"""The Optuna study runner: trials in, results out, several at a time on one device."""
+"""optimize(): run an Optuna study whose trials train side by side on one device, or on a cluster."""
 
 from __future__ import annotations
 
@@ -44,54 +44,52 @@ def optimize(
     keep_weights: KeepWeights = "best",
     trial_timeout: float | None = None,
 ) -> StudySummary:
-    """``study.optimize``, with several trials training side by side on one device.
+    """Run ``study.optimize`` with several trials training side by side on one device.
 
-    ``objective`` is an ordinary Optuna objective in whose loop a ``waterflow.Step`` trains, or a function that
-    returns a ``waterflow.Job``; the job is then trained, reported to the pruner after each evaluation, and its
-    ``value`` is told (all metrics, in a study with several objectives). Without ``evaluate=`` that is its training loss, which
-    only a study that minimizes one objective takes. Each trial runs on a thread of its own,
-    with torch random numbers of its own: ``torch.manual_seed`` and whatever draws there, its Steps too, mean those, so that
-    a trial does not depend on what runs beside it. Before it seeds them they follow from torch's generator as it stands when
-    the study begins, and from the trial's number. Python's and NumPy's global generators belong to all trials, and so does the
-    sampler, which draws in the order in which trials ask for values.
+    ``objective`` is an ordinary Optuna objective whose loop calls a ``waterflow.Step``, or a function that returns a
+    ``waterflow.Job``. Such a job is trained, its first metric is reported to the pruner after each evaluation, and its
+    ``value`` is told to the study (all metrics, if there are several objectives). Without ``evaluate=`` the value is the
+    training loss, which only a study that minimizes one objective accepts.
+
+    Each trial runs on its own thread with its own torch random numbers: ``torch.manual_seed`` and everything that draws there,
+    Steps included, use those, so a trial does not depend on the others. Until it seeds them they follow from the trial's number
+    and from torch's generator at the start of the study. Python's and NumPy's global generators are shared by all trials; so is
+    the sampler, which draws in the order in which trials ask for values.
 
     Args:
         study: Any Optuna study: in memory, RDB or journal storage, one objective or several.
         objective: See above.
         n_trials, timeout: As in ``study.optimize``; running trials finish after a timeout.
-        max_concurrent: Trials under way at the same time. ``"auto"``: as many as measured throughput
-            allows, as long as all of them train together in memory. Those that began first have the lanes
-            first, the others what these leave.
-        memory: The limit for all trials together: bytes, a share of what is free, or text like ``"4GiB"``.
+        max_concurrent: The most trials at the same time. ``"auto"``: as many as measured throughput allows, if all of them fit
+            in memory together. Earlier trials use the lanes first, later ones what these leave.
+        memory: The limit for all trials together: bytes, a share of the free memory, or text like ``"4GiB"``.
         device, lanes, threads_per_lane: As in ``train``.
         catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``.
         callbacks: Called with (study, trial) after each trial, on the calling thread.
         gc_after_trial: Collect garbage after each trial.
-        show_progress_bar: One line of progress, where there is a terminal.
-        deterministic: Ask, report, prune and tell in an order that follows training steps, not the clock: the same
-            seeds then give the same study twice. Needs a whole number as ``max_concurrent``, no ``timeout`` and no
-            ``trial_timeout``.
-            What objectives do to the study in other ways than through their trial and ``study.stop()`` has no order.
+        show_progress_bar: One line of progress, if there is a terminal.
+        deterministic: Ask, report, prune and tell in an order that follows training steps, not the clock: equal seeds then give
+            equal studies. Needs a whole number as ``max_concurrent``, no ``timeout`` and no ``trial_timeout``. Only calls through
+            the trial and ``study.stop()`` are ordered; other changes that objectives make to the study are not.
         exact, mode: As in ``train``.
         timeline: Called at the end with the record of the run, to save its pictures.
-        cluster: A ``waterflow.Cluster``, over whose devices the trials spread, in the place of one device here. The study
-            needs an RDB or journal storage. Samplers work as with Optuna's ``n_jobs``: what is sampled one by one is
-            drawn in the trial's process, from numbers of its own.
-        keep_weights: Whose weights (``state_dict``) stay in the summary's results, where trials return jobs: ``"best"``, those of the
-            best trial of this call, or of all on its Pareto front in a study with several objectives; ``"all"``; ``"none"``. The
-            others' memory is free as soon as their trials have ended.
-        trial_timeout: Seconds of wall time that a trial may take. One that takes longer ends as a job does at ``Job.timeout``, and is
-            told as FAIL with a JobTimeoutError, and so does a trial whose job passes ``Job.timeout``. Neither ends the study,
-            whatever ``catch`` names. An objective that waits outside of the interpreter is waited for; with ``cluster=`` its
-            process is ended a minute later.
+        cluster: A ``waterflow.Cluster`` whose devices run the trials, instead of one device here. The study needs an RDB or
+            journal storage. Samplers work as with Optuna's ``n_jobs``: values that are sampled one by one are drawn in the
+            trial's process, from its own random numbers.
+        keep_weights: Weights (``state_dict``) to keep in the summary's results, if trials return jobs: ``"best"`` those of this
+            call's best trial, or of its Pareto front in a study with several objectives; ``"all"``; or ``"none"``. The memory
+            of others is freed as soon as their trials have ended.
+        trial_timeout: Seconds of wall time that a trial may take. A trial that takes longer, or whose job passes
+            ``Job.timeout``, is told as FAIL with a JobTimeoutError, which never ends the study. Code that blocks outside the
+            interpreter is waited for; with ``cluster=`` its process is ended a minute later.
 
     Returns:
-        Figures of the run. What the trials found is in ``study``.
+        A summary of the run. The values that trials found are in ``study``.
 
     Raises:
-        StudyError: Settings that contradict each other; a job without ``evaluate=`` in a study that maximizes, or that has several
-            objectives, before it trains and whatever ``catch`` names.
-        Exception: What a trial raised and ``catch`` does not name, after the other running trials have ended.
+        StudyError: Settings contradict each other; or, before it trains and whatever ``catch`` names, a job has no
+            ``evaluate=`` in a study that maximizes or has several objectives.
+        Exception: A trial raised an error that ``catch`` does not name; running trials end first.
     """
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
     _check(study, objective, n_trials, timeout, max_concurrent, callbacks, deterministic, caught)
@@ -102,11 +100,13 @@ def optimize(
         raise StudyError(
             "deterministic=True and trial_timeout= contradict each other: which trials pass it follows the clock"
         )
+    # A time limit is set to lose single trials, not the study: whatever catch names.
     caught = (*caught, JobTimeoutError)
     if deterministic and not exact:
         raise StudyError(
             "deterministic=True and exact=False contradict each other: which kernels are faster follows the clock"
         )
+    # Settings of one device mean nothing to a cluster: refused, not ignored.
     if cluster is not None:
         elsewhere = {"memory": (memory, None), "device": (device, "cpu"), "lanes": (lanes, None), "threads_per_lane": (threads_per_lane, 1),
                      "deterministic": (deterministic, False), "exact": (exact, True), "mode": (mode, "auto"),

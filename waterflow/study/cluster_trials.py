@@ -1,4 +1,4 @@
-"""One trial of a study in another process, on a device of a cluster: what is handed in, and what runs it there."""
+"""Trials of a study in other processes, on a cluster's devices: how they are submitted, and how they run there."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ from waterflow.units import Priority
 
 @dataclass(frozen=True)
 class TrialResult(JobResult):
-    """What became of a trial: ``returned`` by its objective, or by its job's evaluation; whether it stopped the study."""
+    """A trial's result. ``returned`` is the value of its objective or job; ``stopped`` is True if it stopped the study."""
 
     returned: Any = None
     stopped: bool = False
 
 
 class TrialTask(Task):
-    """One trial of a study, in another process: asks for its values there, trains, reports and prunes."""
+    """One trial of a study in another process, where it suggests values, trains, reports and prunes.
+
+    ``timeout`` is in seconds; without ``weights`` the result has no state_dict.
+    """
 
     def __init__(self, study: Any, number: int, objective: Objective, seed: int, weights: bool = True,
         timeout: float | None = None,
@@ -63,15 +66,15 @@ class TrialTask(Task):
         self.objective = objective
         self.seed = seed
         self.timeout = timeout  # seconds
-        self.weights = weights  # whether its weights come back where it is completed
+        self.weights = weights  # True: a completed trial's result has its weights
 
     def runner(self, engine: Engine, seed: int, resume: Checkpoint | None) -> TrialRunner:
-        """See ``Task``."""
+        """Return the trial's runner; see ``Task``."""
         return TrialRunner(self, engine, resume)
 
 
 class TrialRunner:
-    """Runs a trial. One that returns a Job can be saved and go on elsewhere; the user's own loop begins again there."""
+    """Runs a trial. A trial that returns a Job can be saved and resumed elsewhere; a user's own loop restarts there."""
 
     def __init__(self, task: TrialTask, engine: Engine, resume: Checkpoint | None) -> None:
         self._task = task
@@ -85,10 +88,10 @@ class TrialRunner:
         self._lock = threading.Lock()
 
     def run(self) -> JobResult:
-        """See ``JobRunner``; errors end up in the result."""
+        """Run the trial and return its result, which has its errors; see ``JobRunner.run``."""
         task, began = self._task, time.perf_counter()
         study = task.study
-        study.sampler.reseed_rng()  # all trials have copies of one sampler
+        study.sampler.reseed_rng()  # or all trials, with copies of one sampler, would draw the same values
         made: JobResult | None = None
         value: Any = None
         error: BaseException | None = None
@@ -111,6 +114,7 @@ class TrialRunner:
         found: dict[str, Any] = {"seconds": time.perf_counter() - began}
         if made is not None:
             found = {field.name: getattr(made, field.name) for field in fields(JobResult)}
+        # Weights travel through files to the caller: only if it keeps them.
         if not task.weights:
             found["state_dict"] = None
         found |= {
@@ -125,9 +129,9 @@ class TrialRunner:
         cancel_steps(self._steps, reason)
 
     def _value(self, trial: Any) -> Any:
-        """What the objective returns; where that is a job, its result."""
+        """Return the objective's value, or the result of the job that it returns."""
         self._steps = made_here.steps
-        set_in_loop(self._task.study, True)  # study.stop() looks at it
+        set_in_loop(self._task.study, True)  # study.stop() raises an error without it
         try:
             with own_numbers(*generators_for(self.engine.device, self._task.seed)), self._code.here():
                 value = self._task.objective(trial)
@@ -142,39 +146,40 @@ class TrialRunner:
         with self._lock:
             self._inner = runner
             runner.lease.set(self.priority)
+            # stop() may have come while the objective was making the job.
             if self._halted is not None:
                 runner.stop(self._halted)
         return runner.run()
 
     @property
     def lease(self) -> Any:
-        """Where the priority is set: of its job, once there is one."""
+        """The lease of its job, or before that this object, which remembers the priority."""
         return self._inner.lease if self._inner is not None else self
 
     def set(self, priority: Priority) -> None:
-        """For the job to come."""
+        """Set the priority of the job to come."""
         self.priority = priority
 
     @property
     def steps(self) -> int:
-        """Steps of its job; 0 of a loop of the user's own."""
+        """The number of steps of its job; 0 for a user's own loop."""
         return self._inner.steps if self._inner is not None else 0
 
     @property
     def step(self) -> Any:
-        """The step of its job."""
+        """The step of its job, or None."""
         return self._inner.step if self._inner is not None else None
 
     def snapshot(self, timeout: float | None = None) -> Checkpoint:
-        """See ``JobRunner``. Raises StudyError where there is no job to save."""
+        """As ``JobRunner.snapshot``. Raises StudyError if there is no job to save."""
         return self._job().snapshot(timeout)
 
     def suspend(self, timeout: float | None = None) -> Checkpoint:
-        """See ``JobRunner``. Raises StudyError where there is no job to save."""
+        """As ``JobRunner.suspend``. Raises StudyError if there is no job to save."""
         return self._job().suspend(timeout)
 
     def stop(self, reason: str = "stopped") -> None:
-        """End it: a job at its next group boundary, the user's own loop at once."""
+        """End the trial: a job at its next group boundary, a user's own loop at once."""
         with self._lock:
             self._halted = reason
             inner = self._inner
@@ -184,7 +189,7 @@ class TrialRunner:
             self._code.break_off()
 
     def break_off(self) -> None:
-        """End it now: code of the user's, too, which ``stop()`` of a job would let come to its end."""
+        """End the trial now, and interrupt the user's code, which ``stop()`` of a job would let finish."""
         with self._lock:
             self._halted = self._halted or "interrupted"
             inner = self._inner
@@ -196,31 +201,31 @@ class TrialRunner:
         return self._inner
 
 
-AFTER_LIMIT = 60.0  # seconds, behind its ``trial_timeout``, in which a trial may come to its end
-_LOOK_SECONDS = 2.0  # between two looks at whether the study was interrupted
-_AT_ONCE = 2  # trials for each device, where nobody says how many
+AFTER_LIMIT = 60.0  # seconds after ``trial_timeout`` until the cluster ends the trial's process
+_LOOK_SECONDS = 2.0  # between two polls for an interrupt of the study
+_AT_ONCE = 2  # trials for each device, if max_concurrent is not given
 
 
 class TrialDevices(Protocol):
-    """What is asked of ``optimize(cluster=)``; a ``waterflow.Cluster`` is one."""
+    """The methods of ``optimize(cluster=)``; a ``waterflow.Cluster`` has them."""
 
     def check(self, jobs: Any) -> None:
-        """Raise InvalidJobError for what cannot be handed in."""
+        """Raise InvalidJobError for jobs that cannot be submitted."""
 
     def submit(self, jobs: Any, *, id: str, time_limit: float | None) -> str:
-        """Hand in a task, which is ended after so many seconds."""
+        """Submit a task and return its id; the cluster ends it after ``time_limit`` seconds."""
 
     def wait(self, id: str, timeout: float) -> list[str]:
-        """Whether it has ended, after so many seconds at most."""
+        """Return the given id in a list if the task has ended; an empty list after ``timeout`` seconds."""
 
     def status(self, id: str | None = None) -> dict[str, Any]:
-        """The devices; or what became of a task."""
+        """Return the cluster's devices, or the state of one task. Raises SubmissionError for an unknown id."""
 
     def results(self, id: str) -> Results:
-        """What its runner returned."""
+        """Return the results of a task that has ended."""
 
     def cancel(self, id: str) -> bool:
-        """End it."""
+        """End a task; returns False if it had ended."""
 
 
 def spread(
@@ -228,12 +233,14 @@ def spread(
     max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
     gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
 ) -> StudySummary:  # fmt: skip
-    """``study.optimize`` itself, whose trials run on ``devices``: it asks and tells, and waits for them on threads.
+    """Run ``study.optimize`` with trials on ``devices``: its threads ask and tell here, and wait for the trials.
 
-    Trials that a process before this one handed in and did not live to tell of are waited for and told here; they count, too.
+    Trials that an earlier process submitted and could not tell of are waited for and told here; they count, too. Errors as
+    ``optimize``.
     """
     shared = shareable(study)
     at_once = max_concurrent or _AT_ONCE * max(1, sum(node["devices"] for node in devices.status()["nodes"]))
+    # Before the first trial is asked for: an objective that cannot be pickled should leave no failed trial behind.
     devices.check([TrialTask(shared, 0, objective, 0)])
     caller = _Caller(study, shared, objective, devices, catch, keep_weights, at_once, trial_timeout)
     began = time.perf_counter()
@@ -262,7 +269,7 @@ def spread(
 
 
 class _Caller:
-    """The objective that Optuna sees: it hands the trial in, and waits. Thread-safe."""
+    """The objective that Optuna calls: it submits the trial and waits for it. Thread-safe."""
 
     def __init__(
         self, study: Any, shared: Any, objective: Objective, devices: TrialDevices, catch: tuple[type[Exception], ...],
@@ -272,7 +279,7 @@ class _Caller:
         self._weights, self._trial_timeout = keep_weights != "none", trial_timeout
         self._seed = draw_seed()
         self._name = lasting_name(study)
-        self._places = threading.Semaphore(at_once)  # also those that are adopted have one
+        self._places = threading.Semaphore(at_once)  # adopted trials need one, too
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
         self._running: set[str] = set()
@@ -282,7 +289,7 @@ class _Caller:
         self.failure: BaseException | None = None  # Optuna does not raise all errors of its threads
 
     def run(self, trial: Any) -> Any:
-        """What the objective returns, or raises, on one of the devices."""
+        """Return the objective's value from one of the devices, or raise its error."""
         with self._places:
             return self._outcome(trial, self._hand_in)
 
@@ -292,6 +299,7 @@ class _Caller:
         except TrialPruned:
             raise
         except BaseException as error:
+            # Optuna does not raise every error of its threads: stop the study, and raise the first error at its end.
             if isinstance(error, UnfitJobError) or not isinstance(error, self._catch):
                 with self._lock:
                     self.failure = self.failure or error
@@ -299,19 +307,17 @@ class _Caller:
             raise
 
     def told(self, study: Any, trial: Any) -> None:
-        """The study knows what the trial is worth."""
+        """Count a trial that was told, and drop weights that are not the best any more."""
         self.states[trial.state.name.lower()] += 1
         self.results.told(trial.number, values_of(trial))
 
     @contextlib.contextmanager
     def adopting(self, study: Any, callbacks: Sequence[StudyCallback]) -> Iterator[int]:
-        """Inside, trials that are on the devices already are waited for, each on a thread; at the end all have been told.
-
-        Yields how many they are.
-        """
+        """Wait for trials of an earlier process, each on a thread; yields their number. On exit all are told."""
         found = []
         for number in running_trials(study):
-            with contextlib.suppress(SubmissionError):  # it was never handed in, or elsewhere
+            # Unknown to the cluster: the trial was never submitted, or another process runs it.
+            with contextlib.suppress(SubmissionError):
                 self._devices.status(self._id(number))
                 found.append(trial_of(study, number))
         threads = [threading.Thread(target=self._adopt, args=(study, trial, callbacks)) for trial in found]
@@ -350,10 +356,11 @@ class _Caller:
                 self.failure = self.failure or failure
 
     def _id(self, number: int) -> str:
-        """The same in each process, now and later."""
+        # Equal in every process, now and later, so that a restarted study finds its trials on the cluster.
         return f"trial-{number}-{self._name}"
 
     def _hand_in(self, trial: Any, id: str) -> None:
+        # From the trial's number: the seed does not depend on the order in which threads submit.
         seed = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(self._seed + trial.number)))
         task = TrialTask(self._study, trial.number, self._objective, seed, self._weights, self._trial_timeout)
         # A trial that hangs holds its process: the cluster ends that.
@@ -368,6 +375,7 @@ class _Caller:
         try:
             start(trial, id)
             while not self._devices.wait(id, _LOOK_SECONDS):
+                # This thread waits on the network, where no exception reaches it: it polls.
                 if self._interrupted.is_set():
                     raise JobCancelled("interrupted")
         except BaseException:
@@ -380,10 +388,12 @@ class _Caller:
         return self._ended(trial, id)
 
     def _ended(self, trial: Any, id: str) -> Any:
+        # The trial's process wrote values and reports to the storage; Optuna's object here has older ones.
         refresh(trial)
         results = self._devices.results(id)
         if not results:
             told = self._devices.status(id)
+            # No result: the cluster ended the process at its time limit, or has lost it.
             late = told["time_limit"] is not None and told["ran"] >= told["time_limit"]
             raise (JobTimeoutError if late else ClusterError)(
                 f"trial {trial.number} ({id}) is {told['state']}: {told['reason'] or 'it has no result'}"
@@ -402,10 +412,11 @@ class _Caller:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Ctrl-C inside lets threads that wait for trials end, and the trials."""
+        """On Ctrl-C inside, end the threads that wait for trials, and the trials."""
+        # Optuna's threads do not see KeyboardInterrupt, which arrives on the main thread alone: an event tells them.
         before: Callable[[int, Any], Any] | Any = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(before):
-            yield  # nobody can press it, or it is ignored, as by a shell's background jobs
+            yield  # another thread gets no Ctrl-C; a shell's background job ignores it
             return
 
         def pressed(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""One thread asks and tells; trials run on threads of their own."""
+"""StudyRunner: the calling thread asks and tells, and each trial runs on a thread of its own."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
 
 @dataclass
 class _Worker:
-    """A trial under way, and how it ended."""
+    """A running trial, and how it ended."""
 
     trial: Trial
     seed: int  # of its own random numbers, and of a job that has none
@@ -75,18 +75,18 @@ class _Worker:
     steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that its objective made
 
     def stop(self, reason: str) -> None:
-        """End its job, or the steps of its loop, at the next boundary."""
+        """Cancel its job, or the steps of its loop, at the next boundary."""
         if self.runner is not None:
             self.runner.stop(reason)
         cancel_steps(self.steps, reason)
 
     def break_off(self) -> None:
-        """Break off whatever its thread does."""
+        """Interrupt the trial's thread now."""
         (self.runner or self.code).break_off()
 
 
 class StudyRunner:
-    """Asks and tells on the calling thread; trials run on theirs and send word when they end."""
+    """Asks and tells on the calling thread; trials run on their own threads and report their ends through a queue."""
 
     def __init__(
         self, study: optuna.Study, objective: Objective, engine: Engine, max_concurrent: int | Literal["auto"],
@@ -103,6 +103,7 @@ class StudyRunner:
         )
         self._gc_after_trial = gc_after_trial
         self._trial_timeout = trial_timeout
+        # An import that is interrupted on a trial's thread would leave a half-made module: do slow ones before.
         import_ahead()
         self._seeds = torch.Generator().manual_seed(draw_seed())  # before lanes borrow torch's own
         self._running: dict[int, _Worker] = {}
@@ -118,7 +119,7 @@ class StudyRunner:
         self, n_trials: int | None, timeout: float | None, catch: tuple[type[Exception], ...],
         callbacks: Sequence[StudyCallback], progress: ProgressLine,
     ) -> StudySummary:  # fmt: skip
-        """Run trials until there are enough; see ``optimize``."""
+        """Run trials until ``n_trials`` or ``timeout`` (seconds) is reached; arguments and errors as in ``optimize``."""
         started = time.perf_counter()
 
         def wanted() -> bool:
@@ -129,7 +130,7 @@ class StudyRunner:
                 or (timeout is not None and time.perf_counter() - started >= timeout)
             )
 
-        # A pruner compares with trials that have ended: the sooner there are some, the less is trained in vain.
+        # Earliest trials first: a pruner compares with trials that have ended, and prunes more if they end soon.
         first = self._engine.fifo_lanes()
         with first, loop(self._study, self._clock), remembered_interrupts() as check_interrupt:
             try:
@@ -158,6 +159,7 @@ class StudyRunner:
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
         stats = RunStats.of(self._engine)
+        # The study worked, but nothing ran on lanes: the objective probably trains in a plain torch loop.
         if self._states["complete"] and not stats.jobs:
             told = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
             logging.getLogger("waterflow").warning(told)
@@ -180,6 +182,7 @@ class StudyRunner:
         fresh = []
         while len(self._running) < self._at_once and wanted() and (self._auto is None or self._one_more_fits()):
             with uninterrupted():
+                # Ctrl-C between the two lines would leave a RUNNING trial in the storage that nothing ends.
                 trial = self._ask()
                 worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds))
             self._asked += 1
@@ -198,11 +201,9 @@ class StudyRunner:
         return self._study.ask()
 
     def _one_more_fits(self) -> bool:
-        """Whether one more trial would train together with those under way.
-
-        What it needs is not known before it claims. It is taken to be like the largest of those under way and of those that
-        ended last, and so is each trial that has just begun. Before anything is known, there is one for each lane.
-        """
+        """Return True if one more trial would train together with the running ones."""
+        # A trial's need is unknown until it reserves memory. Assume that a new one is like the largest of the running
+        # ones and of those that ended last. Before any need is known, run one trial per lane.
         under_way = [self._need(number) for number in self._running]
         known = [*filter(None, under_way), *self._ended_last]
         if not under_way or not known:
@@ -228,7 +229,7 @@ class StudyRunner:
         self._engine.accounts.append(account)
         with contextlib.suppress(JobCancelled), within(self._engine, trial.number), account.spending("trials"):
             try:
-                _C.set_threads_here(self._engine.threads_per_lane)  # lanes keep their cores
+                _C.set_threads_here(self._engine.threads_per_lane)  # or eager code would take the cores of lanes
                 with heartbeat(trial, self._study):
                     worker.value = self._limited(worker)
             except optuna.TrialPruned as pruned:
@@ -241,22 +242,23 @@ class StudyRunner:
                 finally:
                     self._ended.put(worker)
                 if self._clock is not None:
+                    # A deterministic trial keeps its turn until it was told, so that later ones see its value.
                     worker.told.wait()
 
     @contextlib.contextmanager
     def _own_numbers(self, worker: _Worker) -> Iterator[None]:
-        """The trial's thread draws as it would alone; who draws elsewhere is told."""
+        # Python's and NumPy's generators belong to all trials: a warning says so if one draws from them.
         own = own_numbers(*generators_for(self._engine.device, worker.seed))
         with own, telling_of_shared_numbers(f"trial {worker.trial.number}", lambda: len(self._running) > 1):
             yield
 
     def _limited(self, worker: _Worker) -> Any:
-        """The trial's value, within the time that it may take."""
         worker.steps = made_here.steps
         told = self._trial_timeout, f"trial {worker.trial.number}", "trial_timeout"
         try:
             return limited(*told, lambda: self._value(worker), worker.code, worker.stop)
         except JobTimeoutError as error:
+            # The job may have ended just at the limit: its result then says that it failed.
             if worker.result is not None:
                 worker.result = over_limit(worker.result, error)
             raise
@@ -299,17 +301,19 @@ class StudyRunner:
         with uninterrupted():
             try:
                 told = tell_quietly(self._study, trial, worker.value, worker.state, error, catch)
-            except Exception as failure:  # a sampler's own
+            except Exception as failure:  # a sampler's own: the next trial would meet it again
                 self._failure = self._failure or failure
                 return
             finally:
                 del self._running[trial.number]
                 if (need := self._need(trial.number)) is not None:
+                    # Trials are alike: the need of ended ones predicts the next one's.
                     self._ended_last.append(need)
         self._states[told.state.name.lower()] += 1
         if worker.result is not None:
             self._results.add(trial.number, worker.result)
             self._results.told(trial.number, values_of(told))
+            # Weights that are not kept must be freed now, not at the study's end.
             worker.result = worker.runner = None
         fatal = isinstance(error, UnfitJobError) or not isinstance(error, catch)
         if worker.state == TrialState.FAIL and error is not None and fatal:
@@ -322,7 +326,7 @@ class StudyRunner:
         progress.advance(best_of(self._study))
 
     def _leave(self, worker: _Worker) -> int:
-        """The trial leaves the clock; returns the virtual time at which the next one may begin."""
+        """Remove the trial from the clock; returns the virtual time at which the next one may begin."""
         if self._clock is None:
             return 0
         ended = self._clock.time(worker.trial.number)
@@ -330,9 +334,10 @@ class StudyRunner:
         return ended
 
     def _interrupt(self) -> None:
-        """Ctrl-C, or a callback that raised: stop what runs, and leave no trial RUNNING."""
+        # After Ctrl-C or an error of a callback: stop all trials, and leave none RUNNING in the storage.
         workers = list(self._running.values())
         if self._clock is not None:
+            # Trials that wait for their turn could never end.
             self._clock.open()
         stop_all([worker.runner for worker in workers if worker.runner is not None], "interrupted")
         for worker in workers:
@@ -348,7 +353,10 @@ class StudyRunner:
 
 
 def reporting(study: optuna.Study, trial: Trial, turn: InOrder = contextlib.nullcontext) -> OnEpoch:
-    """What a trial's job calls after each evaluation: a study of one objective hears the first number, and may prune it."""
+    """Return the ``on_epoch`` of a trial's job: it reports the first metric to the study, and raises StopJob to prune.
+
+    A study with several objectives gets no reports, as Optuna allows none.
+    """
 
     def on_epoch(epoch: int, metrics: Metrics) -> None:
         if len(study.directions) == 1:
@@ -361,7 +369,7 @@ def reporting(study: optuna.Study, trial: Trial, turn: InOrder = contextlib.null
 
 
 def best_of(study: optuna.Study) -> str:
-    """Its best value, and whose; nothing where there is none, or several objectives."""
+    """Return text with the best value and its trial; empty if there is none, or several objectives."""
     if len(study.directions) > 1:
         return ""
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""All that touches Optuna's private names, with a way around each where it is missing."""
+"""All uses of Optuna's private names, with a fallback for each that an Optuna version lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from waterflow.executor.engine import current_worker
 from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.training.evaluation import evaluating
 
-__all__ = ["TrialPruned", "TrialState"]  # beside what is defined here: for those who do without the rest of Optuna
+__all__ = ["TrialPruned", "TrialState"]  # for modules that import nothing else of Optuna
 
 
 def _loop_flags(study: optuna.Study) -> Any:
@@ -30,12 +30,12 @@ def _loop_flags(study: optuna.Study) -> Any:
 
 
 def in_loop(study: optuna.Study) -> bool:
-    """Whether the calling thread is inside an objective or a callback of ``study``."""
+    """Return True if the calling thread is inside an objective or a callback of ``study``."""
     return bool(getattr(_loop_flags(study), "in_optimize_loop", False))
 
 
 def set_in_loop(study: optuna.Study, value: bool) -> None:
-    """Say so; ``study.stop()`` looks at it."""
+    """Mark the calling thread as inside (or outside) an objective; ``study.stop()`` checks it."""
     flags = _loop_flags(study)
     if flags is not None:
         flags.in_optimize_loop = value
@@ -43,7 +43,8 @@ def set_in_loop(study: optuna.Study, value: bool) -> None:
 
 @contextlib.contextmanager
 def loop(study: optuna.Study, clock: VirtualClock | None) -> Iterator[None]:
-    """The calling thread asks and tells inside. Under a clock ``study.stop()`` waits for its turn."""
+    """Let the calling thread ask and tell inside. Under a clock ``study.stop()`` waits for its turn."""
+    # As study.optimize() does: a stop() of the call before must not end this one.
     study._stop_flag = False
     set_in_loop(study, True)
     if clock is not None:
@@ -68,12 +69,12 @@ def _stop_in_turn(study: optuna.Study, clock: VirtualClock) -> Callable[[], None
 
 
 def stopped(study: optuna.Study) -> bool:
-    """Whether ``study.stop()`` was called."""
+    """Return True if ``study.stop()`` was called."""
     return bool(getattr(study, "_stop_flag", False))
 
 
 def heartbeat(trial: Trial, study: optuna.Study) -> contextlib.AbstractContextManager[Any]:
-    """Beats inside, where the storage wants that."""
+    """Return a context that records heartbeats inside, if the storage supports them."""
     try:
         from optuna.storages._heartbeat import get_heartbeat_thread
     except ImportError:
@@ -82,11 +83,12 @@ def heartbeat(trial: Trial, study: optuna.Study) -> contextlib.AbstractContextMa
 
 
 def fail_stale(study: optuna.Study) -> None:
-    """Fail trials whose process has died, where the storage can tell."""
+    """Fail trials whose process has died, if the storage records heartbeats."""
     interval = getattr(study._storage, "get_heartbeat_interval", None)
     if interval is None or interval() is None:
         return
     with warnings.catch_warnings():
+        # The function is marked experimental: Optuna would warn of it.
         warnings.simplefilter("ignore")
         with contextlib.suppress(AttributeError):
             optuna.storages.fail_stale_trials(study)
@@ -96,9 +98,10 @@ def tell_quietly(
     study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None,
     caught: tuple[type[BaseException], ...] = (),
 ) -> FrozenTrial:  # fmt: skip
-    """Tell, and log what became of the trial as Optuna does; without a traceback for our own errors that are ``caught``.
+    """Tell a trial's outcome, and log it as Optuna does, but without a traceback for our own errors that are ``caught``.
 
-    Such an error says what to change, and the frames behind it are ours. Handlers find any error as ``record.error``.
+    Such an error says what to change, and its frames are ours. Log handlers find any error as ``record.error``. Raises the
+    sampler's errors.
     """
     number = trial.number
     said: list[warnings.WarningMessage] = []
@@ -126,16 +129,17 @@ def tell_quietly(
 
 
 def values_of(trial: FrozenTrial) -> list[float] | None:
-    """What a trial that was told is worth; None for one that is not complete, or breaks a constraint, and so is never the best."""
+    """Return the values of a told trial; None if it is not complete or breaks a constraint, and so is never the best."""
     if trial.state != TrialState.COMPLETE:
         return None
+    # Newer versions of Optuna have an attribute; older ones keep constraints among system attributes.
     found: Any = getattr(trial, "constraints", None)
     constraints = found.values() if isinstance(found, dict) else trial.system_attrs.get("constraints") or ()
     return list(trial.values) if all(value <= 0 for value in constraints) else None
 
 
 def running_trials(study: optuna.Study) -> list[int]:
-    """The numbers of trials that were asked for and not told of, as the storage has them now."""
+    """Return the numbers of the storage's RUNNING trials: asked for, and not told."""
     return [trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
 
 
@@ -143,7 +147,7 @@ def tell_once(
     study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None,
     caught: tuple[type[BaseException], ...],
 ) -> FrozenTrial | None:  # fmt: skip
-    """``tell_quietly``; None where another process has told meanwhile."""
+    """As ``tell_quietly``, but return None if another process has told the trial meanwhile."""
     try:
         return tell_quietly(study, trial, value, state, error, caught)
     except (ValueError, RuntimeError):
@@ -158,7 +162,7 @@ def _numbers(value: Any, count: int) -> bool:
 
 
 class _InTurn(Trial):
-    """A trial whose dealings with the study wait for their turn on a virtual clock."""
+    """A trial whose calls to the study wait for their turn on a virtual clock."""
 
 
 _TURNS = ("suggest_float", "suggest_int", "suggest_categorical", "report", "should_prune", "set_user_attr",
@@ -170,6 +174,7 @@ def _in_turn(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The lane would stay occupied while the trial waits for others, which may need that lane for their turn.
         if evaluating():
             raise StudyError(
                 f"trial.{name}() inside evaluate of a Job: that would wait for other trials while it keeps their lane. "
@@ -187,20 +192,21 @@ for _name in _TURNS:
 
 
 def take_turns(trial: Trial, clock: VirtualClock) -> None:
-    """From now on the trial's dealings with its study wait for their turn."""
-    # A new object would ask the sampler again.
+    """Make the trial's calls to its study wait for their turn from now on."""
+    # Changed in place, as a new Trial object would ask the sampler again.
     trial.__class__ = _InTurn
     trial._waterflow_clock = clock  # type: ignore[attr-defined]
 
 
 def shareable(study: optuna.Study) -> optuna.Study:
-    """The study as other processes can open it: files of its storage are named from the root.
+    """Return a copy of the study that other processes can open: paths of its storage are absolute.
 
-    Raises StudyError for a storage that stays in this process.
+    Raises StudyError for a storage that other processes cannot open.
     """
     storage: Any = study._storage
     inner: Any = getattr(storage, "_backend", storage)
     if isinstance(storage, optuna.storages.JournalStorage):
+        # A worker runs in another folder: a relative path would make a new, empty storage there.
         path = getattr(inner, "_file_path", None)
         if path is None or os.path.isabs(path):
             return study
@@ -241,24 +247,25 @@ def _with_backend(storage: Any, backend: Any) -> Any:
     return changed
 
 
-_NAME = "waterflow:name"  # of a study on a cluster, among what Optuna keeps of a study for itself
+_NAME = "waterflow:name"  # system attribute: the name of a study on a cluster
 
 
 def lasting_name(study: optuna.Study) -> str:
-    """A name that the study has in its storage for good, and no other study has, also one that is called the same."""
+    """Return a name that this study keeps in its storage, and that no other study has, even one with an equal name."""
     storage: Any = study._storage
     known = storage.get_study_system_attrs(study._study_id).get(_NAME)
     if known is None:
         storage.set_study_system_attr(study._study_id, _NAME, secrets.token_hex(6))
+        # Read again: if two processes wrote at the same time, both use the one that the storage kept.
         known = storage.get_study_system_attrs(study._study_id)[_NAME]
     return str(known)
 
 
 def trial_of(study: optuna.Study, number: int) -> Trial:
-    """A trial that was asked for in another process."""
+    """Return a trial that another process asked for."""
     return Trial(study, study._storage.get_trial_id_from_study_id_trial_number(study._study_id, number))
 
 
 def refresh(trial: Trial) -> None:
-    """Let the trial see what another process wrote of it, as ``tell`` looks here."""
+    """Read again what another process wrote of the trial, as ``tell`` uses the cached values."""
     trial._cached_frozen_trial = trial.storage.get_trial(trial._trial_id)

@@ -1,4 +1,4 @@
-"""What a study is told of a trial that returned a job: which jobs it can take, and their numbers."""
+"""Values that a study is told for a trial's job, the jobs that fit a study, and the weights that it keeps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from waterflow.job import Job, JobResult, Results, RunStats
 
 
 class UnfitJobError(StudyError):
-    """A job that says nothing of what its study looks for. It ends the study, whatever ``catch`` names."""
+    """A job's value would not be what its study optimizes. Ends the study, whatever ``catch`` names."""
 
 
 def check_job(study: Any, job: Job) -> None:
-    """Raise UnfitJobError, before ``job`` trains, where its value would not be what ``study`` looks for."""
+    """Raise UnfitJobError, before ``job`` trains, if its value would not be what ``study`` optimizes."""
     if job.evaluate is not None:
         return
     directions = [direction.name.lower() for direction in study.directions]
     if len(directions) == 1 and directions[0] == "maximize":
         raise UnfitJobError(
-            f"the study has direction='maximize' and job {job.name!r} has no evaluate=: its value would be its training loss, of "
-            "which the study would look for the largest. Pass Job(evaluate=), a function of the model that returns the number to "
+            f"the study has direction='maximize' and job {job.name!r} has no evaluate=: its value would be its training loss, "
+            "which the study would maximize. Pass Job(evaluate=), a function of the model that returns the number to "
             "maximize, or make the study with direction='minimize'"
         )
     if len(directions) > 1:
@@ -36,7 +36,7 @@ def check_job(study: Any, job: Job) -> None:
 
 
 def value_of(study: Any, result: JobResult) -> Any:
-    """The number, or the numbers, that a job which has ended is worth. Raises StudyError where they are too few or too many."""
+    """Return the value, or values, of a completed job. Raises StudyError if their number is not that of the objectives."""
     count = len(study.directions)
     if count == 1:
         return result.value
@@ -53,22 +53,22 @@ KeepWeights = Literal["best", "all", "none"]
 
 
 def check_keep_weights(keep: Any) -> None:
-    """Raise StudyError for a setting that there is not."""
+    """Raise StudyError for an unknown setting."""
     if keep not in get_args(KeepWeights):
         raise StudyError(f"keep_weights must be one of {', '.join(map(repr, get_args(KeepWeights)))}; got {keep!r}")
 
 
 def without_weights(result: JobResult) -> JobResult:
-    """The same result, whose weights can go."""
+    """Return the result without its weights."""
     return result if result.state_dict is None else replace(result, state_dict=None)
 
 
 class KeptResults:
     """Results by trial. Thread-safe.
 
-    With ``keep`` ``"best"`` the weights of a trial go as soon as the study was told a better one: in the end there are those of
-    the best trial of this call, or of all that no other one of it dominates (the Pareto front) in a study with several objectives.
-    Trials that were pruned, failed, or that break a constraint are none of these.
+    With ``keep="best"`` the weights of a trial are dropped as soon as the study was told a better one: those of this call's
+    best trial remain, or of its Pareto front in a study with several objectives. Trials that were pruned, failed, or break a
+    constraint never count.
     """
 
     def __init__(self, study: Any, keep: KeepWeights) -> None:
@@ -76,18 +76,17 @@ class KeptResults:
         self._signs = [-1.0 if direction.name == "MAXIMIZE" else 1.0 for direction in study.directions]
         self._lock = threading.Lock()
         self._results: dict[int, JobResult] = {}
-        self._best: dict[
-            int, list[float]
-        ] = {}  # trials that none is better than, and what they are worth: less is better
+        self._best: dict[int, list[float]] = {}  # the best trials, and their values with signs such that less is better
 
     def add(self, number: int, result: JobResult) -> None:
-        """A trial's job has ended, and the study may be told of it yet."""
+        """Store the result of a trial's job, before or while the study is told."""
+        # Kept until the study was told: only then is it known if it is the best.
         may_be_best = self._keep == "best" and result.status == "completed"
         with self._lock:
             self._results[number] = result if self._keep == "all" or may_be_best else without_weights(result)
 
     def told(self, number: int, values: list[float] | None) -> None:
-        """The study was told of a trial: its ``values``, or None for one that can not be the best."""
+        """Record that the study was told of a trial: ``values``, or None if it cannot be the best."""
         with self._lock:
             if self._keep != "best" or number not in self._results:
                 return
@@ -104,6 +103,8 @@ class KeptResults:
                 self._best[number] = worth
 
     def _gives_way(self, one: int, worth: list[float], other: int, worth_of_other: list[float]) -> bool:
+        # Dominated: no better in any objective. Equal values: Optuna's own choice of the best decides, then the earlier
+        # trial.
         if worth != worth_of_other:
             return all(mine >= theirs for mine, theirs in zip(worth, worth_of_other))
         if len(worth) > 1:
@@ -113,16 +114,16 @@ class KeptResults:
         return one > other
 
     def in_order(self) -> Results:
-        """All results, by the numbers of their trials."""
+        """Return all results, ordered by trial number."""
         return Results(result for _, result in sorted(self._results.items()))
 
 
 @dataclass(frozen=True)
 class StudySummary:
-    """What one call of ``optimize`` did; print it. ``results`` holds the jobs of trials that returned one, by trial.
+    """Counts and results of one call of ``optimize``; print it. ``results`` has the jobs of trials that returned one, by trial.
 
-    Weights (``state_dict``) are in the results that ``keep_weights`` names, and None in the others. ``states`` counts trials by
-    how they ended; ``stats`` are None where a cluster's devices have trained.
+    Results that ``keep_weights`` names have their weights (``state_dict``); the others have None. ``states`` counts trials by
+    their final state; ``stats`` is None if a cluster has trained. ``lane_busy`` is the share of ``seconds`` per lane.
     """
 
     trials: int
