@@ -1,1 +1,1 @@
-"""From a step to its plan: capture, liveness, node groups."""
+"""Turns a training step into one graph, and the graph into a plan."""

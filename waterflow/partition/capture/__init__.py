@@ -1,1 +1,1 @@
-"""From a training step to one graph."""
+"""Captures a training step as one graph."""

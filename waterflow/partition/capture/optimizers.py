@@ -53,10 +53,7 @@ def hooks_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
 
 
 def check_hooks(optimizer: Optimizer) -> None:
-    """Raise CaptureError for an optimizer with hooks of its ``step()``, or with a ``step()`` that is not torch's.
-
-    A captured update would call neither.
-    """
+    """Raise CaptureError for hooks of ``step()``, or for a ``step()`` that is not torch's: a captured update calls neither."""
     kind = type(optimizer)
     if any(hooks.keys() - {WATCHER} for hooks in hooks_of(optimizer)):
         raise CaptureError(f"the {kind.__name__} has step hooks, which must run every step; do that after the step")
@@ -154,8 +151,7 @@ def fake_optimizer(
 ) -> Optimizer:
     """Return an optimizer of the same class and settings, in its fused form, over other tensors.
 
-    ``members`` has the parameters of each group, ``rates`` each group's learning rate, ``state`` the entries of each
-    parameter.
+    ``members`` has each group's parameters, ``rates`` each group's learning rate, ``state`` each parameter's entries.
     """
     given = zip(real.param_groups, members, rates)
     groups = [dict(group, params=params, lr=rate, fused=True, foreach=None) for group, params, rate in given]

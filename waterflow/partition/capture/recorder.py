@@ -142,10 +142,7 @@ def _is_plain(func: Any) -> bool:
 
 
 def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Return, by name, the tensors that a module of ``make_fx`` has as constants.
-
-    Raises CaptureError for a sub-graph, and for a constant without values.
-    """
+    """Return the tensor constants of a module of ``make_fx``, by name. Raises CaptureError for sub-graphs and fakes."""
     found = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":

@@ -56,8 +56,7 @@ class StepSpec:
     def updated(self) -> dict[str, nn.Parameter]:
         """Return, by name, the parameters that an update may change.
 
-        These are the trained ones, and frozen ones that have a gradient from an earlier call: an eager loop keeps that
-        ``.grad``.
+        These are the trained ones, and frozen ones that have a gradient from an earlier call, as in an eager loop.
         """
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = self.model.named_parameters()

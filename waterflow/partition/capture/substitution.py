@@ -45,12 +45,10 @@ class Carried:
         self._given: list[tuple[torch.Tensor, dict[str, Any], frozenset[str], bool]] = []
 
     def give(self, stand_in: torch.Tensor, real: torch.Tensor) -> None:
-        """Make the stand-in a parameter if the real tensor is one, and copy its attributes.
-
-        Raises CaptureError for an attribute whose name the fake tensor itself needs.
-        """
+        """Copy attributes of ``real`` to its stand-in. Raises CaptureError for a name that the fake tensor itself needs."""
         here = vars(stand_in)
         if isinstance(real, nn.Parameter):
+            # isinstance(stand_in, nn.Parameter) is then true, too.
             here["_is_param"] = True
         own = frozenset(here)
         attributes = dict(_C.attributes_of(real) or {})
@@ -77,10 +75,7 @@ _INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[2]) + os.sep)
 
 
 class ChangesItself(CaptureError):
-    """The step changes an object that its code reads.
-
-    Some steps do so in their first calls alone, while they fill caches: a later capture may succeed.
-    """
+    """The step changes an object that its code reads; some do so only in their first calls, while they fill caches."""
 
 
 @contextlib.contextmanager
@@ -343,8 +338,7 @@ def in_forward(
 ) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """Switch autocast off for the block, as the backward pass needs it; yields the context for the forward pass.
 
-    That context casts to the step's ``autocast`` type, else to ``surrounding``, else to the type of the caller's
-    autocast.
+    That context casts to the step's ``autocast`` type, else to ``surrounding``, else to that of the caller's autocast.
     """
     kind = spec.device.type
     wanted = spec.autocast or surrounding or surrounding_autocast(kind)

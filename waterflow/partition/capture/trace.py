@@ -464,8 +464,7 @@ class _StepTracer:
     def check_strangers(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         """Check the tensors that the step reached beside the model, its optimizer and its batch.
 
-        Raises CaptureError where such a tensor has a gradient history, or became a constant although it is one of the
-        model's.
+        Raises CaptureError where one has a gradient history, or where a tensor of the model became a constant.
         """
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         numbers = [(node, given.leaf) for node, given in zip(placeholders, self.inputs) if given.kind == "external"]

@@ -1,1 +1,1 @@
-"""When a capture may be used again."""
+"""Guards: when a capture may be used again."""

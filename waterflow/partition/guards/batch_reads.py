@@ -80,10 +80,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Question:
-    """A truth about a batch: the last node of ``graph``, which takes the ``leaves`` of the batch at these positions.
-
-    ``answer`` is its value in the trace.
-    """
+    """A truth about a batch: the last node of ``graph``, from the ``leaves`` at these positions; ``answer`` in the trace."""
 
     graph: fx.Graph
     leaves: tuple[int, ...]
@@ -129,8 +126,8 @@ def question_of(
 ) -> Question | None:
     """Return the question that an operation of a trace asks, or None if it does not follow from the batch alone.
 
-    ``graph`` is the trace so far. A question computes truths and whole numbers only, which do not depend on the number
-    of threads.
+    ``graph`` is the trace so far. A question computes truths and whole numbers only: no bit depends on the number of
+    threads.
     """
     if target is not aten.equal.default and is_checked(graph, args[0]):
         return Question(fx.Graph(), (), True)
@@ -215,10 +212,7 @@ _STAND_INS = {kind: type(kind.__name__, (StandIn,), dict.fromkeys({n for n in di
 
 
 class Unread:
-    """The leaves that one trace has stand-ins for, at ``places``; ``read`` has the positions that the step read.
-
-    Each read raises Refused.
-    """
+    """The leaves that one trace has stand-ins for, at ``places``, and the positions ``read``. Each read raises Refused."""
 
     def __init__(self, fingerprint: Fingerprint, places: Collection[int]) -> None:
         self._fingerprint, self.places, self.read = fingerprint, frozenset(places), set[int]()
@@ -286,10 +280,7 @@ def _goes_to(called: Any, is_observed: Callable[..., bool]) -> bool:
 
 
 def free_places(leaves: Sequence[Any], spec: pytree.TreeSpec | None, known: Answers = ()) -> list[int]:
-    """Return the positions of leaves that no key holds until the step reads them.
-
-    ``known`` has the leaves that were read, whose values are part of the key.
-    """
+    """Return the positions of leaves that no key has until the step reads them; ``known`` has the leaves that were read."""
     held = {place for places, _ in values_known(known) for place in places}
     free = [place for place, leaf in enumerate(leaves) if type(leaf) in _STAND_INS and place not in held]
     # A user's own container class would run its code on stand-ins.

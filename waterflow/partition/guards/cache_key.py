@@ -209,10 +209,7 @@ Cover = Literal["whole", "identity", "library"]
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """Return what a graph depends on of a tensor, without its values.
-
-    These are shape, strides, dtype, lazy bits, device and requires_grad.
-    """
+    """Return a tensor's shape, strides, dtype, lazy bits, device and requires_grad: what a graph depends on, without values."""
     shape = tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy_bits(tensor)
     return (*shape, tensor.device, tensor.requires_grad)
 
@@ -308,10 +305,7 @@ class Fingerprint:
             self._path.pop()
 
     def of(self, value: Any) -> Hashable:
-        """Return the key of any value.
-
-        Raises CaptureError for an iterator, from which a step could draw, and for a ``threading.local``.
-        """
+        """Return the key of any value. Raises CaptureError for an iterator, and for a ``threading.local``."""
         kind = type(value)
         if kind in _FIXED:
             return exact(value)
@@ -339,6 +333,7 @@ class Fingerprint:
         if issubclass(kind, threading.local):
             where = self._where() or "the step"
             raise CaptureError(f"{where} is a threading.local, which says something else on each thread")
+        # A step could draw from it, and a captured one would not.
         if issubclass(kind, Iterator):
             where = self._where() or "the step"
             raise CaptureError(f"{where} holds a {kind.__name__}, and could draw from it; draw outside the step")
@@ -498,15 +493,12 @@ class Fingerprint:
             space, (name, *attributes), librarys = vars(value), attributes, in_library(value)
 
     def of_class(self, cls: type) -> Hashable:
-        """Return the key of a class.
-
-        A library's class counts by identity and by what was replaced in it. A user's class counts by its code: it may
-        be made anew in every trial.
-        """
+        """Return the key of a class: a library's by identity and by what was replaced in it, a user's by its code."""
         if mutable_bases(cls):
             self.guard(cls, "class")
         if in_library(cls):
             return self._library_class(cls)
+        # A user's class may be made anew in every trial.
         said: list[Hashable] = []
         for base, body in bodies(cls):
             if in_library(base):

@@ -266,8 +266,7 @@ def slots_of(cls: Any) -> tuple[Any, ...]:
 def layout_of(cls: Any) -> type:
     """Return the base that determines the memory of the class's objects beside attributes and slots.
 
-    Only C code knows what that memory contains, so each such base has a rule of its own (``CONTENTS``), or counts by
-    identity.
+    Only C code knows that memory: each such base has a rule of its own (``CONTENTS``), or counts by identity.
     """
     base = cls.__base__
     if base is None:
@@ -288,10 +287,8 @@ def codes_within(code: types.CodeType) -> tuple[types.CodeType, ...]:
 
 
 def operators_with(code: types.CodeType) -> Iterator[tuple[Any, str, types.FunctionType]]:
-    """Yield the users' operators that have this code in a shape rule or a gradient: (operator, attribute, function).
-
-    Calls of these operators are part of the graph.
-    """
+    """Yield (operator, attribute, function) for each operator of users that has this code in a shape rule or a gradient."""
+    # A call of such an operator is one node of the graph.
     for one in list(custom_ops.OPDEFS.values()):
         for name in ("_init_fn", "_abstract_fn", "_backward_fn", "_setup_context_fn"):
             function = vars(one).get(name)

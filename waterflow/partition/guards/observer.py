@@ -29,8 +29,7 @@ _NEWER = sys.version_info >= (3, 13)
 class Kind(enum.IntEnum):
     """The kind of an event, and its operands. A result exists if the instruction made one and did not raise.
 
-    Instructions that work only on numbers, strings, bytes and None (arithmetic, comparisons, formats, tests) are not
-    recorded.
+    Arithmetic, comparisons, formats and tests of nothing but numbers, strings, bytes and None are not recorded.
     """
 
     ENTER = 0  # a frame begins or goes on: (function); the code is the event's own
@@ -103,10 +102,7 @@ class Take(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """The treatment of an opcode that is seen.
-
-    Operands are positions from the top of the stack, which is 1. ``constant`` comes second, or first if it is alone.
-    """
+    """An opcode that is seen. Operands count from the top of the stack, 1; ``constant`` comes second, or first if alone."""
 
     kind: Kind
     operands: tuple[int, ...] | Callable[[int], tuple[int, ...]] = ()
@@ -452,10 +448,7 @@ class observing(_C.Observation):
         return not self.why_not
 
     def drop(self) -> list[str]:
-        """Release the events. Returns the lines of user code that ran then, which would have run within the step.
-
-        Such code is a finalizer, or a generator that is closed.
-        """
+        """Release the events; return the lines of user code (finalizers, closed generators) that ran because of that."""
         with observing(self._is_users) as last:
             self.events = []
         lines = [last.line(event) for event in last.events if not _says_nothing(event)]

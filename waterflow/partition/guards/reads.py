@@ -123,10 +123,8 @@ class Reads:
         self.alive += parts
 
     def compared(self, operands: tuple[Any, ...]) -> None:
-        """Judge ``left is right``. Raises Refused unless the answer is the same for the real tensors, and in each step.
-
-        A batch consists of other objects in each step.
-        """
+        """Judge ``left is right``. Raises Refused unless the answer is the same for real tensors, and in each step."""
+        # A batch consists of other objects in each step, so only its tensors may be compared, with each other.
         known = [self.batch.get(id(one)) for one in operands]
         real = [self.shown.get(id(one), one) for one in operands]
         if known not in ([True, True], [None, None]) or (operands[0] is operands[1]) is not (real[0] is real[1]):
@@ -165,10 +163,7 @@ class Reads:
         return isinstance(value, (type, types.FunctionType)) and in_library(value)
 
     def of_operator(self, operator: Any, name: str, function: types.FunctionType) -> None:
-        """Guard ``function``, a gradient or a shape rule of an operator that a user registered, which has run.
-
-        Raises Refused if it closes over values, as no key holds these.
-        """
+        """Guard a gradient or shape rule of a user's operator that has run. Raises Refused if it closes over values."""
         given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         if function.__closure__ or not all(map(is_atom, given)):
             raise Refused(

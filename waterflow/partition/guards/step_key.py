@@ -61,10 +61,8 @@ def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[A
 
 
 def flat_leaves(batch: Any) -> list[Any] | None:
-    """Return the leaves of a flat tuple, list or dict of tensors and numbers; None for other batches.
-
-    Most batches are flat, and flattening others takes longer.
-    """
+    """Return the leaves of a flat tuple, list or dict of tensors and numbers; None for other batches."""
+    # Most batches are flat; pytree takes longer.
     items = batch.values() if type(batch) is dict else batch
     return list(items) if type(batch) in (tuple, list, dict) and _FLAT.issuperset(map(type, items)) else None
 
@@ -99,8 +97,7 @@ def _from_numpy(value: Any) -> Any:
 def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     """Return the leaves, the structure (None for a flat tuple) and the key of a batch.
 
-    Raises InvalidJobError for a batch without tensors, and CaptureError for one with objects that a capture cannot look
-    into.
+    Raises InvalidJobError for a batch without tensors, and CaptureError for objects that a capture cannot look into.
     """
     form = _C.form_of(batch)
     if form is not None:
@@ -154,10 +151,7 @@ def _dict_keys(spec: pytree.TreeSpec) -> Iterator[Hashable]:
 
 
 def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
-    """Return the capture key of everything but the batch, and the fingerprint that it was made from.
-
-    Raises CaptureError for a step that cannot be captured.
-    """
+    """Return the key of everything but the batch, and its fingerprint. Raises CaptureError for what cannot be captured."""
     check_plain((f"parameter {name!r}", tensor) for name, tensor in spec.model.named_parameters())
     check_plain((f"buffer {name!r}", tensor) for name, tensor in spec.model.named_buffers())
     if not all(has_fused_form(p) for group in spec.optimizer.param_groups for p in group["params"]):

@@ -1,1 +1,1 @@
-"""What is changed in a captured graph; no bit of a result is."""
+"""Passes over a captured graph; none changes a bit of a result."""

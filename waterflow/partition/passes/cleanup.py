@@ -18,7 +18,7 @@ _PROFILER_MARKS = ("profiler::",)
 
 
 def clean_up(graph: fx.Graph) -> None:
-    """Drop detaches, profiler marks, idle generator states and dead nodes; merge equal views; lean results."""
+    """Drop detaches, profiler marks, idle random states and dead nodes of ``graph``; merge equal views; copy lean results."""
     _drop_detaches(graph)
     _merge_views(graph)
     drop_idle(graph)
@@ -51,10 +51,12 @@ def _merge_views(graph: fx.Graph) -> None:
             and source.op == "call_function"
             and source.target is aten.t.default
         ):
+            # t(t(x)) is x.
             node.replace_all_uses_with(source.args[0])
             graph.erase_node(node)
             continue
         key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        # Views of one storage are the same memory, whatever is written in between.
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -78,7 +80,8 @@ def _drop_dead(graph: fx.Graph) -> None:
 
 
 def _copy_results(graph: fx.Graph) -> None:
-    """A scalar whose memory is as large as what it was reduced from is handed out as a copy, and lets that go."""
+    # A reduced loss may lie in memory as large as all its elements (probe.py). A copy of the scalar is handed out, so
+    # that the rest is released with the step.
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     for node in output.all_input_nodes:
         if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and keeps_more(node):

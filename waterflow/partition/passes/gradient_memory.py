@@ -1,6 +1,7 @@
-"""Sums of gradients in place: what a backward pass adds up goes into the memory of a sum that nothing reads any more.
+"""The memory of gradients: sums in place, and early updates.
 
-Autograd adds up gradients in this way, but not while a step is traced.
+Autograd adds gradients up in place, but not while a step is traced: ``sum_in_place`` does it in the graph.
+``update_early`` moves updates forward to where their gradients are complete, which releases the gradients sooner.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ aten = torch.ops.aten
 
 
 def sum_in_place(graph: fx.Graph) -> int:
-    """Let additions of the backward pass write into their first operand where it dies with them; returns how many do.
+    """Let additions of the backward pass write into their first operand if it dies with them; return how many do.
 
-    Operand and sum are tensors of the step's own that lie alike and have no views: views keep short ways to be made
-    (``executor/program/kernel_selection.py``), which memory that is written to does not have.
+    Operand and sum are tensors of the step's own with the same layout and without views: views keep short ways to be
+    made (``executor/program/kernel_selection.py``), which memory that is written to does not have.
     """
     # Operations with several results are counted by those that are taken out of them.
     values = (node.meta.get("val") for node in graph.nodes)
@@ -65,11 +66,8 @@ _SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of what could be gain
 
 @dataclass(frozen=True)
 class _Piece:
-    """What can move by itself: an operation, or what a fused update does to the parameter ``element`` of its lists (-1 else).
-
-    ``ready`` is the last operation that it has to stand behind, ``needs`` other pieces that must come before it.
-    """
-
+    # The unit that moves: an operation, or the part of a fused update that changes parameter ``element`` of its lists
+    # (-1: the whole operation). It must come after the operation ``ready``, and after the pieces ``needs``.
     node: fx.Node
     element: int
     ready: int
@@ -78,8 +76,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """Memory that nothing but ``pieces`` of the update reads any more behind the operation ``ready``."""
-
+    # Memory that only ``pieces`` of the update read after the operation ``ready``.
     size: int
     ready: int
     death: int
@@ -87,9 +84,10 @@ class _Gradient:
 
 
 def update_early(graph: fx.Graph, groups: dict[str, int]) -> int:
-    """Move updates forward where that lowers the step's height; ``groups`` names each fused update's group.
+    """Move updates forward where that lowers the step's height; return to how many places.
 
-    Returns to how many places; 0: the graph is as it was. Distinct inputs of the graph must be distinct memory.
+    ``groups`` maps each fused update's name to its optimizer group, and is kept up to date. At 0 the graph is as it
+    was. Distinct inputs of the graph must be distinct memory.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     begin = next((i for i, node in enumerate(calls) if node.meta["phase"] == "update"), len(calls))
@@ -114,16 +112,14 @@ def update_early(graph: fx.Graph, groups: dict[str, int]) -> int:
 
 
 def _hidden_by_gradients(calls: Iterable[fx.Node]) -> int:
-    """Bytes that kernels of convolutions take beside their results: a copy of the weight's gradient in another layout.
-
-    Liveness does not know them. Gradients that pile up hide them; where those go early, the prediction would be too low.
-    """
+    # Kernels of convolutions take a copy of the weight's gradient in another layout, which liveness does not know.
+    # Gradients that pile up hide these bytes; without them the prediction would be too low.
     weights: Iterable[Any] = (n.args[2] for n in calls if n.target is torch.ops.aten.convolution_backward.default)
     return max((weight.meta["val"].nbytes for weight in weights), default=0)
 
 
 def _height(held: Sequence[int], freed: Iterable[tuple[int, int, int]]) -> int:
-    """The height if memory were freed behind one operation instead of another: (behind, instead of, bytes)."""
+    # ``freed`` rows: freed after this operation, instead of after that one, bytes.
     change = [0] * (len(held) + 1)
     for behind, death, size in freed:
         change[behind + 1] -= size
@@ -141,11 +137,9 @@ def _height(held: Sequence[int], freed: Iterable[tuple[int, int, int]]) -> int:
 def _pieces(
     calls: Sequence[fx.Node], begin: int, of: Mapping[fx.Node, Sequence[int]]
 ) -> tuple[list[_Piece], dict[int, list[int]]]:
-    """The pieces of the update, in order, and for each storage those that touch it; ``of`` has the storages of nodes.
-
-    A piece stands behind the last operation before the update that touches any of its memory, and behind pieces that it
-    shares memory with unless both only read it.
-    """
+    # Returns the pieces in order, and for each storage the pieces that touch it. A piece comes after the last operation
+    # before the update that touches any of its memory, and after pieces that share memory with it, unless both only
+    # read that.
     last = {s: at for at, node in enumerate(calls[:begin]) for one in (node, *node.all_input_nodes) for s in of[one]}
     pieces: list[_Piece] = []
     users: dict[int, list[int]] = {}
@@ -172,7 +166,6 @@ def _pieces(
 
 
 def _parts(node: fx.Node) -> Iterator[tuple[int, Sequence[fx.Node]]]:
-    """The pieces of an operation, each with what it reads and writes."""
     if not is_update(node.target):
         yield -1, node.all_input_nodes
         return
@@ -183,7 +176,7 @@ def _parts(node: fx.Node) -> Iterator[tuple[int, Sequence[fx.Node]]]:
 
 
 def _elements(update: fx.Node, elements: Sequence[int]) -> tuple[list[Any], ...]:
-    """The lists of a fused update, of these elements only; one that is empty stays so."""
+    # A list of a fused update may be empty, and stays so.
     lists: Any = update.args
     return tuple([many[i] for i in elements] if many else [] for many in lists)
 
@@ -192,7 +185,7 @@ def _elements(update: fx.Node, elements: Sequence[int]) -> tuple[list[Any], ...]
 
 
 def _moves(held: Sequence[int], gradients: Sequence[_Gradient], begin: int) -> list[int]:
-    """Operations in front of which all that is ready is updated, few, for a height near the lowest possible."""
+    # Few places near the lowest height: each ceiling gives up a larger share of the gain, until MOST_MOVES suffice.
     height, lowest = max(held), _height(held, ((min(g.ready, g.death), g.death, g.size) for g in gradients))
     arriving = [0] * (len(held) + 1)
     for gradient in gradients:
@@ -207,7 +200,7 @@ def _moves(held: Sequence[int], gradients: Sequence[_Gradient], begin: int) -> l
 
 
 def _as_late_as_possible(held: Sequence[int], arriving: Sequence[int], begin: int, ceiling: int) -> list[int]:
-    """No fewer moves keep the height under the ceiling: each one waits until there is no other way."""
+    # Greedy, and optimal: each move waits until nothing else keeps the height under the ceiling, so none is wasted.
     moves: list[int] = []
     pending = gone = 0
     for at in range(begin):
@@ -236,7 +229,6 @@ def _move(
     graph: fx.Graph, groups: dict[str, int], calls: Sequence[fx.Node], pieces: Sequence[_Piece],
     gradients: Iterable[_Gradient], moves: Sequence[int],
 ) -> None:  # fmt: skip
-    """Put pieces in front of the operations ``moves``, each with those that it needs."""
     wanted: dict[int, set[int]] = {at: set() for at in moves}
     for gradient in gradients:
         at = _move_of(gradient, moves)
@@ -258,6 +250,7 @@ def _move(
             groups[chunk.name] = groups[node.name]
             updated.setdefault(node, set()).update(elements)
     for node, gone in updated.items():
+        # The update in its old place keeps the elements that did not move.
         rest = [element for element in range(len(node.args[0])) if element not in gone]  # type: ignore[arg-type]
         if rest:
             node.args = _elements(node, rest)
@@ -267,7 +260,6 @@ def _move(
 
 
 def _with_needs(wanted: Iterable[int], pieces: Sequence[_Piece], moved: set[int]) -> set[int]:
-    """All of these, and all that they need, that has not moved yet."""
     found: set[int] = set()
     open_ = [number for number in wanted if number not in moved]
     while open_:

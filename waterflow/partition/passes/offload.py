@@ -1,8 +1,8 @@
-"""Which activations to hold in host memory between forward and backward pass, and the graph that moves them there and back.
+"""Offloading: chooses activations to keep in host memory between forward and backward pass, and moves them in the graph.
 
-Each is copied to the host behind its last use in the forward pass, and brought back right before its first use in the backward
-pass. Nothing is computed again, so what is random or cannot be repeated moves, too. What the host holds is not part of the
-step's height.
+Each is copied to the host after its last use in the forward pass, and back right before its first use in the backward
+pass. Nothing is computed again, so random and unrepeatable results move, too. Host memory is not part of the step's
+height.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_SHARE = 1 / 4096  # of the highest point, that a storage must have
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What a step holds in host memory meanwhile: the most bytes at once, bytes copied each way, and what that frees at its peak."""
+    """The memory that a step keeps on the host: the most bytes at once, bytes copied each way, bytes freed at the peak."""
 
     held: int
     moved: int
@@ -42,9 +42,10 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class Offloading:
-    """What to move, by number in the step's StorageTable: the operation behind which it goes, and the one that it is back for.
+    """A choice of storages to move. ``moves`` maps a storage's number in the StorageTable to two operations.
 
-    Bytes are those of live storages, without temporaries inside kernels.
+    The storage leaves after the first operation, and is back for the second. Bytes are those of live storages, without
+    temporaries inside kernels.
     """
 
     moves: dict[int, tuple[int, int]]
@@ -54,15 +55,15 @@ class Offloading:
     moved: int
 
     def cost(self) -> Offloaded:
-        """For users."""
+        """Return the choice's cost and gain, for users."""
         return Offloaded(self.held, self.moved, self.peak_before - self.peak)
 
 
 def choose_spilled(table: StorageTable, limit: int) -> Offloading:
-    """Move as much as brings the step's peak to ``limit`` bytes, or as near to it as can be: see ``peak``.
+    """Choose storages until the step's peak is at most ``limit`` bytes, or as near to it as possible (the result's ``peak``).
 
-    At the highest point, which moves, the storage goes that frees most bytes for most operations; what turns out not to be
-    needed for the limit stays.
+    Greedy: at the highest point, which moves, the storage goes that frees most bytes over most operations. Afterwards
+    storages stay that the limit does not need moved.
     """
     memory = _live(table)
     before = int(memory.max(initial=0))
@@ -87,7 +88,6 @@ def choose_spilled(table: StorageTable, limit: int) -> Offloading:
 
 
 def _live(table: StorageTable) -> np.ndarray:
-    """Live bytes of each operation."""
     memory = np.array(table.temporary, dtype=np.int64)
     for storage in table.storages:
         if storage.birth != INPUT:
@@ -96,9 +96,9 @@ def _live(table: StorageTable) -> np.ndarray:
 
 
 def _held(table: StorageTable, chosen: dict[int, tuple[int, int]]) -> int:
-    """The most bytes in host memory: from the copy there to the end of the copy back."""
     memory = np.zeros(len(table.operations), dtype=np.int64)
     for number, (behind, need) in chosen.items():
+        # From the start of the copy there to the end of the copy back.
         memory[behind:need] += table.storages[number].size
     return int(memory.max(initial=0))
 
@@ -117,9 +117,9 @@ def _candidates(table: StorageTable, peak: int) -> dict[int, tuple[int, int]]:
 
 
 def carriers(table: StorageTable, number: int) -> list[fx.Node]:
-    """The nodes that stand for a whole storage, in the form that it was made with, in order; none where it cannot move.
+    """Return, in order, the nodes that stand for a whole storage in its original form; empty if it cannot move.
 
-    It can where nothing changes it but operations of the forward pass that return it or nothing.
+    A storage can move if only operations of the forward pass change it, each of which returns it or nothing.
     """
     storage = table.storages[number]
     birth = table.operations[storage.birth]
@@ -138,9 +138,9 @@ def carriers(table: StorageTable, number: int) -> list[fx.Node]:
 
 
 def _changed(table: StorageTable, node: fx.Node, number: int) -> fx.Node | None:
-    """The argument that an operation in place returns, where that lies in this storage."""
     if table.of(node) != [number] or not isinstance(node.meta["val"], torch.Tensor):
         return None
+    # An operation in place returns its argument: the node stands for the storage from then on.
     return next((source for source in written_by(node) if _same_form(source, node)), None)
 
 
@@ -151,13 +151,11 @@ def _same_form(one: fx.Node, other: fx.Node) -> bool:
 
 
 def spill(capture: Capture, table: StorageTable, chosen: Offloading) -> Capture:
-    """The step with what was ``chosen`` in host memory meanwhile. Leaves ``capture`` as it is."""
+    """Return the step with the ``chosen`` storages in host memory meanwhile. Leaves ``capture`` as it is."""
     return _Moving(capture, table, chosen).run()
 
 
 class _Moving(Rewriting):
-    """Puts copies to the host and back into the graph."""
-
     def __init__(self, capture: Capture, table: StorageTable, chosen: Offloading) -> None:
         super().__init__(capture, table, chosen.moves)
         self.whole = {number: carriers(table, number) for number in chosen.moves}
@@ -168,7 +166,7 @@ class _Moving(Rewriting):
         self.away: dict[int, fx.Node] = {}
 
     def before(self, at: int) -> None:
-        """Copies to the host behind the operation before, and what operation ``at`` needs back."""
+        """Add the copies to the host after the operation before, and copies back for operation ``at``."""
         ready = [(behind, n) for behind, n in self.waiting if behind < at and self.whole[n][-1] in self.copies]
         for _, number in ready:
             whole = self.whole[number][-1]

@@ -1,4 +1,4 @@
-"""What is to be known of single operators: views, effects, random numbers; the tensors that they take and return."""
+"""Properties of single operators: views, effects, random numbers; the tensors that they take and return."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GENERATOR_FORMS = {
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument or a result, those of its lists, too."""
+    """Yield the tensors of an argument or a result, and of its lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -42,12 +42,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Whether torch reads the tensor's memory as the conjugate, and as the negative, of what stands there."""
+    """Return whether torch reads the tensor's memory as the conjugate, and as the negative, of the numbers there."""
     return tensor.is_conj(), tensor.is_neg()
 
 
 def with_lazy_bits(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself, whose memory torch from now on reads in the way in which it reads that of ``like``."""
+    """Set the lazy bits of ``tensor`` to those of ``like``, in place; return ``tensor``."""
     conjugate, negative = lazy_bits(like)
     if conjugate != tensor.is_conj():
         torch._C._set_conj(tensor, conjugate)  # type: ignore[attr-defined]
@@ -57,18 +57,18 @@ def with_lazy_bits(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a (fake) tensor."""
+    """Return the identity of the storage of a (fake) tensor."""
     return tensor.untyped_storage()._cdata
 
 
 def schema_name(target: Any) -> str:
-    """``aten::add`` for ``aten.add.Tensor``; empty for what is no operator."""
+    """Return ``aten::add`` for ``aten.add.Tensor``; empty for anything but an operator."""
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
 
 
 @functools.cache
 def is_view(target: Any) -> bool:
-    """Whether the operation returns an alias of its first argument and changes nothing."""
+    """Return whether the operation returns an alias of its first argument and changes nothing."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     returns = target._schema.returns
@@ -76,24 +76,24 @@ def is_view(target: Any) -> bool:
 
 
 def lies_in_host(node: fx.Node) -> bool:
-    """Whether what an operation returns is in host memory, beside the device's: see ``spill.py``."""
+    """Return whether the operation's result is in host memory beside the device's: see ``offload.py``."""
     return schema_name(node.target) == "waterflow::to_host"
 
 
 def is_random(target: Any) -> bool:
-    """Whether the operation draws from a generator."""
+    """Return whether the operation draws from a generator."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def running_statistics(node: fx.Node) -> set[fx.Node]:
-    """The buffers that a normalization changes although its schema does not say so."""
+    """Return the buffers that a normalization changes although its schema does not say so."""
     if node.target not in _HIDDEN_WRITES or not node.args[5]:
         return set()
     return {value for value in node.args[3:5] if isinstance(value, fx.Node)}
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether a second call with the same arguments gives the same bits, and changes only what it is given to change.
+    """Return whether a second call with the same arguments gives the same bits, and changes only its declared arguments.
 
     A normalization in training mode counts: ``repeated_arguments`` leaves its running statistics out.
     """
@@ -106,14 +106,14 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def repeated_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments of a second call, which must not change running statistics a second time."""
+    """Return the positional arguments of a second call, which must not update running statistics again."""
     if running_statistics(node):
         return (*node.args[:3], None, None, *node.args[5:])
     return node.args
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node must run even if nobody uses what it returns."""
+    """Return whether a node must run even if nothing uses its results."""
     if node.op != "call_function":
         return True
     target = node.target
@@ -123,7 +123,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def written_by(node: fx.Node) -> set[fx.Node]:
-    """The arguments of an operation that it changes in place."""
+    """Return the arguments of an operation that it changes in place."""
     found: set[fx.Node] = set()
     for place, name in _written_arguments(node.target):
         value = node.args[place] if place < len(node.args) else node.kwargs.get(name)
@@ -133,7 +133,6 @@ def written_by(node: fx.Node) -> set[fx.Node]:
 
 @functools.cache
 def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return ()
     given = enumerate(target._schema.arguments)
@@ -142,7 +141,7 @@ def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def taking_generator(target: Any) -> Any:
-    """The overload of a random operator that takes a generator; None where there is none."""
+    """Return the overload of a random operator that takes a generator; None if it has none."""
     if any(argument.name == "generator" for argument in target._schema.arguments):
         return target
     name = _GENERATOR_FORMS.get(target._overloadname, "")

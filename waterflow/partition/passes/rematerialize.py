@@ -1,7 +1,7 @@
-"""Which activations to drop after the forward pass and to make again where the backward pass needs them.
+"""Recomputation: chooses activations to drop after the forward pass, and makes them again for the backward pass.
 
-Greedy, by seconds of repeated work per byte that it frees at the step's highest point, which moves as storages are dropped.
-A dropped storage is made again once, right before the first operation of the backward pass that needs it; what its
+Greedy, by seconds of repeated work per byte freed at the step's highest point, which moves as storages are dropped. A
+dropped storage is made again once, right before the first operation of the backward pass that needs it; what its
 operations read is kept until then, or is itself made again.
 """
 
@@ -36,7 +36,7 @@ _MANY_OPERATIONS = 10_000
 
 @dataclass(frozen=True)
 class Work:
-    """Operations with the bytes that they move and the floating-point operations that matrices and convolutions take."""
+    """A number of operations, the bytes that they move, and the floating-point operations of matrices and convolutions."""
 
     operations: int = 0
     bytes: int = 0
@@ -47,17 +47,18 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """By the model of time."""
+        """The time of this work by the model of a V100."""
         calls = self.operations * _SECONDS_PER_CALL
         return calls + self.bytes / _BYTES_PER_SECOND + self.flops / _FLOPS_PER_SECOND
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a step makes again, and what that costs.
+    """The recomputation in a step, for users: its gain and its cost.
 
-    ``freed`` are bytes at the step's highest point; ``operations`` counts those that are repeated. Shares are of what the
-    step moves, and of the floating-point operations of its matrices and convolutions, without what is repeated.
+    ``freed`` are bytes at the step's highest point; ``operations`` counts the repeated ones. Shares are relative to the
+    bytes that the step moves, and to the floating-point operations of its matrices and convolutions, both without
+    repeated ones.
     """
 
     freed: int
@@ -74,10 +75,10 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What to drop, and what it costs. Bytes are those of live storages, without temporaries inside kernels.
+    """A choice of storages to drop, and its cost. Bytes are those of live storages, without temporaries inside kernels.
 
-    ``chains`` has the operations to repeat before an operation, in order; ``dropped`` the storages, each with the operation
-    before which it is made again. Numbers are those of the step's StorageTable.
+    ``chains`` has the operations to repeat before an operation, in order; ``dropped`` maps each storage to the
+    operation before which it is made again. Numbers are those of the step's StorageTable.
     """
 
     chains: dict[int, tuple[int, ...]]
@@ -88,7 +89,7 @@ class Recomputation:
     step: Work
 
     def cost(self) -> Recomputed:
-        """For users."""
+        """Return the choice's cost and gain, for users."""
         return Recomputed(
             self.peak_before - self.peak, self.repeated.operations, self.repeated.bytes / max(1, self.step.bytes),
             self.repeated.flops / max(1, self.step.flops),
@@ -96,16 +97,16 @@ class Recomputation:
 
 
 def choose(table: StorageTable, limit: int) -> Recomputation:
-    """Drop as much as brings the step's peak to ``limit`` bytes, or as near to it as can be: see ``peak``."""
+    """Drop storages until the step's peak is at most ``limit`` bytes, or as near to it as possible (the result's ``peak``)."""
     search = _Search(table, limit)
     search.run()
     return search.result()
 
 
 def lowest(table: StorageTable) -> Recomputation:
-    """The lowest peak that is found, with several limits.
+    """Return the choice with the lowest peak, found by bisection over limits.
 
-    The limit bounds how much may be made again at one place, so a lower one does not always end lower.
+    The limit bounds how much may be made again at one place, so a lower limit does not always end at a lower peak.
     """
     best = choose(table, 0)
     low, high = 0, best.peak
@@ -118,21 +119,17 @@ def lowest(table: StorageTable) -> Recomputation:
 
 
 def work_of(node: fx.Node) -> Work:
-    """What one operation moves and computes."""
+    """Return the work of one operation."""
     cost = operation_cost(node)
     return Work(1, cost.bytes, cost.flops)
 
 
 class _Search:
-    """The state of one search. Memory is counted in two slots an operation: what is made again before it, and itself.
-
-    ``_memory`` has the live bytes of each slot. Each storage has its ranges of slots; while a chain runs, what it makes
-    counts as the highest point of the chain.
-    """
-
     def __init__(self, table: StorageTable, limit: int) -> None:
         self.table = table
         self.limit = limit
+        # Memory is counted in two slots an operation: for what is made again before it, and for itself. While a chain
+        # runs, its highest point counts for all of it.
         self.work = [work_of(node) for node in table.operations]
         self._memory = np.zeros(2 * len(table.operations) + 1, dtype=np.int64)
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -156,14 +153,14 @@ class _Search:
         return int(self._memory.max(initial=0))
 
     def result(self) -> Recomputation:
-        """What was found."""
+        """Return the choice that the search has reached."""
         repeated = sum((self.work[at] for chain in self._chains.values() for at in chain), Work())
         chains = {before: chain for before, chain in self._chains.items() if chain}
         total = sum(self.work, Work())
         return Recomputation(chains, dict(self._need), self.peak_before, self.peak, repeated, total)
 
     def run(self) -> None:
-        """Drop storages until the peak is within the limit, or none is left that would lower it."""
+        """Drop storages until the peak is within the limit, or until none is left that would lower it."""
         candidates = self._candidates()
         begin = np.array([begin for _, begin, _ in candidates], dtype=np.int64)
         end = np.array([end for _, _, end in candidates], dtype=np.int64)
@@ -190,7 +187,6 @@ class _Search:
                 rejected.append(best)
 
     def _candidates(self) -> list[tuple[int, int, int]]:
-        """Storages that could be dropped, the cheapest per byte first, each with the slots between which it would be gone."""
         table = self.table
         rated = []
         for number, need in table.saved.items():
@@ -201,16 +197,15 @@ class _Search:
             if chain is not None:
                 seconds = sum((self.work[at] for at in chain[0]), Work()).seconds
                 rated.append((seconds / storage.size, number, 2 * self.table.last_forward(number) + 1, 2 * need))
+        # The cheapest per byte first. Slots: where the storage would be gone.
         return [rest for _, *rest in sorted(rated)]  # type: ignore[misc]
 
     # -- chains: what is repeated before one operation
 
     def _chain(self, roots: Iterable[int]) -> tuple[tuple[int, ...], int, frozenset[int]] | None:
-        """Operations that make these storages, the most bytes that live while they run, and what else they read.
-
-        None for chains that are too long.
-        """
         table = self.table
+        # Returns the operations that make ``roots``, the most bytes that live while they run, and what else they read.
+        # None if the chain is too long.
         made, waiting = set(roots), list(roots)
         kept = frozenset(made)
         operations: set[int] = set()
@@ -246,7 +241,7 @@ class _Search:
     # -- dropping one storage, and taking it back
 
     def _drop(self, number: int, top: int, peak: int) -> bool:
-        """Drop a storage if that lowers the peak, and lifts nothing above the limit that was within it."""
+        # Kept only if it lowers the present top, and lifts nothing above the limit that was within it.
         before = self._memory.copy()
         self._undo.clear()
         need = min([self.table.saved[number], *self._read_before.get(number, ())])
@@ -260,10 +255,10 @@ class _Search:
         return False
 
     def _make_before(self, number: int, need: int) -> bool:
-        """Make a storage again before operation ``need``, and before it everything dropped that this takes."""
         changed = {number}
         self._set(self._need, number, need)
         self._set(self._roots, need, self._roots.get(need, frozenset()) | {number})
+        # A chain reads storages that may be dropped themselves: those are made before it, and their old chains shrink.
         stale = [need]
         changes = 0
         while stale:
@@ -298,7 +293,6 @@ class _Search:
         return True
 
     def _lay(self, number: int) -> None:
-        """Count a storage in the slots in which it lives."""
         storage = self.table.storages[number]
         end = 2 * (len(self.table.operations) - 1 if storage.kept else storage.death) + 1
         end = max([end, *(2 * before for before in self._read_before.get(number, ()))])
@@ -315,24 +309,24 @@ class _Search:
         self._set(self._ranges, number, ranges)
 
     def _set(self, table: dict, key: int, value: object) -> None:  # type: ignore[type-arg]
-        """Change an entry, in a way that can be taken back."""
         missing = key not in table
         old = table.get(key)
+        # _drop takes a failed attempt back by these.
         self._undo.append(lambda: table.pop(key) if missing else table.__setitem__(key, old))
         table[key] = value
 
 
 def repeat(capture: Capture, table: StorageTable, chosen: Recomputation) -> Capture:
-    """The step with what was ``chosen`` made again where it is needed. Leaves ``capture`` as it is.
+    """Return the step with the ``chosen`` storages made again where they are needed. Leaves ``capture`` as it is.
 
-    Repeated operations belong to the backward phase and have what they repeat in ``meta["repeats"]``. They read what the
-    first ones read, and whoever comes later reads what they make, through the same views.
+    Repeated operations belong to the backward phase, and name the node that they repeat in ``meta["repeats"]``. They
+    read what the first ones read; later operations read their results, through the same views.
     """
     return _Repeating(capture, table, chosen).run()
 
 
 class Rewriting:
-    """Copies the graph with further operations in it: in the backward pass they stand for storages that are ``gone`` before."""
+    """Copies a step's graph and adds operations: in the backward pass these stand for the storages ``gone`` before it."""
 
     def __init__(self, capture: Capture, table: StorageTable, gone: Container[int]) -> None:
         self.capture = capture
@@ -346,11 +340,11 @@ class Rewriting:
         self.mode = FakeTensorMode()
 
     def before(self, at: int) -> None:
-        """Put in what is to come before operation ``at`` of the table."""
+        """Add the operations that must come before operation ``at`` of the table."""
         raise NotImplementedError
 
     def run(self) -> Capture:
-        """The rewritten step."""
+        """Return the rewritten step."""
         at = 0
         for node in self.capture.graph.nodes:
             if node.op == "call_function" and not self.table.passes_on(node):
@@ -368,7 +362,7 @@ class Rewriting:
         return replace(self.capture, graph=self.graph, update_groups=groups)
 
     def _comes_later(self, node: fx.Node) -> bool:
-        """Whether the backward pass looks here at something that is gone: it then looks where it uses it."""
+        # A view in the backward pass of a storage that is gone is made where it is used: here its memory may be absent.
         if node.op != "call_function" or node.meta["phase"] == "forward":
             return False
         return any(number in self.gone for number in self.table.of(node))
@@ -377,7 +371,7 @@ class Rewriting:
         return self.again if any(number in self.gone for number in self.table.of(node)) else self.passing
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """What stands for a node of the captured graph now. Views of what was made again are made when they are used."""
+        # The node that stands for ``node`` now. Views of what was made again are made at their first use.
         found = self.again.get(node) or self.passing.get(node)
         if found is not None:
             return found
@@ -392,7 +386,6 @@ class Rewriting:
         return self.copies[node]
 
     def _again(self, node: fx.Node, args: tuple[Any, ...], known: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
-        """The same call once more, on what stands for its arguments now."""
         given = dict(known or {})
 
         def source(of: fx.Node) -> fx.Node:
@@ -412,39 +405,37 @@ class Rewriting:
         return made
 
     def _value(self, value: Any, tensors: dict[int, torch.Tensor]) -> Any:
-        """A fake result in memory of its own, or in that of the argument that the first one shared its memory with."""
         if isinstance(value, (list, tuple)):
             return type(value)(self._value(item, tensors) for item in value)
         if not isinstance(value, torch.Tensor):
             return value
+        # In memory of its own, or in that of the argument that the first result shared its memory with.
         number = storage_id(value)
         if number not in tensors:
             tensors[number] = self.memory(value.untyped_storage().nbytes(), value.device)
         return self.placed(value, self.flat[storage_id(tensors[number])])
 
     def memory(self, size: int, device: torch.device) -> torch.Tensor:
-        """Fake memory, as bytes."""
+        """Return fake memory of ``size`` bytes."""
         with self.mode:
             flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.flat[storage_id(flat)] = flat
         return flat
 
     def placed(self, value: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """A fake tensor in the form of ``value``, in other memory."""
+        """Return a fake tensor with the form of ``value``, in the memory ``flat``."""
         with self.mode:
             made = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
             return with_lazy_bits(made, value)
 
 
 class _Repeating(Rewriting):
-    """Puts repeated operations into the copy."""
-
     def __init__(self, capture: Capture, table: StorageTable, chosen: Recomputation) -> None:
         super().__init__(capture, table, chosen.dropped)
         self.chosen = chosen
 
     def before(self, at: int) -> None:
-        """The operations that are repeated there."""
+        """Add the operations that are repeated before operation ``at``."""
         for number in self.chosen.chains.get(at, ()):
             node = self.table.operations[number]
             made = self._again(node, repeated_arguments(node))
@@ -455,7 +446,8 @@ class _Repeating(Rewriting):
         self.passing.clear()
 
     def _is_wanted(self, node: fx.Node, at: int) -> bool:
-        """Whether the chain before operation ``at`` runs for what this node returns, or uses it on the way."""
+        # A repeated operation may return several results. Only those are used that the chain runs for, or that it reads
+        # on its way; others may still be alive.
         numbers = self.table.of(node)
         return all(self.chosen.dropped.get(n) == at or self.table.is_transient(n) for n in numbers)
 

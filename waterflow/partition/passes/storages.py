@@ -1,6 +1,6 @@
-"""The storages of a captured step: which operations make, read and change each, and how it could be made again.
+"""The storages of a captured step: the operations that make, read and change each, and those that could make it again.
 
-Time is counted in operations: calls that are more than a view. Views only pass on the storage that they look at.
+Time is counted in operations: calls that are more than a view. A view only passes on the storage that it refers to.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ INPUT = -1  # the birth of what is there before the step
 
 @dataclass
 class Storage:
-    """One piece of memory: its bytes, the operation it is born with, and those that read and write it, in order.
+    """One piece of memory: its bytes, the operation of its birth, and the operations that read and write it, in order.
 
-    The birth counts as a write. What outlives the step is ``kept``.
+    The birth counts as a write. A ``kept`` storage outlives the step.
     """
 
     size: int
@@ -33,16 +33,16 @@ class Storage:
 
     @property
     def death(self) -> int:
-        """The last operation that touches it."""
+        """The last operation that touches the storage."""
         return max([self.birth, *self.reads[-1:], *self.writes[-1:]])
 
 
 class StorageTable:
-    """What the operations of a captured graph do to storages, all by number.
+    """The storages of a captured graph by number, and the effect of each operation on them.
 
-    ``reads``, ``writes`` and ``makes`` have, for each operation, the storages that it reads, changes and brings into
-    being; ``temporary`` the bytes that a probed operator holds beside its results. Operations from ``backward`` on do not
-    belong to the forward pass, those from ``update`` on to the update.
+    ``reads``, ``writes`` and ``makes`` have, for each operation, the storages that it reads, changes and makes;
+    ``temporary`` the bytes that a probed operator holds beside its results. Operations before ``backward`` are the
+    forward pass, those from ``update`` on the update.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -73,12 +73,12 @@ class StorageTable:
                 self.storages[self._numbers[storage_id(tensor)]].size = size
 
     def of(self, node: fx.Node) -> list[int]:
-        """The storages behind what a node returns."""
+        """Return the storages of a node's results."""
         found = (self._numbers.get(storage_id(tensor)) for tensor in tensors_in(node.meta.get("val")))
         return list(dict.fromkeys(number for number in found if number is not None))
 
     def passes_on(self, node: fx.Node) -> bool:
-        """Whether a call only looks at storages that are there: a view, or one of several results."""
+        """Return whether a call makes and changes nothing: it is a view, or takes one of several results."""
         if node.op != "call_function":
             return False
         if node.target is operator.getitem:
@@ -92,6 +92,7 @@ class StorageTable:
     def _new(self, node: fx.Node, birth: int) -> list[int]:
         made = []
         for tensor in tensors_in(node.meta.get("val")):
+            # A node may return views of storages that exist already.
             if self._numbers.setdefault(storage_id(tensor), len(self.storages)) == len(self.storages):
                 made.append(len(self.storages))
                 self.storages.append(Storage(tensor.untyped_storage().nbytes(), birth))
@@ -115,7 +116,7 @@ class StorageTable:
 
     @functools.cached_property
     def saved(self) -> dict[int, int]:
-        """Storages that the forward pass makes for the backward pass, and the operation there that needs each first."""
+        """The storages that the forward pass makes for the backward pass, with the operation there that needs each first."""
         found = {}
         for number, storage in enumerate(self.storages):
             if storage.birth == INPUT or storage.birth >= self.backward or storage.kept:
@@ -126,15 +127,15 @@ class StorageTable:
         return found
 
     def last_forward(self, number: int) -> int:
-        """The last operation of the forward pass that touches a storage which that pass made."""
+        """Return the last operation of the forward pass that touches a storage which that pass made."""
         storage = self.storages[number]
         reads = storage.reads[: bisect_left(storage.reads, self.backward)]
         return max([storage.writes[-1], *reads[-1:]])
 
     def recipe(self, number: int) -> tuple[int, ...] | None:
-        """The operations that make a storage as it is when the forward pass ends, once more; None where they must not be.
+        """Return the operations that make a storage, in its state at the end of the forward pass, once more.
 
-        They may be called again where what they read has not changed since, and where they change nothing else. The
+        Returns None if they must not be repeated: what they read has changed since, or they change something else. The
         update changes parameters, and comes after everything that is made again.
         """
         if number not in self._recipes:
@@ -142,7 +143,7 @@ class StorageTable:
         return self._recipes[number]
 
     def is_transient(self, number: int) -> bool:
-        """Whether the backward pass has no use for a storage that can be made again: whoever needs it there makes it."""
+        """Return whether the backward pass never touches a storage that can be made again: a chain that reads it makes it."""
         return self.storages[number].death < self.backward and self.recipe(number) is not None
 
     def _find_recipe(self, number: int) -> tuple[int, ...] | None:
@@ -151,6 +152,7 @@ class StorageTable:
             return None
         for at in storage.writes:
             node = self.operations[at]
+            # A repeated normalization leaves its running statistics out (repeated_arguments).
             statistics = {n for source in running_statistics(node) for n in self.of(source)}
             if not is_repeatable(node) or not set(self.writes[at]) <= {number} | statistics:
                 return None

@@ -1,1 +1,1 @@
-"""From a graph to the memory and the time of its node groups."""
+"""Plans the memory and the time of a graph's node groups."""

@@ -1,6 +1,6 @@
-"""What each operation of a captured step asks of a device: bytes, arithmetic, launches. Counts, from the graph alone.
+"""The cost of each operation of a captured step on a device: bytes, arithmetic, launches, counted from the graph alone.
 
-A device's rates turn them into time (``planner/gpus.py``): a model of cost, not a measurement.
+A device's rates turn costs into time (``planner/gpus.py``): a model of cost, not a measurement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK = 65_536  # elements
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One operation: bytes that it reads and writes, floating point operations, kernels that it starts."""
+    """The cost of one operation: bytes that it reads and writes, floating-point operations, kernels that it starts."""
 
     bytes: int = 0
     flops: int = 0
@@ -39,7 +39,7 @@ class Cost:
 
 
 def operation_cost(node: fx.Node) -> Cost:
-    """The cost of one instruction of a captured step.
+    """Return the cost of one instruction of a captured step.
 
     Operations without a formula in ``torch.utils.flop_counter`` count no arithmetic: elementwise work, reductions and
     normalizations are bound by the bytes that they move.
@@ -50,7 +50,7 @@ def operation_cost(node: fx.Node) -> Cost:
 
 
 def bytes_moved(node: fx.Node) -> int:
-    """Bytes that an operation reads and writes, each tensor once each way; none for one that starts no kernel."""
+    """Return the bytes that an operation reads and writes, each tensor once each way; 0 if it starts no kernel."""
     if not _starts_kernel(node):
         return 0
     written = list(tensors_in(node.meta.get("val")))
@@ -61,7 +61,7 @@ def bytes_moved(node: fx.Node) -> int:
 
 
 def _starts_kernel(node: fx.Node) -> bool:
-    """Whether an operation has work for the device; views and bare memory are the host's alone."""
+    # Views and bare allocations are work of the host alone.
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False  # getitem
@@ -76,10 +76,10 @@ def _starts_kernel(node: fx.Node) -> bool:
 
 
 def _launches(node: fx.Node) -> int:
-    """One kernel; as many as they need for updates of lists of tensors."""
     lists = [value for value in node.args if isinstance(value, (list, tuple)) and value]
     if not node.target._schema.is_mutable or not lists or not isinstance(lists[0][0], fx.Node):  # type: ignore[union-attr]
         return 1
+    # Updates of lists of tensors need several launches; every other operation counts as one.
     tensors = [t for source in lists[0] for t in tensors_in(source.meta.get("val"))]
     chunks = sum(-(-t.numel() // _CHUNK) for t in tensors)
     return max(-(-len(tensors) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
@@ -94,12 +94,12 @@ def _flops(node: fx.Node) -> int:
 
 
 def _recurrent(input: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *_: Any, **__: Any) -> int:
-    """One multiplication by the weights of the input, and one by those of the hidden state, for each place in time."""
+    # One product with the input's weights, and one with the hidden state's, for each place in time.
     return 2 * input.shape[0] * input.shape[1] * (weight.numel() + hidden.numel())
 
 
 def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
-    """Gradients of inputs, and of weights."""
+    # Gradients of the inputs, and of the weights.
     return 2 * _recurrent(*args, **kwargs)
 
 

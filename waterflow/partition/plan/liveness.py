@@ -1,7 +1,7 @@
-"""Liveness on storages: what a step holds after each of its operations, before any has run.
+"""Liveness on storages: the memory of a step after each of its operations, before any has run.
 
-Views share one storage, so storages are followed, not tensors. A storage is born by the operation that returns it
-first and dies behind the last operation that uses any of its views. Inputs outlive the step and are not counted.
+Views share one storage, so storages are followed, not tensors. A storage is born by the operation that returns it first
+and dies after the last operation that uses any of its views. Inputs outlive the step and are not counted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from waterflow.partition.plan.probe import hidden_memory
 
 @dataclass(frozen=True, slots=True)
 class OperationMemory:
-    """Bytes of one operation: at its highest, and once it is done, both counting the whole step so far.
-
-    ``traffic`` counts the bytes that it moves.
-    """
+    """Bytes of the step's memory at an operation's highest point (``peak``) and after it; ``traffic``: bytes moved."""
 
     peak: int
     after: int
@@ -30,10 +27,10 @@ class OperationMemory:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Memory that a step makes: the operations that it is born with and dies behind, and its size in bytes.
+    """A piece of memory that a step makes: the operation of its birth, its last operation, and its size in bytes.
 
-    What a caller keeps (``kept``: outputs of the step) outlives it. ``reads`` and ``writes`` are the operations that
-    touch it, in order; views only pass it on.
+    A ``kept`` piece is an output, which outlives the step. ``reads`` and ``writes`` are the operations that touch it,
+    in order; views only pass it on.
     """
 
     birth: int
@@ -46,19 +43,19 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Followed:
-    """What a step makes: the life of each storage, by its identity; temporaries; and the storages behind each node."""
+    """The lifetimes of a step's storages, keyed by ``storage_id``; those of temporaries; and the storages of each node's results."""
 
     storages: dict[int, Lifetime]
     temporaries: list[Lifetime]
     of: dict[fx.Node, list[int]]
 
     def lives(self) -> list[Lifetime]:
-        """All of it."""
+        """Return the lifetimes of storages and temporaries."""
         return [*self.storages.values(), *self.temporaries]
 
 
 def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime]:
-    """The storages that a step makes, and the temporaries of operators that are probed, each with its life.
+    """Return the lifetimes of the storages that a step makes, and of the temporaries of operators that are probed.
 
     Other kernels' own temporaries are not known before the step has been profiled.
     """
@@ -66,7 +63,7 @@ def lifetimes(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[Lifetime
 
 
 def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
-    """The same, storages apart from temporaries."""
+    """Follow storages through ``instructions``, the operations in order; returns storages and temporaries apart."""
     position = {node: i for i, node in enumerate(instructions)}
     inputs = {
         storage_id(t)
@@ -92,9 +89,11 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
                 continue
             if at is not None and storage not in birth:
                 birth[storage] = death[storage] = at
+                # Host memory is not part of the device's height.
                 size[storage] = 0 if lies_in_host(node) else tensor.untyped_storage().nbytes()
                 reads[storage], writes[storage] = [], [at]
         if at is not None and (found := told.get(node)) is not None:
+            # Shape rules call some workspaces empty; a probe has asked for the real size.
             for tensor, actual in zip(tensors, found.results):
                 size[storage_id(tensor)] = actual
         used_at = position.get(node)
@@ -107,10 +106,12 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
                     continue
                 death[storage] = max(death[storage], used_at)
                 touched = writes[storage] if source in written else reads[storage]
+                # A view extends the life of a storage, but touches none of its bytes.
                 if not passes_on and used_at not in touched[-1:]:
                     touched.append(used_at)
     output = next(node for node in graph.nodes if node.op == "output")
     kept = {storage for source in output.all_input_nodes for storage in of[source]}
+    # An output lives to the step's end, though no operation uses it.
     for storage in kept & death.keys():
         death[storage] = len(instructions) - 1
     made = {s: Lifetime(birth[s], death[s], size[s], s in kept, tuple(reads[s]), tuple(writes[s])) for s in birth}
@@ -119,12 +120,12 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
 
 
 def operation_memory(graph: fx.Graph, instructions: Sequence[fx.Node]) -> list[OperationMemory]:
-    """Predicted memory of each instruction, from the graph alone."""
+    """Return the predicted memory of each instruction, from the graph alone."""
     return held_by(lifetimes(graph, instructions), [bytes_moved(node) for node in instructions])
 
 
 def held_by(lives: Iterable[Lifetime], traffic: Sequence[int]) -> list[OperationMemory]:
-    """Memory of each operation of a step that makes these; ``traffic`` is what each operation moves."""
+    """Return the memory of each operation of a step with these lifetimes. ``traffic`` has the bytes that each operation moves."""
     born: list[int] = [0] * len(traffic)
     died: list[int] = [0] * len(traffic)
     for life in lives:
@@ -133,6 +134,7 @@ def held_by(lives: Iterable[Lifetime], traffic: Sequence[int]) -> list[Operation
     held = 0
     memory = []
     for new, gone, moved in zip(born, died, traffic):
+        # A kernel allocates its results before it releases what dies with it.
         peak = held + new
         held = peak - gone
         memory.append(OperationMemory(peak, held, moved))

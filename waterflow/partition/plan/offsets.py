@@ -1,7 +1,7 @@
-"""Planned memory: an offset for everything that a step makes, counted from its lane's end of the arena.
+"""Planned memory: an offset for each piece of memory that a step makes, counted from its lane's end of the arena.
 
-Memory rises through the forward pass and falls through the backward pass, so a step is nearly a stack. How nearly is a
-matter of the order in which its pieces are placed (``csrc/offsets.cpp``; ``docs/experiments/memory.md`` compares orders).
+Memory rises through the forward pass and falls through the backward pass, so a step is nearly a stack. The order in
+which its pieces are placed decides how nearly (``csrc/offsets.cpp``; ``docs/experiments/memory.md`` compares orders).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Order = Literal["death", "life", "birth", "size", "area"]
 
 @dataclass(frozen=True)
 class Offsets:
-    """Where a step's memory lies. ``heights`` has the furthest live byte of each operation, ``resident`` the live bytes.
+    """The placement of a step's memory. ``heights`` has the furthest live byte of each operation, ``resident`` its live bytes.
 
-    What outlives the step has no offset, and neither has what has no bytes. ``costs`` has what
-    each operation asks of a device, where that is known.
+    Memory that outlives the step has no offset, nor has an empty piece. ``costs`` has each operation's cost, or is
+    empty.
     """
 
     lives: tuple[Lifetime, ...]
@@ -44,16 +44,16 @@ class Offsets:
 
     @property
     def excess(self) -> float:
-        """Height over the most bytes that are ever live at once; 1.0 is the floor."""
+        """The height over the most bytes that are ever live at once; 1.0 is the floor."""
         return self.height / max((1, *self.resident))
 
     @property
     def area_excess(self) -> float:
-        """Heights over live bytes, both summed over the operations."""
+        """The sum of heights over the sum of live bytes, both over all operations."""
         return sum(self.heights) / max(1, sum(self.resident))
 
     def by(self, order: Order | None) -> Offsets:
-        """The same memory, placed in one order without a search; None searches anew. For comparisons."""
+        """Place the same memory in one order without a search; None searches anew. For comparisons."""
         if order is None:
             return _place(self.lives, len(self.heights), MOST_WORK, self.costs)
         given = _plain(self.lives)
@@ -62,7 +62,7 @@ class Offsets:
         return Offsets(self.lives, tuple(made.offsets), tuple(made.heights), self.resident, self.costs)
 
     def after(self) -> tuple[int, ...]:
-        """The furthest byte that is still live behind each operation. Walks the plan and raises as ``check`` does."""
+        """Return the furthest byte that is live after each operation. Walks the plan, and raises ValueError as ``check`` does."""
         walk = _C.walk_offsets(_plain(self.lives), list(self.offsets), len(self.heights))
         if walk.overlap is not None:
             one, other, at, size = walk.overlap
@@ -79,7 +79,7 @@ class Offsets:
         return tuple(walk.after)
 
     def check(self) -> None:
-        """Walk the plan: raises ValueError where two pieces share a byte while both live, or a height is wrong."""
+        """Walk the plan. Raises ValueError where two pieces share a byte while both live, or a height is wrong."""
         self.after()
 
     def _piece(self, number: int) -> str:
@@ -88,7 +88,7 @@ class Offsets:
 
 
 def planned(lives: Iterable[Lifetime], alignment: int = ALIGNMENT) -> tuple[Lifetime, ...]:
-    """What can be planned: all that dies with the step, its size rounded up to whole alignments."""
+    """Return the pieces that can be planned: all that die with the step, with their sizes rounded up to ``alignment``."""
     return tuple(
         replace(life, size=-(-life.size // alignment) * alignment) for life in lives if life.size > 0 and not life.kept
     )
@@ -115,10 +115,11 @@ def _plain(lives: Iterable[Lifetime]) -> list[tuple[int, int, int]]:
 
 
 def resident(lives: Iterable[Lifetime], operations: int) -> list[int]:
-    """Bytes that are live during each operation."""
+    """Return the bytes that are live during each operation."""
     change = [0] * (operations + 1)
     for life in lives:
         change[life.birth] += life.size
+        # A piece is live through the whole of its last operation.
         change[life.death + 1] -= life.size
     held, total = [], 0
     for step in change[:-1]:
@@ -129,11 +130,11 @@ def resident(lives: Iterable[Lifetime], operations: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A captured step with batches of one size. Bytes.
+    """The memory and costs of a captured step with batches of one size. Bytes.
 
-    ``lives`` is all that the step makes, ``costs`` what each operation asks of the device; ``persistent`` counts parameters, buffers
-    and optimizer state, ``batch`` one batch. The first ``forward`` operations are the forward pass. ``lines`` has what
-    made each operation: the user's ``file:line``, or else its module or its own name.
+    ``lives`` has every piece of memory that the step makes, ``costs`` the cost of each operation; ``persistent`` counts
+    parameters, buffers and optimizer state, ``batch`` one batch. The first ``forward`` operations are the forward pass.
+    ``lines`` names the origin of each operation: the user's ``file:line``, or else its module or its own name.
     """
 
     lives: tuple[Lifetime, ...]
@@ -145,30 +146,30 @@ class Footprint:
 
     @property
     def operations(self) -> int:
-        """How many operations the step has."""
+        """The number of the step's operations."""
         return len(self.costs)
 
     def live(self, alignment: int = ALIGNMENT) -> int:
-        """The most bytes that are live at once, of what can be planned."""
+        """Return the most bytes that are live at once, of the memory that can be planned."""
         return max(resident(planned(self.lives, alignment), self.operations), default=0)
 
     def memory(self) -> list[OperationMemory]:
-        """The step's memory operation by operation."""
+        """Return the step's memory, operation by operation."""
         return held_by(self.lives, [cost.bytes for cost in self.costs])
 
     def offsets(self) -> Offsets:
-        """Where the step's memory would lie, from one end of an arena."""
+        """Place the step's memory, from one end of an arena."""
         return place(self.lives, self.operations, costs=self.costs)
 
     def same_shape(self, other: Footprint) -> bool:
-        """Whether both consist of the same pieces, made, touched and let go by the same operations."""
+        """Return whether both consist of the same pieces, which the same operations make, touch and release."""
         parts = (self.operations, self.forward) == (other.operations, other.forward)
         return parts and list(map(_form, self.lives)) == list(map(_form, other.lives))
 
     def on_line(self, size: int, other: Footprint, other_size: int, wanted: int) -> Footprint | None:
-        """With batches of ``wanted``, where all bytes grow along lines through this one, of ``size``, and the other.
+        """Return the footprint with batches of ``wanted``, by a line through this one (``size``) and the other (``other_size``).
 
-        None where the two differ in more than bytes. What operators round themselves is only near the line.
+        Returns None if the two differ in more than bytes. Sizes that operators round themselves are only near the line.
         """
         if not self.same_shape(other):
             return None

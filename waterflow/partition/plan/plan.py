@@ -1,4 +1,4 @@
-"""Cutting a step into node groups: always at its peak, elsewhere evenly."""
+"""Plans: a step cut into node groups, always at its peak, and evenly elsewhere."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SHORTEST_SECONDS = 40e-6
 def cut(
     peaks: Sequence[int], afters: Sequence[int], weights: Sequence[float], groups: int = DEFAULT_GROUPS
 ) -> list[int]:
-    """Where the groups end (exclusive), given each operation's peak and height after it, in bytes.
+    """Return where the groups end (exclusive), given each operation's peak and its height afterwards, in bytes.
 
-    ``weights`` is what shall be equal among groups: seconds where they were measured, else bytes moved. Where
-    heights change fast, groups are finer: half of the weight is the change of height. One group ends behind the
+    ``weights`` is the quantity to divide evenly among groups: seconds where they were measured, else bytes moved. Where
+    heights change fast, groups are finer: half of the weight is the change of height. One group ends after the
     operation with the highest peak, so that every group either gains memory or gives it back.
     """
     count = len(peaks)
@@ -38,6 +38,7 @@ def cut(
     total = sum(weights) or 1.0
     steps = [abs(afters[i] - (afters[i - 1] if i else 0)) for i in range(count)]
     climb = sum(steps) or 1
+    # The small constant keeps every share above zero.
     mixed = [w / total + s / climb + 1e-9 for w, s in zip(weights, steps)]
     ends: list[int] = []
     for begin, end in ((0, summit), (summit, count)):
@@ -64,7 +65,10 @@ def _even(weights: Sequence[float], begin: int, end: int, pieces: int) -> list[i
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Operations [begin, end) of a step, the unit of scheduling. Heights in bytes above the step's beginning."""
+    """Operations [begin, end) of a step, the unit of scheduling.
+
+    ``before``, ``peak`` and ``after`` are heights in bytes above the step's beginning; ``traffic`` is in bytes.
+    """
 
     index: int
     begin: int
@@ -77,19 +81,19 @@ class NodeGroup:
 
     @property
     def kind(self) -> Literal["allocation", "deallocation"]:
-        """An allocation group ends with more memory held than it began with."""
+        """``allocation`` if the group ends with more memory than it began with, else ``deallocation``."""
         return "allocation" if self.after > self.before else "deallocation"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step of a job does to memory, group by group.
+    """The plan of one job's step: its memory, group by group.
 
-    ``persistent`` counts parameters, buffers and optimizer state; ``batch`` one batch on the device. ``measured``
-    tells whether heights come from a profiled step, kernels' temporaries included, or from the graph alone. A step that
-    asks for the same memory every time has ``requests``: the place of each one in an arena. ``forward`` counts the
-    operations before the backward pass; 0 where that is not known. ``offloaded`` bytes of activations are in host memory at most;
-    heights do not count them.
+    ``persistent`` counts the bytes of parameters, buffers and optimizer state; ``batch`` those of one batch on the
+    device. ``measured`` is True if heights come from a profiled step, kernels' temporaries included, and False if they
+    come from the graph alone. A step that asks for the same memory every time has ``requests``: the place of each
+    request in an arena. ``forward`` counts the operations before the backward pass; 0 where that is not known. At most
+    ``offloaded`` bytes of activations are in host memory; heights do not count them.
     """
 
     name: str
@@ -114,11 +118,11 @@ class Plan:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """Measured time of one step alone; 0 before it was profiled."""
+        """The measured time of one step alone; 0 before it was profiled."""
         return sum(group.seconds for group in self.groups)
 
     def renamed(self, name: str) -> Plan:
-        """The same plan under another job's name."""
+        """Return the same plan under another job's name."""
         return replace(self, name=name)
 
     def __str__(self) -> str:
@@ -150,9 +154,10 @@ def make_plan(
     forward: int = 0,
     offloaded: int = 0,
 ) -> Plan:
-    """Cut operations into groups. ``seconds`` per operation, where a profile measured them."""
+    """Cut operations into about ``groups`` node groups. ``seconds`` has each operation's time if a profile measured it."""
     peaks = [m.peak for m in memory]
     afters = [m.after for m in memory]
+    # Before a profile the bytes that an operation moves stand for its time.
     weights = list(seconds) if seconds is not None else [float(m.traffic) for m in memory]
     if seconds is not None:
         groups = min(groups, max(2, int(sum(seconds) / SHORTEST_SECONDS)))
@@ -180,6 +185,6 @@ def make_plan(
 
 
 def opaque_plan(name: str, height: int, *, persistent: int, batch: int, seconds: float = 0.0) -> Plan:
-    """One group: a step that runs eagerly, with the height that was measured (or allowed) for it."""
+    """Return a plan of one group for a step that runs eagerly, with the height that was measured or allowed for it."""
     group = NodeGroup(0, 0, 1, 0, height, 0, 0, seconds)
     return Plan(name, (group,), 1, persistent, batch, seconds > 0)

@@ -1,9 +1,10 @@
-"""Operators that hide memory from shape rules: asked once, on zeros of the right shapes.
+"""Operators that hide memory from shape rules: each is called once, on zeros of the right shapes, and its memory measured.
 
 oneDNN's recurrent layers return a workspace whose size only they know, and need about as much beside it. Shape rules
 call it empty, which would put the prediction of a recurrent model off by more than half. They round those sizes.
 
-Losses that are reduced hide memory, too, in sizes that follow from shapes (``reduced_losses``): nothing is run for those.
+Losses that are reduced hide memory, too, in sizes that follow from shapes (``reduced_losses``): nothing is run for
+those.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _REDUCED = {
 
 @dataclass(frozen=True)
 class HiddenMemory:
-    """Bytes of each result's storage, and the most that the operator held beside its results."""
+    """The bytes of each result's storage, and the most bytes that the operator held beside its results."""
 
     results: tuple[int, ...]
     temporary: int
@@ -42,8 +43,6 @@ class HiddenMemory:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """A tensor that is made for the question."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -52,15 +51,14 @@ class _Zeros:
 
 @dataclass(frozen=True)
 class _ResultOf:
-    """What an earlier question returned."""
-
+    # A result of an earlier question: a backward layer reads the workspace of its forward layer.
     question: int
     position: int
 
 
 @dataclass(frozen=True)
 class Question:
-    """An operator with what it is called with; questions of one step are asked in their order."""
+    """An operator and its arguments. The questions of one step are asked in their order."""
 
     target: Any
     arguments: tuple[Any, ...]
@@ -68,7 +66,7 @@ class Question:
 
 
 def questions(instructions: Sequence[fx.Node]) -> tuple[list[fx.Node], tuple[Question, ...]]:
-    """The instructions that hide memory, and what to ask about each."""
+    """Return the instructions that hide memory, and the question to ask about each."""
     targets = {getattr(torch.ops.aten, name).default for name in _HIDING if hasattr(torch.ops.aten, name)}
     asked = [node for node in instructions if node.target in targets]
     numbers = {node: number for number, node in enumerate(asked)}
@@ -79,20 +77,21 @@ def questions(instructions: Sequence[fx.Node]) -> tuple[list[fx.Node], tuple[Que
 
 
 def hidden_memory(instructions: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, HiddenMemory]]:
-    """Each instruction that hides memory, with what it was seen to take. Runs those operators, and no others."""
+    """Yield each instruction that hides memory, with the memory that it took. Runs those operators, and no others."""
     asked, about = questions(instructions)
     yield from zip(asked, answers(about))
     yield from reduced_losses(instructions)
 
 
 def reduced_losses(instructions: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, HiddenMemory]]:
-    """The losses that kernels reduce from one of single elements, with the memory that those take."""
+    """Yield the losses that kernels reduce from one loss per element, with the memory that these take."""
     for node in instructions:
         kept, beside = _REDUCED.get(schema_name(node.target).removeprefix("aten::"), (0, 0))
         if not kept and not beside:
             continue
         given = {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
                  for i, a in enumerate(node.target._schema.arguments)}  # fmt: skip
+        # 0 is "none": the loss of each element is the result itself, and nothing is hidden.
         if given["reduction"] == 0:
             continue
         one, other = (given[name].meta["val"].shape for name in ("self", "target"))
@@ -102,15 +101,16 @@ def reduced_losses(instructions: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, H
 
 
 def keeps_more(node: fx.Node) -> bool:
-    """Whether the memory behind an operation's result is larger than its shape says, for all the time that it is there."""
+    """Return whether the storage of an operation's result is larger than its shape says, as long as it lives."""
     return any(hidden.results[0] > node.meta["val"].nbytes for _, hidden in reduced_losses([node]))
 
 
 def answers(about: tuple[Question, ...]) -> tuple[HiddenMemory, ...]:
-    """What the operators of one step were seen to take, asked or remembered. An answer takes as long as they do."""
+    """Return the memory that the operators of one step took, asked or remembered. Asking takes as long as they run."""
     return _answers(about, torch.get_num_threads()) if about else ()
 
 
+# The number of threads is part of the key: a workspace may depend on it.
 @functools.lru_cache(maxsize=64)
 def _answers(about: tuple[Question, ...], threads: int) -> tuple[HiddenMemory, ...]:
     seen: list[Any] = []
@@ -126,12 +126,12 @@ def _answers(about: tuple[Question, ...], threads: int) -> tuple[HiddenMemory, .
 
 
 def _described(value: Any, numbers: dict[fx.Node, int]) -> Any:
-    """An argument of a graph's node as a question has it."""
     if isinstance(value, (list, tuple)):
         return tuple(_described(item, numbers) for item in value)
     if not isinstance(value, fx.Node):
         return value
-    if schema_name(value.target) in ("waterflow::to_host", "waterflow::from_host"):  # what was there before
+    # The operator would see the same tensor without the detour over the host.
+    if schema_name(value.target) in ("waterflow::to_host", "waterflow::from_host"):
         return _described(value.args[0], numbers)
     if value.target is operator.getitem and value.args[0] in numbers:
         return _ResultOf(numbers[value.args[0]], value.args[1])  # type: ignore[index, arg-type]
@@ -140,7 +140,6 @@ def _described(value: Any, numbers: dict[fx.Node, int]) -> Any:
 
 
 def _real(value: Any, seen: Sequence[Any]) -> Any:
-    """The argument itself."""
     if isinstance(value, tuple):
         return tuple(_real(item, seen) for item in value)
     if isinstance(value, _ResultOf):

@@ -1,4 +1,4 @@
-"""From profiled steps to heights: real requests and times in the place of predicted ones."""
+"""Profiles: heights and times from steps that ran, in the place of predicted ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ UNPLANNED = -1
 
 @dataclass(frozen=True)
 class PlannedRequests:
-    """Every request of a step, in order, with its place: bytes from the lane's end, -1 for what outlives the step.
+    """The requests of a step in order, each with its place: bytes from the lane's end, -1 if it outlives the step.
 
-    Births and deaths are ticks, which count the requests of a step and the ends of its operations. ``first`` has each
-    operation's first request, and behind the last one their number; ``ends`` the tick of each operation's end.
+    Births and deaths are ticks, which count the requests of a step and the ends of its operations. ``first`` has the
+    number of each operation's first request, and at its end the number of all requests; ``ends`` has the tick of each
+    operation's end.
     """
 
     sizes: tuple[int, ...]
@@ -33,7 +34,7 @@ class PlannedRequests:
     alignment: int = ALIGNMENT
 
     def native(self) -> _C.RequestPlan:
-        """What lanes replay. Raises ValueError where two requests that live at once share a byte."""
+        """Return the plan that lanes replay. Raises ValueError where two requests that live at once share a byte."""
         rows = list(zip(self.sizes, self.offsets, self.births, self.deaths))
         return _C.RequestPlan(rows, list(self.first), list(self.ends), self.alignment)
 
@@ -42,9 +43,9 @@ class PlannedRequests:
 class StepProfile:
     """The executor's record of one step.
 
-    ``table`` has a row per operation: bytes at its highest above what was held when it began, bytes that it left
-    behind, nanoseconds, requests. ``requests`` has a row per request: bytes, birth, death (-1: it outlives the step);
-    ``ends`` has the tick of each operation's end.
+    ``table`` has a row per operation: bytes at its highest point above those at its beginning, bytes that it added,
+    nanoseconds, requests. ``requests`` has a row per request: bytes, birth, death (-1: it outlives the step); ``ends``
+    has the tick of each operation's end.
     """
 
     table: torch.Tensor
@@ -55,20 +56,21 @@ class StepProfile:
 
     @classmethod
     def of(cls, run: _C.StepRun, device: torch.device | None = None) -> StepProfile:
-        """From a step that was run with its profile, on ``device``."""
+        """Return the profile of a step that ran with profiling on ``device``."""
         on_gpu = device is not None and device.type == "cuda"
         requests, first, ends = run.requests()
         return cls(run.profile(), requests, first, ends, CUDA_ALIGNMENT if on_gpu else ALIGNMENT)
 
     def same_requests(self, other: StepProfile) -> bool:
-        """Whether both steps asked for the same memory in the same order, and gave it back when the other did."""
+        """Return whether both steps requested and released the same memory in the same order."""
         return torch.equal(self.requests, other.requests) and self.first == other.first and self.ends == other.ends
 
     def memory(self, predicted: Sequence[OperationMemory]) -> tuple[list[OperationMemory], list[float]]:
-        """Bytes held and seconds of each operation, as they were."""
+        """Return the measured memory and seconds of each operation; ``predicted`` has the traffic, which is not measured."""
         held = 0
         memory, seconds = [], []
         for (peak, net, nanoseconds, _), before in zip(self.table.tolist(), predicted):
+            # An operation may release more than it takes: its highest point is then its beginning.
             top = held + max(peak, net, 0)
             held = max(0, held + net)
             memory.append(OperationMemory(max(top, held), held, before.traffic))
@@ -76,9 +78,9 @@ class StepProfile:
         return memory, seconds
 
     def place(self, predicted: Sequence[OperationMemory]) -> tuple[list[OperationMemory], PlannedRequests]:
-        """A place for every request that dies within the step; and the heights of each operation that follow.
+        """Return each operation's memory, and the step's requests with a place for each that dies within the step.
 
-        What outlives the step has none, and counts on top of the heights.
+        A request that outlives the step has no place, and counts on top of the heights.
         """
         sizes, births, deaths = (column.tolist() for column in self.requests.T)
         planned = [i for i, death in enumerate(deaths) if death >= 0]
@@ -99,17 +101,15 @@ class StepProfile:
             after = heights[end]
             memory.append(OperationMemory(max(before, *heights[begin : end + 1]), after, of_graph.traffic))
             begin, before = end + 1, after
+        # A request that outlives the step has no place: it counts as dying at its birth.
         births_, deaths_ = tuple(births), tuple(max(b, d) for b, d in zip(births, deaths))
         rows = tuple(sizes), tuple(offsets), births_, deaths_, tuple(self.first), tuple(self.ends)
         return memory, PlannedRequests(*rows, unit)
 
 
 def _placed(lives: list[tuple[int, int, int]], ends: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Offsets of lives in ticks, and the furthest byte at each tick.
-
-    The search does not find the best of all. Where it stays above the bytes that are live, lives are also placed as the
-    graph knows them, by whole operations, which is how the step was planned before it ran: the lower of both is taken.
-    """
+    # The search does not find the best placement of all. Where it stays above the live bytes, lives are also placed by
+    # whole operations, as the step was planned before it ran, and the lower of both is taken.
     ticks = ends[-1] + 1
     made = _C.place(lives, ticks, MOST_WORK)
     change = [0] * (ticks + 1)
@@ -117,6 +117,7 @@ def _placed(lives: list[tuple[int, int, int]], ends: Sequence[int]) -> tuple[Seq
         change[birth] += size
         change[death + 1] -= size
     if max(made.heights, default=0) > max(itertools.accumulate(change)):
+        # Ticks within one operation become equal: pieces that live in the same operation never share bytes.
         coarse = [(bisect_left(ends, birth), bisect_left(ends, death), size) for birth, death, size in lives]
         other = _C.place(coarse, len(ends), MOST_WORK)
         if max(other.heights) < max(made.heights):
