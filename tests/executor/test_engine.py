@@ -754,7 +754,7 @@ def test_claims_that_wait_for_each_other() -> None:
     """One thread that holds memory for one job and wants more for another would wait for itself."""
     engine = Engine(memory=1000, reserve=0, lanes=1)
     engine.reservations.claim(engine.add_job("one"), opaque_plan("one", 100, persistent=600, batch=0))
-    with pytest.raises(wf.MemoryLimitError, match=r"everyone who holds memory .* waits for more"):
+    with pytest.raises(wf.MemoryLimitError, match=r"every job that has memory .* waits for more"):
         engine.reservations.claim(engine.add_job("two"), opaque_plan("two", 100, persistent=600, batch=0))
     with pytest.raises(wf.MemoryLimitError, match="'huge' does not fit"):
         engine.reservations.claim(engine.add_job("huge"), opaque_plan("huge", 500, persistent=600, batch=0))

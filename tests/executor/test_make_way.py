@@ -217,7 +217,7 @@ def test_of_opportunistic_jobs_that_wait_for_one_another_one_makes_way() -> None
         engine.reservations.claim(second, needs("second", 400 * MiB, MiB))
         claims.start()
         until(lambda: engine.reservations.waits(claims.ident))
-        with pytest.raises(Preempted, match="'second' makes way"):
+        with pytest.raises(Preempted, match="'second' is preempted"):
             engine.reservations.claim(second, needs("second", 850 * MiB, MiB))
         assert told.is_set()
         engine.remove_job(second)
@@ -239,7 +239,7 @@ class NoState:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "cannot make way" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "cannot be preempted" in record.getMessage()]
 
 
 def test_a_job_whose_state_cannot_be_saved_stays_and_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -157,7 +157,7 @@ class Told(logging.Handler):
         self.any = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "it is waited for" in (text := record.getMessage()):
+        if "waterflow waits for it" in (text := record.getMessage()):
             self.text = text
             self.any.set()
 

@@ -101,8 +101,7 @@ class BothWays:
         self._twin = kind.__new__(kind)
         self._eager = EagerStep(replace(spec, optimizer=self._twin), self.generator, self.name)
         gradients = sum(p.nbytes for p in spec.updated().values())
-        # Two copies of the state, and the higher of both steps: an eager one has all gradients at once, and its kernels'
-        # temporaries are covered by an eighth of the captured step's height.
+        # Two copies of the state, and the higher of both steps; an eager one has all gradients at once.
         self.bytes = 2 * self._before.bytes + self.captured.predicted.height * 9 // 8 + gradients
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -324,7 +323,6 @@ def _differing(one: torch.Tensor, other: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def _gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Remove the gradients of ``tensors`` inside the context, and restore them after it."""
     held = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
     for tensor, _ in held:
         tensor.grad = None
@@ -337,10 +335,7 @@ def _gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules_kept(model: nn.Module) -> Iterator[Any]:
-    """Restore all attributes of the model's modules after the context.
-
-    Yields a function that lists the tensors that were replaced since, as pairs of old and new.
-    """
+    # Restores all attributes of the modules. Yields a function that lists the tensors replaced since, as pairs (old, new).
     spaces = [m.__dict__ for m in model.modules()]
     tensors = [(space[kind], dict(space[kind])) for space in spaces for kind in ("_parameters", "_buffers")]
     attributes = [(space, dict(space)) for space in spaces] + [(s["_modules"], dict(s["_modules"])) for s in spaces]
@@ -391,11 +386,7 @@ def how_often(audit: int | None) -> int | str:
 
 
 class Audit:
-    """The audits of one job: decides which steps are audited, and records which code ran without an audit.
-
-    Not thread-safe. ``steps`` counts the captured steps that were submitted, ``passed`` the audits that found no difference,
-    ``seconds`` the time that audits took.
-    """
+    """The audits of one job: decides which steps are audited, and records which code ran without an audit. Not thread-safe."""
 
     def __init__(self, audit: int | None, name: str, generator: torch.Generator | None, device: torch.device) -> None:
         self._how_often = how_often(audit) if device.type == "cpu" else "off"
@@ -404,8 +395,8 @@ class Audit:
         self._own: dict[int, Audited] = {}  # by number of the capture; for "all", where jobs do not share audits
         self._rare: dict[int, int] = {}  # by number of the capture, the step at which the job's next rare audit is due
         self._trusted: set[Code] = set()
-        self.steps = self.passed = 0
-        self.seconds = 0.0
+        self.steps = self.passed = 0  # captured steps that were submitted; audits that found no difference
+        self.seconds = 0.0  # time that audits took
 
     def due(self, bound_step: BoundStep) -> bool:
         """Count a step that is about to be submitted; return True if it must be audited first."""
@@ -432,7 +423,7 @@ class Audit:
         if audited.later < 0:
             return False
         if audited.begins():
-            # Drawn from the job's seed: equal seeds give equal runs, and user code cannot foresee the step.
+            # Drawn from the job's seed, so that equal seeds give equal runs.
             audited.later = self.steps - 1 + random.Random(self._seed()).randint(EARLIEST, LATEST)
             return True
         return audited.ends(self.steps)
@@ -511,10 +502,7 @@ class Audit:
 
 
 def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan, batches: int) -> Difference | None:
-    """Run the audit, on a lane if there is an engine, once its memory is admitted; return the difference, or None.
-
-    Raises ProvesNothing if the step cannot be audited, or if its memory can never be admitted.
-    """
+    # On a lane, if there is an engine, once the memory is admitted.
     if (operator := _users_operator(ways.captured)) is not None:
         raise ProvesNothing(f"it calls the operator {operator}, which might count its calls")
     if not _gradients_here():

@@ -103,10 +103,7 @@ def must_go_on(thread: int) -> bool:
 
 
 def in_user_code(thread: int) -> bool:
-    """Return True if the thread can be interrupted now: it runs the user's code, or a library called from there.
-
-    False where it must go on (``must_go_on``).
-    """
+    """Return True if the thread can be interrupted now: it runs the user's code, or a library called from there."""
     if must_go_on(thread):
         return False
     mine = next((frame for frame in _frames(thread) if not _is_library(frame)), None)
@@ -177,7 +174,7 @@ class UserCode:
         thread = threading.get_ident()
         with self._lock:
             if self._over:
-                raise JobCancelled("it was broken off before it began")
+                raise JobCancelled("it was interrupted before it began")
             self._inside[thread] += 1
         try:
             yield
@@ -358,7 +355,7 @@ class LentLane:
         self._here.release()
         while not self._over.acquire(timeout=ORDER_AGAIN):
             if self._thread in left_behind:
-                raise JobCancelled("its thread was left behind")
+                raise JobCancelled("its thread did not end and was abandoned")
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -380,7 +377,7 @@ class LentLane:
 # -- time limits
 
 LOOK_AGAIN = 0.1  # seconds after which a limit, which may have changed, is read again
-_REMEDY = "Mend what hangs there, or raise the limit; None is no limit"
+_REMEDY = "Correct the code that hangs there, or raise the limit; None is no limit"
 _local = threading.local()
 
 
@@ -482,8 +479,8 @@ class _Limit:
             ordered = ordered or self._code.break_off_user_code()
             if time.monotonic() > until:
                 left_behind.add(thread)
-                why = "This code could not be broken off, as it waits outside of the interpreter or catches all errors"
-                logger.warning("%s %s: it is waited for. Ctrl-C ends everything.", said, why)
+                why = "This code could not be interrupted, as it waits outside of the interpreter or catches all errors"
+                logger.warning("%s %s; waterflow waits for it. Ctrl-C ends everything.", said, why)
                 return
 
 

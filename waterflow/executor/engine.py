@@ -54,12 +54,10 @@ _launch = popen_fork.Popen._launch  # type: ignore[attr-defined]
 
 
 def fork_in_turns() -> None:
-    """Make the threads of this process fork multiprocessing's processes one at a time, from now on.
-
-    A parent sees the end of a child by a pipe whose other end only the child should have. A second child that another thread
-    forks before the parent has closed that end inherits it, and joining the first child then waits for both: torch's loaders
-    wait their whole limit, 5 seconds for each worker.
-    """
+    """Make the threads of this process fork multiprocessing's processes one at a time, from now on."""
+    # A parent sees the end of a child by a pipe whose other end only the child should have. A second child that another thread
+    # forks before the parent has closed that end inherits it, and joining the first child then waits for both: torch's loaders
+    # wait their whole limit, 5 seconds for each worker.
     if popen_fork.Popen._launch is _launch:  # type: ignore[attr-defined]
         popen_fork.Popen._launch = _launch_alone  # type: ignore[attr-defined]
 
@@ -196,10 +194,8 @@ class Engine:
 
     @contextlib.contextmanager
     def fifo_lanes(self) -> Iterator[None]:
-        """Give lanes to jobs in the order in which they came, inside the context: later ones run while earlier ones do not.
-
-        The work done is the same, and the first jobs end sooner.
-        """
+        """Give lanes to the jobs that came first, inside the context; later ones run on the lanes that those leave free."""
+        # The work done is the same, and the first jobs end sooner.
         self.native.set_fifo_lanes(True)
         try:
             yield
@@ -345,10 +341,8 @@ class Engine:
     # -- work that is not captured
 
     def lends_lanes(self) -> bool:
-        """Return True if the calling thread must do eager work itself, while a lane waits, because it has a time limit.
-
-        False on a GPU, where a lane's work must be issued to its stream.
-        """
+        """Return True if the calling thread must do eager work itself, while a lane waits, because it has a time limit."""
+        # Not on a GPU, where a lane's work must be issued to its stream.
         return has_limit() and self.device.type == "cpu"
 
     def refuse_inside(self, what: str) -> None:
@@ -390,10 +384,7 @@ class Engine:
         return self.reservations.closed
 
     def close(self) -> None:
-        """End the lanes; steps that are queued fail, so that no thread waits for ever. Closing twice is no error.
-
-        Raises RuntimeError inside of a step that this engine runs.
-        """
+        """End the lanes; queued steps fail. Closing twice is no error. Raises RuntimeError inside of a step of this engine."""
         if self.native.on_a_lane:
             raise RuntimeError(
                 "an engine cannot be closed inside of a step that it runs, because it would wait for the end of "

@@ -50,7 +50,7 @@ class Preempted(Exception):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        super().__init__(f"job {plan.name!r} makes way")
+        super().__init__(f"job {plan.name!r} is preempted")
 
 
 GUARANTEED = ResourcePolicy()  # the policy of jobs that have none set

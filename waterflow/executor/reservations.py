@@ -176,8 +176,8 @@ class Reservations:
     def _stuck(self, job: int, plan: Plan, wanted: int) -> MemoryLimitError:
         highest = max([plan.height, *(c.height for j, c in self._claims.items() if j != job)])
         return MemoryLimitError(
-            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of {format_bytes(highest)}, and everyone who "
-            f"holds memory of the {format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
+            f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of {format_bytes(highest)}, and every job that "
+            f"has memory of the {format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
             needed=wanted + plan.height, limit=self.limit,
         )  # fmt: skip
 
@@ -384,7 +384,7 @@ class Reservations:
     def _book(self, job: int, name: str, count: int) -> None:
         self.persistent_log.append((_C.Engine.now_ns(), job, name, count))
 
-    # -- who makes way
+    # -- preemption
 
     def policy_of(self, job: int) -> ResourcePolicy:
         """Return the policy of ``job``; a job without one is guaranteed."""
@@ -433,7 +433,7 @@ class Reservations:
         if job not in self._known_to_stay:
             self._known_to_stay.add(job)
             logger.warning(
-                "job %r cannot make way, so that others that need its memory wait for its end: %s",
+                "job %r cannot be preempted, so jobs that need its memory wait for its end: %s",
                 self.names.get(job, job), why,
             )  # fmt: skip
 

@@ -82,7 +82,7 @@ def redirect() -> None:
 
 
 def _redirect_cuda() -> None:
-    # A GPU's default generators cannot be replaced as an object: the functions of torch.cuda that use them are wrapped.
+    # Functions of torch.cuda find a GPU's default generators by themselves, so it is these functions that are wrapped.
     from torch.cuda import random as of_cuda
 
     def redirect(name: str, change: Callable[[torch.Generator, Any], Any], argument: int | None) -> None:

@@ -1,1 +1,1 @@
-"""A captured step as a program, bound to a job's tensors."""
+"""Programs: captured steps lowered to instructions, bound to a job's tensors, cached, and replaced by eager steps."""

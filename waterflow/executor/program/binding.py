@@ -1,4 +1,4 @@
-"""Binding a captured step to one job's tensors: which object fills which slot, and what must not be replaced."""
+"""Bindings: fill the slots of a captured step with one job's tensors, and guard the objects that must not be replaced."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from waterflow.partition.guards.reads import Setting, Table
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose tensors and numbers fill a step's inputs.
+    """The job whose tensors and numbers fill a step's inputs.
 
-    ``accumulators`` are gradient sums by parameter name, created where missing; ``first_step`` holds the flag that the
+    ``accumulators`` are gradient sums by parameter name, created if missing; ``first_step`` contains the flags that the
     update reads; ``fingerprint`` is what the key of the job's step was made from.
     """
 
@@ -35,7 +35,10 @@ class Owner:
         object.__setattr__(self, "tensors", dict(named))
 
     def fill(self, binding: _C.Binding, slot: int, given: GraphInput) -> None:
-        """Give an input its tensor or number. Optimizer state that does not exist yet is created, as by the optimizer."""
+        """Fill ``slot`` with the tensor or number of an input. Missing optimizer state is created, as the optimizer does.
+
+        Raises CaptureError if a parameter's strides have changed since its gradient sum was created.
+        """
         spec, groups = self.spec, self.spec.optimizer.param_groups
         if given.kind in ("parameter", "buffer"):
             binding.set_input(slot, self.tensors[given.name])
@@ -51,6 +54,7 @@ class Owner:
                 raise CaptureError(f"parameter {given.name!r} was laid out anew between gradients that add up")
             binding.set_input(slot, self.accumulators[given.name])
         elif given.kind == "rate":
+            # float64 keeps the user's Python float on the CPU; fused kernels on a GPU take float32.
             single = spec.device.type == "cuda"
             binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
         elif given.kind == "number":
@@ -62,7 +66,7 @@ class Owner:
             binding.read(slot, self.first_step, key, -1, _C.Binding.Kind.flag, False)
 
     def watch(self, binding: _C.Binding) -> None:
-        """From now on the binding tells whether any of what it was made from is another object."""
+        """Register with ``binding`` every object that it was made from, so that it notices when one is replaced."""
         for tensor in (*self.tensors.values(), *self.fingerprint.external_tensors):
             if tensor.layout == torch.strided:
                 binding.watch_form(tensor)
@@ -77,9 +81,10 @@ class Owner:
 
 
 def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], list[int]]:
-    """Fill a program's lasting inputs from one job's model and optimizer.
+    """Fill a program's persistent inputs from one job's model and optimizer.
 
-    Returns the binding, the slots of the batch's tensors, and the leaf that each comes from.
+    Returns the binding, the slots of the batch's tensors, and the leaf of the batch that fills each. Raises CaptureError as
+    ``Owner.fill``.
     """
     lowered = captured.lowered
     binding = _C.Binding(lowered.program)
@@ -90,7 +95,7 @@ def bind(captured: CapturedStep, owner: Owner) -> tuple[_C.Binding, list[int], l
         if given.kind == "batch":
             slots.append(slot)
             leaves.append(given.leaf)
-        elif slot >= len(placeholders) or placeholders[slot].users:
+        elif slot >= len(placeholders) or placeholders[slot].users:  # an unused input is never read, and stays empty
             owner.fill(binding, slot, given)
     for slot, constant in lowered.constants:
         binding.set_input(slot, constant)
@@ -115,7 +120,7 @@ def _state_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key:
 
 
 def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
-    """What the step's code read of modules and of libraries' classes."""
+    # The places in modules and in libraries' classes that the step's code read.
     for entry in captured.capture.entries:
         if isinstance(entry, Setting):
             guards.setting(entry.container)
@@ -128,7 +133,8 @@ def _guard_entries(guards: _C.Guards, captured: CapturedStep) -> None:
 
 
 def _guard_optimizer(guards: _C.Guards, optimizer: torch.optim.Optimizer) -> None:
-    """Its groups, which parameters they have in which order, their settings, and all entries of its state."""
+    # Guarded are the groups, their parameters in their order, their settings, and all entries of the state. Numbers that the
+    # program reads at each step are not; of others only the truth is, where the code asks no more.
     for name in ("state", "param_groups", "step"):
         guards.entry(optimizer.__dict__, name)
     for hooks in hooks_of(optimizer):

@@ -1,4 +1,7 @@
-"""First updates of parameters: the optimizer's state is laid out before them, and SGD's momentum begins as the gradient itself."""
+"""Bound steps: the captured forms of one job's step, bound to its tensors, with the state that they share.
+
+A step is captured once for each kind of batch. If memory is short, it is used in a form that recomputes or offloads.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +54,17 @@ if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
 
 
-Members = tuple[tuple[torch.Tensor, ...], ...]  # of each group the parameters whose state a step's update reads
-Begun = dict[torch.Tensor, dict[str, torch.Tensor]]  # entries of the state by parameter
+Members = tuple[tuple[torch.Tensor, ...], ...]  # by group: the parameters whose state a step's update reads
+Begun = dict[torch.Tensor, dict[str, torch.Tensor]]  # entries of the optimizer's state by parameter
 _KEY = "momentum_buffer"
 
 
 class HalfBegun(CaptureError):
-    """One update has parameters that were updated before and others that were not, whose rule is another one."""
+    """An update has parameters with momentum and parameters without, which one fused call cannot update."""
 
 
 def members_of(captured: CapturedStep, optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> Members:
-    """The parameters, of ``tensors`` by name, whose state an update of a captured step reads."""
+    """Return by group the parameters, from ``tensors`` by name, whose state the update of a captured step reads."""
     nodes = (node for node in captured.capture.graph.nodes if node.op == "placeholder")
     moved = {
         id(tensors[given.name])
@@ -72,15 +75,18 @@ def members_of(captured: CapturedStep, optimizer: Optimizer, tensors: dict[str, 
 
 
 class FirstUpdates:
-    """A captured step lays state out before it begins; until its update was handed in it counts as missing."""
+    """Optimizer state that was allocated for a captured step, and counts as missing until its first update was submitted."""
+
+    # A captured step needs the state as an input, where an eager one creates it in its update. SGD's first update sets the
+    # momentum to the gradient itself, so each group has a flag that says that it is the first.
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._laid_out: Begun = {}  # that no update has reached
+        self._laid_out: Begun = {}  # allocated entries that no update has reached
         self._told: dict[Hashable, tuple[Members, dict[str, bool]]] = {}
 
     def flags(self, members: Members) -> dict[str, bool]:
-        """The flag that each group's update reads, kept up to date. Raises HalfBegun where fused updates have none that is right."""
+        """Return the groups' flags, a dict that is kept up to date. Raises HalfBegun for a group that no flag is right for."""
         if (group := self.half_begun(members)) is not None:
             raise HalfBegun(
                 f"some parameters of group {group} are updated for the first time, beside others that have momentum"
@@ -91,14 +97,14 @@ class FirstUpdates:
         return flags
 
     def half_begun(self, members: Members) -> int | None:
-        """A group of which some parameters have momentum, and others have not."""
+        """Return the number of a group in which some parameters have momentum and others have not, or None."""
         if not isinstance(self._optimizer, torch.optim.SGD):
             return None
         return next((n for n, group in enumerate(members) if len(set(map(self._has_begun, group))) > 1), None)
 
     @contextlib.contextmanager
     def laying_out(self, members: Members) -> Iterator[None]:
-        """Within, entries of the state come to be for ``members``."""
+        """Record the state entries of ``members`` that are created inside the context."""
         state = self._optimizer.state
         before = {p: {k for k, v in state.get(p, {}).items() if v is not None} for group in members for p in group}
         yield
@@ -107,14 +113,14 @@ class FirstUpdates:
                 self._laid_out.setdefault(parameter, {}).update(new)
 
     def begin(self, members: Members) -> Begun:
-        """An update of ``members`` was handed in: returns those that begin by it."""
+        """Note that an update of ``members`` was submitted; return the state that is updated for the first time by it."""
         begun = {p: self._laid_out.pop(p) for group in members for p in group if p in self._laid_out}
         if begun:
             self.look_again()
         return begun
 
     def undo(self, begun: Begun, ended: bool) -> None:
-        """That update failed. Where it has ``ended``, state that it has not reached is taken back, as if it had not been laid out."""
+        """Undo ``begin``, as that update failed. If it has ``ended``, state that it did not reach is removed again."""
         self._laid_out.update(begun)
         if ended:
             self.take_back(begun)
@@ -122,9 +128,10 @@ class FirstUpdates:
             self.look_again()
 
     def take_back(self, begun: Begun | None = None) -> None:
-        """What was laid out, for ``begun`` or for all, and no update has reached, is no longer there."""
+        """Remove allocated state, of ``begun`` or of all parameters, that no update has reached."""
         for parameter, laid in [*(self._laid_out if begun is None else begun).items()]:
             entries = self._optimizer.state.get(parameter, {})
+            # A value that is not zero was reached by the update, or set by the user: it stays.
             same = all(entries.get(key) is value for key, value in laid.items())
             if same and not any(value.count_nonzero() for value in laid.values()):
                 self._laid_out.pop(parameter, None)
@@ -134,7 +141,7 @@ class FirstUpdates:
                     del self._optimizer.state[parameter]
 
     def look_again(self) -> None:
-        """Bring the flags up to date, as behind an update of the optimizer's own."""
+        """Compute all flags anew, as after an update by the optimizer's own ``step()``."""
         for members, flags in self._told.values():
             for number, group in enumerate(members):
                 flags[f"{FIRST_STEP_FLAG}:{number}"] = bool(group) and not any(map(self._has_begun, group))
@@ -146,26 +153,27 @@ class FirstUpdates:
         return buffer is not None and buffer is not self._laid_out.get(parameter, {}).get(_KEY)
 
 
-# The batch, whether the step updates, settings of the process, the parameters that have gradients from earlier calls, and
-# what the batch answers to what the step asks of its values.
+# A kind of batch: its form, whether the step updates, settings of the process, the parameters with gradients from earlier
+# calls, and the answers of the batch to the questions that the step asks of its values.
 Key = tuple[Hashable, bool, Hashable, frozenset[str], Answers]
 
 
 @dataclass
 class Whole:
-    """A step on batches of one kind as it is where there is room; ``plain`` is what was captured, and no form is below ``lowest``."""
+    """The whole step for one kind of batch, as it runs if there is room for it."""
 
     key: Hashable
-    plain: CapturedStep
+    plain: CapturedStep  # as captured
     planned: PlannedStep
-    lowest: int = 0
+    lowest: int = 0  # bytes below which no form of it was found
 
 
 @dataclass
 class BoundStep:
-    """The step for batches of one shape: what was captured for it, bound to this job.
+    """A captured step for one kind of batch, bound to the tensors of one job.
 
-    ``plain`` is what was captured, ``captured`` the same or a lower form of it; ``whole`` is the step where there is room.
+    ``plain`` is the step as captured, ``captured`` the same or a lower form of it, which runs; ``whole`` is the form that runs
+    if there is room.
     """
 
     key: Key
@@ -175,26 +183,26 @@ class BoundStep:
     binding: _C.Binding
     slots: list[int]
     leaves: list[int]
-    structure: tuple[Hashable, int]  # what the step is made of, and which capture of it this is
+    structure: tuple[Hashable, int]  # the key of the step's code and modules, and the number of the capture
     code: Code
     owner: Owner
     moved: Members
     whole: Whole
-    seen: int | None = None  # of its engine's changes
-    # Memory of which a batch is copied, as it may change before the batch is read for the last time; and of which no batch
-    # may be, as operations that are made again would read it when it has changed.
+    seen: int | None = None  # ``Reservations.changes`` when its claim was last checked
+    # A batch in ``changed_early`` is copied, as this memory may change before the batch is read for the last time; one in
+    # ``changed_between`` is refused, as operations that are recomputed would read it after it has changed.
     changed_early: Ranges = field(default_factory=lambda: Ranges(()))
     changed_between: Ranges = field(default_factory=lambda: Ranges(()))
-    guarded: bool = False  # whether there is such memory
-    asked_not: Ranges = field(default_factory=lambda: Ranges(()))  # where values of a batch may not be asked for
+    guarded: bool = False  # there is such memory
+    asked_not: Ranges = field(default_factory=lambda: Ranges(()))  # memory that the step changes: no answers from there
     claimed: Plan | None = None
 
     def settled(self, engine: Engine) -> bool:
-        """Whether there is memory for it, and nothing has changed since."""
+        """Return True if memory is claimed for the step, and no claim or policy has changed since."""
         return self.claimed is self.planned.plan and self.seen == engine.reservations.changes
 
     def answers(self, leaves: list[Any]) -> Answers:
-        """Those of its key, where it is for this batch. Raises CaptureError for a batch that the step may change."""
+        """Return the batch's answers to the step's questions. Raises CaptureError if it lies in memory that the step changes."""
         questions = self.plain.capture.questions
         asked = (leaves[leaf] for question in questions for leaf in question.leaves)
         if questions and (self.plain.changed_leaves or any(map(self.asked_not.have, asked))):
@@ -202,9 +210,10 @@ class BoundStep:
         return answers_of(questions, self.key[4], leaves)
 
     def given(self, leaves: list[Any], before_copies: Callable[[], None] | None) -> list[Any]:
-        """The batch's tensors, in the order of ``slots``; copies of those that lie where the step changes something.
+        """Return the batch's tensors in the order of ``slots``; those in memory that the step changes early are copied.
 
-        ``before_copies`` is called before any is made: a step that still runs may change them, too.
+        ``before_copies`` waits for a running step that may change them. Raises InvalidJobError if recomputing would read a
+        tensor of the batch after the step has changed it.
         """
         given = [leaves[i] for i in self.leaves]
         if not self.guarded:
@@ -226,21 +235,21 @@ class BoundStep:
 
 Chosen = TypeVar("Chosen", Recomputation, Offloading)
 _ATTEMPTS = 3
-_LOOK = MOST_WORK // 20  # a placement to look at; plans are searched longer, and come out no higher
+_LOOK = MOST_WORK // 20  # work of a trial placement; that of a plan is searched for longer, and is no higher
 
 
 def form_for(captured: CapturedStep, height: int, *, offload: bool = False) -> CapturedStep:
-    """The same step with a height of at most ``height`` bytes, as far as the graph knows it: ``captured`` itself if it has.
+    """Return a form of the step that is at most ``height`` bytes high by its graph: ``captured`` itself if it is.
 
-    It makes activations again; with ``offload`` it holds them in host memory where that is not enough, or cannot be done. The
-    height is that of the placed memory; temporaries inside kernels come on top. Raises MemoryLimitError, whose ``needed`` is
-    the lowest height that was found.
+    The form recomputes activations; with ``offload`` it keeps them in host memory if recomputing is not enough or not
+    possible. The height is that of the placed memory; temporaries inside kernels come on top. Raises MemoryLimitError, whose
+    ``needed`` is the lowest height that was found.
     """
     needed = whole = placed_height(captured)
     if whole <= height:
         return captured
     table = StorageTable(captured.capture.graph)
-    # Made again first: by the model of time ResNet-50 at 0.9 of its height takes 0.12 ms for that, 0.68 ms for copies by PCIe 3.
+    # Recomputing first: by the cost model ResNet-50 at 0.9 of its height takes 0.12 ms for it, 0.68 ms for copies over PCIe 3.
     ways: list[Callable[[], CapturedStep]] = []
     if captured.capture.apart:
         ways.append(lambda: _lowered(captured, table, height, choose, lowest, _repeating))
@@ -267,7 +276,7 @@ def _lowered(
     captured: CapturedStep, table: StorageTable, height: int, choose: Callable[[StorageTable, int], Chosen],
     lowest: Callable[[StorageTable], Chosen], make: Callable[[CapturedStep, StorageTable, Chosen], CapturedStep],
 ) -> CapturedStep:  # fmt: skip
-    """One at most so high, or as low as it becomes this way."""
+    # The choice counts live bytes, and the placement may end higher: the target is lowered by the difference, a few times.
     target = height
     for _ in range(_ATTEMPTS):
         chosen = choose(table, target)
@@ -300,7 +309,7 @@ def _assembled(captured: CapturedStep, capture: Capture) -> CapturedStep:
 
 
 def placed_height(captured: CapturedStep) -> int:
-    """The furthest byte of a step, what it hands out included."""
+    """Return the height of a step by a trial placement, in bytes, including its outputs."""
     instructions = captured.lowered.instructions
     lives = lifetimes(captured.capture.graph, instructions)
     kept = sum(life.size for life in lives if life.kept)
@@ -321,10 +330,8 @@ MOST_SURPRISES = 8  # each capture by what kernels have told of their layouts ma
 
 @contextlib.contextmanager
 def as_refusal() -> Iterator[None]:
-    """Within, an error of the capture's own, which no user has made, refuses the step: it then runs eagerly.
-
-    What users can mend, and memory that there is not, are raised as they are. The user's code raises nothing here.
-    """
+    """Turn an error of the capture itself inside the context into CaptureError: the step then runs eagerly."""
+    # Errors that users can correct, and missing memory, are raised as they are. The user's code raises nothing here.
     try:
         yield
     except (WaterflowError, MemoryError, torch.OutOfMemoryError, _C.Cancelled):
@@ -337,7 +344,7 @@ def as_refusal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, an error leaves the optimizer's state as it was: entries that are there in part would stop its own ``step()``."""
+    # After an error the state is as before: the optimizer's own ``step()`` fails where a parameter has only some entries.
     before = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
     try:
         yield
@@ -352,20 +359,19 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _form(plain: CapturedStep, height: int | None, offload: bool = False) -> CapturedStep:
-    """The form of a captured step that is at most ``height`` bytes high; found, or made."""
     if height is None or not (plain.capture.apart or offload):
         return plain
     key = plain.capture.number, plain.exact, height, offload
     return captures.get(key, lambda: form_for(plain, height, offload=offload))
 
 
-@doing("capturing its step", interruptible=False)  # from some functions of a trace an exception would end the process
+@doing("capturing its step", interruptible=False)  # in some callbacks of a trace an exception would end the process
 class BoundSteps:
-    """All captured forms of one job's step, with what they share: sums of gradients, and flags of first updates.
+    """All bound steps of one job, with the state that they share: gradient sums, and flags of first updates.
 
-    ``threads`` is the number of intra-op threads that the step's operations run on. With ``own_plans`` other jobs'
-    profiles do not improve this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps
-    are brought to that height. Where they need not be ``exact`` they may round otherwise than the user's operations.
+    ``threads`` is the number of intra-op threads of the step's operations. With ``own_plans`` other jobs' profiles do not
+    change this job's plans. ``hold`` is the job's hold on its modules. With ``recompute`` in bytes steps are brought to that
+    height. Without ``exact`` they may round otherwise than the user's operations. ``budget`` bounds the time for captures.
     """
 
     def __init__(
@@ -380,8 +386,8 @@ class BoundSteps:
         self._hold = hold
         self._recompute = recompute
         self._exact = exact
-        self._heights: dict[Hashable, int] = {}  # to which steps of a kind of batch had to be brought
-        # Of steps that have less room than they need: the whole form, the room, and the form that was made for it.
+        self._heights: dict[Hashable, int] = {}  # by kind of batch: the height to which its step had to be brought
+        # By kind of batch, for steps with less room than they need: the whole form, the room, and the form made for it.
         self._reduced: dict[Hashable, tuple[CapturedStep, int, CapturedStep]] = {}
         self._last: Whole | None = None
         self._bound_steps: dict[Hashable, BoundStep] = {}
@@ -397,7 +403,10 @@ class BoundSteps:
     def find(
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool
     ) -> BoundStep:
-        """The bound_step for such a batch, bound to the tensors as they are now. Raises CaptureError."""
+        """Return the step for a batch of this kind, bound to the tensors as they are now; capture it if there is none.
+
+        Raises CaptureError if the step must run eagerly, and InvalidJobError if another thread's step shares what it trains.
+        """
 
         def at(key: Key) -> tuple[BoundStep, Answers]:
             bound_step = self._bound_steps.get(key)
@@ -416,7 +425,8 @@ class BoundSteps:
     def _answering(
         self, base: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, at: Callable[[Key], tuple[_T, Answers]]
     ) -> _T:
-        """What lies ``at`` the key that the batch's answers lead to; ``at`` also says what they are by what lies there."""
+        # A captured step knows its questions, and the key has the batch's answers: from a first guess of the key, the answers
+        # to the questions of the step found there lead to the next key, until they are those of its key.
         while True:
             places = self._read.get(base, ()) if self._read else ()
             key: Key = (*base[:4], with_values(base[4], places, leaves))
@@ -441,10 +451,7 @@ class BoundSteps:
     def lowered(
         self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, height: int
     ) -> BoundStep | None:
-        """The bound_step in a form that is at most ``height`` bytes high; None for steps that are not to, or cannot.
-
-        What profiles have shown to come on top of the graph's memory counts. Raises MemoryLimitError where there is none.
-        """
+        """Return a form of at most ``height`` bytes, None without recomputing. Raises MemoryLimitError if none is so low."""
         if self._recompute != "auto" or not bound_step.plain.capture.apart:
             return None
         before = self._heights.get(bound_step.key)
@@ -505,7 +512,7 @@ class BoundSteps:
     def within(
         self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int
     ) -> BoundStep | None:
-        """The bound_step at most ``room`` bytes high: whole where it is, else in a reduced form; None where there is none."""
+        """Return the step whole if it is at most ``room`` bytes high, else in a reduced form; None if no form is so low."""
         whole = bound_step.whole.planned.captured
         known = self._reduced.get(bound_step.key)  # goes on with what its own profile has shown
         start = bound_step.captured if known is not None and known[0] is whole and known[1] == room else whole
@@ -520,9 +527,9 @@ class BoundSteps:
         return self._make(bound_step.key, leaves, batch_spec)
 
     def least_plan(self, wanted: Plan | None, quota: int | None, batches: int) -> Plan | None:
-        """What is to be claimed to go on, also behind ``clear``: ``wanted``, where that is more than the last step takes.
+        """Return the plan that a job must claim to go on: ``wanted``, if it takes more than the last step, else that step's.
 
-        Else what that takes, in the form that ``quota`` has room for if there is one.
+        The last step, which is known also after ``clear``, counts in the form that fits in ``quota`` bytes, if there is one.
         """
         last = self._last
         if last is None or (wanted is not None and wanted.peak > last.planned.plan.peak):
@@ -534,7 +541,7 @@ class BoundSteps:
         return plan if form is None else self._planned(last.key, form).plan
 
     def _brought(self, whole: Whole, form: CapturedStep, room: int) -> CapturedStep | None:
-        """``form``, or one that is low enough for ``room`` by the profiles that there are."""
+        # Until a form's plan, which its own profile may have raised, fits. None if no form does.
         while (planned := self._planned(whole.key, form)).plan.height > room:
             height = planned.graph_height(room)
             if height < whole.lowest:
@@ -549,16 +556,13 @@ class BoundSteps:
     def plan(
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
     ) -> Plan:
-        """The plan of a step on such a batch, bound to nothing. Raises as ``captured`` does."""
+        """Return the plan of a step on such a batch, without binding it. Raises as ``captured`` does."""
         return self.captured(leaves, batch_spec, batch_key, height).planned(self._threads).plan
 
     def captured(
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
     ) -> CapturedStep:
-        """A step on such a batch, found or captured, bound to nothing; brought to ``height`` bytes if they are given.
-
-        Raises CaptureError, and MemoryLimitError for a height that it cannot be brought to.
-        """
+        """Return the captured step for such a batch, unbound, at most ``height`` bytes high. Raises Capture- and MemoryLimitError."""
         gathered = frozenset(self._spec.trained()) if self._spec.accumulate > 1 else frozenset()
         base: Key = (batch_key, True, ambient_key(self._spec.device.type), gathered, ())
 
@@ -610,10 +614,9 @@ class BoundSteps:
     # -- what the bound_steps share
 
     def may_try_again(self, refused: CaptureError) -> bool:
-        """Whether a step that has run eagerly may be captured at its next call.
-
-        Its batch was of a new kind, momentum has begun, a cache was filled, or settings were, as models do in their first calls.
-        """
+        """Return True if a step that was ``refused``, and has run eagerly, may be captured at its next call."""
+        # Its batch was of a new kind, momentum has begun since, or it changed objects of its own, as models do that fill a
+        # cache in their first calls.
         if isinstance(refused, NewKind):
             return True
         most = 1 if isinstance(refused, LeavesTensors) else MOST_CHANGES if isinstance(refused, ChangesItself) else 0
@@ -622,25 +625,25 @@ class BoundSteps:
         return self._spec.accumulate == 1 and (again or isinstance(refused, HalfBegun))
 
     def begin_update(self, bound_step: BoundStep) -> Begun:
-        """An update was handed in: returns the parameters that have their first one by it."""
+        """Note that an update was submitted; return the state of the parameters of which it is the first."""
         if begun := self.first.begin(bound_step.moved):
             self._drop_half_begun()
         return begun
 
     def undo_update(self, begun: Begun, gathered: frozenset[str] | None = None, ended: bool = False) -> None:
-        """It failed: the next one is the first again; ``gathered`` have sums of gradients. ``ended``: nothing of it runs."""
+        """Undo ``begin_update``, as the update failed; the sums of ``gathered`` exist again. ``ended``: none of it still runs."""
         self.first.undo(begun, ended)
         if begun:
             self._drop_half_begun()
         self._gathered = self._gathered if gathered is None else gathered
 
     def before_eager(self) -> dict[str, torch.Tensor]:
-        """A step runs eagerly: returns the gradients that it goes on from. State that no update has reached is taken back."""
+        """Prepare for an eager step: remove optimizer state that no update has reached; return the gradient sums by name."""
         self.first.take_back()
         return self.sums
 
     def after_eager(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """A step has run eagerly and the next may be captured: go on from the gradients that it has left."""
+        """Go on from the gradient sums of an eager step, as the next step may be captured."""
         self.first.look_again()
         self._drop_half_begun()
         self._gathered = frozenset(sums)
@@ -654,12 +657,12 @@ class BoundSteps:
                 del self._bound_steps[key]
 
     def claim_again(self) -> None:
-        """Memory that was claimed for the bound_steps is not enough any more."""
+        """Make every step claim its memory anew before it runs."""
         for bound_step in self._bound_steps.values():
             bound_step.claimed = None
 
     def gather(self, bound_step: BoundStep) -> frozenset[str]:
-        """A step was handed in, which adds to sums of gradients or updates by them: returns those that there were before it."""
+        """Note that a step was submitted, which adds to gradient sums or uses them up; return the names of those before it."""
         before = self._gathered
         if self._spec.accumulate > 1:
             self._gathered = frozenset() if bound_step.key[1] else before.union(bound_step.plain.capture.gradients)
@@ -669,14 +672,14 @@ class BoundSteps:
 
     @property
     def sums(self) -> dict[str, torch.Tensor]:
-        """The gradients gathered since the last update, by parameter."""
+        """The gradient sums since the last update, by parameter name."""
         return {name: self._accumulators[name] for name in sorted(self._gathered)}
 
     def put_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Go on from gradients that were gathered elsewhere; before the first step."""
+        """Start from gradient sums of another object; only before the first step."""
         self._accumulators, self._gathered = dict(sums), frozenset(sums)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop all bound steps and gradient sums."""
         self._bound_steps.clear()
         self.put_sums({})

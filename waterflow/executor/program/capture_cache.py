@@ -1,4 +1,4 @@
-"""What audits have found: which captured steps they have looked at, and code whose captures have ended in this process."""
+"""The process's captured steps, by key: what audits found of them, their plans, and the budget for making them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from waterflow.partition.plan.profile import StepProfile
 
 @dataclass(eq=False)
 class Code:
-    """Steps of one structure, whatever their batches. ``fault`` tells how their captured form differed from the eager one."""
+    """All steps of one structure, for any batch. ``fault`` says how their captured form differed from the eager one."""
 
     fault: str = ""
-    told: set[str] = field(default_factory=set)  # why audits of it proved nothing
+    told: set[str] = field(default_factory=set)  # logged reasons why audits of it proved nothing
 
     def check(self) -> None:
-        """Raise Faulty where captured steps of this code are not to run any more."""
+        """Raise Faulty if an audit has found a fault, so that captured steps of this code must not run."""
         if self.fault:
             raise Faulty(self)
 
@@ -60,15 +60,13 @@ class Faulty(CaptureError):
 
 
 class _Codes:
-    """Codes by structure, as long as somebody has them; those with a fault stay. Thread-safe."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._codes: weakref.WeakValueDictionary[Hashable, Code] = weakref.WeakValueDictionary()
-        self._faulty: list[Code] = []
+        self._faulty: list[Code] = []  # kept alive, so that a fault is remembered to the end of the process
 
     def of(self, structure: Hashable) -> Code:
-        """The one code of this structure."""
+        """Return the one code of this structure."""
         with self._lock:
             code = self._codes.get(structure)
             if code is None:
@@ -76,7 +74,7 @@ class _Codes:
             return code
 
     def end(self, code: Code, fault: str) -> bool:
-        """From now on steps of this code run eagerly; whether nobody has said so before."""
+        """Make all steps of this code run eagerly from now on; return False if they already do."""
         with self._lock:
             if code.fault:
                 return False
@@ -90,13 +88,13 @@ codes = _Codes()
 
 @dataclass(eq=False)
 class Audited:
-    """The audits of one captured step, which jobs share: its first step, and one at a later place of a job."""
+    """The two audits of one captured step, which all of its jobs share: at its first step, and at a later step of a job."""
 
-    later: int = 0  # a job's step; 0 before the first audit, -1 behind the second one
+    later: int = 0  # the number of that step in its job; 0 before the first audit, -1 after the second
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begins(self) -> bool:
-        """Whether nobody has begun the first audit; the caller then does."""
+        """Return True if the first audit has not begun; the caller must then make it."""
         with self._lock:
             if self.later:
                 return False
@@ -104,7 +102,7 @@ class Audited:
             return True
 
     def ends(self, step: int) -> bool:
-        """Whether a job's step is at the later place, or behind it, and nobody has begun that audit; the caller then does."""
+        """Return True if the second audit is due at a job's ``step`` and has not begun; the caller must then make it."""
         with self._lock:
             if not 0 < self.later <= step:
                 return False
@@ -112,6 +110,7 @@ class Audited:
             return True
 
 
+# Without a bound ever new shapes made each step a capture: 0.05 times the speed of a plain loop (docs/experiments/capture.md).
 FREE_CAPTURES = 8
 MOST_OF_TIME = 0.1
 KINDS_REMEMBERED = 10_000
@@ -119,14 +118,14 @@ STEPS_PER_CAPTURE = 400  # where no clock may decide, as in deterministic studie
 
 
 class NewKind(CaptureError):
-    """A batch of a kind that is not captured now, for captures have taken their share. Other kinds stay captured."""
+    """A batch is of a kind that is not captured now, as captures have used up their budget. Other kinds stay captured."""
 
 
 class CaptureBudget:
-    """The captures of one job: the first eight, and then those of kinds that come back, a tenth of its time at most.
+    """Bounds the captures of one job: the first eight kinds of batch, then kinds that recur, in a tenth of its time at most.
 
-    ``steps`` counts the job's steps, which stand for its time in deterministic studies, where all that counts is the job's own:
-    kinds, also where another job has made the capture. None elsewhere. Time goes to ``account``.
+    In deterministic studies ``steps`` returns the number of the job's steps, which stands for its time; only the job's own
+    kinds count then, also those that another job has captured. Elsewhere it is None. The time is added to ``account``.
     """
 
     def __init__(self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -140,7 +139,7 @@ class CaptureBudget:
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
-        """A capture is made within."""
+        """Count a capture, and the time that it takes, inside the context."""
         before = self._now()
         try:
             yield
@@ -149,11 +148,14 @@ class CaptureBudget:
             self.account["capturing"] += self._now() - before
 
     def add_kind(self) -> None:
-        """Batches of one more kind are captured."""
+        """Count one more kind of batch that is captured."""
         self._made += self.own
 
     def check(self, kind: Hashable, batch: Callable[[], Any]) -> None:
-        """Raise NewKind where a batch of a new kind is not to be captured now. It has None for leaves that are no part of its kind."""
+        """Raise NewKind if a batch of this new ``kind`` must not be captured now.
+
+        ``batch()`` returns the batch, with None for leaves that are no part of its kind.
+        """
         if self._made < FREE_CAPTURES:
             self._last = described(batch())
             return
@@ -166,6 +168,7 @@ class CaptureBudget:
             allowed = self._made < FREE_CAPTURES + self._steps() // STEPS_PER_CAPTURE
         else:
             spent = self.account["capturing"]
+            # With one more capture of mean length.
             allowed = spent + spent / self._made <= MOST_OF_TIME * (self._now() - self._began)
         if not allowed:
             raise NewKind(self._why(batch))
@@ -186,7 +189,7 @@ class CaptureBudget:
 
 
 def described(batch: Any) -> dict[str, str]:
-    """What tells kinds of batches apart, by the path of each leaf."""
+    """Describe the leaves of a batch, by path: shapes of tensors, and other values as text."""
     return {pytree.keystr(path): _one(leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
 
 
@@ -197,18 +200,18 @@ def _one(leaf: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-# A step whose requests differ from time to time is planned by the highest of this many.
+# A step whose requests differ from time to time is planned by the maximum of this many profiles.
 MOST_PROFILES = 4
 # After this many steps in a row with requests that were not planned a step is profiled anew, this often at most.
 MOST_MISSES = 4
 MOST_PROFILED_AGAIN = 3
-NODE_BYTES = 3 << 10  # what a capture holds in host memory for each node, as measured: docs/experiments/capture.md
+NODE_BYTES = 3 << 10  # host memory of a capture for each node, as measured: docs/experiments/capture.md
 
 
 class PlannedStep:
-    """The plan of a captured step on lanes with a given number of intra-op threads; improves by profiles.
+    """The plan of a captured step for a number of intra-op threads, first predicted, then made from profiles.
 
-    Thread-safe: several jobs may bring profiles at once.
+    Thread-safe: several jobs may add profiles at once.
     """
 
     def __init__(self, captured: CapturedStep) -> None:
@@ -219,17 +222,17 @@ class PlannedStep:
         self.native = _native(self.plan)
         self.wants_profile = True
         self.measured_height = 0
-        self._missed = 0  # steps in a row that did not ask as planned
+        self._missed = 0  # steps in a row with requests that were not planned
         self._again = 0
 
     def graph_height(self, height: int) -> int:
-        """What the graph may have for the step to be ``height`` high: what profiles have shown to come on top of it counts."""
+        """Return the height in bytes by the graph with which the whole step is ``height`` high, by the profiles so far."""
         return height - max(0, self.plan.height - self.captured.predicted.height)
 
     def add_profile(self, profile: StepProfile) -> None:
-        """Take in the record of one profiled step. Two consecutive equal ones, or several unequal, make the plan.
+        """Add the profile of one step. Two equal ones in a row make the plan, and so do ``MOST_PROFILES`` unequal ones.
 
-        Only equal ones give memory its places: a step that asks differently from time to time has none that hold.
+        Only equal profiles give requests their offsets: a step that asks differently from time to time has none that last.
         """
         with self._lock:
             if not self.wants_profile:
@@ -259,7 +262,7 @@ class PlannedStep:
             self._profiles.clear()
 
     def count_misses(self, missed: int) -> None:
-        """A step made ``missed`` requests otherwise than planned. Where that goes on, the step is profiled again."""
+        """Count a step with ``missed`` requests that were not planned; after several in a row the step is profiled again."""
         with self._lock:
             self._missed = self._missed + 1 if missed else 0
             if self._missed >= MOST_MISSES and self._again < MOST_PROFILED_AGAIN:
@@ -280,17 +283,17 @@ def _native(plan: Plan) -> _C.GroupPlan:
 
 @dataclass
 class CapturedStep:
-    """A capture with its program and its predicted plan, shared by all jobs whose key is equal."""
+    """A capture with its program and its predicted plan, shared by all jobs with an equal key."""
 
     capture: Capture
     lowered: Lowered
     memory: list[OperationMemory]
     predicted: Plan
-    keep: list[Any]  # what the key counts by identity
-    exact: bool = True  # the bits of the captured operations
-    recomputed: Recomputed | None = None  # what it makes again in its backward pass
-    offloaded: Offloaded | None = None  # what it holds in host memory from its forward to its backward pass
-    layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture says
+    keep: list[Any]  # objects that the key compares by identity: kept alive, so that no id is used again
+    exact: bool = True  # it computes the bits of the captured operations
+    recomputed: Recomputed | None = None  # activations that the backward pass computes again
+    offloaded: Offloaded | None = None  # activations that are in host memory from forward to backward pass
+    layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture has
     exactly: CapturedStep | None = (
         None  # the same with the bits of the captured operations, where this one rounds otherwise
     )
@@ -300,13 +303,13 @@ class CapturedStep:
 
     @functools.cached_property
     def written_buffers(self) -> tuple[str, ...]:
-        """The model's buffers that a step changes."""
+        """The names of the model's buffers that a step changes."""
         given = self.capture.inputs
         return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
 
     @functools.cached_property
     def changed_inputs(self) -> tuple[GraphInput, ...]:
-        """What a step changes in place, through views, too."""
+        """The inputs that a step changes in place, directly or through a view."""
         changed = {
             storage_id(source.meta["val"])
             for node in self.capture.graph.nodes
@@ -322,11 +325,11 @@ class CapturedStep:
 
     @functools.cached_property
     def host_bytes(self) -> int:
-        """About what graph, program and constants hold in host memory."""
+        """The approximate bytes of host memory of graph, program and constants."""
         return NODE_BYTES * len(self.capture.graph.nodes) + storage_bytes(self.capture.constants.values())
 
     def footprint(self) -> Footprint:
-        """What the step asks of memory, as far as the graph knows it."""
+        """Return the step's memory by its graph: the lifetimes and sizes of its pieces, and the cost of each operation."""
         instructions = self.lowered.instructions
         followed = follow(self.capture.graph, instructions)
         return Footprint(
@@ -335,13 +338,13 @@ class CapturedStep:
         )  # fmt: skip
 
     def inexact(self) -> CapturedStep:
-        """The same by operations that are measured to be faster, and may round otherwise."""
+        """Return a form of the step that uses operations measured to be faster, which may round otherwise."""
         made = assemble(self.capture, self.predicted.name, self.keep, exact=False)
         made.exactly = self
         return made
 
     def planned(self, threads: int) -> PlannedStep:
-        """The plan for operations on ``threads`` threads: kernels' temporaries depend on their number."""
+        """Return the plan for operations on ``threads`` threads, on whose number the temporaries of kernels depend."""
         with self._lock:
             if threads not in self._planned:
                 self._planned[threads] = PlannedStep(self)
@@ -353,14 +356,14 @@ def build(
     name: str = "step", unread: Collection[int] = (),
 ) -> CapturedStep:  # fmt: skip
     """Capture, lower and plan one step; ``fingerprint`` is what its key was made from. Raises CaptureError as ``capture_step``."""
-    redirect()  # a trace puts stand-ins in the same places, and what was there back
+    redirect()  # before the trace, which replaces the same generators, and afterwards restores what it found
     with no_collections():
         capture = capture_step(spec, leaves, batch_spec, fingerprint, unread)
         return assemble(capture, name, fingerprint.keep if fingerprint is not None else [])
 
 
 def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -> CapturedStep:
-    """Lower and plan a capture. Raises CaptureError."""
+    """Lower and plan a capture. Raises CaptureError if the step computes nothing, or cannot be lowered."""
     lowered = lower(capture, exact)
     memory = operation_memory(capture.graph, lowered.instructions)
     if not memory:
@@ -373,7 +376,7 @@ def assemble(capture: Capture, name: str, keep: list[Any], exact: bool = True) -
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's line; the module, or else the operator, of a node that has none."""
+    """Return the user's line of a node; if it has none, its module, or else its operator."""
     file, number, _ = node.meta.get("line", ("", 0, ""))
     return f"{file}:{number}" if file else node.meta.get("module") or f"{_short_name(node)}, {node.meta['phase']}"
 
@@ -383,9 +386,9 @@ def _short_name(node: fx.Node) -> str:
 
 
 def input_bytes(capture: Capture) -> tuple[int, int]:
-    """Bytes of what persists and of one batch, each storage once.
+    """Return the bytes that persist and the bytes of one batch, each storage counted once.
 
-    Tensors that the step reads and the model does not hold (a teacher, a data set) are not the job's own.
+    Tensors that the step reads and the model does not contain (a teacher, a data set) are not the job's own.
     """
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
     persistent: dict[int, int] = {}
@@ -401,13 +404,13 @@ def input_bytes(capture: Capture) -> tuple[int, int]:
 
 
 def persistent_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What persists of a job that is not captured, from the tensors themselves."""
+    """Return the bytes of parameters, buffers and optimizer state, from the tensors themselves; for jobs without a capture."""
     state = (value for entries in optimizer.state.values() for value in entries.values())
     return storage_bytes([*model.parameters(), *model.buffers(), *state])
 
 
 def storage_bytes(values: Iterable[Any]) -> int:
-    """Bytes behind those of ``values`` that are tensors, each storage once."""
+    """Return the bytes of the storages of all tensors among ``values``, each storage counted once."""
     storages = {}
     for tensor in values:
         if isinstance(tensor, torch.Tensor):
@@ -418,9 +421,9 @@ def storage_bytes(values: Iterable[Any]) -> int:
 
 
 class CaptureCache:
-    """Captures by key: ``size`` at most, of ``most_bytes`` of host memory together, or a single one; least recently used go first.
+    """Captured steps by key, least recently used dropped first: at most ``size``, of at most ``most_bytes`` of host memory.
 
-    Thread-safe; equal keys wait for the one that captures first.
+    A single one may be larger. Thread-safe; threads with equal keys wait for the first of them to capture.
     """
 
     def __init__(self, size: int = 256, most_bytes: int = 256 << 20) -> None:
@@ -434,7 +437,7 @@ class CaptureCache:
         self.hits = 0
 
     def get(self, key: tuple[Hashable, ...], make: Callable[[], CapturedStep]) -> CapturedStep:
-        """The entry of ``key``, built by ``make`` if there is none. A CaptureError that is lasting is remembered, too."""
+        """Return the entry of ``key``, made by ``make`` if there is none. A lasting CaptureError is remembered and raised again."""
         while True:
             with self._lock:
                 entry = self._entries.get(key)
@@ -459,7 +462,7 @@ class CaptureCache:
             try:
                 entry = make()
             except (LeavesTensors, NewKind):
-                raise  # the next time may be another: what it fills is filled, or there is time for it
+                raise  # not lasting: the next time the step's cache is filled, or there is time for the capture
             except CaptureError as error:
                 entry = copy.copy(error)  # without its frames
             return entry
@@ -468,18 +471,18 @@ class CaptureCache:
                 if entry is not None:
                     self._entries[key] = entry
                     self._kinds[key[1]] += 1
-                    self.captures += not isinstance(entry, LeafRead)  # but those behind which another comes
+                    self.captures += not isinstance(entry, LeafRead)  # such a trace is repeated with the leaf's value
                     self.bytes += getattr(entry, "host_bytes", 0)
                     while len(self._entries) > (self._size if self.bytes <= self._most_bytes else 1):
                         self._forget(next(iter(self._entries)))
                 self._building.pop(key).set()
 
     def know(self, kind: Hashable) -> bool:
-        """Whether some step has a capture for batches of this kind: then it is worth while to look for one's own."""
+        """Return True if any step has a capture for this kind of batch, so that this step's may be found without the budget."""
         return self._kinds[kind] > 0
 
     def renew(self, key: tuple[Hashable, ...], old: CapturedStep, make: Callable[[], CapturedStep]) -> CapturedStep:
-        """The entry of ``key`` built anew, unless it is another than ``old`` already."""
+        """Return the entry of ``key``, made anew if it still is ``old``."""
         with self._lock:
             if self._entries.get(key) is old:
                 self._forget(key)
@@ -492,7 +495,7 @@ class CaptureCache:
             del self._kinds[key[1]]
 
     def clear(self) -> None:
-        """Forget everything; captures in use live on with their jobs."""
+        """Drop all entries; captures in use live on with their jobs."""
         with self._lock:
             self._entries.clear()
             self._kinds.clear()

@@ -1,4 +1,7 @@
-"""Products of matrices by another library, where bits may differ and it is measured to be faster here."""
+"""Kernel selection: which operator a program calls for each operation of the graph.
+
+Our own kernels and aliases keep the bits; only with ``exact=False`` may matrix products use a library that rounds otherwise.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from waterflow.partition.passes.operators import is_view, lazy_bits, storage_id
 
 aten, ours = torch.ops.aten, torch.ops.waterflow
 
-LEAST_WORK = 1 << 18  # multiplications: smaller products are over before the way to them is
+LEAST_WORK = 1 << 18  # multiplications; in smaller products the dispatch takes longer than the kernel
 REPEATS = 5
-GAIN = 1.1  # what is more than noise
+GAIN = 1.1  # a lesser speedup may be noise
 
 _Layout = tuple[torch.Size, tuple[int, ...]]
 _Way = Callable[[], Tensor]
@@ -28,7 +31,7 @@ _one_at_a_time = threading.Lock()
 
 
 def faster_product(target: Any, values: Sequence[Any]) -> Any:
-    """The operator to call in the place of ``target`` with the same arguments; results may differ by rounding."""
+    """Return the operator to call instead of ``target`` with the same arguments; results may differ by rounding."""
     if target is aten.mm.default:
         left, right = values[:2]
         if _is_faster(None, left, right):
@@ -51,14 +54,14 @@ def _is_faster(bias: fx.Node | None, left: fx.Node, right: fx.Node) -> bool:
         return False
     layouts = (None if bias is None else _layout(bias), _layout(left), _layout(right))
     key = (*layouts, torch.get_num_threads())
-    with _one_at_a_time:
+    with _one_at_a_time:  # measurements at the same time would disturb each other
         if key not in _found:
             _found[key] = measure(*_ways(*layouts))
         return _found[key]
 
 
 def measure(first: _Way, second: _Way) -> bool:
-    """Whether the second way is faster, now."""
+    """Return True if the second function is measured to be faster than the first by more than ``GAIN``."""
     best = [float("inf")] * 2
     for _ in range(REPEATS):
         for number, way in enumerate((first, second)):
@@ -103,7 +106,7 @@ _UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
 
 
 def short_form(target: Any, values: Sequence[Any]) -> Any:
-    """The operator to call in the place of ``target`` with the same arguments."""
+    """Return the operator to call instead of ``target`` with the same arguments, for the same bits in less time."""
     ours = _own_kernel(target, values)
     if ours is not None:
         return getattr(torch.ops.waterflow, ours).default
@@ -115,7 +118,8 @@ def short_form(target: Any, values: Sequence[Any]) -> Any:
 
 
 def _own_kernel(target: Any, values: Sequence[Any]) -> str | None:
-    """The name of our operator for what is known of the arguments; it looks at the tensors themselves, too."""
+    # Chosen by what the graph knows of the arguments. Our operators check the tensors themselves, too, and call torch's kernel
+    # for those that they are not made for.
     if target is aten.bernoulli_.float:
         return "bernoulli_" if _is_plain(values[0], (torch.float32, torch.float64)) else None
     if not values or not _is_plain(values[0], (torch.float32,)):
@@ -144,7 +148,7 @@ def _looks_like(one: fx.Node, other: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Mask:
-    """A dropout mask as the graph makes it: an empty tensor, filled with ones and zeros, divided by the share kept."""
+    """The three nodes that make a dropout mask: an empty tensor, filled with ones and zeros, divided by the share kept."""
 
     empty: fx.Node
     filled: fx.Node
@@ -161,9 +165,9 @@ def _share(filled: fx.Node) -> Any:
 
 
 def masks(calls: Sequence[fx.Node]) -> dict[fx.Node, Mask]:
-    """The masks that one operator can make, by the node of their empty tensor.
+    """Return the masks that one operator can make, by the node of their empty tensor.
 
-    Nothing stands between the three nodes, nobody else looks at the first two, and both numbers are one constant.
+    The three nodes follow each other directly, no other node uses the first two, and both numbers are the same constant.
     """
     found = {}
     for empty, filled, divided in zip(calls, calls[1:], calls[2:]):
@@ -193,10 +197,10 @@ def _are_counters(nodes: Sequence[fx.Node]) -> bool:
 
 
 def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Views that are made directly, from sizes and strides, and the node whose memory each looks at.
+    """Return the views that a program makes directly from sizes and strides, each with the node that is its base.
 
-    A view of a view looks at the first one's base. Left out are those that are ``apart``, and memory that an operation
-    behind them writes into, unless nobody else looks at it: there a base with other strides than the captured ones
+    The base of a view of a view is the first one's base. Views that are ``apart`` are left out. So are views of memory that a
+    later operation writes to, unless the view is the only one: if the base had other strides than the captured ones, it
     could not be replaced by a copy.
     """
     written = {
@@ -212,7 +216,7 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
         if isinstance(node.meta.get("val"), torch.Tensor):
             first.setdefault(storage_id(node.meta["val"]), node)
     bases: dict[fx.Node, fx.Node] = {}
-    sole: set[fx.Node] = set()  # the only look at their memory, which is written later: views of them look at them
+    sole: set[fx.Node] = set()  # the only views of memory that is written later: they are the bases of their own views
     for at, node in enumerate(calls):
         if node in apart or not (is_view(node.target) or node.target in _UNDECLARED_VIEWS):
             continue
@@ -237,7 +241,7 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
 
 
 def bypassed(bases: dict[fx.Node, fx.Node], outputs: Collection[Any]) -> set[fx.Node]:
-    """Views that nobody looks at any more, because their own views look at the base."""
+    """Return the views that are not used any more, because their own views use the base."""
     return {
         node
         for node in bases

@@ -1,4 +1,4 @@
-"""From a captured graph to the executor's program: numbered slots, positional arguments, last uses."""
+"""Lowering: turns a captured graph into the executor's program, with numbered slots, positional arguments and last uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from waterflow.partition.passes.operators import is_random, is_view, storage_id,
 
 aten = torch.ops.aten
 
-# Operations whose result is wrong or an error when their argument's strides are not the captured ones.
+# Operations whose result is wrong, or an error, if their argument has other strides than the captured ones.
 _STRIDE_BOUND = frozenset(
     {aten.view.default, aten._unsafe_view.default, aten.as_strided.default, aten.view_as_real.default}
 )
@@ -29,9 +29,9 @@ _STRIDE_BOUND = frozenset(
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program and what it needs. ``instructions[i]`` is the graph node behind instruction ``i``.
+    """A program with its inputs and constants, by slot. ``instructions[i]`` is the graph node of instruction ``i``.
 
-    ``written`` are the inputs that it changes, by number.
+    ``written`` are the numbers of the inputs that the program changes.
     """
 
     program: _C.Program
@@ -44,7 +44,7 @@ class Lowered:
 def lower(capture: Capture, exact: bool = True) -> Lowered:
     """Build the program of a captured step. Raises CaptureError for nodes that are no dispatcher calls.
 
-    Where it need not be ``exact`` results may differ by rounding from those of the captured operations.
+    Without ``exact`` results may differ by rounding from those of the captured operations.
     """
     return _Lowering(capture, exact).run()
 
@@ -117,7 +117,7 @@ class _Lowering:
     # -- inputs that are numbers
 
     def _group_numbers(self, calls: Sequence[fx.Node]) -> dict[tuple[fx.Node, str], int]:
-        """A slot for each number of an update, so that it may change from step to step."""
+        # Each number of an update (a weight decay, a flag) is read from a slot, so that it may change without a new capture.
         slots: dict[tuple[int, str], int] = {}
         found = {}
         for node in calls:
@@ -141,7 +141,7 @@ class _Lowering:
     # -- views that outlive the step
 
     def _fixed_views(self, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
-        """Views of what persists: computed once when the program is bound, not in every step."""
+        # Views of persistent tensors are computed once, when the program is bound, and not in every step.
         persistent = {
             node
             for node, given in zip(self.slots, self.capture.inputs)
@@ -188,7 +188,8 @@ class _Lowering:
         return drops
 
     def _shared(self, nodes: Sequence[fx.Node], outputs: Sequence[Any]) -> list[bool]:
-        """Which outputs share their storage with an input, or with an output before them."""
+        # Outputs that share their storage with an input or an earlier output: the next step would change them under the
+        # caller, so they are copied.
         taken = {
             storage_id(node.meta["val"])
             for node in nodes
@@ -212,7 +213,8 @@ class _Lowering:
         return {slot for slot in written if slot < placeholders}
 
     def _not_graphed(self, placeholders: Sequence[fx.Node], body: Sequence[fx.Node], written: Sequence[int]) -> str:
-        """Why the step cannot be device graphs, whose host does nothing but launch them; empty where it can."""
+        # The reason why the step cannot run as device graphs, or "". A graph launches kernels alone: an operator whose host
+        # code does more would do it at capture only, and tensors elsewhere than on the device are read by the host.
         for node in body:
             if node.target.namespace not in ("aten", "prims"):
                 return f"it calls {node.target}, which is none of torch's own operators"
@@ -249,7 +251,7 @@ class _Lowering:
                 arguments.append(("generator",))
             elif isinstance(value, fx.Node):
                 slot = self.slots[value]
-                # The value moves into the call at the last of its last uses' arguments only if it stands once.
+                # At its last use a value moves into the call, which may free it early; not if it occurs there twice.
                 once = sum(v is value for v in node.all_input_nodes) == 1 and _mentions(values, value) == 1
                 last = slot in drops and once
                 if last:
@@ -275,7 +277,7 @@ class _Lowering:
         )
 
     def _add_mask(self, program: _C.Program, mask: Mask, results: list[int], drops: set[int]) -> None:
-        """One operator for all three nodes of a mask, where the first of them stands."""
+        # One operator for all three nodes of a mask, in the place of the first.
         like = self.slots[mask.empty.args[0]]
         schema = torch.ops.waterflow.dropout_mask.default._schema
         program.add(

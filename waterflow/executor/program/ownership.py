@@ -1,4 +1,4 @@
-"""Modules and tensors that several steps hold at the same time: they may read them, and none of them may change them."""
+"""Ownership: which steps share modules and tensors, which Steps a thread has made, and which optimizers they update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from waterflow.partition.capture.spec import GraphInput
 
 
 class _Thread(threading.local):
-    """An object for each thread: numbers of threads are used again."""
+    """An object for each thread, by which threads are told apart: their numbers are used again."""
 
     def __init__(self) -> None:
         self.token = object()
@@ -34,39 +34,40 @@ _this = _Thread()
 
 
 class Hold:
-    """One step's hold on modules that have tensors, and on tensors elsewhere. ``over()`` tells that its engine has ended."""
+    """One step's use of modules that have tensors, and of tensors elsewhere. ``over()`` returns True once its engine has ended."""
 
     def __init__(self, name: str, over: Callable[[], bool]) -> None:
         self.name = name
         self.owner = _this.token
-        self.trains: frozenset[int] = frozenset()  # modules, by id
-        self.writes: set[int] = set()  # tensors that no model has, by id
+        self.trains: frozenset[int] = frozenset()  # ids of modules that the step trains
+        self.writes: set[int] = set()  # ids of tensors outside of models that the step writes to
         self._over = over
         self._released = False
 
     def release(self) -> None:
-        """Let go; twice is no error. Takes no lock: a finalizer may call it at any time."""
+        """End the use. Releasing twice is no error. Takes no lock, as a finalizer may call it at any time."""
         self._released = True
 
     @property
     def lasts(self) -> bool:
-        """Whether the step is still there to be in the way of others."""
+        """True until the step is released or its engine ends."""
         return not self._released and not self._over()
 
 
 class Holders:
-    """Who holds which module, and which tensor that no model has. Thread-safe."""
+    """The holds of all steps on modules, and on tensors that no model contains. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holds = WeakIdKeyDictionary()
 
     def check(self, hold: Hold, model: nn.Module, trained: Iterable[nn.Parameter], written: Iterable[str] = ()) -> None:
-        """Hold a model's modules, from now on or again.
+        """Register ``hold`` for all modules of ``model``; calling it again is no error.
 
-        Raises InvalidJobError where another thread's step trains one of them, or this one would, and where this step
-        writes into buffers (``written``, by name) of a module that another one holds.
+        Raises InvalidJobError if another thread's step has one of the modules and either step trains it, or this step writes
+        to one of its buffers (``written``, by name).
         """
+        # Steps of one thread are exempt: as in a plain loop, two of them may train the same module.
         ids = {id(p) for p in trained}
         modules = list(_with_tensors(model))
         hold.trains = frozenset(id(m) for m in modules if _trained(m, ids))
@@ -91,7 +92,7 @@ class Holders:
                 self._keep(module, hold)
 
     def check_tensors(self, hold: Hold, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        """Hold tensors that the model does not have. Raises InvalidJobError where another thread's step, or this, writes one."""
+        """Register ``hold`` for tensors of no model. Raises InvalidJobError if another thread's step has one that either writes."""
         hold.writes.update(map(id, written))
         with self._lock:
             for tensor in read:
@@ -126,7 +127,7 @@ holders = Holders()
 
 
 class Closable(Protocol):
-    """What is kept here of a step."""
+    """A step that can be closed."""
 
     def close(self) -> None:
         """Leave the engine."""
@@ -139,13 +140,13 @@ class _Made(threading.local):
         self.steps: weakref.WeakSet[Closable] = weakref.WeakSet()
 
     def add(self, step: Closable) -> None:
-        """Keep a step that the calling thread has made, as long as it lives."""
+        """Register a step that the calling thread has made; the reference is weak."""
         self.steps.add(step)
         with _guard:
             _all.add(step)
 
     def discard(self, step: Closable) -> None:
-        """It is closed, by whichever thread."""
+        """Remove a step that has been closed, by this or another thread."""
         self.steps.discard(step)
         with _guard:
             _all.discard(step)
@@ -157,55 +158,56 @@ made_here = _Made()
 
 
 def steps_of(engine: object) -> list[Any]:
-    """The steps that are alive in an engine, whoever made them."""
+    """Return the steps of all threads that are alive in ``engine``."""
     with _guard:
         return [step for step in _all if step.engine is engine]
 
 
 def cancel_steps(steps: weakref.WeakSet[Any], reason: str) -> None:
-    """End the steps of another thread at their next group boundary; what is called of them from then on raises JobCancelled."""
+    """End the steps of another thread at their next group boundary; their later calls raise JobCancelled."""
     for step in _copied(steps):
         if step.engine is not None and step.job is not None:
-            with contextlib.suppress(ValueError):  # it has left already
+            with contextlib.suppress(ValueError):  # the job has left the engine meanwhile
                 step.engine.native.cancel(step.job, reason)
 
 
 def _copied(steps: weakref.WeakSet[Any]) -> list[Any]:
     while True:
-        with contextlib.suppress(RuntimeError):  # its thread has made another one meanwhile
+        with contextlib.suppress(RuntimeError):  # changed during the iteration, as its thread has made another step
             return list(steps)
 
 
 def close_steps_of_thread() -> None:
-    """Close every step that the calling thread made inside an engine: a trial's end gives all its memory back."""
+    """Close every step that the calling thread made inside an engine, so that a trial's end releases all of its memory."""
     for step in list(made_here.steps):
         step.close()
     made_here.steps.clear()
 
 
-# Of the Steps that are alive: each clears what it finds in ``.grad`` of its parameters before its own backward pass.
+# The optimizers of Steps that are alive. Each Step clears ``.grad`` of its parameters before its own backward pass.
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def add(optimizer: Optimizer) -> None:
-    """From now on, a Step updates this optimizer's parameters."""
+    """Register the optimizer of a Step."""
     _optimizers.add(optimizer)
 
 
 def discard(optimizer: Optimizer) -> None:
-    """Its Step was closed."""
+    """Remove the optimizer of a Step that was closed."""
     _optimizers.discard(optimizer)
 
 
 def optimizer_of(tensors: Iterable[torch.Tensor]) -> Optimizer | None:
-    """One with which a Step updates any of them."""
+    """Return the optimizer of a Step that has any of ``tensors`` as a parameter, or None."""
     ids = set(map(id, tensors))
     found = (one for one in [*_optimizers] for group in one.param_groups for p in group["params"] if id(p) in ids)
     return next(found, None)
 
 
 def check(reached: Iterable[GraphInput], owner: Owner) -> None:
-    """Raise CaptureError where a gradient that the step would leave might be seen: a captured step leaves none."""
+    """Raise CaptureError if the step would leave gradients that the user may read: a captured step leaves none."""
+    # Gradients of a Step's parameters are never seen, as that Step clears them.
     reached = list(reached)
     if not reached:
         return
@@ -253,18 +255,18 @@ def _backward(*_: Any, **__: Any) -> None:
 
 
 def _no_state() -> None:
-    """A loss is pickled as the ordinary tensor that it is."""
+    """Stand in for ``__getstate__`` of a loss, which is then pickled as an ordinary tensor, without ``backward``."""
 
 
 def handed_out(result: Any) -> Any:
-    """A step's loss, or ``(loss, metrics)``, whose ``loss.backward()`` says that it was done."""
+    """Return a step's loss, or ``(loss, metrics)``, with a ``loss.backward()`` that raises an error with the remedy."""
     loss = result[0] if isinstance(result, tuple) else result
     loss.__dict__.update(backward=_backward, __getstate__=_no_state)
     return result
 
 
 def watch(optimizer: Optimizer) -> None:
-    """Tell, once, whoever calls ``step()`` of a Step's optimizer by hand and finds no gradients there."""
+    """Warn, once, if user code calls ``optimizer.step()`` or clips by hand after a Step, where there are no gradients."""
     _refuse_scaling()
     _look_at_clipping()
     optimizer._optimizer_step_pre_hooks.setdefault(WATCHER, _look)  # type: ignore[call-overload]
@@ -275,7 +277,7 @@ _told_of_clipping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The hook: a step that runs eagerly has gradients here, and a closure will make some."""
+    # A step that runs eagerly calls ``step()`` with gradients, and a closure will compute some: neither is warned of.
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return
     closure = args[1:] or kwargs.get("closure")  # the first one is the optimizer again
@@ -286,7 +288,7 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @functools.cache
 def _refuse_scaling() -> None:
-    """A scaled loss is another tensor, without a backward pass: torch's own error for it names neither rule nor remedy."""
+    # A scaled loss is another tensor, whose ``backward()`` would raise torch's own error, without rule and remedy.
     scale = GradScaler.scale
 
     @functools.wraps(scale)
@@ -301,7 +303,7 @@ def _refuse_scaling() -> None:
 
 @functools.cache
 def _look_at_clipping() -> None:
-    """Tell, once, whoever clips by hand behind a step: in what ``clip_grad_norm_`` calls, under whatever name it was imported."""
+    # Patched is the function that ``clip_grad_norm_`` calls: users import that one by name.
     clip = clip_grad._clip_grads_with_norm_
 
     @functools.wraps(clip)

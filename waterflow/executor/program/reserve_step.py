@@ -1,4 +1,4 @@
-"""What a step claims of its engine's memory before it runs, and what is tried where it does not fit."""
+"""Claims of a step on its engine's memory before it runs, and the forms of it that are tried if it does not fit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from waterflow.partition.plan.plan import Plan, format_bytes
 
 @dataclass(frozen=True)
 class WhatFits:
-    """What would fit in the place of a step that does not, as far as it is known.
+    """The batches that would fit instead of one that does not, as far as they are known.
 
-    ``largest`` is the first dimension of the largest batch that fits as the step is, or, where it may recompute as much as
-    it has to, without that; ``recomputed`` the same with it. Where not even the smallest batch fits, ``largest`` is 0 and
-    ``least`` has its size and the bytes that it needs. ``helps`` tells of a step that may not recompute whether
-    ``recompute="auto"`` would make its batch fit.
+    ``largest`` is the first dimension of the largest batch that fits without more recomputing, ``recomputed`` that of the
+    largest that fits with as much recomputing as needed. If not even the smallest batch fits, ``largest`` is 0, and ``least``
+    is (its size, the bytes that it needs). ``helps`` says, of a step that may not recompute, whether its batch would fit with
+    ``recompute="auto"``. None: not known.
     """
 
     largest: int | None = None
@@ -32,9 +32,9 @@ class WhatFits:
     helps: bool | None = None
 
     def error(self, limit: int, room: int, plan: Plan, held: int, lowest: int | None = None) -> MemoryLimitError:
-        """For the job of this plan, which holds ``held`` bytes; ``lowest`` is the height that recomputing brings it to.
+        """Return the error for a job of this ``plan``, which needs ``held`` bytes between steps.
 
-        A memory ``limit`` has ``room`` for jobs.
+        ``room`` are the bytes of the ``limit`` that jobs may claim; ``lowest`` is the least height by recomputing.
         """
         told = []
         if lowest is not None:
@@ -57,7 +57,7 @@ class WhatFits:
         return too_large(plan, held, limit, room, self.recomputed or self.largest or None, said)
 
 
-# In the place of a batch, for a step with this many bytes above what its graph knows: what fits.
+# A function of a batch that does not fit, and of the bytes of its step beyond its graph's, which returns what would fit.
 Search = Callable[[Any, int], WhatFits]
 
 
@@ -65,12 +65,12 @@ def claim(
     engine: Engine, job: int, name: str, batches: int, bound_steps: BoundSteps, bound_step: BoundStep,
     leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[StepFuture], search: Search,
 ) -> BoundStep:  # fmt: skip
-    """Claim memory for the job's steps on such batches; returns the bound_step that it was claimed for.
+    """Claim memory for the job's steps on this kind of batch; return the bound step, in the form that the memory is claimed for.
 
-    A step that may recompute becomes as low as it has to be to fit alone. Raises as ``Engine.claim`` does; a job that
-    does not fit alone learns what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
+    A step that may recompute is brought to the height at which it fits alone. Raises as ``Reservations.claim``; the error for a
+    job that does not fit alone names what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
     """
-    seen = engine.reservations.changes
+    seen = engine.reservations.changes  # read first: a change during the claim makes the next call claim again
     bound_step = _within_quota(engine, job, batches, bound_steps, bound_step, leaves, batch_spec, under_way)
     bound_step.seen = seen
     while bound_step.claimed is not (plan := bound_step.planned.plan):
@@ -78,7 +78,7 @@ def claim(
             engine.reservations.claim(job, plan.renamed(name), batches=batches)
             bound_step.claimed = plan
         except MemoryLimitError as error:
-            if error.needed <= engine.reservations.room:
+            if error.needed <= engine.reservations.room:  # it fits alone: its quota, or other jobs, are in the way
                 raise
             held = plan.persistent + batches * plan.batch
             lower = lowest = None
@@ -100,7 +100,7 @@ def _within_quota(
     engine: Engine, job: int, batches: int, bound_steps: BoundSteps, bound_step: BoundStep,
     leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[StepFuture],
 ) -> BoundStep:  # fmt: skip
-    """The bound_step in the form that the job's quota has room for; as it is where there is none, which its claim then finds."""
+    # The step in the form that fits in the job's quota. If none does it is returned as it is, and its claim fails.
     whole = bound_step.whole.planned.plan
     needed = whole.persistent + batches * whole.batch
     most = engine.reservations.most_height(job, needed)
@@ -111,7 +111,7 @@ def _within_quota(
         and engine.reservations.policy_of(job).opportunistic
         and not engine.reservations.has_room(job, needed, room)
     ):
-        return bound_step  # it goes on as it is until there is
+        return bound_step  # it stays in its reduced form until there is room for the whole one
     fitting = bound_steps.within(bound_step, leaves, batch_spec, room)
     if fitting is None:
         bound_step.claimed = None

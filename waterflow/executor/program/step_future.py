@@ -1,4 +1,4 @@
-"""A step on its way: what ``Step.submit`` returns."""
+"""Step futures: the results of ``Step.submit``."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from waterflow.executor.program.bound_step import Begun, BoundStep
 
 @dataclass(eq=False)
 class StepFuture:
-    """A step that was handed to the engine. ``result()`` waits for it."""
+    """A step that was submitted to the engine. ``result()`` waits for it."""
 
-    engine: Engine | None  # None: its caller runs it
-    finish: Callable[[StepFuture], Any]  # its step's: waits for it, and makes its result
+    engine: Engine | None  # None: the caller runs the step
+    finish: Callable[[StepFuture], Any]  # waits for the step, and makes its result
     run: _C.StepRun
     bound_step: BoundStep | None
     profiled: bool
-    micro: int  # its place among the steps of an update
-    first: Begun  # first updates that it makes
-    returned: list[Any] = field(default_factory=list)  # by a step that ran eagerly
-    gathered: frozenset[str] | None = None  # the parameters with gradients from calls before it; None: it runs eagerly
+    micro: int  # its number among the steps of an update
+    first: Begun  # the state that it updates for the first time
+    returned: list[Any] = field(default_factory=list)  # the result of a step that ran eagerly
+    gathered: frozenset[str] | None = None  # parameters with gradient sums before it; None: it runs eagerly
 
     def wait(self) -> None:
-        """Until the step has ended, well or not."""
+        """Wait until the step has ended or failed; raise nothing of the step."""
         if self.engine is not None:
             self.engine.native.wait(self.run)
 
     def result(self) -> Any:
-        """The loss, or ``(loss, metrics)`` where the step function returned both. Raises what the step raised."""
+        """Wait; return the loss, or ``(loss, metrics)`` if the step function returned both. Raises what the step raised."""
         return self.finish(self)
 
 
 @dataclass(frozen=True)
 class Done:
-    """A step that its caller has run at once."""
+    """The future of a step that its caller has already run."""
 
     returned: Any
 
     def wait(self) -> None:
-        """It has ended well."""
+        """Return at once, as the step has ended."""
 
     def result(self) -> Any:
-        """The same as of a ``StepFuture``."""
+        """Return the loss, or ``(loss, metrics)``."""
         return self.returned
