@@ -1,4 +1,4 @@
-"""Devices and their memory; what torch's allocators are asked for."""
+"""The allocator: serves torch's requests for device memory, by plan or from a pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["cuda", "time_planned_requests"]
 
 
 def time_planned_requests(plan: Plan) -> list[float]:
-    """Nanoseconds of one request with its release, through torch's allocator: the mean of each of 100 batches of 1,000.
+    """Return nanoseconds of a planned request with its release, through torch: the means of 100 batches of 1,000.
 
     Raises ValueError for a plan without planned requests.
     """

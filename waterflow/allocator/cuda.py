@@ -1,4 +1,4 @@
-"""Waterflow's memory under torch on a GPU: putting it in, and what torch's own questions about memory answer then."""
+"""Waterflow's allocator on a GPU: installs it in torch, and replaces torch's functions that report on memory."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ BENCHMARK = (
     "kernels, so there is nothing to gain)."
 )
 
-_installed: set[int] = set()
-_before: list[tuple[Any, str, Any]] = []
+_installed: set[int] = set()  # devices by index
+_before: list[tuple[Any, str, Any]] = []  # (module, name, function) of torch's own, to be put back by tests
 
 
 def install(device: int | torch.device | None = None, limit: int = 0) -> bool:
-    """Let waterflow serve torch's requests for memory of a GPU; before CUDA starts, and for the rest of the process.
+    """Make waterflow serve torch's requests for GPU memory, for the rest of the process; call it before CUDA starts.
 
-    ``limit`` bounds in bytes what is not planned (0: all that the device has). A second call changes only the limit.
-    Returns False, with a warning that says how to do better, where CUDA runs already: torch's own allocator stays.
-    Raises InvalidJobError where there is no CUDA.
+    ``limit`` bounds in bytes the memory that is not planned (0: all that the device has); a second call changes only that.
+    Returns False, with a warning, if CUDA runs already: torch's allocator then stays. Raises InvalidJobError without a GPU.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         built = "was built without CUDA" if torch.version.cuda is None else "finds no GPU (see nvidia-smi)"
         raise InvalidJobError(f"device 'cuda' cannot be used: this torch ({torch.__version__}) {built}; use 'cpu'")
     index = _index(device)
     if not _installed:
+        # torch refuses to change an allocator that is initialized, which starting CUDA does.
         if torch.cuda.is_initialized():
             logger.warning(TOO_LATE)
             return False
         if torch.backends.cudnn.benchmark:
             torch.backends.cudnn.benchmark = False
             logger.warning("cudnn.benchmark is switched off: %s", BENCHMARK)
-        _C.cuda_device(index)  # a driver that does not do is found before anything has changed
+        _C.cuda_device(index)  # raises for a driver that is not sufficient, before anything has changed
         _put_in()
     _C.cuda_pool(index, limit)
     _installed.add(index)
@@ -55,12 +55,12 @@ def install(device: int | torch.device | None = None, limit: int = 0) -> bool:
 
 
 def installed() -> bool:
-    """Whether torch's memory on GPUs is waterflow's."""
+    """Return True if waterflow serves torch's requests for GPU memory."""
     return bool(_installed)
 
 
 def check_settings() -> None:
-    """Raise InvalidJobError for what cannot work with waterflow's memory."""
+    """Raise InvalidJobError for settings of torch that do not work with waterflow's allocator."""
     if _installed and torch.backends.cudnn.benchmark:
         raise InvalidJobError(BENCHMARK)
 
@@ -84,7 +84,7 @@ def _put_in() -> None:
 
 
 def _put_back() -> None:
-    """For tests: torch's own functions again. The allocator itself stays for the life of the process."""
+    # For tests. torch cannot change its allocator back, so that one stays for the life of the process.
     while _before:
         setattr(*_before.pop())
     _installed.clear()
@@ -101,43 +101,43 @@ def _index(device: Any) -> int:
 
 
 def planned_request_nanoseconds() -> list[float]:
-    """What a planned request and its release cost, without torch's own share of it: one figure per batch."""
+    """Measure a planned request with its release in nanoseconds, without torch's share: the mean of each of several batches."""
     count = 1000
     rows = [(512, 512 * i, i, 2 * count) for i in range(count)]
     plan = _C.RequestPlan(rows, list(range(count + 1)), [2 * count] * count, 512)
     return _C.time_planned_requests(plan, _C.cuda_device(_index(None)))
 
 
-# -- what stands in for functions of torch.cuda that ask torch's own allocator
+# -- replacements for functions of torch.cuda, which ask torch's own allocator
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Bytes that tensors on the device take now, planned memory included."""
+    """Return the bytes of tensors on the device now, including planned memory."""
     return _C.cuda_stats(_index(device))["allocated"]
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The most bytes that tensors have taken, since the start or the last reset_peak_memory_stats()."""
+    """Return the most bytes of tensors at once, since the start or the last reset_peak_memory_stats()."""
     return _C.cuda_stats(_index(device))["peak_allocated"]
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Bytes of the device that are held: arenas, graphs, and all that is not planned."""
+    """Return the bytes of the device that waterflow has reserved: arenas, device graphs, and the pool for unplanned requests."""
     return _C.cuda_stats(_index(device))["reserved"]
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """The most bytes of the device that have been held."""
+    """Return the most bytes of the device that were reserved at once, since the start or the last reset."""
     return _C.cuda_stats(_index(device))["peak_reserved"]
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Begin anew with both peaks."""
+    """Set both peaks to the present values."""
     _C.cuda_reset_peaks(_index(device))
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """The figures under the names that torch gives them, and waterflow's own; others are not there."""
+    """Return the figures under torch's names, and waterflow's own counts of requests; torch's other names are missing."""
     now = _C.cuda_stats(_index(device))
     return {
         "allocated_bytes.all.current": now["allocated"],
@@ -151,13 +151,13 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """The figures as text, and a map of what is not planned."""
+    """Return the figures as text and, unless ``abbreviated``, a map of the pool for unplanned requests."""
     lines = [f"{name:34} {value:>16,}" for name, value in memory_stats(device).items()]
     return "\n".join(lines if abbreviated else [*lines, _C.cuda_map(_index(device))])
 
 
 def empty_cache() -> None:
-    """Give the device back what is free."""
+    """Return free memory of the pools to the devices."""
     for index in _installed:
         _C.cuda_trim(index)
 
@@ -182,6 +182,7 @@ REFUSED = {
 
 
 def _refuses(name: str) -> Callable[..., Any]:
+    # torch's own functions would report on an allocator that serves nothing.
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError(
             f"torch.cuda.{name}() asks torch's own allocator, which waterflow's replaces; {REFUSED[name]}."
@@ -191,13 +192,13 @@ def _refuses(name: str) -> Callable[..., Any]:
     return refuse
 
 
-# More lanes than this only add launches to a GPU that two steps side by side keep busy.
+# Two steps side by side keep a GPU busy; more lanes only add launches.
 DEFAULT_LANES = 2
 
 
 @dataclass(frozen=True)
 class CudaLanes:
-    """What an engine on a GPU is made of; ``planned`` where torch's requests for memory are waterflow's to serve."""
+    """The device of an engine on a GPU, with its free bytes; ``planned`` if waterflow serves torch's requests for memory."""
 
     device: torch.device
     free: int
@@ -205,7 +206,7 @@ class CudaLanes:
 
 
 def prepare(device: torch.device) -> CudaLanes:
-    """Look at the device, before anything on it has been made. Raises InvalidJobError where it cannot be used."""
+    """Install the allocator for ``device``, and ask it for its free bytes. Raises InvalidJobError if it cannot be used."""
     check_settings()
     planned = install(device)
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -213,7 +214,8 @@ def prepare(device: torch.device) -> CudaLanes:
 
 
 def native_settings(lanes: CudaLanes, count: int, limit: int) -> dict[str, Any]:
-    """For ``_C.Engine``: the device, and two streams for each of ``count`` lanes; torch never gives one of its own back."""
+    """Return ``_C.Engine``'s arguments for a GPU with ``count`` lanes; ``limit`` bounds in bytes the unplanned memory."""
+    # The handles stay valid: torch never destroys its streams.
     if lanes.planned:
         install(lanes.device, limit)
     streams = [torch.cuda.Stream(lanes.device) for _ in range(2 * count)]
