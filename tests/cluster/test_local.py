@@ -153,7 +153,7 @@ def test_a_child_that_died_while_nobody_looked(tmp_path: Path) -> None:
 
 def test_a_device_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("waterflow.cluster.local.FIRST_TRIES", 1)  # each is a process that imports torch
-    with pytest.raises(BackendError, match="(?s)does not start; it said.*cannot read 'much' as memory"):
+    with pytest.raises(BackendError, match="(?s)does not start; its output ends.*cannot read 'much' as memory"):
         LocalBackend(1, tmp_path, settings=WorkerSettings(memory="much"))
     with pytest.raises(BackendError, match="positive number"):
         LocalBackend(0)
@@ -226,7 +226,7 @@ def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
         os.kill(before, signal.SIGSTOP)
         began = time.monotonic()
         lost = until(backend, NodeLost)
-        assert isinstance(lost, NodeLost) and "said nothing" in lost.reason
+        assert isinstance(lost, NodeLost) and "was silent" in lost.reason
         assert 0.5 < time.monotonic() - began < 4
         assert not lives(before)
         joined = until(backend, NodeJoined, seconds=30)

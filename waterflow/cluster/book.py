@@ -46,7 +46,7 @@ class Entry:
         self.priority: Priority = submission.priority
         self.state: State = "waiting"
         self.alone = False
-        self.confirmed = False  # its workers said that they run
+        self.confirmed = False  # all its workers have reported that they run
         self.devices: list[Device] = []
         self.reserved: list[Device] = []
         self.submitted = now
@@ -118,7 +118,7 @@ class Book:
         self.actions: list[Action] = []
         self.now = 0.0
 
-    # -- what a policy asks
+    # -- queries of policies
 
     def quota_left(self, tenant: str) -> int:
         """Return how many devices guaranteed submissions of a tenant may still take or reserve."""
@@ -134,7 +134,7 @@ class Book:
         mine = len(entry.reserved) + (len(entry.devices) if entry.priority == "guaranteed" else 0)
         return devices - mine <= self.quota_left(entry.tenant)
 
-    # -- what a policy does
+    # -- operations of policies
 
     def start(self, entry: Entry, devices: list[Device], priority: Priority | None = None) -> None:
         """Run a waiting entry on ``devices``.
@@ -215,7 +215,7 @@ class Book:
         self._return_quota(entry, len(entry.reserved))
         entry.reserved = []
 
-    # -- what the scheduler does
+    # -- operations of the scheduler
 
     def add(self, submission: Submission, order: int) -> Entry:
         """Add a waiting entry for ``submission``, and return it."""
@@ -249,14 +249,14 @@ class Book:
                 held[entry.tenant] += len(entry.reserved) + len(entry.devices) * (entry.priority == "guaranteed")
         assert held == self.held, f"devices held by tenant: {held}, counted {self.held}"
         for tenant in self.tenants.values():
-            assert held[tenant.name] <= tenant.quota, f"{tenant} holds {held[tenant.name]} devices"
+            assert held[tenant.name] <= tenant.quota, f"{tenant} has {held[tenant.name]} devices"
         for device in self.devices:
             alone = [entry.id for entry in device.residents if entry.alone]
             assert not alone or len(device.residents) == 1, f"{device} is shared, and {alone} run alone"
         assert self.occupied == sum(bool(device.residents) for device in self.devices)
         for device in self.devices:
             for entry in [*device.residents, *([device.reserved] if device.reserved else [])]:
-                assert self.entries.get(entry.id) is entry, f"{device} holds {entry}, which is not in the book"
+                assert self.entries.get(entry.id) is entry, f"{device} runs {entry}, which is not in the book"
 
     # -- parts
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # these need torch, which most requests do not
     from waterflow.job import Job, JobResult, Results
 
 _REQUEST_SECONDS = 60.0
-_WAIT_SECONDS = 20.0  # that one request waits for the end of a job
+_WAIT_SECONDS = 20.0  # for which one request waits for the end of a job
 _AGAIN_SECONDS = 0.2
 _KINDS: dict[str, type[Exception]] = {"SubmissionError": SubmissionError, "InvalidJobError": InvalidJobError}
 
@@ -130,7 +130,7 @@ class Cluster:
         # The smallest device decides: the scheduler may place a set on any of them.
         most = min((node["memory"] for node in self.status()["nodes"] if node["memory"]), default=0)
         if not most:
-            raise ClusterError("no device of the cluster tells its memory; hand the jobs in one by one")
+            raise ClusterError("no device of the cluster reports its memory; submit the jobs one by one")
         return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in sets_that_fit(jobs, most)]
 
     def status(
@@ -181,6 +181,7 @@ class Cluster:
         """Return the results that an ended job left, however it ended."""
         from waterflow.job import Results
 
+        # Unpickled here, by the user's process; the cluster's process never unpickles.
         with zipfile.ZipFile(io.BytesIO(self._ask("GET", _of(id) + "/results"))) as archive:
             found: list[JobResult] = [pickle.loads(archive.read(name)) for name in archive.namelist()]
         return Results(found)
@@ -243,7 +244,7 @@ class Cluster:
         assert url.hostname is not None
         connection = kind(url.hostname, url.port, timeout=_REQUEST_SECONDS)
         with contextlib.closing(connection):
-            with contextlib.suppress(BrokenPipeError):  # refused before all of it was read: the answer says why
+            with contextlib.suppress(BrokenPipeError):  # the server refused it unread, and its answer says why
                 connection.request(method, path, body, {"Authorization": f"Bearer {token}", **headers})
             answer = connection.getresponse()
             return answer.status, answer.read()
@@ -252,7 +253,7 @@ class Cluster:
         if self._folder is None:
             assert self._address is not None and self._token is not None
             return self._address, self._token
-        told = json.loads(address_file(self._folder).read_text())  # another one after each start
+        told = json.loads(address_file(self._folder).read_text())  # read each time: a restart may change it
         return told["address"], self._token or token_file(self._folder).read_text().strip()
 
     def _nobody(self, error: Exception) -> ClusterError:

@@ -11,8 +11,8 @@ import time
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-MOST = 512  # connections, and half of the files that the process may have open: the other half is for devices and the store
-PART_UNKNOWN = 4  # a quarter of them for those who have not shown the token
+MOST = 512  # connections; half of the files that the process may open are for devices and the store
+PART_UNKNOWN = 4  # a quarter of the connections is for clients that have not sent the token
 HEADER_SECONDS = 10.0  # for all of a request up to its token
 BACKLOG = 256  # connections that the system keeps until they are taken
 _BUSY = json.dumps(
@@ -38,7 +38,7 @@ class LimitedServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         self.most = most_connections()
-        self._unknown: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._unknown: dict[socket.socket, float] = {}  # start times of connections without the token, the oldest first
         self._known: set[socket.socket] = set()
         self._guard = threading.Lock()
         super().__init__(address, handler)

@@ -107,6 +107,7 @@ class Devices:
             raise ValueError(f"node {node.name!r} is already part of the cluster; give each node a name of its own")
         if node.devices < 1:
             raise ValueError(f"node {node.name!r} has {node.devices} devices; a node needs at least one")
+        # The index by free devices is as long as the largest node needs; it is never shortened.
         added = self.nodes[node.name] = NodeDevices(node)
         while len(self._by_free) <= node.devices:
             self._by_free.append({})
@@ -177,7 +178,7 @@ class Devices:
         """Walk all nodes; raise AssertionError if two counts contradict each other."""
         free = 0
         for node in self.nodes.values():
-            assert node in self._by_free[len(node.free)], f"{node.name} stands among nodes with another number free"
+            assert node in self._by_free[len(node.free)], f"{node.name} is among nodes with another number free"
             for device in node.devices:
                 is_free = device.guaranteed is None and device.reserved is None
                 assert is_free == (device in node.free), f"{device} is free: {is_free}, and listed otherwise"

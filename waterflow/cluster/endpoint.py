@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("endpoint: " + format, *args)
 
-    # -- what can be asked
+    # -- requests: each method serves the route of its name below
 
     def status(self) -> dict[str, Any]:
         pages = {key: int(self._number(key, 0.0, 1e9)) for key in ("ended", "waiting") if key in self.query}

@@ -112,8 +112,8 @@ class RunningGroup:
         self._jobs: dict[int, Job | Task] = {}
         self._runners: dict[int, JobRunner] = {}
         self._results: dict[int, JobResult] = {}
-        self._states: dict[int, Checkpoint] = {}  # of those that have not begun
-        self._reached: dict[int, int] = {}  # steps of those that train no more, or go on from a checkpoint
+        self._states: dict[int, Checkpoint] = {}  # checkpoints of jobs that have not begun
+        self._reached: dict[int, int] = {}  # steps of jobs that do not train, and steps from which others resumed
         self._seeds: list[int] = []
         self._length: int | None = None  # steps of all jobs
         self._user_code = UserCode()
@@ -133,7 +133,7 @@ class RunningGroup:
         """Begin to train on a thread of its own; ``tell`` receives the events."""
         self._thread.start()
 
-    # -- what others ask
+    # -- requests
 
     def halt(self, suspend: bool) -> None:
         """Stop all jobs after their current steps; with ``suspend``, save them first. Returns at once.
@@ -176,7 +176,7 @@ class RunningGroup:
                     logger.info("no checkpoint of job %r: %s", self._jobs[number].name, error)
             if saved:
                 with self._lock:
-                    steps = sum(self._reached.values())  # not those that jobs have trained since
+                    steps = sum(self._reached.values())  # without the steps that jobs have trained since
                 self._tell(Checkpointed(*self._who, self._process.folder.job(self.part.id), steps))
             # Saving that took t seconds is followed by t / SAVING_SHARE seconds without, whatever the configured
             # interval.

@@ -27,6 +27,7 @@ class JournaledScheduler:
 
     def __init__(self, store: Store, policy: Policy, tenants: Sequence[Tenant] = ()) -> None:
         self._store = store
+        # The replay below calls the same methods with the same arguments and times, so it makes the same decisions.
         state = store.meta("scheduler")
         self._inner = Scheduler([], policy, tenants) if state is None else Scheduler.from_dict(state, policy)
         self._since = 0

@@ -29,7 +29,7 @@ from waterflow.executor.memory_limit import DEFAULT_MEMORY
 logger = logging.getLogger("waterflow")
 
 READY_SECONDS = 120.0  # for all processes to begin
-END_SECONDS = 2.0  # for a process that was asked to end
+END_SECONDS = 2.0  # for a process to end by itself before it is killed
 PAUSES = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0)  # before a process that ended at once is started again
 START_SECONDS = 30.0  # for one process to answer, before another one replaces it
 FIRST_TRIES = 3  # for a process that ends before it was ever ready
@@ -155,7 +155,7 @@ class LocalBackend(Ledger):
                     gone = self._hear(child)
                     allowed = self._silent if child.joined else START_SECONDS
                     if child.silence.passed() > allowed and gone is None:
-                        gone = f"its process said nothing for {allowed:g} s"
+                        gone = f"its process was silent for {allowed:g} s"
                     if gone is not None:
                         self._end(child, gone)
             elif time.monotonic() >= child.again and not self._closed:
@@ -260,7 +260,7 @@ class LocalBackend(Ledger):
             self._look_after()
             worst = max(self._children.values(), key=lambda child: child.failures)
             if worst.failures >= FIRST_TRIES or time.monotonic() > deadline:
-                raise BackendError(f"node {worst.node!r} does not start; it said: {self._last_words(worst)}")
+                raise BackendError(f"node {worst.node!r} does not start; its output ends: {self._last_words(worst)}")
             self._wait(0.1)
 
     def _last_words(self, child: _Child) -> str:

@@ -85,6 +85,7 @@ class Losses:
 
         ``reached`` are the steps that each had reported.
         """
+        # One number for all jobs on the device: when one of them is the cause, the loss is explained for all.
         number = 1 + max((loss.number for losses in self._by_job.values() for loss in losses), default=0)
         for job in jobs:
             since = self._store.since(job.id)
@@ -140,6 +141,7 @@ class Losses:
         """Forget the losses that a job has caused, for all jobs; return the ids that need no longer run alone."""
         numbers = {loss.number for loss in self._by_job.get(id, ())}
         self._store.forget_losses(numbers=sorted(numbers))
+        # A job without other losses need no longer run alone.
         freed = []
         for other, losses in list(self._by_job.items()):
             before = self.suspect(other)

@@ -34,7 +34,7 @@ from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
 logger = logging.getLogger("waterflow")
 
 READY_SECONDS = 120.0  # for all actors to begin
-RETRY_SECONDS = 0.2  # before an actor that is being restarted is asked again
+RETRY_SECONDS = 0.2  # before another call to an actor that is being restarted
 NODES_SECONDS = 5.0  # between two searches for new nodes of Ray
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
@@ -48,7 +48,7 @@ class _Actor:
     hello: Hello | None = None  # of its process now
     answer: Any = None  # the reference to the pending answer
     silence: Silence = field(default_factory=Silence)
-    again: float = 0.0  # when to ask it next, where it could not be asked
+    again: float = 0.0  # the time of the next call, after one that failed
 
 
 class RayBackend(Ledger):
@@ -155,7 +155,7 @@ class RayBackend(Ledger):
                 elif actor.answer is not None and self._ray.wait([actor.answer], timeout=0)[0]:
                     self._hear(actor)
                 if actor.silence.passed() > self._silent and actor.hello is not None:
-                    self._end(actor, f"its process said nothing for {self._silent:g} s")
+                    self._end(actor, f"its process was silent for {self._silent:g} s")
 
     def _ask_for_events(self, actor: _Actor) -> None:
         known = self._known.get(actor.node)

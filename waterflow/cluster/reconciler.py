@@ -129,7 +129,7 @@ class Reconciler:
             except NOT_NOW:
                 raise
             except Exception as error:  # one job must not keep the others from being settled
-                logger.exception("job %r could not be settled", job.id)
+                logger.exception("job %r: no request could be made from its wanted state", job.id)
                 self._failed[job.id] = f"{type(error).__name__}: {error}"
                 self._retry_at[job.id] = now + LONGEST_RETRY
                 continue

@@ -147,7 +147,7 @@ class Service:
                 "cluster with another --state folder"
             )
 
-    # -- what users ask
+    # -- requests of users
 
     def submit(self, submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> bool:
         """Accept a job; return False if this very job is known already.

@@ -100,7 +100,7 @@ class SharedFolder:
         """Return the file that says how to reach a node."""
         return self.path / "nodes" / f"{_quoted(name)}.json"
 
-    # -- ids; a run is one start of an id, with a number higher than those before
+    # -- ids; a run is one start of an id, with a number higher than that of any run before
 
     def job(self, id: str) -> Path:
         """Return the folder of one id."""

@@ -93,8 +93,8 @@ class _Run:
         self.since = 0.0  # later than now while an overhead lasts
         self.version = 0  # of its entry in the queue of ends; other versions there are stale
         self.first_start = -1.0
-        self.milestone = -1.0  # what is left of it at the milestone; below 0: none is asked for
-        self.passed: float | None = None  # when that was
+        self.milestone = -1.0  # ``left`` at the milestone; below 0: there is none
+        self.passed: float | None = None  # the time at which it reached the milestone
 
 
 class Simulator:

@@ -31,6 +31,7 @@ def cluster_status(
 def job_status(now: float, job: JobRecord, live: Mapping[str, Progress]) -> dict[str, Any]:
     """Return the status of one job, with the last reports of its nodes. ``waited`` is the time before its first start."""
     reports = list(live.values())
+    # A job that was cancelled before it started has waited until its end.
     until = job.started if job.started is not None else job.ended if job.ended is not None else now
     return {
         "id": job.id,

@@ -146,6 +146,8 @@ class Store:
         try:
             os.close(private(str(path), os.O_RDWR | os.O_CREAT))  # SQLite gives its journals the mode of the file
             path.chmod(0o600)
+            # isolation_level=None: transactions begin and end in ``transaction`` alone. The lock makes threads take
+            # turns.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -293,6 +295,7 @@ class Store:
         """
         if ended is None and waiting is None:
             return self.jobs(), 0, 0
+        # Only the jobs that are shown are read whole: a cluster keeps every job that it has run.
         over, none = _AMONG.format("state"), -1  # -1 is SQLite's way to say no limit
         with self._lock:
             last = self._all(
@@ -371,7 +374,7 @@ class Store:
         self._run(f"DELETE FROM device_losses WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
         self._run(f"DELETE FROM device_losses WHERE {_AMONG.format('number')}", (json.dumps(list(numbers)),))
 
-    # -- what is told of a job
+    # -- logs of jobs
 
     def say(self, id: str, at: float, line: str) -> None:
         """Add a line to a job's log, which keeps the last ``LOG_LINES``."""

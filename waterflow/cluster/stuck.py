@@ -9,7 +9,7 @@ from waterflow.cluster.backend import Backend
 from waterflow.cluster.store import Store
 
 CANCEL_SECONDS = 30.0  # for a cancelled job to leave its device; then the device's process is ended
-SAVE_SECONDS = 3.0  # before that, for those beside it to write checkpoints
+SAVE_SECONDS = 3.0  # before that, for the jobs beside it to write checkpoints
 
 Ask = Callable[[], None]
 
@@ -21,7 +21,7 @@ class Stuck:
         self._store = store
         self._backend = backend
         self._until: dict[str, float] = {}
-        self._beside_saved: set[str] = set()  # of those: for whom others were asked for checkpoints
+        self._beside_saved: set[str] = set()  # the ids for which the jobs beside them were asked for checkpoints
         self._processes: set[tuple[str, int]] = set()  # nodes and epochs of the processes that were ended
 
     @property

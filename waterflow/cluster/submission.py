@@ -52,6 +52,7 @@ class Submission:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, as JSON types."""
+        # ``dataclasses.asdict`` copies deeply, which is slow, and all fields are plain.
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod

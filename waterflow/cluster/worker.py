@@ -176,6 +176,7 @@ class Worker:
             if self._process.folder.is_fenced(self._process.epoch):
                 self._exit_fenced()
             now, total = time.monotonic(), sum(self._engine.native.lane_busy_ns) * 1e-9
+            # Busy time of all lanes over the wall time of all lanes.
             utilization = min(1.0, (total - busy) / (now - since) / self._engine.lanes)
             busy, since = total, now
             with self._lock:

@@ -223,7 +223,7 @@ class AntMan(Policy):
             entry = self._extra.first(len(open_to_them))
             if entry is None:
                 break
-            declared, known = entry.submission.memory, entry.memory  # on a vacant device only what it said counts
+            declared, known = entry.submission.memory, entry.memory  # vacant: only the declared one counts
             roomy = [
                 device for device, (room, vacant) in open_to_them.items()
                 if (vacant or not entry.alone) and (not known or (declared if vacant else known) <= room)

@@ -46,7 +46,7 @@ class ElasticTiresias(Las):
         self._most = most
         self._least_gain = least_gain
         self._sizes: dict[str, int] = {}
-        self._gains: defaultdict[str, dict[int, Gain | None]] = defaultdict(dict)  # by size, of those not ended
+        self._gains: defaultdict[str, dict[int, Gain | None]] = defaultdict(dict)  # by size, until the entry ends
 
     @property
     def parameters(self) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ class Fifo(Policy):
         """Append the entry; one that lost its devices returns to its old position."""
         waiting = self._waiting
         waiting.append(entry)
+        # Sorted only then: almost always the newest comes last.
         if len(waiting) > 1 and waiting[-2].order > entry.order:
             self._waiting = deque(sorted(waiting, key=lambda each: each.order))
 

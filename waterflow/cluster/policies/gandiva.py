@@ -189,7 +189,7 @@ class Gandiva(Policy):
     # -- servers
 
     def _place(self) -> None:
-        hopeless: set[int] = set()  # how many devices were asked for in vain
+        hopeless: set[int] = set()  # numbers of devices for which there is no home in this decision
         for entry in sorted(self._pending.values(), key=lambda entry: entry.order):
             if entry.wanted in hopeless:
                 continue

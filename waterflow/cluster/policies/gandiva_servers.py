@@ -201,6 +201,7 @@ class Servers:
             return self._of_free(wanted, unused) or self._of_free(wanted, self.by_node.values())
         if least is not None:
             return {least: wanted}
+        # No server has the affinity: the least crowded home of a group that is spread over several servers is shared.
         order = {server: position for position, server in enumerate(self.by_node.values())}
         several = [
             (max(_load(server) for server, _ in home), min(order[server] for server, _ in home), group.number, group)

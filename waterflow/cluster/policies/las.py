@@ -31,12 +31,12 @@ class Las(Ranked):
         if by not in ("service", "time"):
             raise ValueError(f"las counts by 'service' or by 'time', not by {by!r}")
         self._by = by
-        self._order: list[Item] = []  # those that run
+        self._order: list[Item] = []  # items of running entries, sorted
         self._asked: list[int] = []  # devices of each
-        self._demotions: list[tuple[float, int, Entry]] = []  # time, order; only those whose time is in _due count
+        self._demotions: list[tuple[float, int, Entry]] = []  # (time, order, entry); stale unless the time is in _due
         self._due: dict[str, float] = {}
         self._demoted: dict[str, Entry] = {}  # in the decision that is being taken
-        self._first: Item | None = _BEFORE_ALL  # of those that changed since the last decision
+        self._first: Item | None = _BEFORE_ALL  # the first item that changed since the last decision
 
     @property
     def parameters(self) -> Mapping[str, Any]:

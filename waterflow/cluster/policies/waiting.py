@@ -28,6 +28,7 @@ class Waiting:
 
     def first(self, at_most: int) -> Entry | None:
         """Return the first entry that asks for at most ``at_most`` devices; None if there is none."""
+        # A heap for each size asked for: there are few sizes, and thousands of entries.
         heads = [head for size in self._by_size if size <= at_most and (head := self._head(size)) is not None]
         return self._entries[min(heads)] if heads else None
 
