@@ -39,11 +39,7 @@ class Build(BuildExtension):
 setup(
     ext_modules=[
         CppExtension(
-            "waterflow._C",
-            SOURCES,
-            depends=HEADERS,
-            include_dirs=[str(Path(__file__).parent)],
-            extra_compile_args=FLAGS,
+            "waterflow._C", SOURCES, depends=HEADERS, include_dirs=[str(Path(__file__).parent)], extra_compile_args=FLAGS
         )
     ],
     cmdclass={"build_ext": Build},

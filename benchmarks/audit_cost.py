@@ -97,9 +97,7 @@ def main() -> int:
         sys.stdout.write(json.dumps(run_here(arguments.trials, arguments.run)) + "\n")
         return 0
     rows = [measure(arguments.trials, steps, arguments.repeats) for steps in LIMITS]
-    note = (
-        f"a study of {arguments.trials} trials with so many steps each; new process each run, captures inside the clock"
-    )
+    note = f"a study of {arguments.trials} trials with so many steps each; new process each run, captures inside the clock"
     return report.finish("audit_cost", arguments, rows, note)
 
 

@@ -54,9 +54,7 @@ def _ready(kind: str, depth: int) -> Any:
     model = demo.make_model(kind, depth, width, dropout=0.1, seed=number)
     choice = demo.Choice(kind, depth, width, 0.1, OPTIMIZERS[number % 3], 1e-3, batch_size)
     numbers = torch.Generator().manual_seed(number)
-    made = step.Step(
-        model, loss=F.cross_entropy, optimizer=demo.make_optimizer(choice, model.parameters()), generator=numbers
-    )
+    made = step.Step(model, loss=F.cross_entropy, optimizer=demo.make_optimizer(choice, model.parameters()), generator=numbers)
     batch = (torch.randn(batch_size, 1, demo.SIDE, demo.SIDE), torch.randint(0, demo.CLASSES, (batch_size,)))
 
     def call() -> None:
@@ -133,9 +131,7 @@ def measure(repeats: int, nets: Sequence[tuple[str, int]], asked: Sequence[str])
     rows.append(_row("first step, all of them, ms", [v for one in taken.values() for v in one], MOST_FIRST_STEP, 1e-3))
     given = models()
     for name in asked:
-        rows.append(
-            _row(f"asked before a step, {name}, us", asked_before(*given[name], repeats), MOST_ASKED[name], 1e-6)
-        )
+        rows.append(_row(f"asked before a step, {name}, us", asked_before(*given[name], repeats), MOST_ASKED[name], 1e-6))
     return rows
 
 

@@ -24,9 +24,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     colours = {way: pyplot.get_cmap("tab20")(number) for number, way in enumerate(ways)}
     columns = min(COLUMNS, len(sets))
     height = -(-len(sets) // columns)
-    figure, axes = pyplot.subplots(
-        height, columns, figsize=(5.5 * columns, 2.8 * height), squeeze=False, layout="constrained"
-    )
+    figure, axes = pyplot.subplots(height, columns, figsize=(5.5 * columns, 2.8 * height), squeeze=False, layout="constrained")
     for panel in axes.flat[len(sets) :]:
         panel.remove()
     for name, panel in zip(sets, axes.flat):

@@ -117,10 +117,7 @@ def told(what: str, trials: list[dict[str, float]]) -> bool:
         values = [trial[name] for trial in trials]
         limit = LIMITS.get(name)
         good &= limit is None or max(values) <= limit
-        print(
-            f"  {name:<30}{statistics.median(values):>12.3f}{max(values):>8.3f}"
-            + (f"  (at most {limit:g})" if limit else "")
-        )
+        print(f"  {name:<30}{statistics.median(values):>12.3f}{max(values):>8.3f}" + (f"  (at most {limit:g})" if limit else ""))
     return good
 
 

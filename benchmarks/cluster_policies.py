@@ -212,15 +212,11 @@ def gandiva_jobs(seed: int, device_time: bool = True) -> list[cluster.Submission
     return jobs
 
 
-def first_batches(
-    policy: str, seed: int, device_time: bool = True, resume: float = 0.1, **parameters: Any
-) -> list[float]:
+def first_batches(policy: str, seed: int, device_time: bool = True, resume: float = 0.1, **parameters: Any) -> list[float]:
     """Seconds from submission to the first 100 mini-batches, of each job."""
     table = cluster.read_gandiva_models(TRACES / "gandiva_table1_packing.csv")
     models = cluster.Interference(models=table, device_memory=24 << 30)  # a P40
-    rates = dict(
-        line.split(",")[::2][:2] for line in (TRACES / "gandiva_table1_packing.csv").read_text().splitlines()[1:]
-    )
+    rates = dict(line.split(",")[::2][:2] for line in (TRACES / "gandiva_table1_packing.csv").read_text().splitlines()[1:])
     nodes = [cluster.Node(f"server{i}", 4, models.device_memory) for i in range(45)]
     simulator = cluster.Simulator(
         cluster.Scheduler(nodes, cluster.POLICIES[policy](**parameters)),
@@ -316,15 +312,9 @@ def main() -> int:
         rows.append({"what": what, "figure": f"{ratio}", "goal": at_least, "holds": holds, "by seed": list(ratio)})
 
     goal("antman over capacity", over(setup, "capacity", seeds), OVER_CAPACITY)
+    goal("antman over gandiva's packing, as public measurements interfere", over(setup, "gandiva-packing", seeds), OVER_PACKING)
     goal(
-        "antman over gandiva's packing, as public measurements interfere",
-        over(setup, "gandiva-packing", seeds),
-        OVER_PACKING,
-    )
-    goal(
-        f"antman over gandiva's packing, queueing = {PAIR} (AntMan's pair)",
-        over(queued, "gandiva-packing", seeds),
-        OVER_PACKING,
+        f"antman over gandiva's packing, queueing = {PAIR} (AntMan's pair)", over(queued, "gandiva-packing", seeds), OVER_PACKING
     )
     early = early_feedback(seeds)
     less = statistics.mean(early[0]["changes"])
@@ -332,9 +322,7 @@ def main() -> int:
                  "holds": less <= EARLY, "by seed": early[0]["changes"]})  # fmt: skip
     before = {
         "philly_480: average completion time over antman's, by load": by_load("philly_480", LOADS, seeds),
-        "muri_testbed_400 (its own models and tenants): the same": by_load(
-            "muri_testbed_400", (0.5, 1.0, 1.58, 2.0), 1
-        ),
+        "muri_testbed_400 (its own models and tenants): the same": by_load("muri_testbed_400", (0.5, 1.0, 1.58, 2.0), 1),
         f"one assumption changed, philly_480, load {PAPER_LOAD:g}": sensitivity(seeds),
         "gandiva's section 6.3: seconds to the first 100 mini-batches": early,
     }

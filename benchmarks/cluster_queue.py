@@ -30,9 +30,7 @@ LIMITS = {"submit": 0.02, "status": 0.3, "wait": 0.3, "command": 2.0, "command -
 
 def small() -> wf.Job:
     """What is handed in so often."""
-    return wf.Job(
-        "small", lambda: nn.Linear(4, 1), list, lambda p: torch.optim.SGD(p, lr=0.1), loss=nn.functional.mse_loss
-    )
+    return wf.Job("small", lambda: nn.Linear(4, 1), list, lambda p: torch.optim.SGD(p, lr=0.1), loss=nn.functional.mse_loss)
 
 
 def seconds(what: Callable[[], object], times: int) -> float:
@@ -58,9 +56,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wf-") as folder:
         state = str(Path(folder) / "state")
-        waterflow(
-            "up", "--devices", "1", "--memory", "256MiB", "--lanes", "1", "--policy", given.policy, "--state", state
-        )
+        waterflow("up", "--devices", "1", "--memory", "256MiB", "--lanes", "1", "--policy", given.policy, "--state", state)
         try:
             client, made = wf.Cluster(state), small()
             client.submit(job(0, 10.0, Path(folder)), id="stands")

@@ -158,9 +158,7 @@ def kill_device(trial: Trial) -> dict[str, float]:
     began = time.monotonic()
     until(lambda: any(" lost: " in line for line in trial.client.logs("job-0")))
     known = time.monotonic() - began
-    told = until(
-        lambda: (told := trial.client.status("job-0"))["attempts"] == 2 and told["state"] != "waiting" and told
-    )
+    told = until(lambda: (told := trial.client.status("job-0"))["attempts"] == 2 and told["state"] != "waiting" and told)
     until(lambda: (now := trial.client.status("job-0"))["state"] == "completed" or now["steps"] > told["steps"])
     if any(place[0] == node for place in told["places"]):
         raise SystemExit("it went on where it was")

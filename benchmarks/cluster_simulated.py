@@ -264,8 +264,7 @@ def simulated(
     """Completion times by id: the same submissions, with the durations that ran and the overhead of each start."""
     scheduler = cluster.Scheduler(nodes, cluster.POLICIES[policy]())
     submissions = [
-        cluster.Submission(asked.id, auto=False, duration=ran[asked.id].duration, submitted=asked.submitted)
-        for asked in jobs
+        cluster.Submission(asked.id, auto=False, duration=ran[asked.id].duration, submitted=asked.submitted) for asked in jobs
     ]
     done = cluster.Simulator(scheduler, cluster.Overheads(start=start)).run(submissions)
     return {record.id: record.completion for record in done.jobs}
@@ -312,11 +311,7 @@ def compared(live: dict[str, Ran], virtual: dict[str, float]) -> dict[str, Any]:
 
 
 def per_job(
-    jobs: Sequence[Asked],
-    before: dict[str, Ran],
-    told: dict[str, Ran],
-    live: dict[str, Ran],
-    virtual: dict[str, float],
+    jobs: Sequence[Asked], before: dict[str, Ran], told: dict[str, Ran], live: dict[str, Ran], virtual: dict[str, float]
 ) -> list[dict[str, Any]]:
     """A row for each."""
     return [
@@ -382,9 +377,7 @@ def main() -> int:
         f"{len(drawn)} jobs, load {arguments.load:g}, {DEVICES} devices of one core, {arguments.backend} backend, policy "
         f"{arguments.policy}; averages of completion times. Cores busy with others: at first, before the live run, after it."
     )
-    return report.finish(
-        f"cluster_simulated_{arguments.backend}", arguments, [judged(trials)], note, tables | {"trials": trials}
-    )
+    return report.finish(f"cluster_simulated_{arguments.backend}", arguments, [judged(trials)], note, tables | {"trials": trials})
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ class Loop:
         self.made = MadeJob(JobSpec(workload, number))
         loss = self.made.workload.loss
         optimizer = self.made.optimizer(self.made.model.parameters())
-        self.step = wf.Step(
-            self.made.model, optimizer=optimizer, step=lambda model, batch: loss(model, batch), engine=engine
-        )
+        self.step = wf.Step(self.made.model, optimizer=optimizer, step=lambda model, batch: loss(model, batch), engine=engine)
         self.ended: list[tuple[float, float]] = []
         self._go, self._idle, self._over = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -156,8 +154,7 @@ def row(guaranteed: str, opportunistic: str, arguments: argparse.Namespace) -> d
     """Medians over the pairs, the differences of both windows alone, and whether the goals hold."""
     found = measure(guaranteed, opportunistic, arguments.repeats, arguments.window, arguments.settle)
     median, p99, spread, spread99, kept, busy = map(
-        statistics.median,
-        (found.median, found.tail, found.alone_median, found.alone_tail, found.kept, found.busy),
+        statistics.median, (found.median, found.tail, found.alone_median, found.alone_tail, found.kept, found.busy)
     )
     left = kept / (1 - busy)
     return {

@@ -31,9 +31,7 @@ FLAT_MIB = 4.0
 
 def mlp() -> nn.Module:
     """A small perceptron on rows of 64 numbers."""
-    return nn.Sequential(
-        nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-    )
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 class GraphNetwork(nn.Module):

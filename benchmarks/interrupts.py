@@ -72,9 +72,7 @@ def objective(trial: Trial) -> Any:
     trial.suggest_float("x", 0.0, 1.0)
     kind = trial.number % 4
     if kind == 0:
-        return wf.Job(
-            f"trial-{trial.number}", network, slowly, sgd, loss=F.cross_entropy, evaluate=evaluate, epochs=10**6
-        )
+        return wf.Job(f"trial-{trial.number}", network, slowly, sgd, loss=F.cross_entropy, evaluate=evaluate, epochs=10**6)
     while kind == 1:
         time.sleep(0.02)
     model = network()

@@ -152,9 +152,7 @@ def main() -> int:
     rows = [row for name in arguments.models for row in found[name]]
     path = arguments.figure or (report.RESULTS / "policies.png" if arguments.save else None)
     if path is not None:
-        draw(
-            path, rows, f"Two copies in {arguments.gib} GiB, simulated: largest batch of each, and speed against turns"
-        )
+        draw(path, rows, f"Two copies in {arguments.gib} GiB, simulated: largest batch of each, and speed against turns")
     note = f"{COPIES} copies in {arguments.gib} * 2**30 bytes; published: {published.SOURCE}; speed and overlap are a model"
     return report.finish("policies", arguments, rows, note)
 

@@ -22,12 +22,8 @@ def main() -> int:
     parser = report.parser(__doc__ or "")
     parser.add_argument("--count", type=int, default=1000, help="programs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND", help="only these"
-    )
-    parser.add_argument(
-        "--scripts", type=Path, help="a folder for the scripts of programs that differ, instead of printing them"
-    )
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND", help="only these")
+    parser.add_argument("--scripts", type=Path, help="a folder for the scripts of programs that differ, instead of printing them")
     parser.add_argument("--most", type=int, default=5, help="how many of those are made smaller")
     arguments = parser.parse_args()
     quiet()

@@ -62,9 +62,7 @@ def main() -> int:
         row for name in arguments.models
         for row in measure(name, arguments.batch or BATCHES.get(name, 8), not arguments.heights)
     ]  # fmt: skip
-    return report.finish(
-        "reductions", arguments, rows, "32 * 2**30 bytes; samples/ms are a model (bytes moved as the clock)"
-    )
+    return report.finish("reductions", arguments, rows, "32 * 2**30 bytes; samples/ms are a model (bytes moved as the clock)")
 
 
 if __name__ == "__main__":

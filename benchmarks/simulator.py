@@ -41,13 +41,7 @@ def oracle() -> list[dict[str, Any]]:
         policy = cluster.POLICIES[NAMES.get(name, name)](**parameters)
         found = run(row["trace"], policy, int(row["gpus"]))
         summary = cluster.summarize(found)
-        ours = (
-            round(summary.average, 2),
-            summary.p50,
-            summary.p99,
-            max(job.ended for job in found.jobs),
-            summary.preemptions,
-        )
+        ours = (round(summary.average, 2), summary.p50, summary.p99, max(job.ended for job in found.jobs), summary.preemptions)
         theirs = [row[c] for c in ("avg_jct_s", "p50_jct_s", "p99_jct_s", "last_end_s", "preemptions")]
         holds = all(not their or our == float(their) for our, their in zip(ours, theirs))
         rows.append({"what": f"{row['trace']}, {row['policy']}", "figure": f"{ours[0]:,.2f}", "unit": "s on average",

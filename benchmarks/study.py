@@ -119,9 +119,7 @@ def run_processes(trials: int) -> dict[str, Any]:
         study = fresh_study(trials, JournalStorage(JournalFileBackend(path)), "shared")
         command = [sys.executable, "-m", "benchmarks.study", "--worker", path]
         workers = [
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             for _ in range(2)
         ]
         for worker in workers:

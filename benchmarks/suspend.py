@@ -121,9 +121,7 @@ def target(pipe: Connection, megabytes: float, kind: str) -> None:
         loaded = time.monotonic()
         running = Running(wf.JobRunner(job_of(megabytes), engine, resume=checkpoint))
         first = running.await_steps(checkpoint.steps + 1)
-        pipe.send(
-            {"load and check": loaded - begun, "model, state, capture, first steps": first - loaded, "end": first}
-        )
+        pipe.send({"load and check": loaded - begun, "model, state, capture, first steps": first - loaded, "end": first})
         running.stop()
 
 

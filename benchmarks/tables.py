@@ -170,9 +170,7 @@ def main() -> int:
     seconds = time.perf_counter() - started
     torch.set_num_threads(1)
     rows.append(eight_jobs())
-    rows.append(
-        {"model": "processor time of the longer of two processes, seconds", "each": max(used for _, used in done)}
-    )
+    rows.append({"model": "processor time of the longer of two processes, seconds", "each": max(used for _, used in done)})
     rows.append({"model": "all of it, seconds", "each": seconds, "at most": 300.0, "holds": seconds < 300})
     return report.finish("tables", arguments, rows, f"published: {published.SOURCE}; overlap and speed are a model")
 

@@ -211,9 +211,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(repeats=None)
     parser.add_argument("--quick", action="store_true", help="one set, two short rounds: does it work here")
     parser.add_argument("--all", action="store_true", help="all sets: 2, 4 and 8 jobs of each workload, and mixed ones")
-    parser.add_argument(
-        "--only", nargs="+", metavar="PATTERN", help="sets by name, such as 'mlp x2' or '* x8'; 'study'"
-    )
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="sets by name, such as 'mlp x2' or '* x8'; 'study'")
     parser.add_argument("--chart", type=Path, help="where the bar chart goes; with --save beside the JSON")
     parser.add_argument("--share", type=float, help="of a round's steps, where the machine is slow [default: 1]")
     arguments = parser.parse_args(words)
@@ -253,13 +251,9 @@ def main(words: Sequence[str] | None = None) -> int:
             rows += table(jobs, measured)
             speeds[jobs.name] = {name: done.speeds for name, done in measured.items() if done.rounds}
             for one in goals.rows({jobs.name: speeds[jobs.name]}):
-                tell(
-                    f"{one['what']}, {jobs.name}: {one.get('ratio', 0.0):.2f} times {one['against']}, goal {one['at least']}"
-                )
+                tell(f"{one['what']}, {jobs.name}: {one.get('ratio', 0.0):.2f} times {one['against']}, goal {one['at least']}")
     reached = goals.rows(speeds)
-    with_study = any(fnmatch(STUDY, pattern) for pattern in arguments.only or ()) or not (
-        arguments.only or arguments.quick
-    )
+    with_study = any(fnmatch(STUDY, pattern) for pattern in arguments.only or ()) or not (arguments.only or arguments.quick)
     if with_study:
         tell(STUDY)
         reached.append(study_row(arguments.repeats))

@@ -169,14 +169,7 @@ class Bench:
         paths = [str(self.definitions), str(version.folder), os.environ.get("PYTHONPATH", "")]
         # A safe path: neither the process nor those that it starts import from their working folder first.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
-        command = [
-            sys.executable,
-            "-c",
-            BEGIN.format(zoo=str(ROOT / "waterflow/zoo.py")),
-            "--measure",
-            name,
-            *self.settings,
-        ]
+        command = [sys.executable, "-c", BEGIN.format(zoo=str(ROOT / "waterflow/zoo.py")), "--measure", name, *self.settings]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, cwd=version.folder, env=environment, timeout=LIMIT_SECONDS

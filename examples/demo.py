@@ -227,9 +227,7 @@ def create_study(storage: Any = None, seed: int = 0, study_name: str | None = No
     """The study: a seeded TPE sampler that knows what is under way, and a median pruner."""
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, constant_liar=True)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
-    return optuna.create_study(
-        storage=storage, study_name=study_name, sampler=sampler, pruner=pruner, direction="maximize"
-    )
+    return optuna.create_study(storage=storage, study_name=study_name, sampler=sampler, pruner=pruner, direction="maximize")
 
 
 def one_by_one(study: optuna.Study, seed: int) -> tuple[float, int]:
@@ -267,15 +265,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not asked.no_compare:
         print("the same trials one by one, without waterflow ...")
         seconds, steps = one_by_one(study, asked.seed)
-        print(
-            f"wf.optimize: {done.steps:,} steps in {done.seconds:.1f} s; {len(done.lane_busy)} lanes of one thread each"
-        )
-        print(
-            f"study.optimize: {steps:,} steps in {seconds:.1f} s; {torch.get_num_threads()} threads, fused optimizers"
-        )
-        print(
-            f"{seconds / done.seconds:.2f} times as fast; the pruner decides by what it has seen, so that steps may differ"
-        )
+        print(f"wf.optimize: {done.steps:,} steps in {done.seconds:.1f} s; {len(done.lane_busy)} lanes of one thread each")
+        print(f"study.optimize: {steps:,} steps in {seconds:.1f} s; {torch.get_num_threads()} threads, fused optimizers")
+        print(f"{seconds / done.seconds:.2f} times as fast; the pruner decides by what it has seen, so that steps may differ")
         if load > 0.2 * (os.cpu_count() or 1):
             print(f"other programs were busy (a load of {load:.1f}): compare again when the machine is quiet")
     print(f"memory over time: {asked.out / 'memory.png'}; trace: {asked.out / 'trace.json'} (https://ui.perfetto.dev)")

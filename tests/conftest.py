@@ -15,9 +15,7 @@ from waterflow.executor.program.capture_cache import captures
 
 os.environ.setdefault("WATERFLOW_AUDIT", "all")  # also of the processes that tests start
 torch.set_num_threads(1)
-settings.register_profile(
-    "short", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("short", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", settings.get_profile("short"), max_examples=2000)
 settings.load_profile("short")
 
@@ -28,9 +26,7 @@ _seconds: dict[str, float] = {}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run what is marked slow")
     parser.addoption("--full", action="store_true", help="also run what is marked campaign, with larger random counts")
-    parser.addoption(
-        "--tiers", action="store_true", help="run nothing; list what needs time in the short tier, and why"
-    )
+    parser.addoption("--tiers", action="store_true", help="run nothing; list what needs time in the short tier, and why")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from tests.imports import ROOT
 
-PAGES = [
-    ROOT / "README.md",
-    *(page for folder in ("docs", "waterflow") for page in sorted((ROOT / folder).rglob("*.md"))),
-]
+PAGES = [ROOT / "README.md", *(page for folder in ("docs", "waterflow") for page in sorted((ROOT / folder).rglob("*.md")))]
 SHELLS = ("sh", "bash", "shell")
 LANGUAGES = {"python", *SHELLS, "text", "yaml", "diff", "json"}
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -73,9 +70,7 @@ def hidden_code(page: Path) -> list[str]:
     """Lines that show code where no test looks."""
     lines = enumerate(outside_fences(page.read_text()).splitlines(), 1)
     return [
-        f"{page.relative_to(ROOT)}:{number} shows code without a fence: {line}"
-        for number, line in lines
-        if _HIDDEN.match(line)
+        f"{page.relative_to(ROOT)}:{number} shows code without a fence: {line}" for number, line in lines if _HIDDEN.match(line)
     ]
 
 

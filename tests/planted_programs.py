@@ -127,9 +127,7 @@ def defaults() -> Program:
     def scale(value: float = 1.5) -> float:
         return value
 
-    return Program(
-        lambda model: scale(), _set(scale, "__defaults__", (2.0,)), lambda: setattr(scale, "__defaults__", (1.5,))
-    )
+    return Program(lambda model: scale(), _set(scale, "__defaults__", (2.0,)), lambda: setattr(scale, "__defaults__", (1.5,)))
 
 
 def _globals(value: float) -> None:
@@ -275,15 +273,11 @@ def judged() -> dict[str, Program]:
         "EXTEND": lambda m: max([*many, 0.0]),
     }
     found = {kind: Program(factor, _twice, _once) for kind, factor in of_many.items()}
-    found["TEST"] = Program(
-        _tested, lambda m, o: empty_later.clear(), lambda: empty_later.__setitem__(slice(None), [1.5] * 2000)
-    )
+    found["TEST"] = Program(_tested, lambda m, o: empty_later.clear(), lambda: empty_later.__setitem__(slice(None), [1.5] * 2000))
     found["CALL"] = Program(
         lambda m: sys.get_int_max_str_digits() / 1000,
         lambda m, o: sys.set_int_max_str_digits(digits + 1000),
         lambda: sys.set_int_max_str_digits(digits),
     )
-    found["ATTRIBUTE"] = Program(
-        lambda m: 1.0 + level_of.level, lambda m, o: level_of.setLevel(10), lambda: level_of.setLevel(0)
-    )
+    found["ATTRIBUTE"] = Program(lambda m: 1.0 + level_of.level, lambda m, o: level_of.setLevel(10), lambda: level_of.setLevel(0))
     return found

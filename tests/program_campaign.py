@@ -32,11 +32,7 @@ def smaller(program: Program) -> Iterator[Program]:
         for one in simpler:
             if one != piece:
                 yield replace(program, pieces=(*program.pieces[:number], one, *program.pieces[number + 1 :]))
-    for simple in (
-        replace(program, accumulate=1),
-        replace(program, optimizer=OPTIMIZERS[0]),
-        replace(program, by_closure=False),
-    ):
+    for simple in (replace(program, accumulate=1), replace(program, optimizer=OPTIMIZERS[0]), replace(program, by_closure=False)):
         if simple != program:
             yield simple
 

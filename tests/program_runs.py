@@ -155,9 +155,7 @@ def _more(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _items_of_module(module: nn.Module, path: str) -> Iterator[Item]:
     for name, child in module.named_modules():
-        plain = {
-            k: v for k, v in vars(child).items() if isinstance(v, (bool, int, float, str, list, dict, torch.Tensor))
-        }
+        plain = {k: v for k, v in vars(child).items() if isinstance(v, (bool, int, float, str, list, dict, torch.Tensor))}
         public = {k: v for k, v in plain.items() if not k.startswith("_")}
         yield from items_of(public, f"{path}.{name}")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

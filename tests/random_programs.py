@@ -359,9 +359,7 @@ def drawn(draw: random.Random, deck: Deck) -> Program:
         piece = drawn_piece(draw, kind, deck.state(kind), number)
         taken = [p.state for p in pieces]
         one_of_a_kind = [any(getattr(s, slot) for s in taken) for slot in ("batch", "optimizer", "unpack")]
-        if any(
-            clash and getattr(piece.state, slot) for clash, slot in zip(one_of_a_kind, ("batch", "optimizer", "unpack"))
-        ):
+        if any(clash and getattr(piece.state, slot) for clash, slot in zip(one_of_a_kind, ("batch", "optimizer", "unpack"))):
             continue
         pieces.append(piece)
     accumulate = 2 if draw.random() < 0.1 and not any(p.state.raises for p in pieces) else 1

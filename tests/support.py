@@ -185,8 +185,7 @@ def images(count: int, size: int = 8, shape: Sequence[int] = (6,), classes: int 
     """Batches of random inputs with classes."""
     random = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(size, *shape, generator=random), torch.randint(classes, (size,), generator=random))
-        for _ in range(count)
+        (torch.randn(size, *shape, generator=random), torch.randint(classes, (size,), generator=random)) for _ in range(count)
     ]
 
 

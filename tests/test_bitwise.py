@@ -63,9 +63,7 @@ def together(names: Sequence[str], engine: Engine) -> list[Trained]:
     def work(number: int) -> None:
         zoo = SMALL[names[number]]
         try:
-            results[number] = run_steps(
-                *made[number], batches_of(zoo, number), step=zoo.step, seed=number, engine=engine
-            )
+            results[number] = run_steps(*made[number], batches_of(zoo, number), step=zoo.step, seed=number, engine=engine)
         except BaseException as error:
             results[number] = error
 

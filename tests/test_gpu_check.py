@@ -17,12 +17,7 @@ pytestmark = pytest.mark.slow
 ALL_GOOD = {
     "device": {"gpu": "H", "memory_bytes": 10, "torch": "2", "cuda": "13"},
     "requests": {"planned_ns": 40.0, "unplanned_ns": 900.0, "torch_ns": 800.0},
-    "graphs": {
-        "bitwise": True,
-        "plain_steps_per_second": 400.0,
-        "graph_steps_per_second": 900.0,
-        "graphs_launched": 70,
-    },
+    "graphs": {"bitwise": True, "plain_steps_per_second": 400.0, "graph_steps_per_second": 900.0, "graphs_launched": 70},
     "jobs 1": {"samples_per_second": 100.0, "reserved_bytes": 5, "limit_bytes": 10},
     "jobs 2": {"samples_per_second": 150.0, "reserved_bytes": 8, "limit_bytes": 10},
     "jobs 4": {"samples_per_second": 180.0, "reserved_bytes": 9, "limit_bytes": 10},

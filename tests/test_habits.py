@@ -151,9 +151,7 @@ def graphs(sizes: list[int]) -> list[Any]:
     def numbered(size: int, *shape: int) -> torch.Tensor:
         return torch.randint(size, shape, generator=numbers)
 
-    return [
-        (torch.randn(n, 6, generator=numbers), numbered(n, 2, 3 * n), numbered(4, n), numbered(2, n) > 0) for n in sizes
-    ]
+    return [(torch.randn(n, 6, generator=numbers), numbered(n, 2, 3 * n), numbered(4, n), numbered(2, n) > 0) for n in sizes]
 
 
 @habit
@@ -474,9 +472,7 @@ def words(count: int = 4, rows: int = 3, length: int = 7) -> list[dict[str, torc
         mask = torch.ones(rows, length, dtype=torch.long)
         mask[0, length - 2 * (number % 2) :] = 0
         ids = torch.randint(1, 50, (rows, length), generator=numbers)
-        batches.append(
-            {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(2, (rows,), generator=numbers)}
-        )
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": torch.randint(2, (rows,), generator=numbers)})
     return batches
 
 

@@ -23,13 +23,7 @@ def sgd(parameters: Any = None) -> torch.optim.Optimizer:
 
 
 def make(**changes: Any) -> wf.Job:
-    settings: dict[str, Any] = {
-        "name": "job",
-        "model": Net,
-        "data": images(1),
-        "optimizer": sgd,
-        "loss": F.cross_entropy,
-    }
+    settings: dict[str, Any] = {"name": "job", "model": Net, "data": images(1), "optimizer": sgd, "loss": F.cross_entropy}
     return wf.Job(**(settings | changes))
 
 

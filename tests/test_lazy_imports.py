@@ -60,9 +60,7 @@ def test_a_native_part_of_other_sources_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(wf._C, "metered")
     kept = vars(wf)["_C"]
     try:
-        with pytest.raises(
-            ImportError, match=r"built from other sources than these: it has no metered; build it again: make"
-        ):
+        with pytest.raises(ImportError, match=r"built from other sources than these: it has no metered; build it again: make"):
             native()
     finally:
         setattr(wf, "_C", kept)  # noqa: B010

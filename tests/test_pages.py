@@ -125,9 +125,7 @@ def test_examples_run_as_typed(name: str, tmp_path: Path, processes: ForkServerC
     assert wrong is None, f"{name} {wrong}"
 
 
-PLANTED = (
-    "## Title\n\n```python\nx = 1\n```\n\n```sh\ntrue \\\n  a  # comment\nmake demo\n{}\n```\n\n```python\n{}\n```\n"
-)
+PLANTED = "## Title\n\n```python\nx = 1\n```\n\n```sh\ntrue \\\n  a  # comment\nmake demo\n{}\n```\n\n```python\n{}\n```\n"
 
 
 @pytest.mark.parametrize(

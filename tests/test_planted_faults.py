@@ -99,15 +99,11 @@ def no_comparison_of_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_checks_of_random_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        test_planted_bugs, "run_fuzz", lambda table, setup: run_fuzz(table, replace(setup, checked=False))
-    )
+    monkeypatch.setattr(test_planted_bugs, "run_fuzz", lambda table, setup: run_fuzz(table, replace(setup, checked=False)))
 
 
 def no_checks_of_contents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        test_planted_bugs, "CONTENTS", test_planted_bugs.CONTENTS.replace("fault=", "checked=False, fault=")
-    )
+    monkeypatch.setattr(test_planted_bugs, "CONTENTS", test_planted_bugs.CONTENTS.replace("fault=", "checked=False, fault="))
 
 
 def no_checks_of_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +199,7 @@ ROWS: dict[str, tuple[Test, Off]] = {
 
 @pytest.mark.needs_time("real steps, and random runs, are looked at in vain")
 @pytest.mark.parametrize("what", ROWS)
-def test_where_its_finder_is_switched_off_nothing_is_found(
-    what: str, monkeypatch: pytest.MonkeyPatch, no_captures: Any
-) -> None:
+def test_where_its_finder_is_switched_off_nothing_is_found(what: str, monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
     test, off = ROWS[what]
     off(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):

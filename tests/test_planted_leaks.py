@@ -49,9 +49,7 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
 def _batch(monkeypatch: pytest.MonkeyPatch) -> None:
     flatten = step.flatten
     monkeypatch.setattr(step, "flatten", lambda batch: (*flatten(batch)[:2], "a batch"))
-    monkeypatch.setattr(
-        bound_step, "with_values", lambda known, places, leaves: (*known, (places, ())) if places else known
-    )
+    monkeypatch.setattr(bound_step, "with_values", lambda known, places, leaves: (*known, (places, ())) if places else known)
 
 
 def _part(name: str) -> Switch:
@@ -98,9 +96,7 @@ def test_what_a_guard_would_miss_an_audit_finds(kind: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", JUDGED)
-def test_what_the_judge_would_let_pass_an_audit_finds(
-    kind: str, monkeypatch: pytest.MonkeyPatch, no_captures: Any
-) -> None:
+def test_what_the_judge_would_let_pass_an_audit_finds(kind: str, monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
     program = JUDGED[kind]
     eager, judged = eager_and_step(program)
     assert_same(judged, eager)

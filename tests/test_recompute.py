@@ -96,9 +96,7 @@ def check_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize(
-    "options", [{}, {"accumulate": 2}, {"clip_grad_norm": 0.5}, {"autocast": torch.bfloat16}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_grad_norm": 0.5}, {"autocast": torch.bfloat16}], ids=str)
 def test_any_height(share: float, options: dict[str, Any]) -> None:
     plain, lowest = heights(**options)
     height = int(lowest + share * (plain - lowest))
@@ -205,9 +203,7 @@ def test_a_job_that_may_recompute_is_told_the_largest_batch_with_it_and_without(
         with pytest.raises(wf.MemoryLimitError) as refused:
             wf.train([sized(4096, recompute="auto")], engine=engine)
         largest = refused.value.largest_batch
-        told = re.search(
-            r"at best; the largest batch that fits is (\d+), (\d+) without recomputing", str(refused.value)
-        )
+        told = re.search(r"at best; the largest batch that fits is (\d+), (\d+) without recomputing", str(refused.value))
         assert told is not None and largest == int(told[1]) > int(told[2])
         assert wf.train([sized(largest, recompute="auto")], engine=engine)[0].recomputed is not None
         assert wf.train([sized(int(told[2]))], engine=engine)[0].status == "completed"
@@ -279,8 +275,6 @@ def test_what_cannot_be_asked_for(wrong: Any) -> None:
 
 def test_a_height_that_is_out_of_reach() -> None:
     net = Net()
-    step = wf.Step(
-        net, loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), recompute="1kB"
-    )
+    step = wf.Step(net, loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), recompute="1kB")
     with pytest.raises(wf.MemoryLimitError, match="cannot be brought to a height of 1000 B"):
         step(images(1, size=64)[0])

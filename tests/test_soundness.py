@@ -25,9 +25,7 @@ def test_lines_are_read() -> None:
 def test_the_baseline_allows_one_in_twenty(tmp_path: Path, lost: int, wrong: int) -> None:
     before = {f"s{number}": f"s{number}  equal captured" for number in range(20)}
     (tmp_path / "before").write_text("\n".join(before.values()))
-    now = {
-        name: line if number >= lost else f"{name} equal OPAQUE()" for number, (name, line) in enumerate(before.items())
-    }
+    now = {name: line if number >= lost else f"{name} equal OPAQUE()" for number, (name, line) in enumerate(before.items())}
     assert soundness.against([tmp_path / "before"], now)["wrong"] == wrong
 
 
@@ -51,11 +49,7 @@ def test_programs_that_went_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        (
-            "repro_crash_not_eager.py",
-            "eager ok\ntensor(1.)\neager ok\ntensor(2.)",
-            "eager ok\nTypeError x\neager ok\ntensor(2.)",
-        ),
+        ("repro_crash_not_eager.py", "eager ok\ntensor(1.)\neager ok\ntensor(2.)", "eager ok\nTypeError x\neager ok\ntensor(2.)"),
         (
             "repro_job_forces_train_mode.py",
             "[1.5] [1.5]\nbatches BatchNorm: 0\n[1.5]",

@@ -17,19 +17,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import waterflow as wf
-from tests.support import (
-    MiB,
-    Net,
-    Trained,
-    assert_same,
-    compare,
-    fuse,
-    images,
-    of_target,
-    same_bits,
-    train_eager,
-    train_step,
-)
+from tests.support import MiB, Net, Trained, assert_same, compare, fuse, images, of_target, same_bits, train_eager, train_step
 from waterflow.executor.engine import Engine, within
 
 
@@ -677,11 +665,7 @@ def test_a_pair_without_metrics_comes_back_as_a_pair(engine: Engine | None, opaq
         return loss * (1 if opaque is None or loss.item() > 0 else 2), {}
 
     trained = compare(
-        making(Net, lambda model: fuse(SGD(model.parameters(), lr=0.1))),
-        images(2),
-        step=step,
-        engine=engine,
-        opaque=opaque,
+        making(Net, lambda model: fuse(SGD(model.parameters(), lr=0.1))), images(2), step=step, engine=engine, opaque=opaque
     )
     assert all(type(one) is tuple and one[1] == {} for one in trained.results)
 
@@ -1060,9 +1044,7 @@ class Folded(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["nowhere", "input", "inside", "permuted", "weights"])
-@pytest.mark.parametrize(
-    ("kernel", "stride", "groups"), [(1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 8), (5, 2, 2)]
-)
+@pytest.mark.parametrize(("kernel", "stride", "groups"), [(1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 8), (5, 2, 2)])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_memory_formats(kernel: int, stride: int, groups: int, where: str, optimizer: Any) -> None:
     make = making(Folded, optimizer, kernel=kernel, stride=stride, groups=groups, where=where)

@@ -45,9 +45,7 @@ def mixed(model: nn.Module, batch: Any) -> torch.Tensor:
 STEPS = {"captured": captured, "opaque": opaque, "mixed": mixed}
 
 
-def eager(
-    model: nn.Module, optimizer: Optimizer, compute: Any, count: int, norm: float | None, value: float | None
-) -> Any:
+def eager(model: nn.Module, optimizer: Optimizer, compute: Any, count: int, norm: float | None, value: float | None) -> Any:
     """The loop that everybody writes."""
     calls = 0
 
@@ -80,9 +78,7 @@ def compare(
     torch.manual_seed(0)
     other, its_optimizer = make()
     reference = eager(model, optimizer, compute, count, norm, value)
-    step = wf.Step(
-        other, optimizer=its_optimizer, step=compute, accumulate=count, clip_grad_norm=norm, clip_grad_value=value
-    )
+    step = wf.Step(other, optimizer=its_optimizer, step=compute, accumulate=count, clip_grad_norm=norm, clip_grad_value=value)
     for number, batch in enumerate(batches):
         for each in (model, other):
             if during is not None:

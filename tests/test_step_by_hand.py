@@ -58,9 +58,7 @@ def test_the_backward_of_a_loss_was_done(kind: str, engine: Engine | None) -> No
     for batch in images(4):
         returned = step(batch)
         loss = returned[0] if kind == "eager" else returned
-        with pytest.raises(
-            wf.InvalidJobError, match=r"has done backward and update already; leave out loss\.backward\(\)"
-        ):
+        with pytest.raises(wf.InvalidJobError, match=r"has done backward and update already; leave out loss\.backward\(\)"):
             loss.backward()
     assert (step.opaque_reason is None) == (kind == "captured")
 
@@ -117,9 +115,7 @@ def test_an_update_by_hand_that_finds_no_gradient_is_told_once(kind: str, optimi
     with pytest.warns(UserWarning, match="clipped nothing"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.warns(
-        UserWarning, match=r"found no gradient.*Leave out optimizer\.step\(\).*clip_grad_norm="
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"found no gradient.*Leave out optimizer\.step\(\).*clip_grad_norm=") as caught:
         own.step()
         own.step()
     assert len(caught) == 1 and caught[0].filename == __file__
@@ -244,10 +240,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: wf.Job("a", Net, images(1), AdamW, epoch=3),
         r"Job\(\) has no epoch: .* is epochs=3\. Write that in its place$",
     ),  # type: ignore[call-arg]
-    "Job: spelt": (
-        lambda: wf.Job("a", Net, images(1), optimiser=AdamW),
-        r"has no optimiser; did you mean optimizer=\? W",
-    ),  # type: ignore[call-arg]
+    "Job: spelt": (lambda: wf.Job("a", Net, images(1), optimiser=AdamW), r"has no optimiser; did you mean optimizer=\? W"),  # type: ignore[call-arg]
     "Job: nothing": (lambda: wf.Job("a"), r"Job\(\) missing a required argument: 'model'\. Write Job\(name, model="),  # type: ignore[call-arg]
     "Engine": (lambda: wf.Engine(memroy="2GiB"), r"Engine\(\) has no memroy; did you mean memory=\? Write Engine"),  # type: ignore[call-arg]
     "SharedData": (lambda: wf.SharedData(images(1), sed=0), r"SharedData\(\) has no sed; did you mean seed=\? Write"),  # type: ignore[call-arg]
@@ -316,10 +309,7 @@ def test_a_type_error_inside_of_a_call_stays_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (
-            {"n_jobs": 2},
-            r"optimize\(\) has no n_jobs: .* is max_concurrent=2\. Write that in its place$",
-        ),
+        ({"n_jobs": 2}, r"optimize\(\) has no n_jobs: .* is max_concurrent=2\. Write that in its place$"),
         ({"n_trails": 2}, r"has no n_trails; did you mean n_trials=\? Write"),
     ],
 )
@@ -346,9 +336,7 @@ class Deep(nn.Module):
         return self.body(x)  # the line
 
 
-PLACE = (
-    r"\(in step 'wide', module 'body\.0' \(Linear\), .*test_step_by_hand\.py:\d+, in forward: return self\.body\(x\)"
-)
+PLACE = r"\(in step 'wide', module 'body\.0' \(Linear\), .*test_step_by_hand\.py:\d+, in forward: return self\.body\(x\)"
 
 
 def wide() -> wf.Job:
@@ -379,9 +367,7 @@ def test_the_same_for_a_step(engine: Engine | None) -> None:
 # -- memory
 
 
-def test_a_limit_that_the_machine_has_not_is_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_that_the_machine_has_not_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from waterflow.executor import engine as engines
 
     monkeypatch.setattr(engines, "free_memory", lambda: 16 << 30)
@@ -395,15 +381,7 @@ def test_a_limit_that_the_machine_has_not_is_told(
 
 @pytest.mark.parametrize(
     ("memory", "bytes_"),
-    [
-        ("4 GB", 4 * 10**9),
-        ("4gib", 4 << 30),
-        ("4G", 4 * 10**9),
-        ("80%", 80),
-        (" 12.5 % ", 12),
-        ("100%", 100),
-        ("0.5", 50),
-    ],
+    [("4 GB", 4 * 10**9), ("4gib", 4 << 30), ("4G", 4 * 10**9), ("80%", 80), (" 12.5 % ", 12), ("100%", 100), ("0.5", 50)],
 )
 def test_memory_is_read_as_people_write_it(memory: str, bytes_: int) -> None:
     assert memory_limit.parse_memory(memory, 100) == bytes_

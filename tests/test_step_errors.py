@@ -113,9 +113,7 @@ def steps_that_go_on(batches: list[Any], engine: Engine | None, accumulate: int 
     model, optimizer = making(**options)
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(5) if engine else None
-    job = wf.Step(
-        model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, accumulate=accumulate, generator=generator
-    )
+    job = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, accumulate=accumulate, generator=generator)
     results = []
     for batch in batches:
         try:
@@ -304,10 +302,7 @@ def test_shape_error_is_raised_once(engine: Engine | None) -> None:
 
 WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "loss class": ({"loss": nn.CrossEntropyLoss}, r"pass an object of it: CrossEntropyLoss\(\)"),
-    "clip": (
-        {"loss": F.cross_entropy, "clip_grad_norm": -1},
-        "clip_grad_norm must be a positive number or None; got -1",
-    ),
+    "clip": ({"loss": F.cross_entropy, "clip_grad_norm": -1}, "clip_grad_norm must be a positive number or None; got -1"),
     "clip text": ({"loss": F.cross_entropy, "clip_grad_value": "1"}, "clip_grad_value must be a positive number"),
     "autocast": ({"loss": F.cross_entropy, "autocast": "bf16"}, "must be a data type such as torch.bfloat16"),
     "other optimizer": (
@@ -368,9 +363,7 @@ def test_an_optimizer_that_calls_a_closure() -> None:
 def test_a_forgotten_loss() -> None:
     model = Net()
     step = wf.Step(model, optimizer=torch.optim.AdamW(model.parameters()))
-    with pytest.raises(
-        wf.InvalidJobError, match=r"Net does not take it .* Pass loss=, a function of \(output, target\)"
-    ):
+    with pytest.raises(wf.InvalidJobError, match=r"Net does not take it .* Pass loss=, a function of \(output, target\)"):
         step(images(1)[0])
 
 
@@ -400,9 +393,7 @@ def test_numpy_batches(opaque: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mine = train_step(plainly, of_numpy, step=step)
-    of_torch = [
-        {k: torch.from_numpy(np.array(v)) if k != "scale" else v.item() for k, v in b.items()} for b in of_numpy
-    ]
+    of_torch = [{k: torch.from_numpy(np.array(v)) if k != "scale" else v.item() for k, v in b.items()} for b in of_numpy]
     assert_same(mine, train_eager(plainly, of_torch, step=both_parts))
     assert mine.step is not None and (mine.step.opaque_reason is not None) == opaque
 
@@ -419,9 +410,7 @@ def test_a_step_changes_an_array_of_its_batch() -> None:
     assert job.opaque_reason is None and np.array_equal(array, x.numpy() / 8)
 
 
-@pytest.mark.parametrize(
-    "odd", [np.array(["a", "b"]), np.datetime64("2020-01-01"), np.ma.masked_array([1.0, 2.0], [0, 1])]
-)
+@pytest.mark.parametrize("odd", [np.array(["a", "b"]), np.datetime64("2020-01-01"), np.ma.masked_array([1.0, 2.0], [0, 1])])
 def test_what_torch_has_no_type_for_stays_what_it_is(odd: Any) -> None:
     seen = []
 

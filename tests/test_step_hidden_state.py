@@ -243,9 +243,7 @@ def scaled_member(value: float) -> Any:
 PLACES = {
     "attribute of a function": attribute(function_with),
     "default of a function": Place(function_with, lambda f: f()[0], lambda f, v: setattr(f, "__defaults__", (v,))),
-    "named default of a function": Place(
-        function_with, lambda f: f()[1], lambda f, v: f.__kwdefaults__.update(named=v)
-    ),
+    "named default of a function": Place(function_with, lambda f: f()[1], lambda f, v: f.__kwdefaults__.update(named=v)),
     "other named defaults of a function": Place(
         function_with, lambda f: f()[1], lambda f, v: setattr(f, "__kwdefaults__", {"named": v})
     ),
@@ -307,21 +305,15 @@ PLACES = {
         lambda place: place.scale if len(place) == 1 else 0.25,
         lambda place, value: setattr(type(place), "__len__", lambda cls: 2),
     ),
-    "member of an enum": Place(
-        scaled_member, lambda place: place.scale, lambda place, value: setattr(place, "scale", value)
-    ),
+    "member of an enum": Place(scaled_member, lambda place: place.scale, lambda place, value: setattr(place, "scale", value)),
     "keyword of a partial": Place(
         lambda value: functools.partial(dict, a=value),
         lambda place: place()["a"],
         lambda place, value: place.keywords.update(a=value),
     ),
-    "object of a bound method": Place(
-        shown, lambda place: place(), lambda place, value: setattr(place.__self__, "value", value)
-    ),
+    "object of a bound method": Place(shown, lambda place: place(), lambda place, value: setattr(place.__self__, "value", value)),
     "object of a builtin method": Place(
-        lambda value: [value].__getitem__,
-        lambda place: place(0),
-        lambda place, value: place.__self__.__setitem__(0, value),
+        lambda value: [value].__getitem__, lambda place: place(0), lambda place, value: place.__self__.__setitem__(0, value)
     ),
     "SimpleNamespace": attribute(lambda value: types.SimpleNamespace(value=value)),
     "imported module": Place(as_module, imported, lambda place, value: setattr(place, "value", value)),

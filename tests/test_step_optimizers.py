@@ -15,17 +15,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 import waterflow as wf
-from tests.support import (
-    MiB,
-    Net,
-    Trained,
-    assert_same,
-    compare,
-    fuse,
-    images,
-    train_eager,
-    train_step,
-)
+from tests.support import MiB, Net, Trained, assert_same, compare, fuse, images, train_eager, train_step
 from waterflow.executor.engine import Engine
 
 

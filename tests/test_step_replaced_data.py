@@ -65,14 +65,7 @@ def test_of_tensors_from_outside_of_the_model(reads: str, no_captures: Any) -> N
 
     step = wf.Step(model, optimizer=SGD(model.parameters(), lr=0.0), step=compute)
     x = torch.randn(4, 8)
-    views = [
-        store[:4],
-        store[:8],
-        store[:16],
-        store[:4].t(),
-        store.view(-1)[:32].view(4, 8),
-        store.view(-1)[:32].view(8, 4),
-    ]
+    views = [store[:4], store[:8], store[:16], store[:4].t(), store.view(-1)[:32].view(4, 8), store.view(-1)[:32].view(8, 4)]
     for view in (*views, *views):
         bank.data = view
         expected = compute(model, x)

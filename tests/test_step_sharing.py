@@ -60,9 +60,7 @@ def test_a_hit_is_fast(captures: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mlp_dropout", "cnn_bn", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba", "tacotron2"]
-)
+@pytest.mark.parametrize("name", ["mlp_dropout", "cnn_bn", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba", "tacotron2"])
 def test_models_of_the_zoo_are_captured_once(name: str, captures: Any) -> None:
     zoo = SMALL[name]
     batch = zoo.batch(2, torch.Generator().manual_seed(0))
@@ -209,10 +207,7 @@ def test_class_defined_anew_in_every_trial(kind: str, captures: Any) -> None:
 DIFFERENT: dict[str, tuple[Any, Any]] = {
     "dropout": (partial(Net, dropout=0.2), partial(Net, dropout=0.3)),
     "width": (partial(Net, width=8), partial(Net, width=9)),
-    "activation": (
-        lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU()),
-        lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh()),
-    ),
+    "activation": (lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU()), lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh())),
     "tied or not": (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)),
         lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2, nn.Linear(6, 4)),

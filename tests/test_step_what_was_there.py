@@ -66,9 +66,7 @@ def test_an_optimizers_step_is_replaced(when: int, named: bool) -> None:
 
 @pytest.mark.parametrize("named", [False, True], ids=["plain", "wraps"])
 @pytest.mark.parametrize("when", [0, 2])
-def test_the_step_of_all_optimizers_of_a_class_is_replaced(
-    when: int, named: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_of_all_optimizers_of_a_class_is_replaced(when: int, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def during(model: nn.Module, optimizer: Optimizer) -> Callable[[int], None]:
         monkeypatch.undo()
 
@@ -245,9 +243,7 @@ def _in_a_set(held: Held, model: nn.Module, batch: Any) -> torch.Tensor:
     return output(model, batch[0]) * (5.0 if batch[0] in held.chosen else 1.0)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "step", [_outside, _any_outside, _last, _buffer, _by_the_operator, _in_a_dict, _at_a_key, _in_a_set]
-)
+@pytest.mark.parametrize("step", [_outside, _any_outside, _last, _buffer, _by_the_operator, _in_a_dict, _at_a_key, _in_a_set])
 def test_which_object_a_tensor_of_the_batch_is(step: Any) -> None:
     """Each step has the eager one's bits, whichever tensors it is given."""
     held = Held()

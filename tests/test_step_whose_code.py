@@ -147,9 +147,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     [("calendar", "calendar.py"), ("code", "code.py"), ("sched", "sched/__init__.py"), ("peft", "peft/__init__.py"),
      ("einops", "einops.py")],
 )  # fmt: skip
-def test_a_users_own_module_may_be_called_as_a_library_is(
-    name: str, file: str, modules: Callable[[str, str], Any]
-) -> None:
+def test_a_users_own_module_may_be_called_as_a_library_is(name: str, file: str, modules: Callable[[str, str], Any]) -> None:
     module = modules(name, file)
 
     def later() -> None:

@@ -49,10 +49,7 @@ def test_helpers_and_fixtures_are_followed(request: pytest.FixtureRequest) -> No
 @pytest.mark.parametrize(
     ("path", "concerned"),
     [
-        (
-            "waterflow/partition/plan/liveness.py",
-            {"tests/partition", "tests/test_bitwise.py", "tests/test_architecture.py"},
-        ),
+        ("waterflow/partition/plan/liveness.py", {"tests/partition", "tests/test_bitwise.py", "tests/test_architecture.py"}),
         ("waterflow/executor/csrc/engine/engine.cpp", {"tests/executor"}),
         ("waterflow/training/checkpoint_dir.py", {"tests/training"}),
         ("benchmarks/goals.py", {"tests/test_throughput.py"}),

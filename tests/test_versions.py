@@ -108,9 +108,7 @@ def test_a_version_that_cannot_train_a_row_misses_it(tmp_path: Path, monkeypatch
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This tree's package in another folder, as an older version would be, which lacks the zoo; its ``benchmarks`` must not be used."""
     folder = tmp_path_factory.mktemp("other") / "checkout"
-    shutil.copytree(
-        ROOT / "waterflow", folder / "waterflow", ignore=shutil.ignore_patterns("csrc", "__pycache__", "zoo*")
-    )
+    shutil.copytree(ROOT / "waterflow", folder / "waterflow", ignore=shutil.ignore_patterns("csrc", "__pycache__", "zoo*"))
     (folder / "benchmarks").mkdir()
     (folder / "benchmarks" / "__init__.py").write_text("raise ImportError('the benchmarks of the other version')\n")
     return folder
@@ -143,8 +141,7 @@ def test_a_revision_is_checked_out_built_and_removed(tmp_path: Path, monkeypatch
     (root / "waterflow").mkdir(parents=True)
     (root / "waterflow" / "__init__.py").write_text("")
     (root / "setup.py").write_text(
-        "import sys, pathlib\nassert sys.argv[1:] == ['build_ext', '--inplace']\n"
-        "pathlib.Path('waterflow/_C.so').write_text('')\n"
+        "import sys, pathlib\nassert sys.argv[1:] == ['build_ext', '--inplace']\npathlib.Path('waterflow/_C.so').write_text('')\n"
     )
     monkeypatch.setattr(versions, "ROOT", root)
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -163,10 +160,7 @@ def test_a_revision_is_checked_out_built_and_removed(tmp_path: Path, monkeypatch
 
 
 def test_what_is_no_version_and_no_row_is_told(tmp_path: Path) -> None:
-    with (
-        pytest.raises(SystemExit, match="'nowhere' is no folder with waterflow/__init__.py"),
-        versions.version("nowhere"),
-    ):
+    with pytest.raises(SystemExit, match="'nowhere' is no folder with waterflow/__init__.py"), versions.version("nowhere"):
         pass
     (tmp_path / "waterflow").mkdir()
     (tmp_path / "waterflow" / "__init__.py").write_text("")

@@ -108,9 +108,7 @@ def dqn(make: Any, trial: int) -> dict[str, Any]:
         if len(replay) >= 8 and number % 3 == 0:
             chosen = random.sample(list(replay), 8)
             states, actions, rewards, afters = zip(*chosen)
-            losses.append(
-                train((torch.stack(states), torch.tensor(actions), torch.tensor(rewards), torch.stack(afters)))
-            )
+            losses.append(train((torch.stack(states), torch.tensor(actions), torch.tensor(rewards), torch.stack(afters))))
         if number % 7 == 0:
             target.load_state_dict(online.state_dict())
     return {"losses": losses, "parts": [online, target, optimizer], "epsilon": epsilon}
@@ -419,11 +417,7 @@ class Scheduled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.blocks, self.last = (
-            nn.Linear(6, 8),
-            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
-            nn.Linear(8, 3),
-        )
+        self.first, self.blocks, self.last = (nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3))
         self.drop, self.keep = nn.Dropout(0.0), 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -542,13 +536,7 @@ def cached_masks_and_positions(make: Any, trial: int) -> dict[str, Any]:
     optimizer = adamw(model)
     train = make(model, optimizer=optimizer, step=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
     losses = [train((x[:size], y[:size])) for size, (x, y) in zip((4, 8, 4, 6, 8, 4), batches())]
-    return {
-        "losses": losses,
-        "parts": [model, optimizer],
-        "masks": model.masks,
-        "table": model.table,
-        "mask": causal(8),
-    }
+    return {"losses": losses, "parts": [model, optimizer], "masks": model.masks, "table": model.table, "mask": causal(8)}
 
 
 @loop
@@ -575,9 +563,7 @@ def lazy_layers_and_late_buffers(make: Any, trial: int) -> dict[str, Any]:
 def weights_tied_in_the_middle(make: Any, trial: int) -> dict[str, Any]:
     model = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6), "out": nn.Linear(6, 3)})
     optimizer = adamw(model)
-    train = make(
-        model, optimizer=optimizer, step=lambda m, b: F.cross_entropy(m["out"](m["b"](m["a"](b[0]).tanh())), b[1])
-    )
+    train = make(model, optimizer=optimizer, step=lambda m, b: F.cross_entropy(m["out"](m["b"](m["a"](b[0]).tanh())), b[1]))
     losses = []
     for number, batch in enumerate(batches()):
         if number == 3:

@@ -107,9 +107,7 @@ FOREIGN: Mapping[str, str] = {
 }
 
 
-def explained(
-    name: str, example: str, error: Callable[[str], WaterflowError]
-) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def explained(name: str, example: str, error: Callable[[str], WaterflowError]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Decorate a function so that a call with wrong arguments raises ``error``, whose text shows a right call.
 
     Python's TypeError stays only where the arguments are right and the function itself raised it. Right calls cost nothing

@@ -120,22 +120,22 @@ class Job:
         if not callable(self.data) and not hasattr(self.data, "__iter__") and not hasattr(self.data, "reader"):
             advice = "; read it through a DataLoader" if isinstance(self.data, Dataset) else ""
             raise InvalidJobError(
-                f"job {self.name!r}: data must be iterable or a function that makes an iterable; "
-                f"got {_shown(self.data)}{advice}"
+                f"job {self.name!r}: data must be iterable or a function that makes an iterable; got {_shown(self.data)}{advice}"
             )
         if isinstance(self.loss, type):
             raise InvalidJobError(
-                f"job {self.name!r}: loss is the class {self.loss.__name__}; pass an object of it: "
-                f"{self.loss.__name__}()"
+                f"job {self.name!r}: loss is the class {self.loss.__name__}; pass an object of it: {self.loss.__name__}()"
             )
-        for name, of in (("loss", "(output, target)"), ("step", "(model, batch)"), ("scheduler", "the optimizer"),
-                         ("evaluate", "the model")):  # fmt: skip
+        for name, of in (
+            ("loss", "(output, target)"),
+            ("step", "(model, batch)"),
+            ("scheduler", "the optimizer"),
+            ("evaluate", "the model"),
+        ):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 hint = "; pass the function itself, not what it returns" if isinstance(value, torch.Tensor) else ""
-                raise InvalidJobError(
-                    f"job {self.name!r}: {name} must be a function of {of}; got {_shown(value)}{hint}"
-                )
+                raise InvalidJobError(f"job {self.name!r}: {name} must be a function of {of}; got {_shown(value)}{hint}")
         if self.seed is not None and not isinstance(self.seed, Integral):
             raise InvalidJobError(f"job {self.name!r}: seed must be an integer or None; got {self.seed!r}")
         if self.scheduler_interval not in ("epoch", "step"):
@@ -242,9 +242,7 @@ class Results(list[JobResult]):
     ``decisions`` says in words what the engine tried with ``mode="auto"`` and what it kept. ``stats`` is set by ``train``.
     """
 
-    def __init__(
-        self, results: Iterable[JobResult] = (), decisions: Sequence[str] = (), stats: RunStats | None = None
-    ) -> None:
+    def __init__(self, results: Iterable[JobResult] = (), decisions: Sequence[str] = (), stats: RunStats | None = None) -> None:
         super().__init__(results)
         self.decisions, self.stats = tuple(decisions), stats
 
@@ -340,7 +338,7 @@ FIRST = {
     "evaluation": (0.3, "evaluate on larger batches, on fewer rows, or after more steps"),
     "waiting for memory": (0.2, "raise memory=, or take smaller batches"),
     "the rest": (0.4, "see what your code does beside step(batch); for loading there is DataLoader(num_workers=1)"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -372,21 +370,22 @@ class RunStats:
         return RunStats(
             # A job that was suspended and came back has an account for each of its Steps; it counts once.
             jobs=len({account.who for account in accounts if account.get("steps")}),
-            steps=spent["steps"], eager_steps=spent["eager steps"], captures=spent["captures"],
+            steps=spent["steps"],
+            eager_steps=spent["eager steps"],
+            captures=spent["captures"],
             captured_again=spent["captures anew"],
-            eager=Counter(cause for _, cause in {(a.who, a.cause) for a in accounts} if cause is not None), shares=_shares(spent),
-            peak=engine.reservations.most_claimed, limit=engine.limit,
-        )  # fmt: skip
+            eager=Counter(cause for _, cause in {(a.who, a.cause) for a in accounts} if cause is not None),
+            shares=_shares(spent),
+            peak=engine.reservations.most_claimed,
+            limit=engine.limit,
+        )
 
     def lines(self, jobs: str) -> list[str]:
         """Return lines for people; ``jobs`` is the word for the jobs, such as ``trials``."""
         share = self.eager_steps / max(1, self.steps)
         again = f", {self.captured_again} of them anew" if self.captured_again else ""
         told = [f"{self.steps:,} steps, {100 * share:.0f} % of them eager; {self.captures} captures{again}"]
-        told += [
-            f"  {count} of {self.jobs} {jobs} ran eagerly: {cause}"
-            for cause, count in self.eager.most_common(MOST_CAUSES)
-        ]
+        told += [f"  {count} of {self.jobs} {jobs} ran eagerly: {cause}" for cause, count in self.eager.most_common(MOST_CAUSES)]
         told += ["  and others for other causes"] * (len(self.eager) > MOST_CAUSES)
         order = sorted(self.shares.items(), key=lambda part: -part[1])
         told.append(f"time: {', '.join(f'{100 * part:.0f} % {what}' for what, part in order if part >= 0.005)}")

@@ -14,9 +14,14 @@ from waterflow.step import Step
 
 
 def result_of(
-    name: str, status: Status, error: BaseException | None, step: Step | None,
-    metrics: tuple[Metrics, ...], losses: tuple[float, ...], seconds: float,
-) -> JobResult:  # fmt: skip
+    name: str,
+    status: Status,
+    error: BaseException | None,
+    step: Step | None,
+    metrics: tuple[Metrics, ...],
+    losses: tuple[float, ...],
+    seconds: float,
+) -> JobResult:
     """Return the result of a job. ``step`` is None if it was never made; no step of it may be running.
 
     ``seconds`` is wall time.
@@ -40,12 +45,20 @@ def result_of(
         measured_peak=measured,
         error=error,
         traceback="".join(traceback.format_exception(error)) if error is not None else None,
-        **({} if step is None else {
-            "opaque_reason": step.opaque_reason, "eager_steps": step.eager_steps, "planned_requests": step.planned_requests,
-            "missed_requests": step.missed_requests, "recomputed": step.recomputed, "offloaded": step.most_offloaded,
-            "state_dict": step.model.state_dict(),
-        }),
-    )  # fmt: skip
+        **(
+            {}
+            if step is None
+            else {
+                "opaque_reason": step.opaque_reason,
+                "eager_steps": step.eager_steps,
+                "planned_requests": step.planned_requests,
+                "missed_requests": step.missed_requests,
+                "recomputed": step.recomputed,
+                "offloaded": step.most_offloaded,
+                "state_dict": step.model.state_dict(),
+            }
+        ),
+    )
 
 
 def over_limit(made: Any, error: JobTimeoutError) -> Any:

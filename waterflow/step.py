@@ -18,15 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from waterflow import _C
-from waterflow.errors import (
-    CaptureError,
-    InvalidJobError,
-    JobCancelled,
-    StepError,
-    StepIndexError,
-    StepValueError,
-    explained,
-)
+from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, StepError, StepIndexError, StepValueError, explained
 from waterflow.executor.audit import Audit
 from waterflow.executor.cancel import LentLane, has_limit
 from waterflow.executor.data.copies import OwnBatches
@@ -88,9 +80,7 @@ def device_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.devic
 
     Raises InvalidJobError for several devices, and for the meta device.
     """
-    tensors = [*model.parameters(), *model.buffers()] or [
-        p for group in optimizer.param_groups for p in group["params"]
-    ]
+    tensors = [*model.parameters(), *model.buffers()] or [p for group in optimizer.param_groups for p in group["params"]]
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise InvalidJobError(f"the model lies on several devices ({sorted(map(str, devices))}); move it to one")
@@ -260,9 +250,17 @@ class Step:
             self._release = weakref.finalize(self, self._hold.release)
             holders.check(self._hold, holder, parameters_of(optimizer))
         self._spec = StepSpec(
-            model=holder, compute_loss=compute_loss, optimizer=optimizer, update=True, accumulate=accumulate,
-            clip_norm=clip_grad_norm, clip_value=clip_grad_value, autocast=autocast, device=device_of(model, optimizer),
-            early_updates=early_updates)  # fmt: skip
+            model=holder,
+            compute_loss=compute_loss,
+            optimizer=optimizer,
+            update=True,
+            accumulate=accumulate,
+            clip_norm=clip_grad_norm,
+            clip_value=clip_grad_value,
+            autocast=autocast,
+            device=device_of(model, optimizer),
+            early_updates=early_updates,
+        )
         check_device(self.name, self._spec.device, self.engine)
         self.generator = generator = own_generator(generator, self._spec.device, self.engine)
         self._threads = threads = self.engine.threads_per_lane if self.engine is not None else torch.get_num_threads()
@@ -272,9 +270,7 @@ class Step:
         budget = CaptureBudget((lambda: self.steps) if ordered else None)
         budget.account = self.account
         forms = (self.recompute, self.engine is None or self.engine.exact, budget)
-        self._bound_steps = BoundSteps(
-            self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms
-        )
+        self._bound_steps = BoundSteps(self._spec, generator, threads, type(model).__name__, ordered, self._hold, *forms)
         self._under_way: deque[StepFuture] = deque()
         self._micro = 0
         self._told: Counter[str] = Counter() if self.engine is None else self.engine.told
@@ -424,16 +420,21 @@ class Step:
         # Only if the reservation fails: what would fit takes captures to find, and improves the error's text.
         search = partial(what_fits, self, self.engine.reservations.room, self.batches_ahead)
         with self.account.spending("waiting for memory"):
-            return claim(self.engine, self.job, self.name, self.batches_ahead, self._bound_steps, bound_step, leaves, batch_spec,
-                         self._under_way, search)  # fmt: skip
+            return claim(
+                self.engine,
+                self.job,
+                self.name,
+                self.batches_ahead,
+                self._bound_steps,
+                bound_step,
+                leaves,
+                batch_spec,
+                self._under_way,
+                search,
+            )
 
     def _submit_captured(
-        self,
-        bound_step: BoundStep,
-        leaves: list[Any],
-        batch_spec: pytree.TreeSpec | None,
-        update: bool,
-        by_caller: bool,
+        self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> StepFuture:
         bound_step = self._claimed(bound_step, leaves, batch_spec)
         native, profiled = bound_step.planned.native, bound_step.planned.wants_profile
@@ -622,9 +623,7 @@ class Step:
 
         if self.engine is None or self.job is None:
             run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
-            return self._hand_in(
-                StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update
-            )
+            return self._hand_in(StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update)
         known = self.measured_height > 0 and (refused is None or new_kind)
         plan, native = self._eager_step.plan(self.measured_height, size)
         if self._last_plan is not plan or self._eager_claim != (self.engine.reservations.changes, self.batches_ahead):

@@ -22,9 +22,7 @@ def missing(device: str, count: int = 1) -> str | None:
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not there:
-        return (
-            f"{device!r} needs a GPU, and torch finds none on this machine; take device 'cpu', or a CUDA build of torch"
-        )
+        return f"{device!r} needs a GPU, and torch finds none on this machine; take device 'cpu', or a CUDA build of torch"
     last = int(device.partition(":")[2]) if ":" in device else count - 1
     if last >= there:
         asked = f"{device!r}" if ":" in device else f"{count} devices"

@@ -131,9 +131,7 @@ def run_in_pairs(jobs: Sequence[SimulatedJob], cuts: Sequence[NodeGroups], memor
     if (refused := no_room(jobs, memory)) is not None:
         return refused
     arena = arena_of(jobs, memory)
-    pairs: list[Pair] = [
-        (_operations(one, cuts), _operations(other, cuts)) for one, other in order_of_groups(jobs, cuts, arena)
-    ]
+    pairs: list[Pair] = [(_operations(one, cuts), _operations(other, cuts)) for one, other in order_of_groups(jobs, cuts, arena)]
     pool = replay_pairs(pool_steps(jobs, clock or Clock()), pairs, arena, max(job.steps for job in jobs))
     peak = held_by(jobs) + pool.peak
     if pool.refused:

@@ -337,9 +337,7 @@ def find_a_missing_wait(seeds: Iterable[int]) -> None:
 
     def train(fault: str, seed: int) -> list[Trained]:
         capacity = plan.height + plan.height // 4
-        engine = Engine(
-            memory=capacity + 2 * (plan.persistent + plan.batch), lanes=2, reserve=0, asynchronous=behind(seed)
-        )
+        engine = Engine(memory=capacity + 2 * (plan.persistent + plan.batch), lanes=2, reserve=0, asynchronous=behind(seed))
         engine.native.close()
         engine.native = _C.Engine(
             lanes=2,

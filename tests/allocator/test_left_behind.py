@@ -64,9 +64,7 @@ def no_more_addresses():
 
 def run(script: str) -> str:
     """A process of its own: what it prints. Fails where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + textwrap.dedent(script)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", COMMON + textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -23,9 +23,7 @@ def missing(sanitizer: str, folder: Path) -> str:
     if built.returncode:
         return f"the compiler has no -fsanitize={sanitizer}"
     ran = subprocess.run([str(folder / "probe")], capture_output=True, text=True)
-    return (
-        f"programs with -fsanitize={sanitizer} do not run here: {ran.stderr.strip()[-200:]}" if ran.returncode else ""
-    )
+    return f"programs with -fsanitize={sanitizer} do not run here: {ran.stderr.strip()[-200:]}" if ran.returncode else ""
 
 
 @pytest.mark.campaign

@@ -66,9 +66,7 @@ def test_unordered_writes_are_a_race_that_names_both(device: SimulatedDevice, at
     a, b = device.add_stream(), device.add_stream()
     device.access(a, at + 64, 64)
     device.record(a)
-    with pytest.raises(
-        Race, match=rf"stream {b} at tick 1 writes .*\(1 bytes\).* stream {a} at tick 1, which wrote it"
-    ):
+    with pytest.raises(Race, match=rf"stream {b} at tick 1 writes .*\(1 bytes\).* stream {a} at tick 1, which wrote it"):
         device.access(b, at + 127, 10)
     device.access(b, at + 128, 10)
     device.check()
@@ -217,9 +215,7 @@ def test_accesses_against_an_obvious_check(device: SimulatedDevice, at: int) -> 
         else:
             begin = rng.randrange(40)
             end, write = begin + rng.randrange(1, 12), rng.random() < 0.5
-            wrong = any(
-                i not in seen[stream] and begin < e and b < end and (write or w) for i, (b, e, w) in enumerate(done)
-            )
+            wrong = any(i not in seen[stream] and begin < e and b < end and (write or w) for i, (b, e, w) in enumerate(done))
             if wrong:
                 races += 1
                 with pytest.raises(Race):

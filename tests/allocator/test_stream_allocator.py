@@ -90,9 +90,7 @@ def test_what_is_complete_is_for_everyone(allocator: StreamAllocator, device: Si
     assert tiers == {"synchronized": 1} and device.waits == 0
 
 
-def test_anothers_goes_behind_a_wait_and_the_rest_comes_with_it(
-    allocator: StreamAllocator, device: SimulatedDevice
-) -> None:
+def test_anothers_goes_behind_a_wait_and_the_rest_comes_with_it(allocator: StreamAllocator, device: SimulatedDevice) -> None:
     a, b, _ = (allocator.add_stream() for _ in range(3))
     blocks = fill(allocator, a)
     for block in blocks[:4]:
@@ -146,9 +144,7 @@ def test_growing_by_segments(allocator: StreamAllocator, device: SimulatedDevice
     assert allocator.report().segments == 2
 
 
-def test_free_neighbours_of_several_streams_are_put_together(
-    allocator: StreamAllocator, device: SimulatedDevice
-) -> None:
+def test_free_neighbours_of_several_streams_are_put_together(allocator: StreamAllocator, device: SimulatedDevice) -> None:
     a, b = allocator.add_stream(), allocator.add_stream()
     whole = allocator.allocate(64 * MiB, a)
     allocator.release(whole)
@@ -195,9 +191,7 @@ def test_failing_tells_the_rule_and_shows_the_map(allocator: StreamAllocator) ->
 # -- the rules
 
 
-def test_a_chunk_belongs_to_those_who_used_it_not_to_who_asked(
-    allocator: StreamAllocator, device: SimulatedDevice
-) -> None:
+def test_a_chunk_belongs_to_those_who_used_it_not_to_who_asked(allocator: StreamAllocator, device: SimulatedDevice) -> None:
     a, b, _ = (allocator.add_stream() for _ in range(3))
     block = fill(allocator, a)[0]
     device.access(a, block, PAGE)
@@ -214,9 +208,7 @@ def test_a_chunk_belongs_to_those_who_used_it_not_to_who_asked(
     device.access(a, block, PAGE)
 
 
-def test_a_chunk_belongs_to_the_stream_that_waited_for_all_others(
-    allocator: StreamAllocator, device: SimulatedDevice
-) -> None:
+def test_a_chunk_belongs_to_the_stream_that_waited_for_all_others(allocator: StreamAllocator, device: SimulatedDevice) -> None:
     a, b, _ = (allocator.add_stream() for _ in range(3))
     block = fill(allocator, a)[0]
     allocator.end_use(block, a)

@@ -57,9 +57,7 @@ def test_jobs_with_different_numbers_of_groups() -> None:
     # Job 1 of 4 + 4 groups, job 2 of 2 + 2; p = 0: idx1 = 0, idx2 = 4.
     # Job 1: av[0..3] (idx1 = 4), dv[4..7] (idx2 = 8). Job 2: allocation groups to av[4], av[5] (idx1 = 6), then, as the
     # last job and while idx2 = 8 > idx1, its deallocation groups to av[6], av[7].
-    assert text(pair_groups([(4, 8), (2, 4)], 0)) == (
-        "J1.1|- J1.2|- J1.3|- J1.4|- J2.1|J1.5 J2.2|J1.6 J2.3|J1.7 J2.4|J1.8"
-    )
+    assert text(pair_groups([(4, 8), (2, 4)], 0)) == ("J1.1|- J1.2|- J1.3|- J1.4|- J2.1|J1.5 J2.2|J1.6 J2.3|J1.7 J2.4|J1.8")
 
 
 def test_a_job_that_allocates_longer_than_the_one_before_deallocates() -> None:
@@ -317,9 +315,7 @@ def network() -> tuple[StepSizes, int]:
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())]
     model = nn.Sequential(*layers)
     step = wf.Step(
-        model,
-        loss=lambda output, target: ((output - target) ** 2).mean(),
-        optimizer=torch.optim.SGD(model.parameters()),
+        model, loss=lambda output, target: ((output - target) ** 2).mean(), optimizer=torch.optim.SGD(model.parameters())
     )
     batch = (torch.zeros(4, 64), torch.zeros(4, 64))
     return StepSizes(step, batch)

@@ -196,17 +196,12 @@ def test_train_takes_jobs_and_pieces(folder: Path):
     ended = run("train", path, "--json")
     assert ended.exit_code == 0, ended.stderr
     jobs = json.loads(ended.stdout)["jobs"]
-    assert [(j["name"], j["steps"], j["status"]) for j in jobs] == [
-        ("from-job", 6, "completed"),
-        ("job-1", 3, "completed"),
-    ]
+    assert [(j["name"], j["steps"], j["status"]) for j in jobs] == [("from-job", 6, "completed"), ("job-1", 3, "completed")]
     assert jobs[1]["metrics"] == {"ones": 30.0}
 
 
 def test_a_failed_job_shows_and_leaves_the_others(folder: Path):
-    path = config(
-        folder, f"jobs:\n- {{name: good, {PIECES}}}\n- {{name: bad, {PIECES.replace(':model', ':broken')}}}\n"
-    )
+    path = config(folder, f"jobs:\n- {{name: good, {PIECES}}}\n- {{name: bad, {PIECES.replace(':model', ':broken')}}}\n")
     ended = run("train", path)
     assert ended.exit_code == 1
     (line,) = lines(ended.stderr)
@@ -238,10 +233,7 @@ def test_plan_of_the_examples():
 
 @pytest.mark.needs_time("the README promises plan --gpu")
 def test_plan_for_a_gpu_that_is_not_there(folder: Path):
-    path = config(
-        folder,
-        f"jobs:\n  - {{name: a, {PIECES}}}\n",
-    )
+    path = config(folder, f"jobs:\n  - {{name: a, {PIECES}}}\n")
     ended = run("plan", path, "--gpu", "v100-32g", "--copies", "2", "--json")
     assert ended.exit_code == 0, ended.stderr
     told = json.loads(ended.stdout)
@@ -253,9 +245,7 @@ def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     assert "fits alone with recompute" in less and "deep with recompute='auto' and its batch of 256: " in less
     path = config(folder, f"jobs:\n  - {{name: a, {PIECES}}}\n")
     tight = run("plan", path, "--memory", "300B")
-    assert (
-        tight.exit_code == 0 and "does not fit" in tight.stdout and "even the smallest batches must fit" in tight.stdout
-    )
+    assert tight.exit_code == 0 and "does not fit" in tight.stdout and "even the smallest batches must fit" in tight.stdout
 
 
 def test_plan_draws_why_nothing_fits(folder: Path):
@@ -294,17 +284,12 @@ def test_plan_of_a_job_that_is_not_captured(folder: Path):
     path = config(folder, f"jobs: [{eager}, {{name: a, {PIECES}}}]")
     shown = run("plan", path, "--memory", "64MiB")
     assert shown.exit_code == 0 and "largest batches in 64.0 MiB" in shown.stdout
-    assert (
-        "eager cannot be captured: it would train eagerly, with memory that is not known before it runs: "
-        in shown.stdout
-    )
+    assert "eager cannot be captured: it would train eagerly, with memory that is not known before it runs: " in shown.stdout
     told = json.loads(run("plan", path, "--memory", "64MiB", "--json").stdout)
     assert told["fits"] is None and told["sets"] == [["a"]]
     assert told["jobs"][1]["name"] == "eager" and "values of its tensors" in told["jobs"][1]["opaque_reason"]
     broken = config(folder, f"jobs: [{{name: bad, {PIECES.replace(':model', ':broken')}}}]")
-    assert (
-        "job 'bad' cannot be planned: RuntimeError: no weights today" in run("plan", broken, "--memory", "64MiB").stderr
-    )
+    assert "job 'bad' cannot be planned: RuntimeError: no weights today" in run("plan", broken, "--memory", "64MiB").stderr
     alone = run("plan", config(folder, f"jobs: [{eager}]"), "--memory", "64MiB", "--report", "plan.png")
     assert alone.exit_code == 1 and "there is nothing to draw: no job could be captured" in alone.stderr
     here = run("plan", path).stdout
@@ -325,10 +310,7 @@ def test_plan_of_a_job_that_is_not_captured(folder: Path):
         (("config.yaml", "--report", "plan.png"), "--report need a device"),
         (("config.yaml", "--memory", "1GiB", "--groups"), "--groups shows plans for this machine"),
         (("config.yaml", "--memory", "1GiB", "--report", "nowhere/plan.png"), "--report: there is no folder nowhere"),
-        (
-            ("config.yaml", "--memory", "1GiB", "--report", "plan.jpg"),
-            "--report: pictures are PNG files; call it 'plan.png'",
-        ),
+        (("config.yaml", "--memory", "1GiB", "--report", "plan.jpg"), "--report: pictures are PNG files; call it 'plan.png'"),
     ],
 )
 def test_plan_tells_what_is_missing(folder: Path, arguments: tuple[str, ...], said: str):
@@ -404,9 +386,7 @@ def test_plan_tells_what_fits_and_what_waits(folder: Path):
     wide = PIECES.replace("sgd", "adamw")
     entries = [("a", 20_000), ("b", 20_000), ("c", 20_000), ("huge", 2_000_000)]
     text = "".join(f"- {{name: {name}, {wide}, args: {{width: {width}}}}}\n" for name, width in entries)
-    path = config(
-        folder, f"memory: 8MB\njobs:\n{text}- {{name: eager, {PIECES.replace('cross_entropy', 'code.py:looks')}}}"
-    )
+    path = config(folder, f"memory: 8MB\njobs:\n{text}- {{name: eager, {PIECES.replace('cross_entropy', 'code.py:looks')}}}")
     ended = run("plan", path, "--json", "--groups")
     assert ended.exit_code == 1  # huge does not fit
     (line,) = lines(ended.stderr.replace("user code talks", ""))
@@ -416,9 +396,7 @@ def test_plan_tells_what_fits_and_what_waits(folder: Path):
     assert report["together"] == ["a", "b"]
     assert jobs["c"]["verdict"].startswith("waits for memory")
     assert jobs["eager"]["opaque_reason"] and "runs eagerly" in jobs["eager"]["verdict"]
-    assert jobs["a"]["predicted_peak_bytes"] == sum(
-        jobs["a"][k] for k in ("persistent_bytes", "batch_bytes", "height_bytes")
-    )
+    assert jobs["a"]["predicted_peak_bytes"] == sum(jobs["a"][k] for k in ("persistent_bytes", "batch_bytes", "height_bytes"))
     assert jobs["a"]["groups"][-1]["end"] == jobs["a"]["operations"]
     shown = run("plan", path, "--groups").stdout
     assert "plan of a:" in shown and "allocation" in shown
@@ -443,9 +421,7 @@ def test_a_config_says_on_which_device(folder: Path, monkeypatch: pytest.MonkeyP
     for line in ("", "device: cpu"):
         assert run(command, config(folder, f"{text}\n{line}\n")).exit_code == 0
     ended = run(command, config(folder, f"{text}\ndevice: cuda\n"))
-    assert ended.exit_code == 2 and "torch finds none on this machine; take device 'cpu'" in " ".join(
-        ended.stderr.split()
-    )
+    assert ended.exit_code == 2 and "torch finds none on this machine; take device 'cpu'" in " ".join(ended.stderr.split())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("cuda", "cuda:1"):

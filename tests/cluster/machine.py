@@ -11,18 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from waterflow.cluster.policies.base import Policy
 from waterflow.cluster.scheduler import Scheduler
-from waterflow.cluster.submission import (
-    Action,
-    Node,
-    Place,
-    Report,
-    Resize,
-    SetPriority,
-    Start,
-    Stop,
-    Submission,
-    Tenant,
-)
+from waterflow.cluster.submission import Action, Node, Place, Report, Resize, SetPriority, Start, Stop, Submission, Tenant
 from waterflow.errors import SubmissionError
 
 MEMORY = 16

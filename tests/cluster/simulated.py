@@ -28,9 +28,7 @@ class Checked(Scheduler):
         return actions
 
 
-def simulate(
-    policy: Policy, jobs: Sequence[Submission] | str, devices: int, check: bool = False, **more: object
-) -> Simulated:
+def simulate(policy: Policy, jobs: Sequence[Submission] | str, devices: int, check: bool = False, **more: object) -> Simulated:
     """The jobs, or those of a public trace, under a policy."""
     tenants: Sequence[Tenant] = more.pop("tenants", ())  # type: ignore[assignment]
     submissions = read_workload(TRACES / f"{jobs}.csv").submissions if isinstance(jobs, str) else jobs

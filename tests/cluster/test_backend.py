@@ -17,16 +17,7 @@ import torch
 
 import waterflow as wf
 from tests.cluster.jobs import equal, jobs
-from waterflow.cluster.backend import (
-    BackendError,
-    BackendEvent,
-    Checkpointed,
-    Ended,
-    NodeJoined,
-    NodeLost,
-    Progress,
-    Started,
-)
+from waterflow.cluster.backend import BackendError, BackendEvent, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
 from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.payload import load_results, pack
@@ -98,9 +89,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
     with (
         LoopbackCluster([1, 1]) as cluster,
-        RayBackend(
-            cluster.address, tmp_path_factory.mktemp("shared"), settings=SETTINGS, silent_seconds=2.0
-        ) as backend,
+        RayBackend(cluster.address, tmp_path_factory.mktemp("shared"), settings=SETTINGS, silent_seconds=2.0) as backend,
     ):
         yield Watched(backend, backend.process)
 

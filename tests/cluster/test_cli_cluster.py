@@ -350,9 +350,7 @@ def test_up_says_what_the_devices_train_on(folder: Path, tmp_path: Path, monkeyp
     assert wrong.exit_code != 0 and "device must be one of cpu, cuda; got 'tpu'" in " ".join(wrong.stderr.split())
     (folder / "there.yaml").write_text(f"device: cuda\njobs: [{{name: a, {PIECES}}}]\n")
     wrong = run("submit", "there.yaml")
-    assert wrong.exit_code == 2 and "device: a cluster has the devices that it was started with" in " ".join(
-        wrong.stderr.split()
-    )
+    assert wrong.exit_code == 2 and "device: a cluster has the devices that it was started with" in " ".join(wrong.stderr.split())
 
 
 def test_devices_that_the_machine_does_not_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,8 +392,5 @@ def test_a_ray_cluster_reserves_what_is_trained_on() -> None:
 
     pinned = RayShare(WorkerSettings(), [(0, 1), (2, 3)])
     assert pinned.room(nodes) == 6 and pinned.reserved()["num_cpus"] == 2 and pinned.settings(6).lanes is None
-    for share, said in (
-        (RayShare(WorkerSettings("cuda")), "has no GPU"),
-        (RayShare(WorkerSettings(lanes=9)), "has 9 CPU"),
-    ):
+    for share, said in ((RayShare(WorkerSettings("cuda")), "has no GPU"), (RayShare(WorkerSettings(lanes=9)), "has 9 CPU")):
         assert share.room(nodes[2:3]) == 0 and said in share.nothing()

@@ -50,9 +50,7 @@ def test_jobs_in_and_results_out(client: wf.Cluster) -> None:
     told = client.status(id)
     assert told["state"] == "completed" and told["attempts"] == 1
     day, moment, words = list(client.logs(id))[-1].split(" ", 2)
-    assert (
-        words == "completed" and time.time() - time.mktime(time.strptime(day + moment, "%Y-%m-%d%H:%M:%S")) < PATIENCE
-    )
+    assert words == "completed" and time.time() - time.mktime(time.strptime(day + moment, "%Y-%m-%d%H:%M:%S")) < PATIENCE
     with pytest.raises(SubmissionError, match="no job is called 'nothing'"):
         client.status("nothing")
 
@@ -129,8 +127,7 @@ def test_sets_that_fit_together(client: wf.Cluster) -> None:
     names = sorted(result.name for id in ids for result in client.result(id, timeout=PATIENCE))
     assert names == [f"wide {n}" for n in range(4)]
     with pytest.raises(
-        wf.MemoryLimitError,
-        match="job 'too wide' does not fit: .* the limit of 256.0 MiB leaves .*Make the model smaller",
+        wf.MemoryLimitError, match="job 'too wide' does not fit: .* the limit of 256.0 MiB leaves .*Make the model smaller"
     ):
         client.submit_apart([job("too wide", steps=1, width=9_000_000)])
 
@@ -170,9 +167,7 @@ def test_what_cannot_be_pickled_is_refused(client: wf.Cluster) -> None:
     made = job("locked")
     lock = threading.Lock()
     made.evaluate = lambda model: float(lock.locked())
-    with pytest.raises(
-        InvalidJobError, match=r"job 'locked': evaluate cannot be sent to another process: .*variable 'lock'"
-    ):
+    with pytest.raises(InvalidJobError, match=r"job 'locked': evaluate cannot be sent to another process: .*variable 'lock'"):
         client.submit(made)
 
 
@@ -225,19 +220,8 @@ def test_nobody_enters_without_the_token(shared_cluster: LiveCluster) -> None:
     token = token_file(shared_cluster.folder).read_text()
     assert token_file(shared_cluster.folder).stat().st_mode & 0o777 == 0o600
     assert shared_cluster.folder.stat().st_mode & 0o777 == 0o700
-    for given in (
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "Bearer " + token[:-1]},
-        {"Authorization": "é"},
-    ):
-        for method, path in (
-            ("GET", "/status"),
-            ("POST", "/jobs"),
-            ("POST", "/down"),
-            ("GET", "/metrics"),
-            ("GET", "/x"),
-        ):
+    for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer " + token[:-1]}, {"Authorization": "é"}):
+        for method, path in (("GET", "/status"), ("POST", "/jobs"), ("POST", "/down"), ("GET", "/metrics"), ("GET", "/x")):
             status, told = ask(shared_cluster, method, path, **given)
             assert status == 401 and "the token is missing or wrong" in told["error"]
     assert ask(shared_cluster, "GET", "/status", Authorization="Bearer " + token)[0] == 200
@@ -250,13 +234,7 @@ def test_what_makes_no_sense_is_refused(shared_cluster: LiveCluster) -> None:
         ("POST", "/jobs", {}, 400, "a submission is JSON in the header X-Submission"),
         ("POST", "/jobs", {"X-Submission": "[]"}, 400, "a submission is JSON"),
         ("POST", "/jobs", {"X-Submission": '{"id": "z", "colour": 1}'}, 400, "a submission has no 'colour'"),
-        (
-            "POST",
-            "/jobs",
-            {"X-Submission": '{"id": "z"}', "Content-Length": str(1 << 40)},
-            413,
-            "at most 900.0 MiB are taken",
-        ),
+        ("POST", "/jobs", {"X-Submission": '{"id": "z"}', "Content-Length": str(1 << 40)}, 413, "at most 900.0 MiB are taken"),
         ("POST", "/jobs", {"X-Submission": '{"id": "' + "z" * 60_000 + '"}'}, 400, "a job's id is 1 to 100"),
         ("GET", "/wait?ids=none&seconds=1", {}, 400, "no job is called 'none'"),
         ("GET", "/wait?seconds=1e9", {}, 400, "seconds must be a number from 0 to 30"),
@@ -342,9 +320,7 @@ def test_a_node_is_killed(clusters: Callable[..., LiveCluster], tmp_path: Path) 
     gate = tmp_path / "gate"
     client.submit(job("moved", steps=60, seconds=2.0, gate=gate), id="moved")  # a checkpoint comes before the gate
     client.submit(job("other"), id="other")
-    wait_until(
-        lambda: client.status("moved")["steps"] > 10 and any("checkpoint" in line for line in client.logs("moved"))
-    )
+    wait_until(lambda: client.status("moved")["steps"] > 10 and any("checkpoint" in line for line in client.logs("moved")))
     ((node, _),) = client.status("moved")["places"]
     os.killpg(cluster.workers()[node], signal.SIGKILL)
     killed = time.time()

@@ -91,9 +91,7 @@ def test_no_request_ends_the_cluster(door: tuple[Endpoint, Cluster], seed: int) 
         else:
             method = chance.choice(["GET", "POST"])
             rest = chance.choice(["", "/log", "/results", "/cancel", "/more"])
-            path = chance.choice(
-                [f"/jobs/{chance.choice(names)}{rest}", "/status", "/wait", "/metrics", "/", "//", "/jobs"]
-            )
+            path = chance.choice([f"/jobs/{chance.choice(names)}{rest}", "/status", "/wait", "/metrics", "/", "//", "/jobs"])
             path += chance.choice(queries)
             if path.startswith("/wait") and "seconds" not in path:
                 path = path.replace("/wait", "/wait?seconds=0").replace("0?", "0&")  # else it waits

@@ -42,9 +42,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, file: str | None, called:
     monkeypatch.setitem(sys.modules, name, made)
 
 
-def test_what_goes_with_a_job_follows_from_where_its_modules_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_with_a_job_follows_from_where_its_modules_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, beside, script = tmp_path / "here", tmp_path / "here-too", tmp_path / "scripts"
     for folder in (here, beside, script):
         folder.mkdir()

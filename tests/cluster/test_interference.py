@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from waterflow.cluster.interference import (
-    Interference,
-    Resident,
-    gavel_models,
-    read_gandiva_models,
-    read_gavel_pairs,
-)
+from waterflow.cluster.interference import Interference, Resident, gavel_models, read_gandiva_models, read_gavel_pairs
 from waterflow.cluster.model_profiles import ANTMAN_MIX, ANTMAN_MODELS, KNOWN_MODELS, draw_model, draw_models
 from waterflow.cluster.submission import Submission
 from waterflow.executor.interference import Allowed

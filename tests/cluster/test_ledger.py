@@ -94,10 +94,7 @@ def test_words_that_come_twice_count_once(told: Told, tmp_path: Path) -> None:
 def test_parts_of_a_group_are_told_as_one(told: Told, tmp_path: Path) -> None:
     a, b = told.join("a"), told.join("b")
     told.start("x", b"", [("a", 0), ("b", 0)])
-    assert [(node, sent["share"], sent["shares"]) for node, sent in told.requests("start")] == [
-        ("a", 0, 2),
-        ("b", 1, 2),
-    ]
+    assert [(node, sent["share"], sent["shares"]) for node, sent in told.requests("start")] == [("a", 0, 2), ("b", 1, 2)]
     told.heard()
     told.say("a", a, 1, Started("x", "a", a))
     assert told.heard() == []
@@ -162,9 +159,7 @@ def test_what_runs_is_known_from_the_nodes(told: Told, tmp_path: Path) -> None:
     told._all_joined()
     assert told.running() == ["x", "y", "z"]
     assert told.requests("stop") == [("a", {"id": "z", "run": 1, "suspend": True})]
-    told.say(
-        "a", a, 1, *(Ended(id, "a", a, "completed", tmp_path) for id in "xy"), Ended("z", "a", a, "suspended", tmp_path)
-    )
+    told.say("a", a, 1, *(Ended(id, "a", a, "completed", tmp_path) for id in "xy"), Ended("z", "a", a, "suspended", tmp_path))
     events = told.heard()
     assert {e.id: e.how for e in events if isinstance(e, Ended)} == {"x": "completed", "y": "completed", "z": "lost"}
     assert not any(isinstance(e, NodeLost) for e in events) and isinstance(events[0], NodeJoined)

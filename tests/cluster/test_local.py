@@ -15,16 +15,7 @@ import pytest
 
 import waterflow as wf
 from tests.cluster.jobs import equal, jobs
-from waterflow.cluster.backend import (
-    BackendError,
-    BackendEvent,
-    Checkpointed,
-    Ended,
-    NodeJoined,
-    NodeLost,
-    Progress,
-    Started,
-)
+from waterflow.cluster.backend import BackendError, BackendEvent, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
 from waterflow.cluster.group import PATIENCE, Part, Process, RunningGroup
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.losses import Silence
@@ -78,9 +69,7 @@ time.sleep(60)
 
 def killed_owner(folder: Path, outlive: float) -> int:
     """A backend in a process of its own that is killed; returns its child's number."""
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(folder), str(outlive)], stdout=subprocess.PIPE, text=True
-    )
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), str(outlive)], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None
         child = int(owner.stdout.readline())

@@ -130,9 +130,7 @@ def test_a_training_loss_is_not_maximized(cluster: wf.Cluster, catch: Any) -> No
         job.evaluate = None
         return job
 
-    with pytest.raises(
-        StudyError, match=r"direction='maximize' and job 'built' has no evaluate=.*Pass Job\(evaluate=\)"
-    ):
+    with pytest.raises(StudyError, match=r"direction='maximize' and job 'built' has no evaluate=.*Pass Job\(evaluate=\)"):
         wf.optimize(study, objective, 4, cluster=cluster, max_concurrent=1, catch=catch)
     assert [trial.state.name for trial in study.trials] == ["FAIL"]
 
@@ -260,9 +258,7 @@ def test_the_same_call_again_after_its_process_was_killed(
 @pytest.mark.parametrize("storage", [None, "sqlite://"])
 def test_a_study_in_this_process_cannot_be_spread(cluster: wf.Cluster, storage: str | None) -> None:
     study = optuna.create_study(storage=storage)
-    with pytest.raises(
-        StudyError, match=r"must be an RDB or a journal storage, in a file .*storage='sqlite:///study.db'"
-    ):
+    with pytest.raises(StudyError, match=r"must be an RDB or a journal storage, in a file .*storage='sqlite:///study.db'"):
         wf.optimize(study, build, 1, cluster=cluster)
     assert study.trials == []
 

@@ -67,9 +67,7 @@ class Walked(Scheduler):
         return actions
 
 
-@pytest.mark.parametrize(
-    "make", [FifoBackfill, Srtf, Srsf, lambda: Las((20.0, 60.0)), lambda: Las((5.0, 15.0), by="time")]
-)
+@pytest.mark.parametrize("make", [FifoBackfill, Srtf, Srsf, lambda: Las((20.0, 60.0)), lambda: Las((5.0, 15.0), by="time")])
 @pytest.mark.parametrize("tenants", [(), (Tenant("t0", 12), Tenant("t1", 12)), (Tenant("t0", 12), Tenant("t1", 13))])
 @given(jobs=JOBS)
 def test_walks_agree(make: Any, tenants: tuple[Tenant, ...], jobs: list[tuple[int, int, int, int]]) -> None:

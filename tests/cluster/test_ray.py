@@ -90,9 +90,7 @@ with LoopbackCluster([1]) as made:
 
 @pytest.mark.slow
 def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WRONG_TOKEN, str(tmp_path)], capture_output=True, text=True, timeout=110
-    )
+    done = subprocess.run([sys.executable, "-c", WRONG_TOKEN, str(tmp_path)], capture_output=True, text=True, timeout=110)
     assert done.stdout.endswith("refused\n"), done.stdout + done.stderr
 
 

@@ -106,9 +106,7 @@ def test_quotas_bind_and_others_go_past() -> None:
         scheduler = Checked(NODES, policy, [Tenant("lab", 1), Tenant("shop", 4)])
         scheduler.submit(0.0, Submission("x", "lab"))
         assert scheduler.submit(0.0, Submission("y", "lab")) == []
-        assert [a.id for a in scheduler.submit(0.0, Submission("z", "shop"))] == (
-            [] if policy.name == "fifo" else ["z"]
-        )
+        assert [a.id for a in scheduler.submit(0.0, Submission("z", "shop"))] == ([] if policy.name == "fifo" else ["z"])
         assert "y" in [action.id for action in scheduler.ended(1.0, "x", "failed")]
 
 

@@ -227,9 +227,7 @@ def test_a_job_that_always_loses_its_node_fails(cluster: Cluster) -> None:
         cluster.backend.return_(place[0])
         cluster.turn(2)
     job = cluster.service.record("a")
-    assert (
-        job.state == "failed" and "lost 5 times without a checkpoint in between; the last time: SIGSEGV" in job.reason
-    )
+    assert job.state == "failed" and "lost 5 times without a checkpoint in between; the last time: SIGSEGV" in job.reason
     assert cluster.service.scheduler.book.entries == {}
 
 
@@ -324,9 +322,7 @@ def test_a_stop_that_nobody_heard_is_asked_for_again(cluster: Cluster, monkeypat
     assert cluster.states() == {"a": "cancelled"}
 
 
-def test_priorities_that_nobody_may_have_heard_are_told_again(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_priorities_that_nobody_may_have_heard_are_told_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, str]] = []
     running(cluster)
     cluster.submit("b")
@@ -754,9 +750,7 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int, monkeypatch: pytest.Mon
             cluster.kill()
             now = {id: run for id, run in backend.runs.items() if id in alive}
             assert now == alive, "a restart touched what ran"
-            assert _preempted(cluster) & backend.runs.keys() <= backend.stopping.keys(), (
-                "nobody heard that it is to stop"
-            )
+            assert _preempted(cluster) & backend.runs.keys() <= backend.stopping.keys(), "nobody heard that it is to stop"
             assert {id for id in backend.stopping if id not in stopping} <= cancelled | _preempted(cluster)
         except (SubmissionError, BusyError):
             pass
@@ -1006,9 +1000,7 @@ def test_a_path_that_can_be_none_is_refused(cluster: Cluster, checkpoint: str, s
 def test_a_payload_beyond_the_limit_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LARGEST_PAYLOAD < 10**9  # SQLite's
     monkeypatch.setattr("waterflow.cluster.store.LARGEST_PAYLOAD", 1 << 20)
-    with pytest.raises(
-        InvalidJobError, match=r"the payload has 1.0 MiB; at most 1.0 MiB are taken. Let a function load"
-    ):
+    with pytest.raises(InvalidJobError, match=r"the payload has 1.0 MiB; at most 1.0 MiB are taken. Let a function load"):
         cluster.submit("a", b"x" * ((1 << 20) + 1))
     assert cluster.submit("a", b"x" * (1 << 20))
 
@@ -1047,18 +1039,14 @@ cluster.store.check()
 def test_a_disk_that_is_really_too_small(tmp_path: Path) -> None:
     """Files may grow to so many bytes only, in a process of its own; then again as they like."""
     command = [sys.executable, "-c", SMALL_DISK, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": os.getcwd()}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert done.returncode == 0, done.stderr
     refused, waits, after = done.stdout.splitlines()
     assert "cannot write down its state" in refused and waits.startswith("waits OperationalError: ")
     assert after == "completed 12 True None"
 
 
-def test_requests_do_not_wait_while_the_whole_state_is_written(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_do_not_wait_while_the_whole_state_is_written(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop writes it; what comes in meanwhile stays noted, and is there after a kill at any moment."""
     monkeypatch.setattr("waterflow.cluster.journal.ENTRIES_PER_EVENT", 1)
     whole, written = json.dumps, []

@@ -19,17 +19,7 @@ from waterflow.cluster.policies.gandiva import Gandiva
 from waterflow.cluster.policies.gandiva_packing import GandivaPacking
 from waterflow.cluster.scheduler import Scheduler
 from waterflow.cluster.simulator import Simulated
-from waterflow.cluster.submission import (
-    Move,
-    Node,
-    Report,
-    Resize,
-    SetPriority,
-    Start,
-    Stop,
-    Submission,
-    Tenant,
-)
+from waterflow.cluster.submission import Move, Node, Report, Resize, SetPriority, Start, Stop, Submission, Tenant
 from waterflow.errors import SubmissionError
 
 MODELS = Interference(
@@ -319,9 +309,7 @@ def test_gandiva_packs_and_undoes_it() -> None:
     for model in ("light", "heavy"):
         policy = Gandiva()
         jobs = [Submission(f"j{n}", duration=600.0, model=model, memory=4 * GIB) for n in range(2)]
-        run = simulate(
-            policy, jobs, 1, check=True, speeds=MODELS.packed, utilization=lambda job: MODELS.utilization(job.model)
-        )
+        run = simulate(policy, jobs, 1, check=True, speeds=MODELS.packed, utilization=lambda job: MODELS.utilization(job.model))
         counts[model] = policy.packed, policy.unpacked, max(job.ended for job in run.jobs)
     assert counts["light"][:2] == (1, 0) and counts["light"][2] < 900
     packed, unpacked, end = counts["heavy"]

@@ -48,9 +48,7 @@ def test_averages_are_compared_with_the_goal() -> None:
     assert found["most, s"] == pytest.approx(0.1) and benchmark.longer(live, alone) == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize(
-    ("differences", "holds"), [((-30.0, 4.9, 5.0), True), ((5.1,), False), ((-5.1, -6.0, 1.0), False)]
-)
+@pytest.mark.parametrize(("differences", "holds"), [((-30.0, 4.9, 5.0), True), ((5.1,), False), ((-5.1, -6.0, 1.0), False)])
 def test_the_median_of_the_trials_is_held_against_the_goal(differences: tuple[float, ...], holds: bool) -> None:
     trials = [{"difference, %": one, "measured before, %": 9.0, "with live durations, %": 0.1} for one in differences]
     found = benchmark.judged(trials)

@@ -73,9 +73,7 @@ class Beside(Policy):
 def test_neighbours_slow_each_other_down() -> None:
     def speeds(device: Device, residents: Sequence[Entry]) -> Sequence[float]:
         others = len(residents) - (device.guaranteed is not None)
-        return [
-            1.0 if entry is device.guaranteed else (0.5 if device.guaranteed else 1.0) / others for entry in residents
-        ]
+        return [1.0 if entry is device.guaranteed else (0.5 if device.guaranteed else 1.0) / others for entry in residents]
 
     jobs = [job("g", 100), job("o", 40, at=20), job("p", 10, at=40)]
     run = simulate(Beside(), jobs, 1, check=True, speeds=speeds)
@@ -152,9 +150,7 @@ def test_growing_stops_a_job_and_shrinking_does_not() -> None:
 def test_tables_of_throughputs(tmp_path: Path) -> None:
     table = TableScaling({"m": (((1, 1.0), (2, 1.8), (4, 3.0)),)})
     one = job("x", 1, 2, model="m")
-    assert (
-        table(one, 2) == 1.0 and table(one, 3) == pytest.approx(2.4 / 1.8) and table(one, 64) == pytest.approx(3 / 1.8)
-    )
+    assert table(one, 2) == 1.0 and table(one, 3) == pytest.approx(2.4 / 1.8) and table(one, 64) == pytest.approx(3 / 1.8)
     real = TableScaling.read(TRACES / "elasticflow_scaling_a100.csv", seed=3)
     known = job("x", 1, 1, model="bert")
     assert real.curve_of(known)[0] in ((1, 6.0307), (1, 3.5749))
@@ -229,10 +225,7 @@ def test_workloads(tmp_path: Path) -> None:
         Submission("b", "lab", 2, model="resnet", duration=3.0, submitted=7.0),
     ]
     assert workload.notes == ["2 of 4 jobs have no duration_s and are left out (lines 4, 5)"]
-    assert {s.priority for s in read_workload(TRACES / "muri_testbed_400.csv").submissions} == {
-        "guaranteed",
-        "opportunistic",
-    }
+    assert {s.priority for s in read_workload(TRACES / "muri_testbed_400.csv").submissions} == {"guaranteed", "opportunistic"}
 
 
 @pytest.mark.parametrize(

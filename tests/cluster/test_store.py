@@ -33,8 +33,7 @@ def test_one_id_is_one_job(store: Store) -> None:
     assert store.add(asked(), b"payload")
     assert not store.add(asked(submitted=2.0), b"payload")  # the same answer, whenever it comes
     with pytest.raises(
-        InvalidJobError,
-        match="job 'a' is known already, and differs in its payload, or the checkpoint.*One id is one",
+        InvalidJobError, match="job 'a' is known already, and differs in its payload, or the checkpoint.*One id is one"
     ):
         store.add(asked(), b"another")
     with pytest.raises(InvalidJobError, match="differs in devices 1 there and 2 here"):
@@ -113,9 +112,7 @@ def test_a_log_keeps_its_last_lines(store: Store, monkeypatch: pytest.MonkeyPatc
 def test_other_files_are_refused(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.db"
     damaged.write_bytes(b"no database " * 1000)
-    with pytest.raises(
-        ClusterError, match=r"damaged.db cannot be used as the state of a cluster: file is not a database"
-    ):
+    with pytest.raises(ClusterError, match=r"damaged.db cannot be used as the state of a cluster: file is not a database"):
         Store(damaged)
     store = Store(tmp_path / "later.db")
     store.set_meta("format", 99)

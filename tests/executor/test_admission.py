@@ -225,9 +225,7 @@ TestDecisions.settings = settings(stateful_step_count=40)
 class Driver:
     """Lanes that run jobs as the engine does: it offers room to those that wait, then starts new steps."""
 
-    def __init__(
-        self, draw: random.Random, lanes: int, capacity: int, make: Callable[[int], Admission] = Admission
-    ) -> None:
+    def __init__(self, draw: random.Random, lanes: int, capacity: int, make: Callable[[int], Admission] = Admission) -> None:
         self.draw = draw
         self.lanes = lanes
         self.admission = make(capacity)

@@ -95,10 +95,7 @@ def net_and(optimizer: Callable[..., Optimizer], **options: Any) -> Callable[[],
 
 def batches(count: int = 5, rows: int = 6) -> list[Any]:
     random = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(rows, 1, 6, 6, generator=random), torch.randint(5, (rows,), generator=random))
-        for _ in range(count)
-    ]
+    return [(torch.randn(rows, 1, 6, 6, generator=random), torch.randint(5, (rows,), generator=random)) for _ in range(count)]
 
 
 # -- audits that pass
@@ -278,15 +275,11 @@ def _passed(trained: Any) -> int:
     return passed
 
 
-def test_a_capture_is_audited_at_its_first_step_and_once_later(
-    monkeypatch: pytest.MonkeyPatch, no_captures: Any
-) -> None:
+def test_a_capture_is_audited_at_its_first_step_and_once_later(monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
     assert steps_of_one_net(monkeypatch, "first", 50, 3) == [2, 0, 0]
 
 
-def test_the_second_audit_is_that_of_whoever_comes_to_its_place(
-    monkeypatch: pytest.MonkeyPatch, no_captures: Any
-) -> None:
+def test_the_second_audit_is_that_of_whoever_comes_to_its_place(monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
     monkeypatch.setattr(audit, "EARLIEST", 4)
     monkeypatch.setattr(audit, "LATEST", 4)
     monkeypatch.setenv("WATERFLOW_AUDIT", "first")
@@ -416,11 +409,7 @@ def too_late(graph: fx.Graph) -> None:
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [
-        (other_constant, "the loss: cap"),
-        (no_buffer, r"buffer 'mean': cap.*test_audit.py:"),
-        (too_late, "the loss: cap"),
-    ],
+    [(other_constant, "the loss: cap"), (no_buffer, r"buffer 'mean': cap.*test_audit.py:"), (too_late, "the loss: cap")],
 )
 def test_a_fault_in_the_first_step_is_found(
     planted: Any, change: Change, told: str, engine: Engine | None, unlike: Any, caplog: pytest.LogCaptureFixture
@@ -581,9 +570,7 @@ def test_an_audit_that_does_not_fit_is_left_out(caplog: pytest.LogCaptureFixture
     assert any("was not audited: it takes" in record.getMessage() for record in caplog.records)
 
 
-def test_trials_with_one_net_are_audited_once(
-    monkeypatch: pytest.MonkeyPatch, no_captures: Any, outcomes: list[Any]
-) -> None:
+def test_trials_with_one_net_are_audited_once(monkeypatch: pytest.MonkeyPatch, no_captures: Any, outcomes: list[Any]) -> None:
     monkeypatch.setenv("WATERFLOW_AUDIT", "first")
     data = batches(20)
 

@@ -21,9 +21,7 @@ class Lanes:
     def __post_init__(self) -> None:
         self.auto = AutoConcurrency(self.count, lambda: int(self.busy * 1e9), lambda: self.now)
 
-    def work(
-        self, share: float, running: int | None = None, memory: bool = True, seconds: float = 0.5, in_use: int = 0
-    ) -> int:
+    def work(self, share: float, running: int | None = None, memory: bool = True, seconds: float = 0.5, in_use: int = 0) -> int:
         """Lanes in use are busy for this share of the time; what may be under way afterwards."""
         in_use = in_use or self.count
         self.now += seconds

@@ -52,15 +52,10 @@ def model(seed: int) -> nn.Module:
 
 def batches(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     numbers = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(16, 3, 16, 16, generator=numbers), torch.randint(0, 10, (16,), generator=numbers))
-        for _ in range(STEPS)
-    ]
+    return [(torch.randn(16, 3, 16, 16, generator=numbers), torch.randint(0, 10, (16,), generator=numbers)) for _ in range(STEPS)]
 
 
-def train(
-    copies: int, engine: wf.Engine, kept: list[wf.Step] | None = None
-) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+def train(copies: int, engine: wf.Engine, kept: list[wf.Step] | None = None) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     import threading
 
     models = [model(seed) for seed in range(copies)]
@@ -126,17 +121,11 @@ def test_nothing_is_left_when_the_engine_is_closed(on_cuda: list[Any], fake: Fak
     assert held.pop("streams") == 2 and held == {}, "torch's streams stay torch's"
 
 
-def test_two_lanes_wait_for_each_others_ground_and_the_host_runs_ahead_by_two_groups(
-    on_cuda: list[Any], fake: FakeCuda
-) -> None:
+def test_two_lanes_wait_for_each_others_ground_and_the_host_runs_ahead_by_two_groups(on_cuda: list[Any], fake: FakeCuda) -> None:
     """In an arena in which two steps do not fit side by side at their highest."""
     with wf.Engine(memory="512MiB", lanes=2) as engine:
         train(2, engine)
-        height = (
-            max(claim.height for claim in engine.reservations._claims.values())
-            if engine.reservations._claims
-            else 4 << 20
-        )
+        height = max(claim.height for claim in engine.reservations._claims.values()) if engine.reservations._claims else 4 << 20
     del engine
     fake.forget_calls()
     on_cuda.clear()

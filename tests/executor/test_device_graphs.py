@@ -58,10 +58,7 @@ def model(seed: int = 0) -> nn.Module:
 
 def batches(seed: int = 0, count: int = STEPS) -> list[Batch]:
     numbers = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(16, 3, 16, 16, generator=numbers), torch.randint(0, 10, (16,), generator=numbers))
-        for _ in range(count)
-    ]
+    return [(torch.randn(16, 3, 16, 16, generator=numbers), torch.randint(0, 10, (16,), generator=numbers)) for _ in range(count)]
 
 
 def make_step(engine: wf.Engine, seed: int = 0, **settings: Any) -> wf.Step:
@@ -341,10 +338,7 @@ def test_gradients_summed_over_several_batches() -> None:
 
 def test_copies_of_batches_come_from_the_reserve(caplog: pytest.LogCaptureFixture) -> None:
     expected = plainly()
-    with (
-        caplog.at_level(logging.INFO, "waterflow"),
-        wf.Engine(memory="512MiB", lanes=1, reserve=128 << 10) as engine,
-    ):
+    with caplog.at_level(logging.INFO, "waterflow"), wf.Engine(memory="512MiB", lanes=1, reserve=128 << 10) as engine:
         step = make_step(engine)
         assert same(train(step), expected)
         assert engine.stats().graphs["captured"] == 0
@@ -447,9 +441,7 @@ def test_what_a_capture_cannot_stand_ends_it(fake: FakeCuda) -> None:
     device.begin_capture(stream)
     with pytest.raises(_C.CudaError, match="cuEventRecord"):
         device.record(stream)
-    with pytest.raises(
-        _C.CudaError, match=r"cuStreamEndCapture\(stream \d+\) failed.*cannot be done while a CUDA graph"
-    ):
+    with pytest.raises(_C.CudaError, match=r"cuStreamEndCapture\(stream \d+\) failed.*cannot be done while a CUDA graph"):
         device.end_capture(stream)
     device.begin_capture(stream)
     with pytest.raises(_C.CudaError, match="cuCtxSynchronize"):

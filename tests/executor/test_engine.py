@@ -575,9 +575,7 @@ def test_limit_lowered_and_raised_while_jobs_train(full: bool) -> None:
 
     mover = threading.Thread(target=move)
     mover.start()
-    ends = in_threads(
-        *(lambda s=s: run_steps(*made[s], batches[s], seed=s, engine=engine) for s in range(4)), seconds=100
-    )
+    ends = in_threads(*(lambda s=s: run_steps(*made[s], batches[s], seed=s, engine=engine) for s in range(4)), seconds=100)
     stop.set()
     mover.join()
     raise_first(ends)
@@ -724,11 +722,7 @@ def test_claims_wait_for_others_to_leave() -> None:
     one, other = engine.add_job("one"), engine.add_job("other")
     plan = opaque_plan("p", 100, persistent=600, batch=0)
     engine.reservations.claim(one, plan)
-    assert (
-        not engine.reservations.would_fit(plan)
-        and engine.reservations.claimed() == 600
-        and engine.native.capacity == 400
-    )
+    assert not engine.reservations.would_fit(plan) and engine.reservations.claimed() == 600 and engine.native.capacity == 400
     begun = threading.Event()
 
     def second() -> str:
@@ -899,26 +893,7 @@ def test_memory_as_people_write_it(memory: Any, expected: int) -> None:
 
 @pytest.mark.parametrize(
     "memory",
-    [
-        0,
-        -1,
-        0.0,
-        -0.5,
-        "",
-        "four",
-        "4XB",
-        "GiB",
-        "0",
-        True,
-        [1],
-        "nan",
-        "inf",
-        float("nan"),
-        float("inf"),
-        1.5,
-        "1.5",
-        1e9 + 0.5,
-    ],
+    [0, -1, 0.0, -0.5, "", "four", "4XB", "GiB", "0", True, [1], "nan", "inf", float("nan"), float("inf"), 1.5, "1.5", 1e9 + 0.5],
 )
 def test_memory_that_cannot_be_read(memory: Any) -> None:
     with pytest.raises(wf.InvalidJobError, match="memory"):

@@ -157,11 +157,7 @@ def test_a_captured_step_closes_its_engine_and_itself(asynchronous: int | None, 
         job = step.job
         asking.ask = asked(ends, step.close)
         # Behind the host all of its groups may have been issued.
-        with (
-            pytest.raises(wf.JobCancelled, match="removed")
-            if asynchronous is None
-            else contextlib.suppress(wf.JobCancelled)
-        ):
+        with pytest.raises(wf.JobCancelled, match="removed") if asynchronous is None else contextlib.suppress(wf.JobCancelled):
             step(BATCH)
         assert ends == [None] and engine.reservations.claimed() == 0
         with pytest.raises(wf.JobCancelled, match="closed"):

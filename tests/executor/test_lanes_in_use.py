@@ -152,9 +152,7 @@ def test_fewer_and_more_lanes_while_jobs_run() -> None:
 
 
 @pytest.mark.parametrize(("speeds", "best"), [({1: 1.0, 2: 1.0, 4: 1.0}, 1), ({1: 1.0, 2: 2.0, 4: 3.9}, 4)])
-def test_jobs_that_run_eagerly_take_turns_until_more_lanes_have_proved_better(
-    speeds: dict[int, float], best: int
-) -> None:
+def test_jobs_that_run_eagerly_take_turns_until_more_lanes_have_proved_better(speeds: dict[int, float], best: int) -> None:
     machine = Machine(speeds)
     looker, decisions = lanes_of(machine)
     looker.begin(eager=2, jobs=3)

@@ -211,8 +211,7 @@ def test_of_opportunistic_jobs_that_wait_for_one_another_one_makes_way() -> None
         engine.set_policy(first, ResourcePolicy("opportunistic", preempt=lambda: None))
         engine.set_policy(second, policy)
         claims = threading.Thread(
-            target=lambda: [engine.reservations.claim(first, needs("first", size * MiB, MiB)) for size in (200, 700)],
-            daemon=True,
+            target=lambda: [engine.reservations.claim(first, needs("first", size * MiB, MiB)) for size in (200, 700)], daemon=True
         )
         engine.reservations.claim(second, needs("second", 400 * MiB, MiB))
         claims.start()
@@ -258,9 +257,7 @@ def test_a_job_whose_state_cannot_be_saved_stays_and_is_told_of(caplog: pytest.L
         engine.reservations._set_priority = noted  # type: ignore[method-assign]
         late = engine.add_job("late")
         claims = threading.Thread(
-            target=engine.reservations.claim,
-            args=(late, needs("late", engine.reservations.room - 8192, 4096)),
-            daemon=True,
+            target=engine.reservations.claim, args=(late, needs("late", engine.reservations.room - 8192, 4096)), daemon=True
         )
         claims.start()
         until(lambda: bool(warnings(caplog)))
@@ -276,9 +273,7 @@ def test_a_job_whose_state_cannot_be_saved_stays_and_is_told_of(caplog: pytest.L
         assert "job 'plain'" in told and "NoState, has no state_dict" in told
 
 
-def test_who_could_not_make_way_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_could_not_make_way_is_asked_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with Engine(lanes=2, memory=1000 * MiB, reserve=0) as engine:
         asked: list[int] = []
         holder = engine.add_job("holder")
@@ -323,19 +318,13 @@ def test_a_step_in_a_loop_of_its_own_is_told_of(caplog: pytest.LogCaptureFixture
     with Engine(lanes=2, memory="200MiB") as engine:
         model = nn.Linear(64, 4)
         step = wf.Step(
-            model,
-            loss=F.cross_entropy,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            engine=engine,
-            name="mine",
+            model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), engine=engine, name="mine"
         )
         engine.set_priority(step, "opportunistic")
         step(batches(1)[0])
         late = engine.add_job("late")
         claims = threading.Thread(
-            target=engine.reservations.claim,
-            args=(late, needs("late", engine.reservations.room - 8192, 4096)),
-            daemon=True,
+            target=engine.reservations.claim, args=(late, needs("late", engine.reservations.room - 8192, 4096)), daemon=True
         )
         claims.start()
         until(lambda: bool(warnings(caplog)))

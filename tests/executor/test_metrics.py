@@ -22,9 +22,7 @@ def read(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels[name] for name in sorted(sample.labels))] = (
-                sample.value
-            )
+            found.setdefault(sample.name, {})[tuple(sample.labels[name] for name in sorted(sample.labels))] = sample.value
     return found
 
 
@@ -42,9 +40,7 @@ def test_of_one_engine() -> None:
         assert told == read(metrics.engine_text(engine)) | {
             name: told[name] for name in told if name.startswith(("waterflow_device_waits", "waterflow_device_busy"))
         }
-        ((name,), steps) = next(
-            item for item in told["waterflow_job_steps_total"].items() if item[0][0].startswith("mine")
-        )
+        ((name,), steps) = next(item for item in told["waterflow_job_steps_total"].items() if item[0][0].startswith("mine"))
         assert steps == 5 and told["waterflow_device_steps_total"][()] == 5
         assert told["waterflow_device_memory_limit_bytes"][()] == 64 << 20
         plan = step.plan

@@ -235,9 +235,7 @@ def test_one_lane_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_step_in_a_loop_of_its_own() -> None:
     with Engine(lanes=2) as engine:
         model = nn.Linear(64, 4)
-        step = wf.Step(
-            model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), engine=engine
-        )
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), engine=engine)
         engine.set_priority(step, "opportunistic")
         for batch in batches(4):
             step(batch)
@@ -259,9 +257,7 @@ def test_a_job_that_makes_way_does_not_wait_for_lanes() -> None:
         until(lambda: busy.steps > 50)  # it has the lane, and never leaves it
         large = engine.add_job("large")
         rest = engine.reservations.room - engine.reservations.claimed()
-        claimed = threading.Thread(
-            target=engine.reservations.claim, args=(large, needs("large", rest - 4096, 4096)), daemon=True
-        )
+        claimed = threading.Thread(target=engine.reservations.claim, args=(large, needs("large", rest - 4096, 4096)), daemon=True)
         claimed.start()
         claimed.join(5)
         late = claimed.is_alive()
@@ -344,9 +340,7 @@ def test_a_job_that_left_and_became_guaranteed_has_room_made_for_it() -> None:
         runner.lease.leave()
         until(lambda: runner.suspended)
         other = engine.add_job("other")
-        engine.set_policy(
-            other, ResourcePolicy("opportunistic", preempt=lambda: (asked.set(), engine.remove_job(other)))
-        )
+        engine.set_policy(other, ResourcePolicy("opportunistic", preempt=lambda: (asked.set(), engine.remove_job(other))))
         engine.reservations.claim(other, needs("other", engine.reservations.room - 4096, 4096))
         time.sleep(0.2)
         assert runner.suspended and not asked.is_set()
@@ -371,10 +365,7 @@ def test_all_lanes_are_in_use_each_time_an_opportunistic_job_comes() -> None:
 def test_a_guaranteed_job_does_not_wait_for_data_that_an_opportunistic_one_has_not_read() -> None:
     shared = wf.SharedData(batches(200))
     began = time.perf_counter()
-    jobs = [
-        job("guaranteed", data=shared, epochs=1),
-        job("opportunistic", data=shared, epochs=1, priority="opportunistic"),
-    ]
+    jobs = [job("guaranteed", data=shared, epochs=1), job("opportunistic", data=shared, epochs=1, priority="opportunistic")]
     results = wf.train(jobs, lanes=1)
     assert all(result.status == "completed" for result in results)
     assert results["guaranteed"].seconds < 5, time.perf_counter() - began
@@ -396,9 +387,7 @@ def test_the_first_look_at_an_eager_step_holds_up_no_guaranteed_claim() -> None:
         until(lambda: bool(engine.reservations._looking))
         time.sleep(0.1)
         late = engine.add_job("late")
-        claimed = threading.Thread(
-            target=engine.reservations.claim, args=(late, needs("late", 1 * MiB, 1 * MiB)), daemon=True
-        )
+        claimed = threading.Thread(target=engine.reservations.claim, args=(late, needs("late", 1 * MiB, 1 * MiB)), daemon=True)
         steps = busy.steps
         claimed.start()
         claimed.join(5)

@@ -396,9 +396,7 @@ def test_what_a_quota_leaves() -> None:
             first, 100 * MiB, 175 * MiB
         )
         engine.reservations.claim(first, needs("first", 100 * MiB, 150 * MiB))
-        assert engine.reservations.most_height(first, MiB) == 400 * MiB and engine.reservations.has_room(
-            first, MiB, 150 * MiB
-        )
+        assert engine.reservations.most_height(first, MiB) == 400 * MiB and engine.reservations.has_room(first, MiB, 150 * MiB)
         engine.set_policy(first, ResourcePolicy("opportunistic", quota=200 * MiB))
         assert engine.reservations.above_quota(first)
         engine.reservations.lower(first, 100 * MiB)

@@ -18,12 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import same_bits
 from waterflow.executor import rng
-from waterflow.executor.rng import (
-    generators_for,
-    own_numbers,
-    telling_of_shared_numbers,
-    thread_generator,
-)
+from waterflow.executor.rng import generators_for, own_numbers, telling_of_shared_numbers, thread_generator
 
 X = torch.linspace(0.1, 0.9, 64).reshape(8, 8)
 

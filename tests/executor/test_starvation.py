@@ -47,9 +47,7 @@ def test_a_job_without_a_step_is_told_of_once(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("WARNING", logger="waterflow"):
         assert lanes.run(30, ends=(3,)) == []
         (told,) = lanes.run(60, ends=(3,))
-    assert told.startswith(
-        "opportunistic job 'late' has had no step for 30 s: guaranteed jobs ('a', 'b') keep all 2 lanes"
-    )
+    assert told.startswith("opportunistic job 'late' has had no step for 30 s: guaranteed jobs ('a', 'b') keep all 2 lanes")
     assert "pass lanes=3" in told and [record.getMessage() for record in caplog.records] == [told]
 
 
@@ -90,10 +88,7 @@ def test_a_run_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
                 return
 
     with wf.Engine(lanes=1, memory="1GiB", mode="lanes") as engine:
-        jobs = [
-            job("busy", data=until_told, epochs=1),
-            job("late", data=until_told, epochs=1, priority="opportunistic"),
-        ]
+        jobs = [job("busy", data=until_told, epochs=1), job("late", data=until_told, epochs=1, priority="opportunistic")]
         results = wf.train(jobs, engine=engine)
     assert over.is_set() and all(result.status == "completed" for result in results)
     (told,) = results.decisions

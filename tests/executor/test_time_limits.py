@@ -127,9 +127,7 @@ def assert_unharmed(result: wf.JobResult, expected: wf.JobResult) -> None:
 
 
 @pytest.mark.needs_time("the README promises that what hangs ends with an error which names the line, and others go on")
-@pytest.mark.parametrize(
-    "place, lanes", [("data", 1), *(pytest.param(place, 2, marks=pytest.mark.slow) for place in PLACES)]
-)
+@pytest.mark.parametrize("place, lanes", [("data", 1), *(pytest.param(place, 2, marks=pytest.mark.slow) for place in PLACES)])
 def test_what_hangs_ends_and_others_go_on(place: str, lanes: int) -> None:
     hung = job("hung", timeout=LIMIT, **PLACES[place](sleeping))
     others = [job(f"near{n}", seed=n, epochs=8, model=Net(dropout=0.3)) for n in range(3)]
@@ -283,9 +281,7 @@ def test_what_a_thread_holds_that_hangs_is_free(what: str, told: Told) -> None:
 
 @pytest.mark.slow
 def test_a_generator_that_hangs() -> None:
-    results = wf.train(
-        [job("hung", timeout=LIMIT, **in_generator(sleeping)), job("near")], memory="1GiB", on_error="continue"
-    )
+    results = wf.train([job("hung", timeout=LIMIT, **in_generator(sleeping)), job("near")], memory="1GiB", on_error="continue")
     assert isinstance(results[0].error, wf.JobTimeoutError) and "reading its data" in str(results[0].error)
     assert_unharmed(results[1], JobRunner(job("near")).run())
 
@@ -390,11 +386,7 @@ def looping(hang: Callable[[], None]) -> Callable[[optuna.Trial], Any]:
         ("loop", "sleeping"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("data", "sleeping"),
-                ("evaluate", "sleeping"),
-                ("step", "sleeping"),
-            )
+            for each in (("data", "sleeping"), ("evaluate", "sleeping"), ("step", "sleeping"))
         ),
     ],
 )

@@ -128,9 +128,7 @@ def small(**changes: Any) -> Timeline:
 def test_memory_of_a_small_timeline() -> None:
     memory = small().memory_over_time()
     assert memory.jobs == (0, 1)
-    assert memory.seconds.tolist() == pytest.approx(
-        [t * 1e-9 for t in (100, 200, 220, 250, 300, 310, 400, 420, 450, 500)]
-    )
+    assert memory.seconds.tolist() == pytest.approx([t * 1e-9 for t in (100, 200, 220, 250, 300, 310, 400, 420, 450, 500)])
     # Between 200 and 310 job 0 waits; when job 1 starts the books leave it 10.
     assert memory.in_step[0].tolist() == [50, 10, 10, 10, 10, 60, 0, 0, 50, 0]
     assert memory.in_step[1].tolist() == [0, 0, 80, 80, 0, 0, 0, 0, 0, 0]
@@ -316,9 +314,7 @@ def test_of_an_engine(tmp_path: Path) -> None:
         generator = torch.Generator().manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
         with within(engine):
-            step = wf.Step(
-                model, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam(model.parameters()), name=f"mlp-{seed}"
-            )
+            step = wf.Step(model, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam(model.parameters()), name=f"mlp-{seed}")
             for _ in range(10):
                 step((torch.randn(128, 64, generator=generator), torch.randn(128, 1, generator=generator)))
             finished.wait()

@@ -98,9 +98,7 @@ def test_who_comes_late_does_not_catch_up(engine: _C.Engine) -> None:
     for run in runs:
         engine.wait(run)
     before_the_first_ended = [job for job, _, _ in load.ran[begin:]]
-    before_the_first_ended = before_the_first_ended[
-        : len(before_the_first_ended) - before_the_first_ended[::-1].index(first)
-    ]
+    before_the_first_ended = before_the_first_ended[: len(before_the_first_ended) - before_the_first_ended[::-1].index(first)]
     assert before_the_first_ended.count(late) < 40
 
 

@@ -42,9 +42,7 @@ def started(code: UserCode, work: Callable[[], None]) -> tuple[threading.Thread,
 @pytest.mark.slow
 def test_a_thread_that_imports_is_broken_off_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next import of the module would wait for ever."""
-    (tmp_path / "slow_to_import.py").write_text(
-        "import time\nfor _ in range(30):\n    time.sleep(0.01)\nloaded = True\n"
-    )
+    (tmp_path / "slow_to_import.py").write_text("import time\nfor _ in range(30):\n    time.sleep(0.01)\nloaded = True\n")
     monkeypatch.syspath_prepend(tmp_path)
     code = UserCode()
 
@@ -264,7 +262,5 @@ print(wf.train([wf.Job("job", **settings)])[0].status)
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch._dynamo", "waterflow.job", "waterflow.training.train"])
 def test_ctrl_c_in_the_first_import_leaves_modules_whole(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "interrupted\ncompleted\n", done.stderr

@@ -65,12 +65,7 @@ def together(names: list[str], lanes: int, memory: str = "2GiB") -> list[Result]
             try:
                 model, optimizer, batches, generator = jobs[index]
                 step = wf.Step(
-                    model,
-                    loss=F.cross_entropy,
-                    optimizer=optimizer,
-                    engine=engine,
-                    generator=generator,
-                    name=names[index],
+                    model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, generator=generator, name=names[index]
                 )
                 losses = [step(batch) for batch in batches]
                 values = [float(loss) for loss in losses]

@@ -50,9 +50,7 @@ class FuzzResult:
     tiers: dict[str, int]
 
 
-def fuzz_table(
-    setup: FuzzSetup, rows: int, seed: int, *, largest: int = 64 * MiB, renew: bool = True
-) -> npt.NDArray[np.int64]:
+def fuzz_table(setup: FuzzSetup, rows: int, seed: int, *, largest: int = 64 * MiB, renew: bool = True) -> npt.NDArray[np.int64]:
     """Random operations (``fuzz.h``); any rows may be left out. With ``renew``, streams come and go."""
     made = _C.fuzz_table(seed, rows, setup.streams, setup.capacity, largest, renew)
     return np.asarray(made)

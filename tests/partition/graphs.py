@@ -21,13 +21,7 @@ def spec_of(name: str, **options: Any) -> tuple[StepSpec, list[Any], Any]:
     torch.manual_seed(0)
     model = zoo.build()
     holder, compute = eager.compose(model, None, zoo.step)
-    given = {
-        "update": True,
-        "accumulate": 1,
-        "clip_norm": None,
-        "clip_value": None,
-        "autocast": None,
-    } | options
+    given = {"update": True, "accumulate": 1, "clip_norm": None, "clip_value": None, "autocast": None} | options
     spec = StepSpec(
         model=holder, compute_loss=compute, optimizer=zoo.optimizer(model.parameters()), device=torch.device("cpu"),
         **given,

@@ -23,9 +23,7 @@ def test_no_set_is_larger(jobs: list[Need], memory: int) -> None:
     for more in combinations(jobs, len(found) + 1):
         assert not fits(list(more), memory)
     held = sum(jobs[i].held for i in found)
-    assert all(
-        sum(job.held for job in same) >= held for same in combinations(jobs, len(found)) if fits([*same], memory)
-    )
+    assert all(sum(job.held for job in same) >= held for same in combinations(jobs, len(found)) if fits([*same], memory))
 
 
 @given(needs, st.integers(0, 120))

@@ -65,9 +65,7 @@ def test_what_a_picture_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     figure = drawn(monkeypatch, tmp_path, [(name, step) for name in names], limit=20 << 20, reserve=5 << 20, gpu="x-1g")
     stacks, lanes, lines = figure.axes
     assert figure.get_suptitle().startswith("x-1g: 2 jobs: net 1 with batches of 1000, a name")
-    assert [text.get_text() for text in stacks.texts] == [
-        "the limit"
-    ] and stacks.get_ylabel() == "memory of steps (MiB)"
+    assert [text.get_text() for text in stacks.texts] == ["the limit"] and stacks.get_ylabel() == "memory of steps (MiB)"
     assert "20.0 MiB: 5.0 MiB reserve, " in stacks.get_title(loc="left")
     legend = lanes.get_legend()
     assert legend is not None

@@ -19,16 +19,7 @@ from waterflow.partition.plan.costs import Cost
 from waterflow.partition.plan.liveness import Lifetime
 from waterflow.partition.plan.offsets import Offsets, place
 from waterflow.planner.gpus import GPU
-from waterflow.planner.simulate import (
-    Clock,
-    SimulatedJob,
-    SimulatedRun,
-    arena_of,
-    prepare,
-    run,
-    simulate,
-    simulated_step,
-)
+from waterflow.planner.simulate import Clock, SimulatedJob, SimulatedRun, arena_of, prepare, run, simulate, simulated_step
 
 # A byte takes a nanosecond, on the bus, too, and so does a floating point operation, and a launch.
 UNIT = GPU("unit", 1 << 40, 0, memory_rate=1, compute_rate=1, launch_ns=1, bus_rate=1)

@@ -37,9 +37,7 @@ def test_a_trial_that_hangs_is_broken_off(kind: str, tmp_path: Path) -> None:
     def objective(trial: Trial) -> Any:
         if kind == "loop":
             hang()
-        return wf.Job(
-            "hangs", lambda: nn.Linear(6, 4), data, lambda p: torch.optim.SGD(p, lr=0.1), loss=F.cross_entropy, seed=1
-        )
+        return wf.Job("hangs", lambda: nn.Linear(6, 4), data, lambda p: torch.optim.SGD(p, lr=0.1), loss=F.cross_entropy, seed=1)
 
     study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'study.db'}")
     number = study.ask().number

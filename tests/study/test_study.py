@@ -64,9 +64,7 @@ def looping(trial: Trial, pause: Callable[[], None] = lambda: None) -> float:
     width, rate = choose(trial)
     generator = torch.Generator().manual_seed(trial.number)
     model = own_numbers(perceptron(width), generator)
-    step = wf.Step(
-        model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), rate), generator=generator
-    )
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), rate), generator=generator)
     for epoch in range(EPOCHS):
         pause()
         loss = sum(step(batch).item() for batch in BATCHES) / len(BATCHES)
@@ -104,10 +102,7 @@ def hesitant(objective: Any) -> Objective:
 
 
 def new_study(**settings: Any) -> optuna.Study:
-    defaults: dict[str, Any] = {
-        "sampler": TPESampler(seed=3, n_startup_trials=3),
-        "pruner": MedianPruner(n_startup_trials=2),
-    }
+    defaults: dict[str, Any] = {"sampler": TPESampler(seed=3, n_startup_trials=3), "pruner": MedianPruner(n_startup_trials=2)}
     return optuna.create_study(**(defaults | settings))
 
 
@@ -425,13 +420,7 @@ def test_a_pruned_trial_makes_room(door: str, deterministic: bool) -> None:
     def told(study: optuna.Study, trial: FrozenTrial) -> None:
         (engine,) = engines
         claims.append(
-            (
-                trial.state,
-                engine.reservations.claimed(),
-                engine.native.held,
-                engine.native.peak_held,
-                engine.reservations.room,
-            )
+            (trial.state, engine.reservations.claimed(), engine.native.held, engine.native.peak_held, engine.reservations.room)
         )
 
     study = run(
@@ -498,9 +487,7 @@ def test_as_many_as_memory_and_lanes_allow() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "room", "most"), [(2, 3, 3), (4, 3, 3), (2, 20, 4)])
-def test_auto_asks_for_no_trial_that_would_wait(
-    lanes: int, room: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_asks_for_no_trial_that_would_wait(lanes: int, room: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """``room`` of the trials train together; lanes are idle, so that there would always be one more."""
     monkeypatch.setattr(AutoConcurrency, "WINDOW_SECONDS", 0.05)
     monkeypatch.setattr(AutoConcurrency, "GAIN", -1.0)
@@ -545,9 +532,7 @@ def test_equal_seeds_give_equal_studies(door: str, at_once: int) -> None:
     captures.clear()
     first = repeatable(DOORS[door], max_concurrent=at_once, n_trials=12)
     for lanes in (1, 3):
-        assert record(repeatable(hesitant(DOORS[door]), max_concurrent=at_once, n_trials=12, lanes=lanes)) == record(
-            first
-        )
+        assert record(repeatable(hesitant(DOORS[door]), max_concurrent=at_once, n_trials=12, lanes=lanes)) == record(first)
     assert {TrialState.COMPLETE, TrialState.PRUNED} == set(states(first))
 
 

@@ -33,9 +33,7 @@ def job(number: int, **changes: Any) -> wf.Job:
 
 
 def new_study(*directions: str, **settings: Any) -> optuna.Study:
-    return optuna.create_study(
-        directions=directions, sampler=RandomSampler(1), pruner=optuna.pruners.NopPruner(), **settings
-    )
+    return optuna.create_study(directions=directions, sampler=RandomSampler(1), pruner=optuna.pruners.NopPruner(), **settings)
 
 
 def optimize(study: optuna.Study, objective: Any = lambda trial: job(trial.number), **settings: Any) -> Any:
@@ -68,9 +66,7 @@ def test_one_loss_is_not_taken_for_several_objectives(directions: tuple[str, ...
         read.append(1)
         yield from BATCHES
 
-    with pytest.raises(
-        UnfitJobError, match=r"2 objectives and evaluate of job 'trial-.*directions are m.*per objective"
-    ):
+    with pytest.raises(UnfitJobError, match=r"2 objectives and evaluate of job 'trial-.*directions are m.*per objective"):
         optimize(new_study(*directions), lambda trial: job(trial.number, evaluate=None, data=data))
     assert not read
 
@@ -150,9 +146,7 @@ def renamed(trial: optuna.Trial) -> wf.Job:
 def test_those_on_the_front_of_several_objectives() -> None:
     values = [(1.0, 1.0), (2.0, 5.0), (3.0, 3.0), (0.5, 6.0), (2.0, 5.0), (3.0, 2.0)]
     study = new_study("maximize", "maximize")
-    summary = optimize(
-        study, lambda trial: job(trial.number, evaluate=lambda model: dict(zip("ab", values[trial.number])))
-    )
+    summary = optimize(study, lambda trial: job(trial.number, evaluate=lambda model: dict(zip("ab", values[trial.number]))))
     front = sorted(trial.number for trial in study.best_trials)
     assert kept(summary) == [f"trial-{number}" for number in front] and front == [1, 2, 3, 4]
 
@@ -172,18 +166,9 @@ def test_trials_that_are_never_the_best() -> None:
         return made
 
     sampler = optuna.samplers.TPESampler(seed=1, constraints_func=lambda trial: (trial.user_attrs["over"],))
-    study = optuna.create_study(
-        direction="maximize", sampler=sampler, pruner=optuna.pruners.ThresholdPruner(lower=0.15)
-    )
+    study = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.ThresholdPruner(lower=0.15))
     summary = optimize(study, objective, catch=Exception)
-    assert [trial.state.name for trial in study.trials] == [
-        "COMPLETE",
-        "FAIL",
-        "COMPLETE",
-        "COMPLETE",
-        "PRUNED",
-        "PRUNED",
-    ]
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "PRUNED", "PRUNED"]
     assert kept(summary) == ["trial-3"] and study.best_trial.number == 3
 
 

@@ -188,9 +188,7 @@ def test_a_share_above_that_beside_the_largest_is_no_limit() -> None:
 
 @pytest.mark.slow
 def test_what_is_said_of_recomputing_side_by_side() -> None:
-    assert "side by side no step recomputes: with recompute='auto'" in str(
-        max_batch_size(deep("auto"), copies=2, memory="4MiB")
-    )
+    assert "side by side no step recomputes: with recompute='auto'" in str(max_batch_size(deep("auto"), copies=2, memory="4MiB"))
     assert "side by side" not in str(max_batch_size(deep("auto"), memory="4MiB"))
     plain = wf.Job("plain", lambda: nn.Linear(32, 10), job().data, torch.optim.SGD, loss=F.mse_loss, recompute="auto")
     plain = replace(plain, data=[(torch.zeros(16, 32), torch.zeros(16, 10))])

@@ -174,10 +174,7 @@ except KeyboardInterrupt:
 @pytest.mark.needs_time("a process is killed, and another goes on: the README promises its bits")
 @pytest.mark.parametrize(
     "how, every",
-    [
-        pytest.param(signal.SIGKILL, 3, id="killed"),
-        pytest.param(signal.SIGINT, None, id="Ctrl-C", marks=pytest.mark.slow),
-    ],
+    [pytest.param(signal.SIGKILL, 3, id="killed"), pytest.param(signal.SIGINT, None, id="Ctrl-C", marks=pytest.mark.slow)],
 )
 def test_goes_on_in_another_process(how: signal.Signals, every: int | None, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]

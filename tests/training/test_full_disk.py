@@ -86,9 +86,7 @@ def test_training_goes_on_where_the_disk_is_full(until: int, tmp_path: Path) -> 
         assert not others and files == ["result.state"]
     else:
         (last,) = others
-        assert (
-            "are old" in last and f"'wide' (step {int(Path(before[-1]).stem[5:])})" in last and sorted(files) == before
-        )
+        assert "are old" in last and f"'wide' (step {int(Path(before[-1]).stem[5:])})" in last and sorted(files) == before
         assert not list(tmp_path.glob("**/.*.part"))
     read: list[int] = []
     again = wf.train([job(read.append)], lanes=1, memory="1GiB", checkpoint=tmp_path)[0]
@@ -123,9 +121,7 @@ def test_nothing_is_raised_and_one_warning_says_so(
     first, last = [one for one in told if "runs eagerly" not in one]
     assert str(error) in first and "could not be written" in first
     assert "'a' (none)" in last and "'b' (none)" in last
-    assert [
-        path for path in tmp_path.glob("**/*") if path.is_file() and path.name not in ("in-use", "seeds.json")
-    ] == []
+    assert [path for path in tmp_path.glob("**/*") if path.is_file() and path.name not in ("in-use", "seeds.json")] == []
 
 
 @pytest.mark.needs_time("checkpoints are written by the clock")
@@ -147,9 +143,7 @@ def test_a_result_is_written_as_soon_as_it_can_be(tmp_path: Path, monkeypatch: p
     assert len(list(tmp_path.glob("*/result.state"))) == 2
 
 
-def test_seeds_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_seeds_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def full(self: Path, text: str) -> int:
         self.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -162,9 +156,7 @@ def test_seeds_that_cannot_be_written(
 
 
 @pytest.mark.needs_time("checkpoints are written by the clock")
-def test_a_state_that_cannot_be_copied_ends_no_other_checkpoints(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_that_cannot_be_copied_ends_no_other_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(torch.optim.lr_scheduler.StepLR):
         def state_dict(self) -> Any:
             raise LookupError("on purpose")
@@ -174,9 +166,7 @@ def test_a_state_that_cannot_be_copied_ends_no_other_checkpoints(
     seen: list[Path] = []
     good.evaluate = lambda model: seen.extend(tmp_path.glob("good-*/step-*")) or 0.0
     with caplog.at_level("WARNING", logger="waterflow"):
-        results = wf.train(
-            [broken, good], lanes=2, memory="1GiB", checkpoint=Checkpoints(tmp_path, every=None, steps=2)
-        )
+        results = wf.train([broken, good], lanes=2, memory="1GiB", checkpoint=Checkpoints(tmp_path, every=None, steps=2))
     assert [result.status for result in results] == ["completed"] * 2 and seen
     assert "job 'broken' trains without checkpoints: on purpose" in caplog.text
 

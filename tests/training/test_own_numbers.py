@@ -107,9 +107,7 @@ def test_a_result_follows_from_a_trials_own_values_whoever_asked_first() -> None
     wf.optimize(mine, objective, n_trials=6, max_concurrent=6, memory="1GiB", lanes=2)
     drawn = [trial.params for trial in plain.trials]
     assert [trial.params for trial in mine.trials] == drawn[::-1] != drawn
-    assert [trial.value for trial in mine.trials] == [
-        seeding(FixedTrial(trial.params, trial.number)) for trial in mine.trials
-    ]
+    assert [trial.value for trial in mine.trials] == [seeding(FixedTrial(trial.params, trial.number)) for trial in mine.trials]
 
 
 def test_an_objective_that_does_not_seed_follows_the_process_seed() -> None:
@@ -178,9 +176,7 @@ def test_pythons_own_numbers_are_told_of(caplog: pytest.LogCaptureFixture, monke
     assert len([message for message in caplog.messages if "Python's random" in message]) == 1
 
 
-def test_a_job_whose_data_draws_from_numpy_is_told_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_data_draws_from_numpy_is_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "_told", threading.Lock())
     caplog.set_level("WARNING", logger="waterflow")
 

@@ -113,9 +113,7 @@ def test_the_table_has_all_states() -> None:
 def test_requests_of_a_job_that_goes_on_wait_for_its_next_step(events: tuple[str, ...]) -> None:
     job = Job(*events)
     copy, suspend = job.do("copy"), job.do("suspend")
-    with pytest.raises(
-        CheckpointError, match="did not come to the end of a step within 0 s; wait longer, or ask again"
-    ):
+    with pytest.raises(CheckpointError, match="did not come to the end of a step within 0 s; wait longer, or ask again"):
         job.point.ask("copy", 0)
     job.point.go_on()
     assert job.point.state is State.REQUESTED and len(job.point._requests) == 2

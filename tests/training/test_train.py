@@ -409,13 +409,9 @@ def wide(batch: int, name: str = "wide") -> wf.Job:
 
 
 def test_a_job_of_which_no_batch_fits_is_told_what_its_state_needs() -> None:
-    with pytest.raises(
-        wf.MemoryLimitError, match=r"not even a batch of [12] fits: it needs at least (.*) KiB, "
-    ) as caught:
+    with pytest.raises(wf.MemoryLimitError, match=r"not even a batch of [12] fits: it needs at least (.*) KiB, ") as caught:
         wf.train([wide(16)], memory=10_000)
-    assert (
-        "of it for parameters, buffers and optimizer state" in str(caught.value) and caught.value.largest_batch is None
-    )
+    assert "of it for parameters, buffers and optimizer state" in str(caught.value) and caught.value.largest_batch is None
     assert "Make the model smaller" in str(caught.value) and "Lower the batch size" not in str(caught.value)
 
 

@@ -25,9 +25,7 @@ BATCHES = images(4)
 
 def frozen() -> nn.Module:
     """A model in training mode, whose normalization is in evaluation mode."""
-    model = nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Dropout(0.5), nn.ReLU()), nn.Linear(8, 4)
-    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Dropout(0.5), nn.ReLU()), nn.Linear(8, 4))
     with torch.no_grad():
         model[1].running_mean.fill_(0.5)
     model[1].eval()

@@ -184,9 +184,7 @@ REFUSED = {
 def _refuses(name: str) -> Callable[..., Any]:
     # torch's own functions would report on an allocator that serves nothing.
     def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            f"torch.cuda.{name}() asks torch's own allocator, which waterflow's replaces; {REFUSED[name]}."
-        )
+        raise RuntimeError(f"torch.cuda.{name}() asks torch's own allocator, which waterflow's replaces; {REFUSED[name]}.")
 
     refuse.__name__ = name
     return refuse

@@ -52,17 +52,7 @@ WantedBy=default.target
 
 def unit(folder: Path, config: ClusterConfig) -> str:
     """The unit that keeps a cluster of this config up in a state folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "waterflow",
-        "cluster",
-        "up",
-        "--foreground",
-        "--state",
-        str(folder),
-        *_options(config),
-    ]
+    command = [sys.executable, "-m", "waterflow", "cluster", "up", "--foreground", "--state", str(folder), *_options(config)]
     return _TEXT.format(folder=_on_one_line(str(folder)), command=" ".join(map(_quoted, command)))
 
 
@@ -101,12 +91,9 @@ _FIRST_WAITING = 50  # jobs that wait and are shown
 _MOST_IN_TABLE = 200  # jobs; more are lines without a frame, which take no time to lay out
 _DOWN_SECONDS = 60.0
 
-cluster = typer.Typer(
-    name="cluster", help="Share devices among jobs, with priorities and quotas.", no_args_is_help=True
-)
+cluster = typer.Typer(name="cluster", help="Share devices among jobs, with priorities and quotas.", no_args_is_help=True)
 State = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="The cluster's state folder. [default: $WATERFLOW_CLUSTER, or the usual one]"),
+    Path | None, typer.Option(metavar="DIR", help="The cluster's state folder. [default: $WATERFLOW_CLUSTER, or the usual one]")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -116,13 +103,10 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="As submit printed it.")]
 @cluster.command()
 def up(
     devices: Annotated[int | None, typer.Option(min=1, help="How many devices: a process for each.")] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Names of the devices, instead of a number.")
-    ] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the devices, instead of a number.")] = None,
     ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The GPUs of a Ray cluster that runs.")] = None,
     ray_token: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The Ray cluster's token. [default: as $RAY_AUTH_TOKEN_PATH says]"),
+        Path | None, typer.Option(metavar="FILE", help="The Ray cluster's token. [default: as $RAY_AUTH_TOKEN_PATH says]")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Who runs where: antman, fifo, las and others.")] = None,
     tenant: Annotated[
@@ -157,11 +141,19 @@ def up(
         if devices is not None:
             names = tuple(f"device-{number}" for number in range(devices))
         wanted: dict[str, Any] = {
-            "nodes": names, "policy": policy, "tenants": _tenants(tenant), "device": device, "memory": memory, "lanes": lanes, "host": host,
-            "port": port, "checkpoint_seconds": checkpoint_seconds, "ray": ray,
+            "nodes": names,
+            "policy": policy,
+            "tenants": _tenants(tenant),
+            "device": device,
+            "memory": memory,
+            "lanes": lanes,
+            "host": host,
+            "port": port,
+            "checkpoint_seconds": checkpoint_seconds,
+            "ray": ray,
             "beyond_loopback": beyond_loopback if listen is not None else beyond_loopback or None,
             "ray_token": None if ray_token is None else str(ray_token.resolve()),
-        }  # fmt: skip
+        }
         before = launch.load_config(folder)
         if ray_token is not None and ray is None and (before is None or before.ray is None):
             raise ConfigError("--ray-token is of a Ray cluster: add --ray HOST:PORT")
@@ -195,8 +187,7 @@ def up(
 @cluster.command()
 def submit(
     what: Annotated[
-        str,
-        typer.Argument(metavar="FILE.YAML|MODULE:FUNCTION", help="A train config, or what makes jobs where they run."),
+        str, typer.Argument(metavar="FILE.YAML|MODULE:FUNCTION", help="A train config, or what makes jobs where they run.")
     ],
     id: Annotated[str | None, typer.Option(help="One id is one job: handed in twice, it runs once.")] = None,
     tenant: Annotated[str, typer.Option(help="Whose quota it counts against.")] = "default",
@@ -236,9 +227,13 @@ def submit(
             sys.path.insert(0, "")
             jobs = find_function(what, Path(), "submit")
         asked: dict[str, Any] = {
-            "tenant": tenant, "priority": cast(Any, priority), "devices": devices, "auto": auto, "model": model,
+            "tenant": tenant,
+            "priority": cast(Any, priority),
+            "devices": devices,
+            "auto": auto,
+            "model": model,
             "time_limit": limit,
-        }  # fmt: skip
+        }
         if apart:
             if not isinstance(jobs, list) or id is not None or memory is not None or checkpoint is not None:
                 raise ConfigError("--apart takes a config, without --id, --memory and --checkpoint")
@@ -387,9 +382,13 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
     nodes = table(f"devices, policy {told['policy']}", columns, left=columns[:3])
     for node in told["nodes"]:
         nodes.add_row(
-            node["name"], "up" if node["alive"] else "[red]lost[/]", ", ".join(node["jobs"]),
-            f"{node['utilization']:.0%}", format_bytes(node["held"]), format_bytes(node["memory"]),
-        )  # fmt: skip
+            node["name"],
+            "up" if node["alive"] else "[red]lost[/]",
+            ", ".join(node["jobs"]),
+            f"{node['utilization']:.0%}",
+            format_bytes(node["held"]),
+            format_bytes(node["memory"]),
+        )
     made: list[Table | Text] = [nodes]
     if trouble := told.get("trouble"):  # a cluster that was started by an older version does not tell
         made.append(Text(f"goes wrong, and is tried again: {trouble}", style="red"))
@@ -401,8 +400,9 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
     columns = ("job", "tenant", "state", "priority", "where", "done", "steps", "step", "waited", "why")
     more = [
         f"and {told[count]:,} that {what}: waterflow cluster status --all"
-        for count, what in (("waiting_not_shown", "wait behind them"), ("jobs_not_shown", "ended before")) if told[count]
-    ]  # fmt: skip
+        for count, what in (("waiting_not_shown", "wait behind them"), ("jobs_not_shown", "ended before"))
+        if told[count]
+    ]
     rows = [_row(job) for job in told["jobs"]]
     if len(rows) > _MOST_IN_TABLE:
         return [*made, _lines([list(columns), *rows]), *map(Text, more)]
@@ -417,11 +417,17 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
 def _row(job: dict[str, Any]) -> list[str]:
     step = job["step_seconds"]
     return [
-        job["id"], job["tenant"], job["state"], job["priority"],
+        job["id"],
+        job["tenant"],
+        job["state"],
+        job["priority"],
         ", ".join(f"{node}:{device}" for node, device in job["places"]) or str(job["devices"]),
-        "" if job["fraction"] is None else f"{job['fraction']:.0%}", f"{job['steps']:,}",
-        "" if step is None else f"{step * 1e3:.1f} ms", f"{job['waited']:.1f} s", job["reason"],
-    ]  # fmt: skip
+        "" if job["fraction"] is None else f"{job['fraction']:.0%}",
+        f"{job['steps']:,}",
+        "" if step is None else f"{step * 1e3:.1f} ms",
+        f"{job['waited']:.1f} s",
+        job["reason"],
+    ]
 
 
 def _lines(rows: list[list[str]]) -> Text:
@@ -430,9 +436,7 @@ def _lines(rows: list[list[str]]) -> Text:
     widths = [max(map(len, column)) for column in zip(*rows)]
     numbers = [name in _NUMBERS for name in rows[0]]
     lines = (
-        " ".join(
-            cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, numbers)
-        )
+        " ".join(cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, numbers))
         for row in rows
     )
     return Text("\n".join(line.rstrip() for line in lines), no_wrap=True, overflow="ignore")

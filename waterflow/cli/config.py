@@ -32,23 +32,15 @@ if TYPE_CHECKING:
 
 _COMMANDS = {"jobs": "train", "objective": "study", "build": "study"}
 _PIECES = {"model", "data", "data_args", "loss", "optimizer", "evaluate"}
-_OPTIONS = {
-    "n_trials",
-    "timeout",
-    "max_concurrent",
-    "device",
-    "memory",
-    "exact",
-    "mode",
-    "deterministic",
-    "trial_timeout",
-}
+_OPTIONS = {"n_trials", "timeout", "max_concurrent", "device", "memory", "exact", "mode", "deterministic", "trial_timeout"}
 _REFERENCE = "must name a function, as 'module:function' or 'path/to/file.py:function'"
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 _PRUNERS = {
-    "median": "MedianPruner", "successive_halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner",
+    "median": "MedianPruner",
+    "successive_halving": "SuccessiveHalvingPruner",
+    "hyperband": "HyperbandPruner",
     "none": "NopPruner",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -112,9 +104,7 @@ _Seconds = Annotated[float, BeforeValidator(parse_seconds), _says(RULE)]
 _Flag = Annotated[bool, _says("must be true or false")]
 _Settings = Annotated[dict[str, Any], _says("must be a mapping of names to values")]
 _Named = Annotated[_Settings, BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given)]
-_Device = Annotated[
-    str, Field(pattern=f"^({DEVICE.pattern})$"), _says("must be cpu, cuda, or a GPU by its number, as cuda:1")
-]
+_Device = Annotated[str, Field(pattern=f"^({DEVICE.pattern})$"), _says("must be cpu, cuda, or a GPU by its number, as cuda:1")]
 _Form = TypeVar("_Form", bound="_Section")
 
 
@@ -206,10 +196,14 @@ def load_study(path: Path) -> StudyConfig:
     import optuna
 
     make_study = functools.partial(
-        optuna.create_study, storage=config.storage, study_name=config.study_name, direction=config.direction,
-        sampler=found.made("sampler", _SAMPLERS, optuna.samplers), pruner=found.made("pruner", _PRUNERS, optuna.pruners),
+        optuna.create_study,
+        storage=config.storage,
+        study_name=config.study_name,
+        direction=config.direction,
+        sampler=found.made("sampler", _SAMPLERS, optuna.samplers),
+        pruner=found.made("pruner", _PRUNERS, optuna.pruners),
         load_if_exists=config.study_name is not None,
-    )  # fmt: skip
+    )
     title = config.study_name or getattr(config, key)
     return StudyConfig(title, function, make_study, config.model_dump(include=_OPTIONS), config.output)
 
@@ -241,9 +235,7 @@ class _Loader(yaml.SafeLoader):
     """Takes ``1e-3`` as a number, as everybody means it; YAML 1.1 asks for ``1.0e-3``."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def _told(error: ValidationError, form: type[_Section]) -> str:

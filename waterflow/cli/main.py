@@ -76,13 +76,20 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         opened = settings.make_study()
         pictures = Pictures(Path(settings.output)) if settings.output is not None else None
         done = optimize(
-            opened, settings.objective, catch=Exception, show_progress_bar=not as_json, timeline=pictures, keep_weights="none",
+            opened,
+            settings.objective,
+            catch=Exception,
+            show_progress_bar=not as_json,
+            timeline=pictures,
+            keep_weights="none",
             **settings.options,
-        )  # fmt: skip
+        )
         report = _study_report(opened, terminal.failures)
         report["run"] = _pace(opened, done.seconds, done.steps) | {
-            "trials": done.trials, "captures": done.captures, "most_at_once": done.most_at_once,
-        }  # fmt: skip
+            "trials": done.trials,
+            "captures": done.captures,
+            "most_at_once": done.most_at_once,
+        }
         report["files"] = pictures.files if pictures is not None else {}
         _show_study(terminal, opened, f"the trials of {settings.title}")
         terminal.say(Text(str(done)))
@@ -143,9 +150,7 @@ def _show_study(terminal: Terminal, study: optuna.Study, title: str) -> None:
         terminal.say(f"[bold]best: trial {best.number} with {best.value:.4f}[/bold] ({settings})")
 
 
-def _trial_table(
-    title: str, trials: list[optuna.trial.FrozenTrial], best: optuna.trial.FrozenTrial | None, apart: bool
-) -> Table:
+def _trial_table(title: str, trials: list[optuna.trial.FrozenTrial], best: optuna.trial.FrozenTrial | None, apart: bool) -> Table:
     """A row a trial; hyperparameters each in a column of its own, or all in one."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.params))
     joined = () if apart else (", ".join(names),)
@@ -157,11 +162,14 @@ def _trial_table(
         seconds = trial.duration.total_seconds() if trial.duration is not None else None
         settings = [_short(trial.params.get(name, "")) for name in names]
         made.add_row(
-            str(trial.number), f"[{colours.get(state, 'white')}]{state}[/]",
-            "" if trial.value is None else f"{trial.value:.4f}", str(len(trial.intermediate_values)),
-            "" if seconds is None else f"{seconds:.1f} s", *(settings if apart else [", ".join(settings)]),
+            str(trial.number),
+            f"[{colours.get(state, 'white')}]{state}[/]",
+            "" if trial.value is None else f"{trial.value:.4f}",
+            str(len(trial.intermediate_values)),
+            "" if seconds is None else f"{seconds:.1f} s",
+            *(settings if apart else [", ".join(settings)]),
             style="bold" if best is not None and trial.number == best.number else None,
-        )  # fmt: skip
+        )
     return made
 
 
@@ -184,9 +192,16 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         _check_device(config, settings.device)
         pictures = Pictures(Path(settings.output)) if settings.output is not None else None
         results = waterflow.train(
-            settings.jobs, device=settings.device or "cpu", memory=settings.memory, max_concurrent=settings.max_concurrent,
-            exact=settings.exact, mode=settings.mode, on_error="continue", show_progress_bar=not as_json, timeline=pictures,
-        )  # fmt: skip
+            settings.jobs,
+            device=settings.device or "cpu",
+            memory=settings.memory,
+            max_concurrent=settings.max_concurrent,
+            exact=settings.exact,
+            mode=settings.mode,
+            on_error="continue",
+            show_progress_bar=not as_json,
+            timeline=pictures,
+        )
         together = results.stats.lines("jobs") if results.stats else []
         terminal.say(Text("\n".join(map(str, [*results, *together]))))
         terminal.files(pictures)
@@ -205,9 +220,7 @@ def plan(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="Jobs to plan for; or name them by --model.")
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Plan for this GPU, such as v100-32g, which need not be there.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for this GPU, such as v100-32g, which need not be there.")] = None,
     memory: Annotated[str | None, typer.Option(help="Plan for this much memory, such as 24GiB.")] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model of the zoo, such as resnet50, or module:function. Repeatable.")
@@ -217,8 +230,7 @@ def plan(
         str | None, typer.Option(help="Let all steps recompute: auto, or their height, such as 8GiB; on the GPU.")
     ] = None,
     report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.PNG", help="Draw the largest batches: memory, lanes, and the peak by line."),
+        Path | None, typer.Option(metavar="FILE.PNG", help="Draw the largest batches: memory, lanes, and the peak by line.")
     ] = None,
     groups: Annotated[bool, typer.Option("--groups", help="Show each job's node groups (this machine only).")] = False,
     as_json: AsJson = False,
@@ -235,8 +247,7 @@ def plan(
         here = gpu is None and memory is None
         if here and (model or copies > 1 or recompute is not None or report is not None):
             raise ConfigError(
-                "--model, --copies, --recompute and --report need a device: add --gpu v100-32g or another one, or "
-                "--memory 24GiB"
+                "--model, --copies, --recompute and --report need a device: add --gpu v100-32g or another one, or --memory 24GiB"
             )
         if groups and not here:
             raise ConfigError("--groups shows plans for this machine: leave out --gpu and --memory, or --groups")

@@ -37,9 +37,7 @@ class Pictures:
         """Save both, unless nothing was recorded."""
         if len(timeline.spans) == 0:  # no trial or job came as far as a step
             return
-        for name, file, save in (
-            ("memory", "memory.png", timeline.save_png), ("trace", "trace.json", timeline.save_trace),
-        ):  # fmt: skip
+        for name, file, save in (("memory", "memory.png", timeline.save_png), ("trace", "trace.json", timeline.save_trace)):
             path = self._folder / file
             save(path)
             self.files[name] = str(path)

@@ -97,13 +97,15 @@ class GPUPlan:
             f"{name} with recompute='auto' and its batch of {step.size}: {self.recomputed[i]}"
             if self.verdict(i).startswith("fits alone")
             else f"{name} recomputes with its batch of {step.size}: {self.recomputed[i]}"
-            for i, (name, step) in enumerate(self.steps) if i in self.recomputed
-        ]  # fmt: skip
+            for i, (name, step) in enumerate(self.steps)
+            if i in self.recomputed
+        ]
         lines += [
             f"{name} with its batch of {step.size} cannot be brought to its recompute=: its step is "
             f"{format_bytes(step.beyond or 0)} higher at best"
-            for name, step in self.steps if not step.within
-        ]  # fmt: skip
+            for name, step in self.steps
+            if not step.within
+        ]
         lines += str(self.largest).splitlines() if self.largest is not None else []
         lines += [self.reason] if self.reason is not None else []
         return lines
@@ -126,27 +128,41 @@ class GPUPlan:
         turns = self.feasibility.turns
         fit = {i for turn in turns for i in turn}
         jobs: list[dict[str, Any]] = [
-            {"name": name, "batch": step.size, "held_bytes": step.held, "height_bytes": step.height,
-             "verdict": self.verdict(i), "fits": i in fit,
-             "recomputed": dataclasses.asdict(self.recomputed[i]) if i in self.recomputed else None}
+            {
+                "name": name,
+                "batch": step.size,
+                "held_bytes": step.held,
+                "height_bytes": step.height,
+                "verdict": self.verdict(i),
+                "fits": i in fit,
+                "recomputed": dataclasses.asdict(self.recomputed[i]) if i in self.recomputed else None,
+            }
             for i, (name, step) in enumerate(self.steps)
-        ]  # fmt: skip
+        ]
         jobs += [
-            {"name": name, "verdict": "trains eagerly", "fits": None, "opaque_reason": why}
-            for name, why in self.eager.items()
+            {"name": name, "verdict": "trains eagerly", "fits": None, "opaque_reason": why} for name, why in self.eager.items()
         ]
         return {
-            "gpu": self.device.name if self.device is not None else None, "memory_bytes": self.memory,
-            "reserve_bytes": self.reserve, "batches_held": STEPS_AHEAD, "fits": self.fits, "jobs": jobs,
+            "gpu": self.device.name if self.device is not None else None,
+            "memory_bytes": self.memory,
+            "reserve_bytes": self.reserve,
+            "batches_held": STEPS_AHEAD,
+            "fits": self.fits,
+            "jobs": jobs,
             "sets": [[need.name for need in self.feasibility.of(turn)] for turn in turns],
-            "largest": self.largest.to_dict() if self.largest is not None else None, "reason": self.reason,
-        }  # fmt: skip
+            "largest": self.largest.to_dict() if self.largest is not None else None,
+            "reason": self.reason,
+        }
 
 
 def plan_for_gpu(
-    jobs: Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None, memory: int | float | str | None = None,
+    jobs: Sequence[Job],
+    *,
+    copies: int = 1,
+    gpu: str | GPU | None = None,
+    memory: int | float | str | None = None,
     captured: Callable[[], None] = lambda: None,
-) -> GPUPlan:  # fmt: skip
+) -> GPUPlan:
     """Capture the jobs' steps and find what fits; trains nothing. Arguments and errors are ``max_batch_size``'s.
 
     A job that cannot be captured does not keep the others from being planned. ``captured`` is called for each capture.
@@ -203,18 +219,14 @@ def job_named(reference: str, folder: Path) -> Job:
         raise ConfigError(
             f"--model: the zoo has no {reference!r}{meant(reference, FULL)}; or name a function that makes a job: module:function"
         )
-    return Job(
-        name=reference, model=model.build, data=[model.batch(8, None)], step=model.step, optimizer=model.optimizer
-    )
+    return Job(name=reference, model=model.build, data=[model.batch(8, None)], step=model.step, optimizer=model.optimizer)
 
 
 def renamed(jobs: Sequence[Job]) -> list[Job]:
     """Jobs of equal names with a number each."""
     names = [job.name for job in jobs]
     return [
-        dataclasses.replace(job, name=f"{job.name}-{names[:i].count(job.name) + 1}")
-        if names.count(job.name) > 1
-        else job
+        dataclasses.replace(job, name=f"{job.name}-{names[:i].count(job.name) + 1}") if names.count(job.name) > 1 else job
         for i, job in enumerate(jobs)
     ]
 
@@ -250,9 +262,7 @@ def here_table(found: Together) -> Table:
 def check_picture(path: Path) -> None:
     """Raise ConfigError where no picture can be drawn."""
     if path.suffix.lower() != ".png":
-        raise ConfigError(
-            f"--report: pictures are PNG files; call it {path.with_suffix('.png').name!r}, got {path.name!r}"
-        )
+        raise ConfigError(f"--report: pictures are PNG files; call it {path.with_suffix('.png').name!r}, got {path.name!r}")
     if not path.parent.is_dir():
         raise ConfigError(f"--report: there is no folder {path.parent}; make it, or name another")
 

@@ -106,9 +106,7 @@ def make(made: Callable[..., Any], first: tuple[Any, ...], settings: dict[str, A
         raise ConfigError(f"{where}: {error}") from None
 
 
-def check_arguments(
-    function: Callable[..., Any], given: dict[str, Any], where: str, first: tuple[Any, ...] = ()
-) -> None:
+def check_arguments(function: Callable[..., Any], given: dict[str, Any], where: str, first: tuple[Any, ...] = ()) -> None:
     """Raise ConfigError where ``function`` cannot be called with ``given`` behind ``first``."""
     try:
         signature = inspect.signature(function)

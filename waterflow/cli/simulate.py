@@ -43,9 +43,7 @@ def simulate(
     overhead: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SECONDS", help=f"{', '.join(OVERHEADS)}; 0 unless given.")
     ] = None,
-    scaling: Annotated[
-        Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by devices; linear without.")
-    ] = None,
+    scaling: Annotated[Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by devices; linear without.")] = None,
     scaling_seed: Annotated[int, typer.Option(help="Which curve of the table stands for which job.")] = 0,
     colocation: Annotated[
         Path | None, typer.Option(metavar="TABLE.CSV", help="Measured pairs on a device; by utilization without.")
@@ -82,9 +80,13 @@ def simulate(
 
         summaries = {name: summarize(run) for name, run in runs.items()}
         shared = {
-            "devices": gpus, "devices per node": gpus_per_node, "quotas": {each.name: each.quota for each in tenants} or None,
-            "overheads (s)": dataclasses.asdict(Overheads(**seconds)), "scaling": str(curves), **sharing.parameters,
-        }  # fmt: skip
+            "devices": gpus,
+            "devices per node": gpus_per_node,
+            "quotas": {each.name: each.quota for each in tenants} or None,
+            "overheads (s)": dataclasses.asdict(Overheads(**seconds)),
+            "scaling": str(curves),
+            **sharing.parameters,
+        }
         _show(terminal, f"{workload.name}: {len(workload):,} jobs on {gpus} devices", summaries)
         for name, value in shared.items():
             terminal.say(f"{name}: {value}")
@@ -97,11 +99,15 @@ def simulate(
             files["picture"] = str(out / "simulate.png")
             save_pictures(files["picture"], runs, f"{workload.name}: {len(workload):,} jobs on {gpus} devices")
             terminal.say(f"distributions: {files['picture']}")
-        terminal.result({
-            "workload": workload.name, "notes": workload.notes, "parameters": shared,
-            "policies": {name: {**found.to_dict(), "parameters": printed[name]} for name, found in summaries.items()},
-            "files": files,
-        })  # fmt: skip
+        terminal.result(
+            {
+                "workload": workload.name,
+                "notes": workload.notes,
+                "parameters": shared,
+                "policies": {name: {**found.to_dict(), "parameters": printed[name]} for name, found in summaries.items()},
+                "files": files,
+            }
+        )
 
 
 class _Sharing:
@@ -133,9 +139,7 @@ class _Sharing:
             return workload.submissions
         nameless = sum(each.model is None for each in workload.submissions)
         if nameless:
-            terminal.say(
-                f"{nameless:,} of {len(workload):,} jobs name no model: drawn from AntMan's mix, seed {self._seed}"
-            )
+            terminal.say(f"{nameless:,} of {len(workload):,} jobs name no model: drawn from AntMan's mix, seed {self._seed}")
         known = draw_models(workload.submissions, ANTMAN_MIX, self._seed)
         return [dataclasses.replace(each, memory=self._model.memory(each.model)) for each in known]
 
@@ -191,17 +195,32 @@ def _policy(name: str, parameters: dict[str, Any], scaling: Any) -> Policy:
 
 def _show(terminal: Terminal, title: str, summaries: dict[str, Summary]) -> None:
     columns = (
-        "policy", "average s", "median s", "99 % s", "makespan s", "queueing s", "queueing 99 % s", "utilization", "unfair",
-        "worst share", "preemptions",
-    )  # fmt: skip
+        "policy",
+        "average s",
+        "median s",
+        "99 % s",
+        "makespan s",
+        "queueing s",
+        "queueing 99 % s",
+        "utilization",
+        "unfair",
+        "worst share",
+        "preemptions",
+    )
     made = table(title, columns, left=("policy",))
     made.box = HEAVY_HEAD
     for name, found in summaries.items():
         made.add_row(
-            name, f"{found.average:,.2f}", *(f"{value:,.0f}" for value in (found.p50, found.p99, found.makespan)),
-            f"{found.queueing:,.2f}", f"{found.queueing_p99:,.0f}", f"{found.utilization:.1%}",
-            f"{found.unfair:.1%}", f"{found.worst_share:.2f} x", f"{found.preemptions:,}",
-        )  # fmt: skip
+            name,
+            f"{found.average:,.2f}",
+            *(f"{value:,.0f}" for value in (found.p50, found.p99, found.makespan)),
+            f"{found.queueing:,.2f}",
+            f"{found.queueing_p99:,.0f}",
+            f"{found.utilization:.1%}",
+            f"{found.unfair:.1%}",
+            f"{found.worst_share:.2f} x",
+            f"{found.preemptions:,}",
+        )
     terminal.say(made)
     terminal.say(
         "Completion times from submission to end; queueing: the part of it without devices. Unfair: jobs that took longer "

@@ -5,13 +5,7 @@ from typing import Any
 
 from waterflow.cluster.book import Book, Entry
 from waterflow.cluster.devices import Device
-from waterflow.cluster.interference import (
-    Interference,
-    Resident,
-    gavel_models,
-    read_gandiva_models,
-    read_gavel_pairs,
-)
+from waterflow.cluster.interference import Interference, Resident, gavel_models, read_gandiva_models, read_gavel_pairs
 from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, ModelProfile, draw_models
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.policies.base import Policy

@@ -145,9 +145,8 @@ class Backend(Protocol):
         """Return the ids that were started and have not ended."""
 
     def start(
-        self, id: str, payload: bytes, places: Sequence[Place], priority: Priority = "guaranteed",
-        checkpoint: Path | None = None,
-    ) -> None:  # fmt: skip
+        self, id: str, payload: bytes, places: Sequence[Place], priority: Priority = "guaranteed", checkpoint: Path | None = None
+    ) -> None:
         """Train the jobs of ``payload`` (from ``pack``) at ``places``.
 
         With ``checkpoint``, each job resumes from its newest state there, and a job without one begins. With None, all jobs

@@ -6,19 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from waterflow.cluster.devices import Device, Devices
-from waterflow.cluster.submission import (
-    Action,
-    Move,
-    Node,
-    Place,
-    Priority,
-    Resize,
-    SetPriority,
-    Start,
-    Stop,
-    Submission,
-    Tenant,
-)
+from waterflow.cluster.submission import Action, Move, Node, Place, Priority, Resize, SetPriority, Start, Stop, Submission, Tenant
 
 State = Literal["waiting", "running", "ended"]
 
@@ -32,10 +20,32 @@ class Entry:
     """
 
     __slots__ = (
-        "alone", "confirmed", "devices", "done", "id", "key", "memory", "order", "preemptions", "priority", "ran", "rate",
-        "reserved", "service", "since", "slowdown", "starts", "state", "steps", "submission", "submitted", "tenant",
-        "utilization", "waiting_since", "wanted",
-    )  # fmt: skip
+        "alone",
+        "confirmed",
+        "devices",
+        "done",
+        "id",
+        "key",
+        "memory",
+        "order",
+        "preemptions",
+        "priority",
+        "ran",
+        "rate",
+        "reserved",
+        "service",
+        "since",
+        "slowdown",
+        "starts",
+        "state",
+        "steps",
+        "submission",
+        "submitted",
+        "tenant",
+        "utilization",
+        "waiting_since",
+        "wanted",
+    )
 
     def __init__(self, submission: Submission, order: int, now: float) -> None:
         self.submission = submission
@@ -94,8 +104,7 @@ class Entry:
         duration = self.submission.duration
         if duration is None:
             raise ValueError(
-                f"submission {self.id!r} has no duration, and the policy orders by it; "
-                "use las, or set the submission's duration"
+                f"submission {self.id!r} has no duration, and the policy orders by it; use las, or set the submission's duration"
             )
         return duration - (self.done + (now - self.since) * self.rate if self.state == "running" else self.done)
 
@@ -198,9 +207,7 @@ class Book:
     def reserve(self, entry: Entry, devices: Sequence[Device]) -> None:
         """Keep free devices for a waiting guaranteed entry; opportunistic ones may run there meanwhile."""
         if entry.state != "waiting" or entry.submission.priority != "guaranteed":
-            raise ValueError(
-                f"{entry.id!r} is {entry.priority} and {entry.state}; reservations are for waiting guaranteed ones"
-            )
+            raise ValueError(f"{entry.id!r} is {entry.priority} and {entry.state}; reservations are for waiting guaranteed ones")
         self._claim_quota(entry, len(devices))
         self.devices.take(devices)
         for device in devices:
@@ -239,9 +246,7 @@ class Book:
         for entry in self.entries.values():
             assert (entry.state == "running") == bool(entry.devices), f"{entry} runs nowhere, or waits somewhere"
             for device in entry.devices:
-                place = (
-                    device.guaranteed is entry if entry.priority == "guaranteed" else entry.id in device.opportunistic
-                )
+                place = device.guaranteed is entry if entry.priority == "guaranteed" else entry.id in device.opportunistic
                 assert place, f"{entry} and {device} do not agree"
             for device in entry.reserved:
                 assert device.reserved is entry, f"{entry} reserved {device}, which is not kept for it"

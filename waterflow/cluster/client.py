@@ -47,9 +47,14 @@ class Cluster:
 
     @explained("Cluster", 'Cluster(tenant="vision")', ClusterError)
     def __init__(
-        self, where: str | Path | None = None, token: str | None = None, patience: float = 0.0, *,
-        tenant: str = "default", priority: Priority = "guaranteed",
-    ) -> None:  # fmt: skip
+        self,
+        where: str | Path | None = None,
+        token: str | None = None,
+        patience: float = 0.0,
+        *,
+        tenant: str = "default",
+        priority: Priority = "guaranteed",
+    ) -> None:
         self.tenant, self.priority = tenant, priority
         self._address: str | None = None
         self._folder: Path | None = None
@@ -68,11 +73,20 @@ class Cluster:
 
     @explained("submit", "cluster.submit([job_a, job_b])", InvalidJobError)
     def submit(
-        self, jobs: Jobs | Callable[[], Jobs], *, id: str | None = None, tenant: str | None = None,
-        priority: Priority | None = None, devices: int = 1, auto: bool = True, memory: int | str = 0,
-        model: str | None = None, duration: float | None = None, checkpoint: str | Path | None = None,
+        self,
+        jobs: Jobs | Callable[[], Jobs],
+        *,
+        id: str | None = None,
+        tenant: str | None = None,
+        priority: Priority | None = None,
+        devices: int = 1,
+        auto: bool = True,
+        memory: int | str = 0,
+        model: str | None = None,
+        duration: float | None = None,
+        checkpoint: str | Path | None = None,
         time_limit: float | str | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Submit a job, several that train together, or a function that makes them where they run; return the id.
 
         Args:
@@ -103,12 +117,17 @@ class Cluster:
         if memory == "auto":
             memory = hand_in.planned_memory(jobs)
         asked = {
-            "id": id if id is not None else hand_in.new_id(jobs), "tenant": tenant or self.tenant,
-            "priority": priority or self.priority, "devices": devices,
-            "auto": auto, "memory": memory if memory == 0 else parse_memory(memory), "model": model,
-            "duration": duration, "time_limit": None if time_limit is None else parse_seconds(time_limit, "time_limit"),
+            "id": id if id is not None else hand_in.new_id(jobs),
+            "tenant": tenant or self.tenant,
+            "priority": priority or self.priority,
+            "devices": devices,
+            "auto": auto,
+            "memory": memory if memory == 0 else parse_memory(memory),
+            "model": model,
+            "duration": duration,
+            "time_limit": None if time_limit is None else parse_seconds(time_limit, "time_limit"),
             "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
-        }  # fmt: skip
+        }
         return str(self._json("POST", "/jobs", payload, {"X-Submission": json.dumps(asked)})["id"])
 
     def check(self, jobs: Jobs | Callable[[], Jobs]) -> None:
@@ -133,9 +152,7 @@ class Cluster:
             raise ClusterError("no device of the cluster reports its memory; submit the jobs one by one")
         return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in sets_that_fit(jobs, most)]
 
-    def status(
-        self, id: str | None = None, *, ended: int | None = None, waiting: int | None = None
-    ) -> dict[str, Any]:  # fmt: skip
+    def status(self, id: str | None = None, *, ended: int | None = None, waiting: int | None = None) -> dict[str, Any]:
         """Return the cluster's nodes, tenants and jobs, or one job. Memory is bytes, times are seconds since 1970.
 
         ``ended`` limits the ended jobs to the last so many; ``jobs_not_shown`` counts the others. ``waiting`` limits the
@@ -213,15 +230,13 @@ class Cluster:
     # -- requests
 
     def _json(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None,
-        patience: float | None = None,
-    ) -> Any:  # fmt: skip
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, patience: float | None = None
+    ) -> Any:
         return json.loads(self._ask(method, path, body, headers, patience))
 
     def _ask(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None,
-        patience: float | None = None,
-    ) -> bytes:  # fmt: skip
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, patience: float | None = None
+    ) -> bytes:
         until = time.monotonic() + max(self._patience, patience or 0.0)
         while True:
             status = 0

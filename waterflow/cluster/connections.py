@@ -15,9 +15,7 @@ MOST = 512  # connections; half of the files that the process may open are for d
 PART_UNKNOWN = 4  # a quarter of the connections is for clients that have not sent the token
 HEADER_SECONDS = 10.0  # for all of a request up to its token
 BACKLOG = 256  # connections that the system keeps until they are taken
-_BUSY = json.dumps(
-    {"error": "the cluster has as many connections as it can have; try again", "kind": "BusyError"}
-).encode()
+_BUSY = json.dumps({"error": "the cluster has as many connections as it can have; try again", "kind": "BusyError"}).encode()
 
 
 def most_connections() -> int:

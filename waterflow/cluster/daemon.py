@@ -25,16 +25,7 @@ from waterflow.cluster.launch import ClusterConfig, config_file
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.policies import POLICIES
 from waterflow.cluster.service import Service
-from waterflow.cluster.state import (
-    address_file,
-    check_whole,
-    hold,
-    make_folder,
-    private,
-    store_file,
-    token_file,
-    work_folder,
-)
+from waterflow.cluster.state import address_file, check_whole, hold, make_folder, private, store_file, token_file, work_folder
 from waterflow.cluster.store import Store
 from waterflow.cluster.submission import Tenant
 from waterflow.cluster.worker import WorkerSettings
@@ -55,9 +46,7 @@ def make_backend(config: ClusterConfig, folder: Path) -> Backend:
     if config.ray is not None:
         from waterflow.cluster.ray import RayBackend
 
-        return RayBackend(
-            config.ray, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS, token=config.ray_token
-        )
+        return RayBackend(config.ray, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS, token=config.ray_token)
     if (why := missing(config.device, len(config.nodes))) is not None:
         raise ClusterError(f"a cluster of {len(config.nodes)} device(s): {why}")
     return LocalBackend(config.nodes, work_folder(folder), settings=settings, outlive=OUTLIVE_SECONDS)
@@ -92,8 +81,12 @@ def serve(folder: Path, config: ClusterConfig, ready: Callable[[dict[str, Any]],
         stopped = _signals()
         service.start()
         endpoint.start()
-        told = {"address": endpoint.address, "pid": os.getpid(), "policy": config.policy,
-                "nodes": [node.name for node in made.nodes()]}  # fmt: skip
+        told = {
+            "address": endpoint.address,
+            "pid": os.getpid(),
+            "policy": config.policy,
+            "nodes": [node.name for node in made.nodes()],
+        }
         _write(config_file(folder), asdict(config))
         # Written once the endpoint answers: a client that finds the file can connect.
         _write(address_file(folder), told)
@@ -119,9 +112,13 @@ def _endpoint(service: Service, token: str, config: ClusterConfig, folder: Path)
     for port in ports:
         try:
             return Endpoint(
-                service, token, config.host, port, anywhere=config.beyond_loopback,
+                service,
+                token,
+                config.host,
+                port,
+                anywhere=config.beyond_loopback,
                 metrics=(lambda: cluster_text(service.status())) if available() else None,
-            )  # fmt: skip
+            )
         except OSError as error:
             reason = error
     raise ClusterError(f"cannot listen on {config.host}:{ports[-1]}: {reason}; choose another --port")
@@ -153,8 +150,7 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     config = ClusterConfig(
-        **given.config
-        | {"nodes": tuple(given.config["nodes"]), "tenants": tuple((n, q) for n, q in given.config["tenants"])}
+        **given.config | {"nodes": tuple(given.config["nodes"]), "tenants": tuple((n, q) for n, q in given.config["tenants"])}
     )
     answer = os.fdopen(given.ready, "w")
 

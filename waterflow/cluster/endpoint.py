@@ -92,9 +92,15 @@ class Endpoint:
     """
 
     def __init__(
-        self, service: Service, token: str, host: str = "127.0.0.1", port: int = 0, *, anywhere: bool = False,
+        self,
+        service: Service,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        anywhere: bool = False,
         metrics: Callable[[], bytes] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_address(host, anywhere)
         if len(token) < LEAST_TOKEN:
             raise EndpointError(f"a token must have {LEAST_TOKEN} characters at least; got {len(token)}")
@@ -148,9 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             given = self.headers.get("Authorization", "").removeprefix("Bearer ")
             # Before the body is read, and in constant time.
             if not hmac.compare_digest(given.encode(), self.door.token.encode()):
-                raise _Refused(
-                    401, "the token is missing or wrong; it is in the file token of the cluster's state folder"
-                )
+                raise _Refused(401, "the token is missing or wrong; it is in the file token of the cluster's state folder")
             # From here on the connection is not closed in favour of a new one.
             self.server.known(self.connection)  # type: ignore[attr-defined]
             url = urllib.parse.urlsplit(self.path)
@@ -283,6 +287,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _JOB = "/jobs/([^/]+)"
-_GET = [("/status", "status"), (_JOB, "job"), (_JOB + "/log", "log"), (_JOB + "/results", "results"),
-        ("/wait", "wait"), ("/metrics", "prometheus")]  # fmt: skip
+_GET = [
+    ("/status", "status"),
+    (_JOB, "job"),
+    (_JOB + "/log", "log"),
+    (_JOB + "/results", "results"),
+    ("/wait", "wait"),
+    ("/metrics", "prometheus"),
+]
 _POST = [("/jobs", "submit"), (_JOB + "/cancel", "cancel"), ("/wait", "wait"), ("/down", "down")]

@@ -100,9 +100,8 @@ class RunningGroup:
     """The running jobs of one part. Thread-safe; it calls ``tell`` from its own threads."""
 
     def __init__(
-        self, part: Part, resume: bool, process: Process, tell: Callable[[int, BackendEvent], None],
-        fenced: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, part: Part, resume: bool, process: Process, tell: Callable[[int, BackendEvent], None], fenced: Callable[[], None]
+    ) -> None:
         self.part = part
         self.priority = part.priority
         self._process = process
@@ -304,9 +303,10 @@ class RunningGroup:
                 return
             job, seed, state = self._jobs[number], self._seeds[number], self._states.pop(number, None)
             runner = (
-                job.runner(process.engine, seed, state) if isinstance(job, Task)
+                job.runner(process.engine, seed, state)
+                if isinstance(job, Task)
                 else JobRunner(job, process.engine, seed=seed, resume=state)
-            )  # fmt: skip
+            )
             runner.lease.set(self.priority)
             self._runners[number] = runner
         result: JobResult | None = None
@@ -339,9 +339,10 @@ class RunningGroup:
         try:
             state, count = runner.suspend(), next(_count)
             when_there_is_room(
-                f"the checkpoint of {self._jobs[number].name!r}", lambda: self._write(number, state, count),
+                f"the checkpoint of {self._jobs[number].name!r}",
+                lambda: self._write(number, state, count),
                 given_up=lambda: self._halted == "cancelled",
-            )  # fmt: skip
+            )
         except Fenced:
             self._fenced()
         except Exception as error:  # it has ended meanwhile, or its state cannot be taken
@@ -366,9 +367,7 @@ class RunningGroup:
         process, part = self._process, self.part
         written = process.folder.own(process.epoch) / f"{count}.checkpoint"
         state.save(written)
-        process.folder.publish(
-            process.epoch, written, process.folder.state(part.id, number, part.run, process.epoch, count)
-        )
+        process.folder.publish(process.epoch, written, process.folder.state(part.id, number, part.run, process.epoch, count))
 
     @property
     def _who(self) -> tuple[str, str, int]:

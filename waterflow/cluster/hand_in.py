@@ -73,9 +73,7 @@ def planned_memory(jobs: Any) -> int:
     there = [jobs] if isinstance(jobs, Job) else [] if callable(jobs) or isinstance(jobs, Task) else list(jobs)
     known = [job for job in there if isinstance(job, Job)]
     if not known or len(known) < len(there):
-        raise InvalidJobError(
-            "memory='auto' plans jobs before they are submitted; a function makes them where they run"
-        )
+        raise InvalidJobError("memory='auto' plans jobs before they are submitted; a function makes them where they run")
     return memory_of(known)
 
 

@@ -162,9 +162,7 @@ class Interference:
         busy = [self.utilization(one.model) for one in residents]
         # Summed over the neighbours that are busier than the job itself: it waits for their kernels.
         behind = [sum(max(0.0, other - own) for other in busy) for own in busy]
-        return tuple(
-            min(share, 1.0 / (1.0 + self.queueing * more)) * in_memory for more, in_memory in zip(behind, room)
-        )
+        return tuple(min(share, 1.0 / (1.0 + self.queueing * more)) * in_memory for more, in_memory in zip(behind, room))
 
     def _beside_guaranteed(self, residents: Sequence[Resident], first: int) -> tuple[float, ...]:
         # Only the guaranteed job is sure of its memory: what it leaves is all that the others have.
@@ -228,9 +226,7 @@ def read_gavel_pairs(path: Path, gpu: str = "v100") -> dict[Pair, tuple[float, f
     return pairs
 
 
-def gavel_models(
-    pairs: Mapping[Pair, tuple[float, float]], packing_efficiency: float = 0.86
-) -> dict[str, ModelProfile]:
+def gavel_models(pairs: Mapping[Pair, tuple[float, float]], packing_efficiency: float = 0.86) -> dict[str, ModelProfile]:
     """Return profiles of Gavel's models, from two copies of each side by side: a speed of s means a demand of 1 / (2 s)."""
     profiles = {}
     for (one, two), (speed, _) in pairs.items():

@@ -130,14 +130,7 @@ def _written(argument: Any) -> Any:
     if isinstance(argument, Submission):
         return argument.to_dict()
     if isinstance(argument, Report):
-        return [
-            argument.progress,
-            argument.steps,
-            argument.rate,
-            argument.utilization,
-            argument.memory,
-            argument.slowdown,
-        ]
+        return [argument.progress, argument.steps, argument.rate, argument.utilization, argument.memory, argument.slowdown]
     return [argument.name, argument.devices, argument.memory] if isinstance(argument, Node) else argument
 
 

@@ -49,14 +49,10 @@ class ClusterConfig:
         if self.policy not in POLICIES:
             raise ClusterError(f"no policy is called {self.policy!r}; there are {', '.join(sorted(POLICIES))}")
         if not self.nodes or len(set(self.nodes)) < len(self.nodes):
-            raise ClusterError(
-                f"a cluster needs one device at least, each with a name of its own; got {list(self.nodes)}"
-            )
+            raise ClusterError(f"a cluster needs one device at least, each with a name of its own; got {list(self.nodes)}")
         names = [name for name, _ in self.tenants]
         if len(set(names)) < len(names) or any(quota < 0 for _, quota in self.tenants):
-            raise ClusterError(
-                f"tenants need names that differ and quotas of 0 or more devices; got {list(self.tenants)}"
-            )
+            raise ClusterError(f"tenants need names that differ and quotas of 0 or more devices; got {list(self.tenants)}")
         if self.device not in DEVICES:
             raise ClusterError(f"device must be one of {', '.join(DEVICES)}; got {self.device!r}")
         parse_memory(self.memory)
@@ -97,9 +93,14 @@ def start(folder: Path, config: ClusterConfig) -> dict[str, Any]:
         command = [sys.executable, "-m", "waterflow.cluster.daemon", "--state", str(folder), "--ready", str(writing)]
         # A session of its own: signals from the caller's terminal do not reach it.
         process = subprocess.Popen(
-            [*command, "--config", json.dumps(asdict(config))], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            pass_fds=[writing], start_new_session=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
+            [*command, "--config", json.dumps(asdict(config))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[writing],
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
         os.close(writing)
         said = answer.readline()  # it ends when the process does
     if not said:

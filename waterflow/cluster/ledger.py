@@ -111,16 +111,13 @@ class Ledger(ABC):
             return sorted(self._runs)
 
     def start(
-        self, id: str, payload: bytes, places: Sequence[Place], priority: Priority = "guaranteed",
-        checkpoint: Path | None = None,
-    ) -> None:  # fmt: skip
+        self, id: str, payload: bytes, places: Sequence[Place], priority: Priority = "guaranteed", checkpoint: Path | None = None
+    ) -> None:
         """See ``Backend``."""
         with self._guard:
             self._check_places(id, places)
             if checkpoint is not None and checkpoint != self.folder.job(id):
-                raise BackendError(
-                    f"{checkpoint} is no checkpoint of {id!r}: take what checkpoints({id!r}) or an event says"
-                )
+                raise BackendError(f"{checkpoint} is no checkpoint of {id!r}: take what checkpoints({id!r}) or an event says")
             run = self._runs.get(id)
             if run is None:
                 self._start(id, payload, places, priority, checkpoint)
@@ -210,9 +207,7 @@ class Ledger(ABC):
                     if share.node:
                         continue
                     path = self.folder.ended(id, run.number, number)
-                    said: dict[str, Any] = (
-                        json.loads(path.read_text()) if path.exists() else {"how": "lost", "reason": ""}
-                    )
+                    said: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"how": "lost", "reason": ""}
                     how: How = said["how"]
                     share.ended = Ended(id, "", 0, how, self.folder.job(id), said["reason"], said.get("steps"))
                     if how == "lost":
@@ -272,9 +267,7 @@ class Ledger(ABC):
             if not 0 <= device < known.info.devices:
                 raise BackendError(f"{id!r}: node {node!r} has {known.info.devices} devices; there is no {device}")
 
-    def _start(
-        self, id: str, payload: bytes, places: Sequence[Place], priority: Priority, checkpoint: Path | None
-    ) -> None:
+    def _start(self, id: str, payload: bytes, places: Sequence[Place], priority: Priority, checkpoint: Path | None) -> None:
         if checkpoint is None:
             self.folder.forget(id)
         number = self.folder.new_run(id)
@@ -282,10 +275,18 @@ class Ledger(ABC):
         shares = [_Share(node, self._known[node].info.epoch) for node, _ in places]
         run = self._runs[id] = _Run(number, priority, shares)
         for share, (node, _) in enumerate(places):
-            self._send(node, "start", {
-                "id": id, "run": number, "share": share, "shares": len(places), "priority": priority,
-                "resume": checkpoint is not None,
-            })  # fmt: skip
+            self._send(
+                node,
+                "start",
+                {
+                    "id": id,
+                    "run": number,
+                    "share": share,
+                    "shares": len(places),
+                    "priority": priority,
+                    "resume": checkpoint is not None,
+                },
+            )
             if not self._known[node].info.alive:  # its node was lost between the request and this start
                 why = f"node {node!r} was lost before it started"
                 shares[share].ended = Ended(id, node, shares[share].epoch, "lost", self.folder.job(id), why)

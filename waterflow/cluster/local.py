@@ -71,10 +71,15 @@ class LocalBackend(Ledger):
     """
 
     def __init__(
-        self, devices: int | Sequence[str] = 1, folder: str | Path | None = None, *,
-        settings: WorkerSettings = WorkerSettings(), cores: Sequence[Iterable[int]] | None = None,  # noqa: B008
-        silent_seconds: float = 5.0, outlive: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        devices: int | Sequence[str] = 1,
+        folder: str | Path | None = None,
+        *,
+        settings: WorkerSettings = WorkerSettings(),  # noqa: B008
+        cores: Sequence[Iterable[int]] | None = None,
+        silent_seconds: float = 5.0,
+        outlive: float = 0.0,
+    ) -> None:
         names = [f"device-{n}" for n in range(devices)] if isinstance(devices, int) else list(devices)
         if not names or len(set(names)) < len(names):
             raise BackendError(f"devices needs a positive number, or names that differ; got {devices!r}")
@@ -218,15 +223,32 @@ class LocalBackend(Ledger):
             listener.bind(path)
             listener.listen()
             command = [
-                sys.executable, "-c", "from waterflow.cluster.worker import main; main()", "--node", child.node, "--epoch", str(epoch),
-                "--folder", str(self.folder.path), "--listener", str(listener.fileno()), "--outlive", str(self._outlive),
-                "--settings", settings_as_text(child.settings),
-            ]  # fmt: skip
+                sys.executable,
+                "-c",
+                "from waterflow.cluster.worker import main; main()",
+                "--node",
+                child.node,
+                "--epoch",
+                str(epoch),
+                "--folder",
+                str(self.folder.path),
+                "--listener",
+                str(listener.fileno()),
+                "--outlive",
+                str(self._outlive),
+                "--settings",
+                settings_as_text(child.settings),
+            ]
             with log.open("ab") as output:
                 child.popen = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-                    pass_fds=[listener.fileno()], start_new_session=True,
-                )  # fmt: skip
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=[listener.fileno()],
+                    start_new_session=True,
+                )
         child.pid, child.began = child.popen.pid, _began(child.popen.pid)
         logger.info("node %r begins as process %d, epoch %d, on cores %s", child.node, child.popen.pid, epoch, cores)
         child.joined, child.started = False, time.monotonic()

@@ -65,10 +65,17 @@ class RayBackend(Ledger):
     """
 
     def __init__(
-        self, address: str | None = None, folder: str | Path | None = None, *, devices: int | None = None,
-        settings: WorkerSettings = WorkerSettings(), cores: Sequence[Iterable[int]] | None = None,  # noqa: B008
-        silent_seconds: float = 5.0, outlive: float = 0.0, token: str | Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        address: str | None = None,
+        folder: str | Path | None = None,
+        *,
+        devices: int | None = None,
+        settings: WorkerSettings = WorkerSettings(),  # noqa: B008
+        cores: Sequence[Iterable[int]] | None = None,
+        silent_seconds: float = 5.0,
+        outlive: float = 0.0,
+        token: str | Path | None = None,
+    ) -> None:
         self._temporary = folder is None
         path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
         super().__init__(SharedFolder(path.absolute()))
@@ -216,9 +223,12 @@ class RayBackend(Ledger):
             settings = replace(settings, cores=self._cores[number % len(self._cores)])
         detached = {"name": node, "namespace": self._namespace, "lifetime": "detached", "get_if_exists": True}
         remote = self._ray.remote(
-            **self._share.reserved(), max_restarts=-1, max_task_retries=0, concurrency_groups={"events": 1, "request": 1},
+            **self._share.reserved(),
+            max_restarts=-1,
+            max_task_retries=0,
+            concurrency_groups={"events": 1, "request": 1},
             **(detached if self._outlive > 0 else {}),
-        )  # fmt: skip
+        )
         # A thread for each: requests come in their order, also while events are awaited.
         for name in ("events", "request"):
             self._ray.method(concurrency_group=name)(getattr(DeviceActor, name))
@@ -282,16 +292,11 @@ class LoopbackCluster:
         Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)  # it writes the address there
 
         settings = {"node_ip_address": "127.0.0.1", "num_cpus": 0, "include_dashboard": False}
-        head = settings | {
-            "include_dashboard": dashboard,
-            "_system_config": HEALTH,
-            "temp_dir": str(self._folder / "r"),
-        }
+        head = settings | {"include_dashboard": dashboard, "_system_config": HEALTH, "temp_dir": str(self._folder / "r")}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             self.nodes = [
-                self._cluster.add_node(wait=False, **settings | {"num_gpus": count, "num_cpus": count * cpus})
-                for count in gpus
+                self._cluster.add_node(wait=False, **settings | {"num_gpus": count, "num_cpus": count * cpus}) for count in gpus
             ]
             self._cluster.wait_for_nodes()
         except BaseException:
@@ -381,9 +386,7 @@ def _connected(address: str, token: Path | None, namespace: str, loopback: bool)
         raise BackendError(f"there is no token {token}; give the file that the cluster was started with")
     ray = _load()
     if ray.is_initialized():
-        raise BackendError(
-            "this process uses Ray already; ray.shutdown() first, or start the backend in a process of its own"
-        )
+        raise BackendError("this process uses Ray already; ray.shutdown() first, or start the backend in a process of its own")
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:

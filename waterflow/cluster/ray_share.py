@@ -70,11 +70,7 @@ class RayShare:
 
     def reserved(self) -> dict[str, int]:
         """Return the resources to reserve for the actor of a device; call ``room`` first."""
-        return (
-            {"num_gpus": 1, "num_cpus": 0}
-            if self._settings.device == "cuda"
-            else {"num_gpus": 0, "num_cpus": self.cpus}
-        )
+        return {"num_gpus": 1, "num_cpus": 0} if self._settings.device == "cuda" else {"num_gpus": 0, "num_cpus": self.cpus}
 
     def settings(self, devices: int) -> WorkerSettings:
         """Return the settings of one of ``devices`` devices: lanes on the reserved CPUs, an equal part of the memory.

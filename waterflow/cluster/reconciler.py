@@ -12,16 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from waterflow.cluster.backend import (
-    Backend,
-    BackendEvent,
-    Checkpointed,
-    Ended,
-    NodeJoined,
-    NodeLost,
-    Progress,
-    Started,
-)
+from waterflow.cluster.backend import Backend, BackendEvent, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
 from waterflow.cluster.journal import JournaledScheduler
 from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES
 from waterflow.cluster.losses import Losses
@@ -140,9 +131,7 @@ class Reconciler:
     def _settle(self, job: JobRecord) -> Ask | None:
         if job.over:
             return None
-        if (
-            job.state == "stopping"
-        ):  # repeated: the request may have been lost, and a suspension may have become a cancellation
+        if job.state == "stopping":  # repeated: the request may have been lost, and a suspension may have become a cancellation
             return self._stop(job)
         places, priority = self._wanted(job.id)
         if job.state == "waiting":
@@ -269,9 +258,7 @@ class Reconciler:
         # To the scheduler it has failed now; the backend only cancels it, which ``_end`` turns into a failure.
         limit = job.submission.get("time_limit")
         if limit is not None and not job.reason and job.ran + event.seconds >= limit:
-            reason = (
-                f"it ran for {format_seconds(job.ran + event.seconds)}, and its time limit is {format_seconds(limit)}"
-            )
+            reason = f"it ran for {format_seconds(job.ran + event.seconds)}, and its time limit is {format_seconds(limit)}"
             self.store.change(job.id, reason=reason)
             self.store.say(job.id, self._now, f"is ended: {reason}")
             self.scheduler.ended(self._now, job.id, "failed")
@@ -350,9 +337,7 @@ class Reconciler:
             self.scheduler.ended(self._now, job.id, "failed")
             self._end(job, "failed", f"{reason}; the last time: {why}")
             for id in freed:
-                self._alone(
-                    id, False, f"runs beside others again: job {job.id!r} was the reason that devices were lost"
-                )
+                self._alone(id, False, f"runs beside others again: job {job.id!r} was the reason that devices were lost")
             return
         self.store.change(job.id, state="waiting", losses=job.losses + (how == "lost"))
         self._unsettled.add(job.id)

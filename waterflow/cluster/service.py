@@ -77,9 +77,7 @@ def newest(events: Sequence[BackendEvent]) -> list[BackendEvent]:
     """Return the events, with only the last progress of each job and node."""
     last = {(event.id, event.node): number for number, event in enumerate(events) if isinstance(event, Progress)}
     return [
-        event
-        for number, event in enumerate(events)
-        if not isinstance(event, Progress) or last[event.id, event.node] == number
+        event for number, event in enumerate(events) if not isinstance(event, Progress) or last[event.id, event.node] == number
     ]
 
 
@@ -110,9 +108,13 @@ class Service:
     """
 
     def __init__(
-        self, store: Store, backend: Backend, policy: Policy, tenants: Sequence[Tenant] = (),
+        self,
+        store: Store,
+        backend: Backend,
+        policy: Policy,
+        tenants: Sequence[Tenant] = (),
         clock: Callable[[], float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.store = store
         self.backend = backend
         self._clock = clock or boot_seconds

@@ -77,9 +77,20 @@ class _Run:
     """The progress of a submission: ``left`` seconds alone on the devices asked for, at ``since``."""
 
     __slots__ = (
-        "alone", "count", "devices", "entry", "first_start", "left", "milestone", "passed", "placed", "rate", "since",
-        "submission", "version",
-    )  # fmt: skip
+        "alone",
+        "count",
+        "devices",
+        "entry",
+        "first_start",
+        "left",
+        "milestone",
+        "passed",
+        "placed",
+        "rate",
+        "since",
+        "submission",
+        "version",
+    )
 
     def __init__(self, entry: Entry, submission: Submission) -> None:
         self.entry = entry
@@ -199,9 +210,19 @@ class Simulator:
         self._scheduler.ended(now, entry.id, "completed", False)
         del self._runs[entry.id]
         record = JobRecord(
-            entry.id, entry.tenant, submission.model, submission.devices, submission.duration or 0.0,
-            submission.submitted, run.first_start, now, entry.ran, entry.service, entry.preemptions, run.passed,
-        )  # fmt: skip
+            entry.id,
+            entry.tenant,
+            submission.model,
+            submission.devices,
+            submission.duration or 0.0,
+            submission.submitted,
+            run.first_start,
+            now,
+            entry.ran,
+            entry.service,
+            entry.preemptions,
+            run.passed,
+        )
         self._jobs.append(record)
 
     def _carry_out(self, actions: list[Action]) -> None:

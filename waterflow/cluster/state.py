@@ -70,9 +70,7 @@ def make_folder(folder: Path, parts: Collection[str] = PARTS) -> None:
             )
     mode = folder.stat().st_mode & 0o777
     if mode & 0o022:
-        raise ClusterError(
-            f"others may write into {folder} (mode {mode:o}), and files in it are unpickled; chmod 700 {folder}"
-        )
+        raise ClusterError(f"others may write into {folder} (mode {mode:o}), and files in it are unpickled; chmod 700 {folder}")
     if mode & 0o077:
         if there and not {path.name for path in there} & set(parts):
             raise ClusterError(

@@ -123,9 +123,7 @@ def too_large(size: int, most: int) -> str:
 def digest_of(submission: dict[str, Any], payload: bytes, checkpoint: str | None = None) -> str:
     """Return a digest of a submission: two submissions with one id must agree in request, payload and checkpoint."""
     later = ("time_limit",)  # fields that older versions did not have
-    asked = {
-        key: value for key, value in submission.items() if key != "submitted" and not (key in later and value is None)
-    }
+    asked = {key: value for key, value in submission.items() if key != "submitted" and not (key in later and value is None)}
     found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     found.update(_CLASS_NUMBER.sub(b"", payload))
     if checkpoint is not None:
@@ -260,9 +258,16 @@ class Store:
             self._run(
                 "INSERT INTO jobs (id, number, tenant, submission, digest, state, priority, submitted, checkpoint) "
                 "VALUES (?, (SELECT COUNT(*) FROM jobs), ?, ?, ?, 'waiting', ?, ?, ?)",
-                (id, submission["tenant"], json.dumps(submission), digest, submission["priority"],
-                 submission["submitted"], checkpoint),
-            )  # fmt: skip
+                (
+                    id,
+                    submission["tenant"],
+                    json.dumps(submission),
+                    digest,
+                    submission["priority"],
+                    submission["submitted"],
+                    checkpoint,
+                ),
+            )
             self._run("INSERT INTO payloads VALUES (?, ?)", (id, payload))
         return True
 
@@ -281,9 +286,7 @@ class Store:
         with self._lock:
             rows = self._all(f"SELECT {', '.join(_COLUMNS)} FROM jobs WHERE {where} ORDER BY number", values)
             places: dict[str, list[tuple[str, int, int]]] = {}
-            for id, node, device, epoch in self._all(
-                "SELECT id, node, device, epoch FROM placements ORDER BY position"
-            ):
+            for id, node, device, epoch in self._all("SELECT id, node, device, epoch FROM placements ORDER BY position"):
                 places.setdefault(id, []).append((node, device, epoch))
         return [_record(dict(zip(_COLUMNS, row)), places) for row in rows]
 
@@ -303,8 +306,7 @@ class Store:
                 (json.dumps(ENDED), none if ended is None else ended),
             )
             first = self._all(
-                "SELECT id FROM jobs WHERE state = 'waiting' ORDER BY number LIMIT ?",
-                (none if waiting is None else waiting,),
+                "SELECT id FROM jobs WHERE state = 'waiting' ORDER BY number LIMIT ?", (none if waiting is None else waiting,)
             )
             placed = self._all(f"SELECT id FROM jobs WHERE NOT {over} AND state != 'waiting'", (json.dumps(ENDED),))
             ((all_over, all_waiting),) = self._all(
@@ -316,15 +318,11 @@ class Store:
     def over(self, ids: Sequence[str]) -> list[str]:
         """Return the ids that have ended, in the order of submission."""
         among = f"{_AMONG.format('id')} AND {_AMONG.format('state')} ORDER BY number"
-        return [
-            id for (id,) in self._all(f"SELECT id FROM jobs WHERE {among}", (json.dumps(list(ids)), json.dumps(ENDED)))
-        ]
+        return [id for (id,) in self._all(f"SELECT id FROM jobs WHERE {among}", (json.dumps(list(ids)), json.dumps(ENDED)))]
 
     def unknown(self, ids: Sequence[str]) -> list[str]:
         """Return the ids that no job has."""
-        known = {
-            id for (id,) in self._all(f"SELECT id FROM jobs WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))
-        }
+        known = {id for (id,) in self._all(f"SELECT id FROM jobs WHERE {_AMONG.format('id')}", (json.dumps(list(ids)),))}
         return [id for id in ids if id not in known]
 
     def payload(self, id: str) -> bytes:
@@ -382,8 +380,9 @@ class Store:
             self._run("INSERT INTO log (id, at, line) VALUES (?, ?, ?)", (id, at, line))
             self._run(
                 "DELETE FROM log WHERE id = ? AND number <= "
-                "(SELECT number FROM log WHERE id = ? ORDER BY number DESC LIMIT 1 OFFSET ?)", (id, id, LOG_LINES),
-            )  # fmt: skip
+                "(SELECT number FROM log WHERE id = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (id, id, LOG_LINES),
+            )
 
     def log(self, id: str, after: int = 0) -> list[tuple[int, float, str]]:
         """Return the lines of a job's log after number ``after``: (number, seconds since 1970, line)."""

@@ -54,9 +54,10 @@ class Stuck:
             return []
         processes = {(node, epoch) for node, _, epoch in job.places}
         beside = [
-            other.id for other in self._store.jobs(states=["starting", "running", "stopping"])
+            other.id
+            for other in self._store.jobs(states=["starting", "running", "stopping"])
             if other.id != id and any((node, epoch) in processes for node, _, epoch in other.places)
-        ]  # fmt: skip
+        ]
         # Only user code that hangs blocks its job; its neighbours can still write checkpoints, and get some seconds for
         # it.
         if beside and id not in self._beside_saved:

@@ -108,15 +108,7 @@ def save_pictures(path: str | os.PathLike[str], runs: Mapping[str, Simulated], t
         axes.set_title(f"{what}: share of jobs with at most this", loc="left", fontsize=10)
         axes.set_xscale("symlog", linthresh=60)
         axes.set_xlim(left=0)
-        ticks = {
-            0: "0",
-            60: "1 min",
-            600: "10 min",
-            3600: "1 h",
-            36_000: "10 h",
-            360_000: "100 h",
-            3_600_000: "1,000 h",
-        }
+        ticks = {0: "0", 60: "1 min", 600: "10 min", 3600: "1 h", 36_000: "10 h", 360_000: "100 h", 3_600_000: "1,000 h"}
         longest = axes.get_xlim()[1]
         shown = {at: text for at, text in ticks.items() if at <= longest}
         axes.set_xticks(list(shown), labels=list(shown.values()))

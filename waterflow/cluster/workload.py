@@ -65,9 +65,7 @@ def read_workload(path: Path | str) -> Workload:
     notes = []
     if empty:
         lines = ", ".join(map(str, empty[:_MOST_SHOWN])) + (", ..." if len(empty) > _MOST_SHOWN else "")
-        notes.append(
-            f"{len(empty)} of {len(empty) + len(found)} jobs have no duration_s and are left out (lines {lines})"
-        )
+        notes.append(f"{len(empty)} of {len(empty) + len(found)} jobs have no duration_s and are left out (lines {lines})")
     found.sort(key=lambda submission: submission.submitted)
     return Workload(path.stem, found, notes)
 

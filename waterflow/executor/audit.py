@@ -298,11 +298,7 @@ def _of_model(name: str, tensor: torch.Tensor) -> str:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     # Without the lazy bits (conjugate, negative): the elements as they lie in memory.
-    return (
-        tensor.detach()
-        .new_empty(0)
-        .set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    )
+    return tensor.detach().new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _differing(one: torch.Tensor, other: torch.Tensor) -> str:
@@ -453,9 +449,16 @@ class Audit:
         return error
 
     def compare(
-        self, bound_step: BoundStep, leaves: list[Any], batch: Any, sums: Mapping[str, torch.Tensor],
-        engine: Engine | None, job: int | None, batches: int, keep: bool,
-    ) -> tuple[_C.StepRun, bool] | None:  # fmt: skip
+        self,
+        bound_step: BoundStep,
+        leaves: list[Any],
+        batch: Any,
+        sums: Mapping[str, torch.Tensor],
+        engine: Engine | None,
+        job: int | None,
+        batches: int,
+        keep: bool,
+    ) -> tuple[_C.StepRun, bool] | None:
         """Run the job's next step captured and eagerly, while no other is under way; the job keeps ``batches`` batches in memory.
 
         If the two agree and ``keep`` is set, the step stays done: returns its captured run, and whether it was profiled. In
@@ -496,9 +499,19 @@ class Audit:
             given, keep = [leaves[i] for i in positions], False
         surrounding = surrounding_autocast(bound_step.owner.spec.device.type)
         return BothWays(
-            self._name, captured, binding, slots, given, bound_step.owner, sums, self._generator, batch, surrounding,
-            keep, keep and bound_step.planned.wants_profile,
-        )  # fmt: skip
+            self._name,
+            captured,
+            binding,
+            slots,
+            given,
+            bound_step.owner,
+            sums,
+            self._generator,
+            batch,
+            surrounding,
+            keep,
+            keep and bound_step.planned.wants_profile,
+        )
 
 
 def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan, batches: int) -> Difference | None:
@@ -535,8 +548,13 @@ def _gradients_here() -> bool:
 
 def _report(name: str, bound_step: BoundStep, found: Difference) -> str:
     spec, captured = bound_step.owner.spec, bound_step.captured
-    settings = {"accumulate": spec.accumulate, "clip_grad_norm": spec.clip_norm, "clip_grad_value": spec.clip_value,
-                "autocast": spec.autocast, "early_updates": spec.early_updates}  # fmt: skip
+    settings = {
+        "accumulate": spec.accumulate,
+        "clip_grad_norm": spec.clip_norm,
+        "clip_grad_value": spec.clip_value,
+        "autocast": spec.autocast,
+        "early_updates": spec.early_updates,
+    }
     given = ", ".join(f"{name}={value}" for name, value in settings.items())
     held = zip(captured.capture.graph.nodes, captured.capture.inputs)  # placeholders come first
     forms = [node.meta["val"] for node, one in held if one.kind == "batch"]

@@ -392,9 +392,15 @@ def time_does_not_count() -> contextlib.AbstractContextManager[None]:
 
 
 def limited(
-    seconds: float | None, who: str, setting: str, work: Callable[[], T], code: UserCode, stop: Callable[[str], None],
-    progress: Callable[[], str] = str, late: Callable[[T, JobTimeoutError], T] | None = None,
-) -> T:  # fmt: skip
+    seconds: float | None,
+    who: str,
+    setting: str,
+    work: Callable[[], T],
+    code: UserCode,
+    stop: Callable[[str], None],
+    progress: Callable[[], str] = str,
+    late: Callable[[T, JobTimeoutError], T] | None = None,
+) -> T:
     """Run ``work`` on the calling thread within ``seconds`` and return its result; of nested limits the earliest counts.
 
     When the time is over, ``stop`` asks the work to end at its next boundary; after that its user code is interrupted, once. If

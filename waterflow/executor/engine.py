@@ -160,8 +160,13 @@ class Engine:
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
         graphs = reserve // 4 if device_graphs and os.environ.get("WATERFLOW_DEVICE_GRAPHS") != "0" else 0
-        settings = {"lanes": self.lanes, "threads_per_lane": threads_per_lane, "capacity": limit - reserve, "async_host": asynchronous,
-                    "graphs": graphs}  # fmt: skip
+        settings = {
+            "lanes": self.lanes,
+            "threads_per_lane": threads_per_lane,
+            "capacity": limit - reserve,
+            "async_host": asynchronous,
+            "graphs": graphs,
+        }
         if gpu is not None:
             settings |= {"async_host": None, **cuda.native_settings(gpu, self.lanes, limit)}
             arenas = arenas and gpu.planned
@@ -231,9 +236,7 @@ class Engine:
                 self.native.set_active_lanes(self.lanes)
         self.reservations.set_policy(job, policy)
 
-    def set_priority(
-        self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None
-    ) -> None:
+    def set_priority(self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None) -> None:
         """Set priority and quota of a ``Step`` in a loop of its own, as ``Job(priority=, quota=)`` does for a job.
 
         Such a step cannot be preempted: its memory stays claimed while its loop runs, even if not even its reduced form fits

@@ -330,9 +330,7 @@ class Starvation:
         finally:
             self._lock.release()
 
-    def _look(
-        self, now: float, opportunistic: Collection[int], guaranteed: Collection[int], names: dict[int, str]
-    ) -> None:
+    def _look(self, now: float, opportunistic: Collection[int], guaranteed: Collection[int], names: dict[int, str]) -> None:
         starve = len(guaranteed) >= self.lanes
         waiting = {job for job in opportunistic if starve and self._waits(job)}
         self._since = {job: self._since.get(job, now) for job in waiting}

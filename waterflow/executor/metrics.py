@@ -60,9 +60,7 @@ class MetricsServer:
 def _of_engine(engine: Engine) -> Iterator[Metric]:
     stats = engine.stats()
     yield _one("gauge", "device_memory_limit_bytes", "Limit for all jobs together", engine.limit)
-    yield _one(
-        "gauge", "device_memory_held_bytes", "State and batches of the jobs now there", engine.reservations.claimed()
-    )
+    yield _one("gauge", "device_memory_held_bytes", "State and batches of the jobs now there", engine.reservations.claimed())
     yield _one("gauge", "device_memory_steps_peak_bytes", "The most that steps held at once", stats.peak_held)
     yield _one("gauge", "device_lanes", "Steps that can run at the same time", engine.lanes)
     yield _one("counter", "device_steps", "Steps of all jobs", stats.steps)
@@ -98,8 +96,13 @@ def _of_cluster(status: Status) -> Iterator[Metric]:
     busy = _family("gauge", "device_utilization_ratio", "The part of the last report in which it worked", ["node"])
     there = _family("gauge", "node_jobs", "Jobs that run there", ["node"])
     for node in status["nodes"]:
-        for family, value in ((up, node["alive"]), (limit, node["memory"]), (held, node["held"]),
-                              (busy, node["utilization"]), (there, len(node["jobs"]))):  # fmt: skip
+        for family, value in (
+            (up, node["alive"]),
+            (limit, node["memory"]),
+            (held, node["held"]),
+            (busy, node["utilization"]),
+            (there, len(node["jobs"])),
+        ):
             family.add_metric([node["name"]], float(value))
     yield from (up, limit, held, busy, there)
     quota = _family("gauge", "tenant_quota_devices", "Devices that a tenant may hold", ["tenant"])

@@ -24,9 +24,7 @@ class ResourcePolicy:
     priority: Priority = "guaranteed"
     quota: int | None = None
     preempt: Callable[[], None] | None = None
-    stays: str = (
-        "it trains in a loop of its own; end that loop, or hand it in as a Job, whose state can go to host memory"
-    )
+    stays: str = "it trains in a loop of its own; end that loop, or hand it in as a Job, whose state can go to host memory"
     at_boundary: int | None = None
     quota_changed: bool = False  # after the job began: a step above its quota then waits, and is not refused
 

@@ -111,9 +111,7 @@ class Reservations:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, height):
                         since = mine.since if mine is not None else time.monotonic()
-                        self._claims[job] = Claim(
-                            plan.name, owner, worker, wanted, height, policy.opportunistic, needed, since
-                        )
+                        self._claims[job] = Claim(plan.name, owner, worker, wanted, height, policy.opportunistic, needed, since)
                         claimed = sum(c.bytes + c.height for c in self._claims.values())
                         self.most_claimed = max(self.most_claimed, claimed)
                         self._set_capacity()
@@ -178,15 +176,17 @@ class Reservations:
         return MemoryLimitError(
             f"job {plan.name!r} needs {format_bytes(wanted)} for its state beside steps of {format_bytes(highest)}, and every job that "
             f"has memory of the {format_bytes(self.limit)} waits for more. Train fewer jobs at once or raise memory=.",
-            needed=wanted + plan.height, limit=self.limit,
-        )  # fmt: skip
+            needed=wanted + plan.height,
+            limit=self.limit,
+        )
 
     def _quota_refused(self, plan: Plan, wanted: int, quota: int) -> MemoryLimitError:
         return MemoryLimitError(
             f"job {plan.name!r} needs {format_bytes(wanted)} for its state and a step of {format_bytes(plan.height)}, more than "
             f"its quota of {format_bytes(quota)}. Lower the batch size or raise quota=.",
-            needed=wanted + plan.height, limit=quota,
-        )  # fmt: skip
+            needed=wanted + plan.height,
+            limit=quota,
+        )
 
     def _note(self, job: int, wanted: int, height: int) -> None:
         if (worker := current_worker()) is None:
@@ -338,10 +338,13 @@ class Reservations:
         if self.quantum is None or now - since < self.quantum:
             return False
         had = sorted(
-            (c.since, j) for j, c in self._claims.items()
-            if j != job and c.opportunistic == policy.opportunistic and now - c.since >= self.quantum
+            (c.since, j)
+            for j, c in self._claims.items()
+            if j != job
+            and c.opportunistic == policy.opportunistic
+            and now - c.since >= self.quantum
             and self._can_be_preempted(j)
-        )  # fmt: skip
+        )
         gone: set[int] = set()
         for _, each in had:
             if self._fits(job, wanted, height, policy, gone):
@@ -433,9 +436,8 @@ class Reservations:
         if job not in self._known_to_stay:
             self._known_to_stay.add(job)
             logger.warning(
-                "job %r cannot be preempted, so jobs that need its memory wait for its end: %s",
-                self.names.get(job, job), why,
-            )  # fmt: skip
+                "job %r cannot be preempted, so jobs that need its memory wait for its end: %s", self.names.get(job, job), why
+            )
 
     def close(self) -> bool:
         """Drop all claims and wake all jobs that wait, which raise JobCancelled; return False if already closed."""
@@ -455,9 +457,13 @@ class Reservations:
 
 
 def too_large(
-    plan: Plan, held: int, limit: int, room: int, largest_batch: int | None = None,
+    plan: Plan,
+    held: int,
+    limit: int,
+    room: int,
+    largest_batch: int | None = None,
     told: str = ". Lower the batch size or raise memory=.",
-) -> MemoryLimitError:  # fmt: skip
+) -> MemoryLimitError:
     """Return the error for a job that does not fit even alone.
 
     ``held`` are its bytes between steps, ``room`` those of the ``limit`` that jobs may claim; ``told`` ends the message.
@@ -466,5 +472,7 @@ def too_large(
         f"job {plan.name!r} does not fit: its state and batch take {format_bytes(held)} and its step reaches "
         f"{format_bytes(plan.height)} above them; the limit of {format_bytes(limit)} leaves "
         f"{format_bytes(room)} (the rest is the reserve){told}",
-        needed=held + plan.height, limit=limit, largest_batch=largest_batch,
-    )  # fmt: skip
+        needed=held + plan.height,
+        limit=limit,
+        largest_batch=largest_batch,
+    )

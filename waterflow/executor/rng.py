@@ -129,12 +129,18 @@ def telling_of_shared_numbers(what: str, among_others: Callable[[], bool]) -> It
                     "%s, or another beside it, drew from %s, which all threads of the process share: what it gets depends on "
                     "what runs beside it. Draw from generators of your own instead: random.Random(seed), "
                     "numpy.random.default_rng(seed), or torch's functions, which have one for each trial and job",
-                    what, " and ".join(drawn),
-                )  # fmt: skip
+                    what,
+                    " and ".join(drawn),
+                )
 
 
 def _process_numbers() -> dict[str, Any]:
     state: Any = np.random.get_state(legacy=False)
-    of_numpy = (state["bit_generator"], state["has_gauss"], state["gauss"], str(state["state"].get("pos")),
-                np.asarray(state["state"].get("key", ())).tobytes())  # fmt: skip
+    of_numpy = (
+        state["bit_generator"],
+        state["has_gauss"],
+        state["gauss"],
+        str(state["state"].get("pos")),
+        np.asarray(state["state"].get("key", ())).tobytes(),
+    )
     return {"Python's random": hash(random.getstate()), "numpy.random": of_numpy}

@@ -90,10 +90,17 @@ class Timeline:
     def of(cls, engine: Engine, dropped: int = 0) -> Timeline:
         """Take what ``engine`` has recorded; it is gone from the engine then. Thread-safe."""
         return cls(
-            engine.native.take_spans().numpy(), dict(engine.names), tuple(engine.reservations.persistent_log),
-            engine.limit, engine.reservations.reserve, engine.started_ns, engine.lanes, dropped,
-            tuple(engine.decisions), tuple(engine.audits),
-        )  # fmt: skip
+            engine.native.take_spans().numpy(),
+            dict(engine.names),
+            tuple(engine.reservations.persistent_log),
+            engine.limit,
+            engine.reservations.reserve,
+            engine.started_ns,
+            engine.lanes,
+            dropped,
+            tuple(engine.decisions),
+            tuple(engine.audits),
+        )
 
     def memory_over_time(self, columns: int = 2000) -> MemoryOverTime:
         """Return the bytes of each job between the first recorded group and the last, in at most ``columns`` + 1 columns.
@@ -169,10 +176,18 @@ class Timeline:
         kept = self.spans[np.argsort(self.spans[:, START], kind="stable")][:most]
         for job, step, group, lane, start, end, held, own in kept.tolist():
             args = {"group": group, "step": step, "held MiB": held / _MIB, "held by job MiB": own / _MIB}
-            events.append({
-                "ph": "X", "pid": 1, "tid": lane, "name": labels[job], "cat": "group", "args": args,
-                "ts": (start - self.started_ns) / 1e3, "dur": (end - start) / 1e3,
-            })  # fmt: skip
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": lane,
+                    "name": labels[job],
+                    "cat": "group",
+                    "args": args,
+                    "ts": (start - self.started_ns) / 1e3,
+                    "dur": (end - start) / 1e3,
+                }
+            )
         series = np.stack([memory.persistent.sum(axis=0), memory.in_step.sum(axis=0)], axis=1) / _MIB
         for seconds, (state, steps) in zip(memory.seconds.tolist(), series.tolist()):
             args = {"persistent": state, "steps": steps}
@@ -207,10 +222,24 @@ class Timeline:
             label = decision.tried.partition(",")[0] + kept
             bottom.axvline(self._seconds(decision), color="#333333", linestyle=":", lw=1)
             height = 1.02 - 0.14 * (number % 3)  # neighbours stand at different heights
-            bottom.text(self._seconds(decision), height, label, va="top", fontsize=7, bbox=paper, clip_on=True,
-                        transform=bottom.get_xaxis_transform())  # fmt: skip
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9, title_fontsize=9, alignment="left",
-                      title="dark: persistent state\nlight: running step")  # fmt: skip
+            bottom.text(
+                self._seconds(decision),
+                height,
+                label,
+                va="top",
+                fontsize=7,
+                bbox=paper,
+                clip_on=True,
+                transform=bottom.get_xaxis_transform(),
+            )
+        figure.legend(
+            loc="outside right upper",
+            frameon=False,
+            fontsize=9,
+            title_fontsize=9,
+            alignment="left",
+            title="dark: persistent state\nlight: running step",
+        )
         figure.savefig(path, format="png")
 
     def _draw_held(self, ax: Axes, held: MemoryOverTime, hues: dict[int, str], names: dict[str, str]) -> None:
@@ -226,9 +255,14 @@ class Timeline:
         near = self.limit < 1.7 * peak  # else its line would squash the picture
         ceiling = (self.limit if near else peak) / size * 1.1
         ax.axhline(self.limit / size, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
-        ax.text(0.995, self.limit / size if near else 0.985 * ceiling, ha="right", va="bottom" if near else "top",
-                s=f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve",
-                transform=ax.get_yaxis_transform())  # fmt: skip
+        ax.text(
+            0.995,
+            self.limit / size if near else 0.985 * ceiling,
+            ha="right",
+            va="bottom" if near else "top",
+            s=f"limit {format_bytes(self.limit)}, {format_bytes(self.reserve)} of it reserve",
+            transform=ax.get_yaxis_transform(),
+        )
         ax.set(ylim=(0, ceiling), ylabel=f"memory ({unit})")
 
     def _draw_lanes(self, ax: Axes, hues: dict[int, str], busy_share: list[float]) -> None:

@@ -166,9 +166,7 @@ class AutoConcurrency:
     ENOUGH = 0.9
     GAIN = 0.05
 
-    def __init__(
-        self, lanes: int, progress_ns: Callable[[], int], now: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, lanes: int, progress_ns: Callable[[], int], now: Callable[[], float] = time.perf_counter) -> None:
         self.limit = lanes
         self.most = 4 * lanes
         self._in_use = lanes

@@ -44,9 +44,14 @@ def lines_at_peak(step: SizedStep) -> list[tuple[str, int]]:
 
 
 def save_report(
-    path: str | os.PathLike[str], jobs: Sequence[tuple[str, SizedStep]], *, limit: int, reserve: int = 0,
-    gpu: str | None = None, clock: Clock | None = None,
-) -> None:  # fmt: skip
+    path: str | os.PathLike[str],
+    jobs: Sequence[tuple[str, SizedStep]],
+    *,
+    limit: int,
+    reserve: int = 0,
+    gpu: str | None = None,
+    clock: Clock | None = None,
+) -> None:
     """Simulate a few steps of the named jobs in ``limit - reserve`` bytes and draw them as a PNG, 1875 pixels wide.
 
     A single job that does not fit is drawn in as much memory as it needs, with a line at the limit. Names must differ. Times
@@ -80,8 +85,9 @@ def save_report(
     stacks.set_title(
         f"{format_bytes(limit)}: {format_bytes(reserve)} reserve, {format_bytes(memory - arena)} held all the time "
         f"(parameters, optimizer state, batches), {format_bytes(max(0, room - memory + arena))} for steps",
-        loc="left", fontsize=10.5,
-    )  # fmt: skip
+        loc="left",
+        fontsize=10.5,
+    )
     _draw_lanes(lanes, spans, named, time)
     lanes.set_xlabel(f"{time[0]}, by a model of the rates of a {clock.gpu.name}")
     _draw_lines(lines, *highest, made)
@@ -145,8 +151,18 @@ def _draw_limit(ax: Axes, left: int, arena: int, unit: tuple[str, float]) -> Non
     said = "the limit" if left >= 0 else f"the limit: {format_bytes(-left)} less than is held without a step"
     at = min(max(left, 0), arena) / unit[1]
     ax.axhline(at, color="#333333", linestyle=(0, (5, 3)), lw=1.1)
-    ax.annotate(said, (1, at), xycoords=("axes fraction", "data"), xytext=(-4, 3), textcoords="offset points",
-                ha="right", va="bottom", fontsize=9, color="#333333", bbox={"fc": "w", "lw": 0, "pad": 1})  # fmt: skip
+    ax.annotate(
+        said,
+        (1, at),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        color="#333333",
+        bbox={"fc": "w", "lw": 0, "pad": 1},
+    )
 
 
 def _draw_lanes(ax: Axes, spans: Sequence[_C.SimulatedSpan], named: Sequence[str], time: tuple[str, float]) -> None:

@@ -78,9 +78,15 @@ class LargestMix:
 
 
 def largest_batch(
-    sizes: StepSizes, *, memory: int | float | str, copies: int = 1, beside: Sequence[SimulatedJob] = (),
-    steps: int | None = None, clock: Clock | None = None, claimed: bool = False,
-) -> LargestBatch:  # fmt: skip
+    sizes: StepSizes,
+    *,
+    memory: int | float | str,
+    copies: int = 1,
+    beside: Sequence[SimulatedJob] = (),
+    steps: int | None = None,
+    clock: Clock | None = None,
+    claimed: bool = False,
+) -> LargestBatch:
     """Return the largest batch with which ``copies`` jobs of this step train side by side in ``memory``.
 
     Two lanes share one arena. Each copy holds its persistent state and ``sizes.batches_held`` batches on the device; its next
@@ -124,9 +130,16 @@ def largest_mix(
 
 
 def run_copies(
-    sizes: StepSizes, size: int, *, memory: int | float | str, copies: int, beside: Sequence[SimulatedJob] = (),
-    steps: int | None = None, grouped: bool = False, clock: Clock | None = None,
-) -> SimulatedRun:  # fmt: skip
+    sizes: StepSizes,
+    size: int,
+    *,
+    memory: int | float | str,
+    copies: int,
+    beside: Sequence[SimulatedJob] = (),
+    steps: int | None = None,
+    grouped: bool = False,
+    clock: Clock | None = None,
+) -> SimulatedRun:
     """Simulate ``steps`` steps of ``copies`` jobs with batches of ``size``, beside the jobs in ``beside``.
 
     Each operation is a group of its own; with ``grouped`` the node groups of the plan are used. Raises as ``simulate``.
@@ -225,16 +238,18 @@ def _too_small(jobs: Sequence[StepSizes], steps: Sequence[SizedStep], needed: in
                 f"even the smallest batches must fit: {job.step.name!r} with a batch of {step.size} is "
                 f"{format_bytes(step.beyond)} higher at best than its recompute= of {format_bytes(allowed)} says. "
                 f"Allow at least {format_bytes(allowed + step.beyond)}, its lowest height",
-                needed=needed, limit=limit,
-            )  # fmt: skip
+                needed=needed,
+                limit=limit,
+            )
     what = ", ".join(f"{job.step.name!r} with a batch of {step.size}" for job, step in zip(jobs, steps))
     held = sum(step.persistent for step in steps)
     remedy = "train fewer at a time" if len(jobs) > 1 else "make the model smaller"
     return MemoryLimitError(
         f"even the smallest batches must fit: {what} need {format_bytes(needed)}, {format_bytes(held)} of it parameters, "
         f"buffers and optimizer state; the limit is {format_bytes(limit)}. {remedy.capitalize()} or raise memory=",
-        needed=needed, limit=limit,
-    )  # fmt: skip
+        needed=needed,
+        limit=limit,
+    )
 
 
 def search_sizes(needed: Callable[[int], int], low: int, limit: int, stride: int = 1) -> int:
@@ -257,9 +272,7 @@ def search_sizes(needed: Callable[[int], int], low: int, limit: int, stride: int
         further = max(line(low, high, 2 * high), high if rounds < 3 else 2 * high) + 1
         low, high = high, min(further, _FURTHEST * high)
         if high > _MOST_BATCH:
-            raise InvalidJobError(
-                f"batches of {low} still fit into {format_bytes(limit)}: this step's memory does not grow"
-            )
+            raise InvalidJobError(f"batches of {low} still fit into {format_bytes(limit)}: this step's memory does not grow")
     rounds = 0
     while high - low > 1:
         rounds += 1

@@ -114,9 +114,8 @@ def arena_of(jobs: Sequence[SimulatedJob], memory: int, arenas: int = 1) -> int:
 
 
 def simulate(
-    jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, run_ahead: int = 2, seed: int = 0,
-    clock: Clock | None = None,
-) -> SimulatedRun:  # fmt: skip
+    jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, run_ahead: int = 2, seed: int = 0, clock: Clock | None = None
+) -> SimulatedRun:
     """Run all steps of all jobs in ``memory`` bytes, with two lanes per arena. Equal arguments give equal runs.
 
     The host issues up to ``run_ahead`` groups per lane beyond what the device has finished. Raises ValueError for an invalid
@@ -131,14 +130,20 @@ def simulate(
             "This is a mistake in waterflow; please report it"
         )
     if max(result.peaks) > arena:
-        raise RaceError(
-            f"an arena of {arena} bytes may hold no more; {max(result.peaks)} were held: a mistake in waterflow"
-        )
+        raise RaceError(f"an arena of {arena} bytes may hold no more; {max(result.peaks)} were held: a mistake in waterflow")
     held = sum(job.persistent + job.batch for job in jobs)
     return SimulatedRun(
-        limit=memory, arena=arena, peak=held + result.peak, makespan=result.makespan, alone=result.alone,
-        busy=tuple(result.busy), overlapped=result.overlapped, waits=result.waits, groups=len(result.spans), steps=tuple(result.steps),
-    )  # fmt: skip
+        limit=memory,
+        arena=arena,
+        peak=held + result.peak,
+        makespan=result.makespan,
+        alone=result.alone,
+        busy=tuple(result.busy),
+        overlapped=result.overlapped,
+        waits=result.waits,
+        groups=len(result.spans),
+        steps=tuple(result.steps),
+    )
 
 
 def prepare(
@@ -155,8 +160,9 @@ def prepare(
                 f"a job's step must fit into its arena: {job.name!r} reaches {format_bytes(job.offsets.height)}, and "
                 f"beside parameters, optimizer state and a batch of each job ({format_bytes(held)}) {memory:,} bytes leave "
                 f"{format_bytes(arena)}; lower its batch size or raise memory=",
-                needed=held + job.offsets.height * arenas, limit=memory,
-            )  # fmt: skip
+                needed=held + job.offsets.height * arenas,
+                limit=memory,
+            )
         # Copies of one job share one native step: building its list of touches is the slow part.
         key = (id(job.offsets), job.batch, job.ends)
         if key not in steps:
@@ -195,9 +201,17 @@ def work_of(offsets: Offsets, clock: Clock) -> list[tuple[int, int, int]]:
 
 
 def run(
-    steps: Sequence[tuple[_C.SimulatedStep, int]], arena: int, *, arenas: int = 1, seed: int = 0, clock: Clock,
-    run_ahead: int = 2, host_learns: bool = False, fault: _C.OrderFault = _C.OrderFault.none, early_issue: bool = False,
-) -> _C.SimulationResult:  # fmt: skip
+    steps: Sequence[tuple[_C.SimulatedStep, int]],
+    arena: int,
+    *,
+    arenas: int = 1,
+    seed: int = 0,
+    clock: Clock,
+    run_ahead: int = 2,
+    host_learns: bool = False,
+    fault: _C.OrderFault = _C.OrderFault.none,
+    early_issue: bool = False,
+) -> _C.SimulationResult:
     """Run the native simulation once and return its raw result, races included.
 
     ``fault`` and ``early_issue`` are mistakes that tests plant. With ``host_learns`` the end of a group on the device also

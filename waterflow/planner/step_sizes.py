@@ -100,9 +100,14 @@ class SizedStep:
         """Return a job that trains ``steps`` such steps; with ``grouped`` in the plan's groups, else an operation per group."""
         return SimulatedJob(
             # SimulatedJob counts one batch itself, as it is copied during the step before.
-            name, self.offsets, self.held - self.batch, self.batch, steps, ends=self.groups if grouped else None,
+            name,
+            self.offsets,
+            self.held - self.batch,
+            self.batch,
+            steps,
+            ends=self.groups if grouped else None,
             forward=self.footprint.forward,
-        )  # fmt: skip
+        )
 
 
 class StepSizes:

@@ -97,40 +97,43 @@ def optimize(
     if (rule := why_no_limit(trial_timeout)) is not None:
         raise StudyError(f"trial_timeout {rule}")
     if deterministic and trial_timeout is not None:
-        raise StudyError(
-            "deterministic=True and trial_timeout= contradict each other: which trials pass it follows the clock"
-        )
+        raise StudyError("deterministic=True and trial_timeout= contradict each other: which trials pass it follows the clock")
     # A time limit is set to lose single trials, not the study: whatever catch names.
     caught = (*caught, JobTimeoutError)
     if deterministic and not exact:
-        raise StudyError(
-            "deterministic=True and exact=False contradict each other: which kernels are faster follows the clock"
-        )
+        raise StudyError("deterministic=True and exact=False contradict each other: which kernels are faster follows the clock")
     # Settings of one device mean nothing to a cluster: refused, not ignored.
     if cluster is not None:
-        elsewhere = {"memory": (memory, None), "device": (device, "cpu"), "lanes": (lanes, None), "threads_per_lane": (threads_per_lane, 1),
-                     "deterministic": (deterministic, False), "exact": (exact, True), "mode": (mode, "auto"),
-                     "timeline": (timeline, None)}  # fmt: skip
+        elsewhere = {
+            "memory": (memory, None),
+            "device": (device, "cpu"),
+            "lanes": (lanes, None),
+            "threads_per_lane": (threads_per_lane, 1),
+            "deterministic": (deterministic, False),
+            "exact": (exact, True),
+            "mode": (mode, "auto"),
+            "timeline": (timeline, None),
+        }
         _check_cluster(cluster, [name for name, (given, default) in elsewhere.items() if given != default])
         return spread(
-            study, objective, n_trials, timeout, cluster, None if max_concurrent == "auto" else max_concurrent, caught,
-            list(callbacks or ()), gc_after_trial, show_progress_bar, keep_weights, trial_timeout,
-        )  # fmt: skip
-    with (
-        Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode) as engine,
-        engine.reservations.retain_pages(),
-    ):
+            study,
+            objective,
+            n_trials,
+            timeout,
+            cluster,
+            None if max_concurrent == "auto" else max_concurrent,
+            caught,
+            list(callbacks or ()),
+            gc_after_trial,
+            show_progress_bar,
+            keep_weights,
+            trial_timeout,
+        )
+    with Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode) as engine, engine.reservations.retain_pages():
         if timeline is not None:
             engine.native.record_spans(True)
         coordinator = StudyRunner(
-            study,
-            objective,
-            engine,
-            max_concurrent,
-            deterministic,
-            gc_after_trial,
-            keep_weights,
-            trial_timeout,
+            study, objective, engine, max_concurrent, deterministic, gc_after_trial, keep_weights, trial_timeout
         )
         with ProgressLine(n_trials, "trials", show_progress_bar) as progress:
             summary = coordinator.run(n_trials, timeout, caught, list(callbacks or ()), progress)
@@ -140,9 +143,7 @@ def optimize(
 
 
 def _check_cluster(cluster: Any, given: list[str]) -> None:
-    if not all(
-        callable(getattr(cluster, name, None)) for name in ("check", "submit", "wait", "status", "results", "cancel")
-    ):
+    if not all(callable(getattr(cluster, name, None)) for name in ("check", "submit", "wait", "status", "results", "cancel")):
         raise StudyError(f"cluster must be a waterflow.Cluster; got {type(cluster).__name__}")
     if given:
         raise StudyError(
@@ -152,13 +153,17 @@ def _check_cluster(cluster: Any, given: list[str]) -> None:
 
 
 def _check(
-    study: Any, objective: Any, n_trials: Any, timeout: Any, max_concurrent: Any, callbacks: Any, deterministic: bool,
+    study: Any,
+    objective: Any,
+    n_trials: Any,
+    timeout: Any,
+    max_concurrent: Any,
+    callbacks: Any,
+    deterministic: bool,
     catch: tuple[Any, ...],
-) -> None:  # fmt: skip
+) -> None:
     if not isinstance(study, optuna.Study):
-        raise StudyError(
-            f"study must be an optuna.Study, such as optuna.create_study() makes; got {type(study).__name__}"
-        )
+        raise StudyError(f"study must be an optuna.Study, such as optuna.create_study() makes; got {type(study).__name__}")
     if not callable(objective):
         advice = "; return the Job from a function of the trial" if isinstance(objective, Job) else ""
         raise StudyError(f"objective must be a function of a trial; got {type(objective).__name__}{advice}")

@@ -57,9 +57,9 @@ class TrialTask(Task):
     ``timeout`` is in seconds; without ``weights`` the result has no state_dict.
     """
 
-    def __init__(self, study: Any, number: int, objective: Objective, seed: int, weights: bool = True,
-        timeout: float | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(
+        self, study: Any, number: int, objective: Objective, seed: int, weights: bool = True, timeout: float | None = None
+    ) -> None:
         self.name = f"trial-{number}"
         self.study = study
         self.number = number
@@ -97,9 +97,14 @@ class TrialRunner:
         error: BaseException | None = None
         try:
             value = limited(
-                task.timeout, task.name.replace("-", " "), "trial_timeout",
-                lambda: self._value(trial_of(study, task.number)), self._code, self._end_at_limit, late=over_limit,
-            )  # fmt: skip
+                task.timeout,
+                task.name.replace("-", " "),
+                "trial_timeout",
+                lambda: self._value(trial_of(study, task.number)),
+                self._code,
+                self._end_at_limit,
+                late=over_limit,
+            )
             if isinstance(value, JobResult):
                 made = value
                 error = made.error
@@ -118,9 +123,13 @@ class TrialRunner:
         if not task.weights:
             found["state_dict"] = None
         found |= {
-            "name": task.name, "status": status, "error": error, "returned": value, "stopped": stopped(study),
+            "name": task.name,
+            "status": status,
+            "error": error,
+            "returned": value,
+            "stopped": stopped(study),
             "traceback": "".join(traceback.format_exception(error)) if error is not None else None,
-        }  # fmt: skip
+        }
         return TrialResult(**found)
 
     def _end_at_limit(self, reason: str) -> None:
@@ -229,10 +238,19 @@ class TrialDevices(Protocol):
 
 
 def spread(
-    study: Any, objective: Objective, n_trials: int | None, timeout: float | None, devices: TrialDevices,
-    max_concurrent: int | None, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
-    gc_after_trial: bool, show_progress_bar: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
-) -> StudySummary:  # fmt: skip
+    study: Any,
+    objective: Objective,
+    n_trials: int | None,
+    timeout: float | None,
+    devices: TrialDevices,
+    max_concurrent: int | None,
+    catch: tuple[type[Exception], ...],
+    callbacks: Sequence[StudyCallback],
+    gc_after_trial: bool,
+    show_progress_bar: bool,
+    keep_weights: KeepWeights = "best",
+    trial_timeout: float | None = None,
+) -> StudySummary:
     """Run ``study.optimize`` with trials on ``devices``: its threads ask and tell here, and wait for the trials.
 
     Trials that an earlier process submitted and could not tell of are waited for and told here; they count, too. Errors as
@@ -250,31 +268,38 @@ def spread(
             left = None if n_trials is None else n_trials - adopted
             if left is None or left > 0:
                 study.optimize(
-                    caller.run,
-                    left,
-                    timeout,
-                    n_jobs=at_once,
-                    catch=catch,
-                    callbacks=then,
-                    gc_after_trial=gc_after_trial,
+                    caller.run, left, timeout, n_jobs=at_once, catch=catch, callbacks=then, gc_after_trial=gc_after_trial
                 )
     if caller.failure is not None:
         raise caller.failure
     results = caller.results.in_order()
     return StudySummary(
-        trials=caller.asked, seconds=time.perf_counter() - began, steps=sum(result.steps for result in results),
-        captures=0, most_at_once=caller.most, lane_busy=(), results=results,
-        states=caller.states, best=best_of(study),
-    )  # fmt: skip
+        trials=caller.asked,
+        seconds=time.perf_counter() - began,
+        steps=sum(result.steps for result in results),
+        captures=0,
+        most_at_once=caller.most,
+        lane_busy=(),
+        results=results,
+        states=caller.states,
+        best=best_of(study),
+    )
 
 
 class _Caller:
     """The objective that Optuna calls: it submits the trial and waits for it. Thread-safe."""
 
     def __init__(
-        self, study: Any, shared: Any, objective: Objective, devices: TrialDevices, catch: tuple[type[Exception], ...],
-        keep_weights: KeepWeights, at_once: int, trial_timeout: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        study: Any,
+        shared: Any,
+        objective: Objective,
+        devices: TrialDevices,
+        catch: tuple[type[Exception], ...],
+        keep_weights: KeepWeights,
+        at_once: int,
+        trial_timeout: float | None,
+    ) -> None:
         self._study, self._objective, self._devices, self._catch = shared, objective, devices, catch
         self._weights, self._trial_timeout = keep_weights != "none", trial_timeout
         self._seed = draw_seed()

@@ -29,7 +29,7 @@ from waterflow.executor.cancel import (
     join_all,
     limited,
     stop_all,
-)  # fmt: skip
+)
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.interrupts import remembered_interrupts, uninterrupted
 from waterflow.executor.program.ownership import cancel_steps, close_steps_of_thread, made_here
@@ -40,16 +40,7 @@ from waterflow.executor.virtual_clock import VirtualClock
 from waterflow.job import Job, JobResult, Metrics, RunStats
 from waterflow.planner.feasibility import Need, needed
 from waterflow.results import over_limit
-from waterflow.study.optuna_compat import (
-    fail_stale,
-    heartbeat,
-    loop,
-    set_in_loop,
-    stopped,
-    take_turns,
-    tell_quietly,
-    values_of,
-)
+from waterflow.study.optuna_compat import fail_stale, heartbeat, loop, set_in_loop, stopped, take_turns, tell_quietly, values_of
 from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, check_job, value_of
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import InOrder, JobRunner, OnEpoch, StopJob, draw_seed
@@ -89,18 +80,23 @@ class StudyRunner:
     """Asks and tells on the calling thread; trials run on their own threads and report their ends through a queue."""
 
     def __init__(
-        self, study: optuna.Study, objective: Objective, engine: Engine, max_concurrent: int | Literal["auto"],
-        deterministic: bool, gc_after_trial: bool, keep_weights: KeepWeights = "best", trial_timeout: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        study: optuna.Study,
+        objective: Objective,
+        engine: Engine,
+        max_concurrent: int | Literal["auto"],
+        deterministic: bool,
+        gc_after_trial: bool,
+        keep_weights: KeepWeights = "best",
+        trial_timeout: float | None = None,
+    ) -> None:
         self._study = study
         self._objective = objective
         self._engine = engine
         self._clock = VirtualClock() if deterministic else None
         engine.reservations.clock = self._clock
         self._at_once = max_concurrent if max_concurrent != "auto" else engine.lanes
-        self._auto = (
-            AutoConcurrency(engine.lanes, lambda: engine.native.progress_ns) if max_concurrent == "auto" else None
-        )
+        self._auto = AutoConcurrency(engine.lanes, lambda: engine.native.progress_ns) if max_concurrent == "auto" else None
         self._gc_after_trial = gc_after_trial
         self._trial_timeout = trial_timeout
         # An import that is interrupted on a trial's thread would leave a half-made module: do slow ones before.
@@ -116,9 +112,13 @@ class StudyRunner:
         self._states: Counter[str] = Counter()
 
     def run(
-        self, n_trials: int | None, timeout: float | None, catch: tuple[type[Exception], ...],
-        callbacks: Sequence[StudyCallback], progress: ProgressLine,
-    ) -> StudySummary:  # fmt: skip
+        self,
+        n_trials: int | None,
+        timeout: float | None,
+        catch: tuple[type[Exception], ...],
+        callbacks: Sequence[StudyCallback],
+        progress: ProgressLine,
+    ) -> StudySummary:
         """Run trials until ``n_trials`` or ``timeout`` (seconds) is reached; arguments and errors as in ``optimize``."""
         started = time.perf_counter()
 
@@ -294,9 +294,8 @@ class StudyRunner:
     # -- telling
 
     def _tell(
-        self, worker: _Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback],
-        progress: ProgressLine,
-    ) -> None:  # fmt: skip
+        self, worker: _Worker, catch: tuple[type[Exception], ...], callbacks: Sequence[StudyCallback], progress: ProgressLine
+    ) -> None:
         trial, error = worker.trial, worker.error
         with uninterrupted():
             try:

@@ -95,9 +95,13 @@ def fail_stale(study: optuna.Study) -> None:
 
 
 def tell_quietly(
-    study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None,
+    study: optuna.Study,
+    trial: Trial,
+    value: Any,
+    state: TrialState | None,
+    error: BaseException | None,
     caught: tuple[type[BaseException], ...] = (),
-) -> FrozenTrial:  # fmt: skip
+) -> FrozenTrial:
     """Tell a trial's outcome, and log it as Optuna does, but without a traceback for our own errors that are ``caught``.
 
     Such an error says what to change, and its frames are ours. Log handlers find any error as ``record.error``. Raises the
@@ -121,9 +125,13 @@ def tell_quietly(
         why = repr(error) if error is not None else "; ".join(str(warning.message) for warning in said)
         expected = isinstance(error, WaterflowError) and isinstance(error, caught)
         log.warning(
-            "Trial %d failed with parameters: %s because of the following error: %s.", number, told.params, why,
-            exc_info=None if expected else error, extra={"error": error},
-        )  # fmt: skip
+            "Trial %d failed with parameters: %s because of the following error: %s.",
+            number,
+            told.params,
+            why,
+            exc_info=None if expected else error,
+            extra={"error": error},
+        )
         log.warning("Trial %d failed with value %r.", number, value)
     return told
 
@@ -144,9 +152,13 @@ def running_trials(study: optuna.Study) -> list[int]:
 
 
 def tell_once(
-    study: optuna.Study, trial: Trial, value: Any, state: TrialState | None, error: BaseException | None,
+    study: optuna.Study,
+    trial: Trial,
+    value: Any,
+    state: TrialState | None,
+    error: BaseException | None,
     caught: tuple[type[BaseException], ...],
-) -> FrozenTrial | None:  # fmt: skip
+) -> FrozenTrial | None:
     """As ``tell_quietly``, but return None if another process has told the trial meanwhile."""
     try:
         return tell_quietly(study, trial, value, state, error, caught)
@@ -165,8 +177,7 @@ class _InTurn(Trial):
     """A trial whose calls to the study wait for their turn on a virtual clock."""
 
 
-_TURNS = ("suggest_float", "suggest_int", "suggest_categorical", "report", "should_prune", "set_user_attr",
-          "set_constraint")  # fmt: skip
+_TURNS = ("suggest_float", "suggest_int", "suggest_categorical", "report", "should_prune", "set_user_attr", "set_constraint")
 
 
 def _in_turn(name: str) -> Callable[..., Any]:

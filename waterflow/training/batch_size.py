@@ -23,14 +23,7 @@ from waterflow.partition.plan.plan import format_bytes
 from waterflow.planner.feasibility import Need, feasible, largest_set
 from waterflow.planner.gpus import GPU, gpu
 from waterflow.planner.report import save_report
-from waterflow.planner.search import (
-    LargestBatch,
-    LargestMix,
-    largest_batch,
-    largest_mix,
-    largest_recomputed,
-    run_copies,
-)
+from waterflow.planner.search import LargestBatch, LargestMix, largest_batch, largest_mix, largest_recomputed, run_copies
 from waterflow.planner.simulate import Clock, SimulatedJob, SimulatedRun, simulate
 from waterflow.planner.step_sizes import SizedStep, StepSizes
 from waterflow.training.fit_together import step_and_batch
@@ -101,19 +94,13 @@ class MaxBatchSize:
     def save_report(self, path: str | os.PathLike[str], clock: Clock | None = None) -> None:
         """Draw a few steps with these batches as a PNG: the arena's two stacks, the lanes, and the highest peak by line."""
         names = [job.name for job in self.jobs]
-        numbered = [
-            f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)
-        ]
+        numbered = [f"{name} {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
         where = None if clock is None else clock.gpu.name
-        save_report(
-            path, list(zip(numbered, self.steps)), limit=self.memory, reserve=self.reserve, gpu=where, clock=clock
-        )
+        save_report(path, list(zip(numbered, self.steps)), limit=self.memory, reserve=self.reserve, gpu=where, clock=clock)
 
     def __str__(self) -> str:
         held = f", beside {format_bytes(self.context)} for the CUDA context" if self.context else ""
-        lines = [
-            f"largest batches in {format_bytes(self.memory)}, {format_bytes(self.reserve)} of it the reserve{held}"
-        ]
+        lines = [f"largest batches in {format_bytes(self.memory)}, {format_bytes(self.reserve)} of it the reserve{held}"]
         for job, copies in Counter(self.jobs).items():
             beside = f", {job.ratio:.1%} of {job.alone} alone" if len(self.jobs) > 1 else ""
             lines.append(
@@ -141,18 +128,18 @@ class MaxBatchSize:
                 f"two lanes are busy {self.run.overlap:.0%} of the time, {self.run.speed:.2f} times as fast as taking turns"
             )
             if round(self.run.speed, 2) < 1:
-                lines.append(
-                    "  by that model two lanes are slower than taking turns here: train(lanes=1) lets them do so"
-                )
+                lines.append("  by that model two lanes are slower than taking turns here: train(lanes=1) lets them do so")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; sizes in bytes."""
         made: dict[str, Any] = {
-            "memory_bytes": self.memory, "reserve_bytes": self.reserve, "context_bytes": self.context,
+            "memory_bytes": self.memory,
+            "reserve_bytes": self.reserve,
+            "context_bytes": self.context,
             "batches_held": self.batches_held,
             "jobs": [asdict(job) | {"ratio": job.ratio} for job in self.jobs],
-        }  # fmt: skip
+        }
         if self.run is not None:
             made["model"] = {"overlap": self.run.overlap, "speed": self.run.speed}
             made["peak_bytes"] = self.run.peak
@@ -161,9 +148,8 @@ class MaxBatchSize:
 
 @explained("max_batch_size", 'max_batch_size([job_a, job_b], gpu="a100-40g")', InvalidJobError)
 def max_batch_size(
-    jobs: Job | Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None,
-    memory: int | float | str | None = None,
-) -> MaxBatchSize:  # fmt: skip
+    jobs: Job | Sequence[Job], *, copies: int = 1, gpu: str | GPU | None = None, memory: int | float | str | None = None
+) -> MaxBatchSize:
     """Return the largest batches at which all jobs, ``copies`` of each, train side by side on one device.
 
     Makes each model and reads one batch of its data, captures a few steps, and runs none: the jobs are simulated on the device
@@ -246,11 +232,10 @@ def _find(sizes: Sequence[StepSizes], limit: int, reserve: int, context: int, cl
     return MaxBatchSize(tuple(rows), limit, context, found.run, reserve, steps=found.steps)
 
 
-def _row(
-    sizes: StepSizes, step: SizedStep, alone: LargestBatch, limit: float, recomputed: RecomputedBatch | None
-) -> JobBatch:
-    return JobBatch(sizes.step.name, step.size, alone.size, limit, step.persistent, step.batch, step.height,
-                    sizes.step.recompute, recomputed)  # fmt: skip
+def _row(sizes: StepSizes, step: SizedStep, alone: LargestBatch, limit: float, recomputed: RecomputedBatch | None) -> JobBatch:
+    return JobBatch(
+        sizes.step.name, step.size, alone.size, limit, step.persistent, step.batch, step.height, sizes.step.recompute, recomputed
+    )
 
 
 def _recomputed(sizes: StepSizes, alone: LargestBatch) -> RecomputedBatch | None:

@@ -40,8 +40,9 @@ def begin_training(job: Job, model: nn.Module) -> None:
         "job %r: its %s came in evaluation mode, as from_pretrained() returns models, and train() was called on all of it. Call "
         "train() in model= yourself, and eval() on parts that are to stay in evaluation mode, or pass train_mode='as_is' to "
         "keep all flags",
-        job.name, type(model).__name__,
-    )  # fmt: skip
+        job.name,
+        type(model).__name__,
+    )
 
 
 def _call_own_train(module: nn.Module) -> None:

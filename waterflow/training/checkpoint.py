@@ -76,9 +76,7 @@ class Checkpoint:
         return cls(**content)
 
 
-def write(
-    path: str | os.PathLike[str], content: dict[str, Any], about: dict[str, Any], *, durable: bool = True
-) -> None:
+def write(path: str | os.PathLike[str], content: dict[str, Any], about: dict[str, Any], *, durable: bool = True) -> None:
     """Write plain data and tensors, with a description, as a whole file or not at all. Raises OSError, CheckpointError."""
     path = Path(path)
     told = json.dumps({"format": FORMAT, "torch": _torch(), **about}).encode()
@@ -140,9 +138,7 @@ def read(path: str | os.PathLike[str], *, job: str | None = None, any_torch: boo
                 raise CheckpointError(f"{path} is no checkpoint, or its end is missing. {_REMEDY}")
             with memoryview(given) as whole, whole[: -_END.size] as checked:
                 if zlib.crc32(checked) != checksum or length > len(checked):
-                    raise CheckpointError(
-                        f"{path} is damaged: its checksum is not the one that it was written with. {_REMEDY}"
-                    )
+                    raise CheckpointError(f"{path} is damaged: its checksum is not the one that it was written with. {_REMEDY}")
                 told = json.loads(bytes(checked[len(checked) - length :]))
     if told["format"] != FORMAT:
         raise CheckpointError(
@@ -155,9 +151,7 @@ def read(path: str | os.PathLike[str], *, job: str | None = None, any_torch: boo
             "other one, or load it with any_torch=True"
         )
     if job is not None and told.get("job") != job:
-        raise CheckpointError(
-            f"{path} is of job {told.get('job')!r}, not of {job!r}; give that job's file, or start anew"
-        )
+        raise CheckpointError(f"{path} is of job {told.get('job')!r}, not of {job!r}; give that job's file, or start anew")
     try:
         # weights_only: the unpickler runs no code. mmap: a checkpoint may be larger than free memory.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -32,12 +32,7 @@ logger = logging.getLogger("waterflow")
 
 _STATE, _RESULT, _SEEDS = "step-{:010d}.state", "result.state", "seeds.json"
 # Fields of a result that are stored; the others contain objects that no file may have, or belong to the process.
-_KEPT = frozenset(field.name for field in fields(JobResult)) - {
-    "error",
-    "traceback",
-    "recomputed",
-    "state_dict",
-}
+_KEPT = frozenset(field.name for field in fields(JobResult)) - {"error", "traceback", "recomputed", "state_dict"}
 
 
 class Checkpoints:
@@ -105,8 +100,9 @@ class Checkpoints:
                 logger.warning(
                     "%s could not be written: %s. Training goes on; a second call draws other seeds for jobs that have neither a "
                     "checkpoint nor a result by then. Free space there, or pass Job(seed=)",
-                    path, error,
-                )  # fmt: skip
+                    path,
+                    error,
+                )
         return found
 
     def _write_seeds(self, path: Path, text: str) -> None:
@@ -352,5 +348,7 @@ class Checkpointing:
         logger.warning(
             "the last checkpoints in %s are old, or missing, because later ones could not be written (%s): %s. The results of this "
             "call are complete; a second call would train again from these steps",
-            self._to.folder, next(reversed(self._unwritten.values())), many,
-        )  # fmt: skip
+            self._to.folder,
+            next(reversed(self._unwritten.values())),
+            many,
+        )

@@ -99,8 +99,9 @@ class Evaluation:
                 f"evaluate of job {self._job.name!r} reaches {format_bytes(height)} above the job's state, which the "
                 f"limit of {format_bytes(error.limit)} does not leave. Evaluate in smaller batches, train fewer jobs "
                 "at once, or raise memory=.",
-                needed=error.needed, limit=error.limit,
-            ) from None  # fmt: skip
+                needed=error.needed,
+                limit=error.limit,
+            ) from None
 
 
 def step_scheduler(scheduler: Any, metrics: Metrics) -> None:

@@ -120,9 +120,7 @@ class Together:
         }
 
 
-def fit_together(
-    jobs: Iterable[Job], memory: int | float | str | None = None, max_concurrent: int | None = None
-) -> Together:
+def fit_together(jobs: Iterable[Job], memory: int | float | str | None = None, max_concurrent: int | None = None) -> Together:
     """Capture each job's step and find, in the order given, the jobs that can run beside those before them.
 
     Makes each model and reads one batch of its data. If that fails for a job, its forecast has the error.
@@ -189,10 +187,18 @@ def step_and_batch(job: Job) -> tuple[Step, Any]:
     numbers = torch.Generator().manual_seed(job.seed or 0)
     model = model_of(job)
     step = Step(
-        model, optimizer=optimizer_of(job, model), loss=job.loss, step=job.step, accumulate=job.accumulate,
-        clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
-        recompute=job.recompute, generator=numbers, name=job.name,
-    )  # fmt: skip
+        model,
+        optimizer=optimizer_of(job, model),
+        loss=job.loss,
+        step=job.step,
+        accumulate=job.accumulate,
+        clip_grad_norm=job.clip_grad_norm,
+        clip_grad_value=job.clip_grad_value,
+        autocast=job.autocast,
+        recompute=job.recompute,
+        generator=numbers,
+        name=job.name,
+    )
     data = job.data
     source = data.reader() if isinstance(data, SharedData) else Batches(job.name, data, numbers)
     with contextlib.closing(source) as batches:

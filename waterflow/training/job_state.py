@@ -122,17 +122,13 @@ class JobState:
         saved = taken["tensors"]
         if missing := sorted(saved.keys() ^ tensors.keys()):
             of = "model" if missing[0] in tensors else "checkpoint"
-            raise _other(
-                self._name, f"only the {of} has {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"
-            )
+            raise _other(self._name, f"only the {of} has {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}")
         for name, tensor in tensors.items():
             if name in self._placed:
                 continue
             mine, theirs = (tuple(tensor.shape), tensor.dtype), (tuple(saved[name].shape), saved[name].dtype)
             if mine != theirs:
-                raise _other(
-                    self._name, f"{name} is {_shown(*mine)} in the model and {_shown(*theirs)} in the checkpoint"
-                )
+                raise _other(self._name, f"{name} is {_shown(*mine)} in the model and {_shown(*theirs)} in the checkpoint")
         if (kind := type(self._optimizer).__name__) != taken["optimizer_class"]:
             raise _other(self._name, f"it trains with {kind}, the checkpoint was made with {taken['optimizer_class']}")
         if (self._scheduler is None) != (taken["scheduler"] is None):
@@ -178,9 +174,7 @@ def check_same_job(job: Job, checkpoint: Checkpoint) -> None:
     elif job.seed is not None and int(job.seed) != state["seed"]:
         told = f"its seed is {job.seed}, the checkpoint's is {state['seed']}"
     elif isinstance(job.data, SharedData) != state["shared"]:
-        told = (
-            f"its data is {'' if not state['shared'] else 'not '}shared with other jobs, unlike that of the checkpoint"
-        )
+        told = f"its data is {'' if not state['shared'] else 'not '}shared with other jobs, unlike that of the checkpoint"
     elif job.epochs < checkpoint.epoch + (checkpoint.batch > 0):
         told = f"it has {job.epochs} epochs, the checkpoint is in epoch {checkpoint.epoch + 1}"
     if told is not None:
@@ -224,11 +218,13 @@ def _alone(tensors: dict[str, torch.Tensor]) -> set[str]:
     for tensor in tensors.values():
         users[tensor.untyped_storage().data_ptr()] = users.get(tensor.untyped_storage().data_ptr(), 0) + 1
     return {
-        name for name, tensor in tensors.items()
-        if tensor.numel() and users[tensor.untyped_storage().data_ptr()] == 1
+        name
+        for name, tensor in tensors.items()
+        if tensor.numel()
+        and users[tensor.untyped_storage().data_ptr()] == 1
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    }  # fmt: skip
+    }
 
 
 def _has_extra(module: nn.Module) -> bool:

@@ -68,9 +68,15 @@ class JobRunner:
     """
 
     def __init__(
-        self, job: Job, engine: Engine | None = None, on_epoch: OnEpoch | None = None, *,
-        seed: int | None = None, in_order: InOrder = contextlib.nullcontext, resume: Checkpoint | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        engine: Engine | None = None,
+        on_epoch: OnEpoch | None = None,
+        *,
+        seed: int | None = None,
+        in_order: InOrder = contextlib.nullcontext,
+        resume: Checkpoint | None = None,
+    ) -> None:
         job.check()
         self.job = job
         self.engine = engine
@@ -127,9 +133,7 @@ class JobRunner:
         if threading.get_ident() != self._thread:
             return self._safepoint.ask("copy", timeout)
         if not self._between:
-            raise CheckpointError(
-                f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation"
-            )
+            raise CheckpointError(f"job {self.job.name!r} cannot be copied in the middle of a step or of its evaluation")
         return self._checkpoint()
 
     def ask_for_snapshot(self) -> Future[Checkpoint]:
@@ -145,9 +149,7 @@ class JobRunner:
         if threading.get_ident() == self._thread:
             raise CheckpointError(f"job {self.job.name!r} cannot suspend itself: no thread would be left to resume it")
         if self.engine is not None and self.engine.reservations.clock is not None:
-            raise CheckpointError(
-                f"job {self.job.name!r} cannot be suspended: {self.lease.policy.stays}, or ask for a snapshot"
-            )
+            raise CheckpointError(f"job {self.job.name!r} cannot be suspended: {self.lease.policy.stays}, or ask for a snapshot")
         return self._safepoint.ask("suspend", timeout)
 
     def resume(self) -> None:

@@ -120,9 +120,7 @@ class Safepoint:
         ended = JobEnded(f"job {self._job!r} has ended: its result has what it trained")
         self._settle(self._requests, ended, State.ENDED)
 
-    def _settle(
-        self, asked: Iterable[Future[Checkpoint]], answer: Checkpoint | Exception, state: State | None = None
-    ) -> None:
+    def _settle(self, asked: Iterable[Future[Checkpoint]], answer: Checkpoint | Exception, state: State | None = None) -> None:
         with self._lock:
             # From here on later requests get the same answer at once.
             if state is not None:

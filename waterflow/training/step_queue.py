@@ -48,10 +48,19 @@ def step_of(
 ) -> Step:
     """Return a step for the job, whose batches are submitted ahead."""
     step = Step(
-        model, optimizer=optimizer, loss=job.loss, step=job.step, accumulate=job.accumulate,
-        clip_grad_norm=job.clip_grad_norm, clip_grad_value=job.clip_grad_value, autocast=job.autocast,
-        recompute=job.recompute, generator=numbers, name=job.name, engine=engine,
-    )  # fmt: skip
+        model,
+        optimizer=optimizer,
+        loss=job.loss,
+        step=job.step,
+        accumulate=job.accumulate,
+        clip_grad_norm=job.clip_grad_norm,
+        clip_grad_value=job.clip_grad_value,
+        autocast=job.autocast,
+        recompute=job.recompute,
+        generator=numbers,
+        name=job.name,
+        engine=engine,
+    )
     step.batches_ahead = STEPS_AHEAD
     # With read_ahead a lane runs eager steps, so that this thread can read the next batch meanwhile.
     step.eager_at_once = job.read_ahead is not True
@@ -121,8 +130,9 @@ def between_steps(batches: Iterator[Any], steps: StepQueue, name: str, account: 
                 "job %r has spent %.0f %% of its time reading batches between its steps, as its data runs code that may depend on "
                 "the model, or write batches to the memory of earlier ones. If it does neither, Job(read_ahead=True) reads "
                 "while steps run; a DataLoader with num_workers=1 or more always does",
-                name, 100 * reading / seconds,
-            )  # fmt: skip
+                name,
+                100 * reading / seconds,
+            )
         yield batch
         steps.take_all()
 

@@ -116,9 +116,15 @@ class _Training:
     """Runs the jobs of one call, a thread per running job; the next job starts when one ends."""
 
     def __init__(
-        self, jobs: list[Job], engine: Engine, max_concurrent: int | None, on_error: str,
-        callbacks: Sequence[Callback | Callable[[JobResult], None]], progress: ProgressLine, checkpoints: Checkpoints | None,
-    ) -> None:  # fmt: skip
+        self,
+        jobs: list[Job],
+        engine: Engine,
+        max_concurrent: int | None,
+        on_error: str,
+        callbacks: Sequence[Callback | Callable[[JobResult], None]],
+        progress: ProgressLine,
+        checkpoints: Checkpoints | None,
+    ) -> None:
         self._jobs = jobs
         self._engine = engine
         self._at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
@@ -152,8 +158,12 @@ class _Training:
                 self._resume[number] = found
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in self._results)
         if self._results:
-            logger.warning("%d jobs had ended in %s, and their stored results are returned; to train them with other settings, name "
-                           "another folder", len(self._results), checkpoints.folder)  # fmt: skip
+            logger.warning(
+                "%d jobs had ended in %s, and their stored results are returned; to train them with other settings, name "
+                "another folder",
+                len(self._results),
+                checkpoints.folder,
+            )
 
     def run(self) -> Results:
         with (
@@ -283,9 +293,7 @@ def _as_jobs(jobs: Iterable[Job | nn.Module], shared: dict[str, Any]) -> list[Jo
 
 def _check_settings(max_concurrent: Any, callbacks: Any) -> None:
     if max_concurrent is not None and (not isinstance(max_concurrent, int) or max_concurrent < 1):
-        raise InvalidJobError(
-            f"max_concurrent must be a positive integer, or None for twice the lanes; got {max_concurrent!r}"
-        )
+        raise InvalidJobError(f"max_concurrent must be a positive integer, or None for twice the lanes; got {max_concurrent!r}")
     if callable(callbacks) or isinstance(callbacks, Callback):
         raise InvalidJobError("callbacks takes a list; put the one you have into brackets")
 

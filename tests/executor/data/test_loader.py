@@ -134,8 +134,7 @@ def test_threads_that_draw_at_the_same_time() -> None:
     alone = [epochs(loader, seed) for seed in range(4)]
     together: dict[int, Any] = {}
     threads = [
-        threading.Thread(target=lambda seed: together.update({seed: epochs(loader, seed)}), args=(seed,))
-        for seed in range(4)
+        threading.Thread(target=lambda seed: together.update({seed: epochs(loader, seed)}), args=(seed,)) for seed in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -154,9 +153,7 @@ def test_functions_and_other_iterables() -> None:
     assert epochs(fresh)[0] != epochs(fresh)[1]
     rows = [torch.ones(2), torch.zeros(3)]
     assert epochs(rows, count=2) == [[[1.0, 1.0], [0.0, 0.0, 0.0]]] * 2
-    assert epochs(lambda: DataLoader(ROW, batch_size=4, shuffle=True)) == epochs(
-        DataLoader(ROW, batch_size=4, shuffle=True)
-    )
+    assert epochs(lambda: DataLoader(ROW, batch_size=4, shuffle=True)) == epochs(DataLoader(ROW, batch_size=4, shuffle=True))
     assert len(Batches("job", rows, numbers())) == 2
     with pytest.raises(TypeError):
         len(Batches("job", fresh, numbers()))

@@ -305,7 +305,5 @@ def test_a_data_set_that_jobs_share_is_read_by_one_at_a_time() -> None:
     loader = DataLoader(Lumpy(), batch_size=4, shuffle=True)
     make = partial(wf.Job, model=lambda: nn.Linear(6, 4), loss=F.cross_entropy, optimizer=adamw, data=loader, epochs=3)
     alone = [wf.train([make(name="alone", seed=seed)], memory="1GiB")[0].losses for seed in range(3)]
-    together = wf.train(
-        [make(name=f"{seed}", seed=seed) for seed in range(3)], memory="1GiB", lanes=2, max_concurrent=3
-    )
+    together = wf.train([make(name=f"{seed}", seed=seed) for seed in range(3)], memory="1GiB", lanes=2, max_concurrent=3)
     assert [result.losses for result in together] == alone

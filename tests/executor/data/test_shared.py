@@ -337,9 +337,7 @@ class Awkward(Exception):
         self.code = code
 
 
-@pytest.mark.parametrize(
-    "error", [None, lambda: Awkward(7, "decoding"), lambda: FileNotFoundError(2, "no file", "a.png")]
-)
+@pytest.mark.parametrize("error", [None, lambda: Awkward(7, "decoding"), lambda: FileNotFoundError(2, "no file", "a.png")])
 def test_every_job_gets_what_the_data_raises(error: Callable[[], Exception] | None) -> None:
     rows = Rows(broken=9, error=error)
     data = wf.SharedData(loader(rows, shuffle=False))

@@ -30,9 +30,7 @@ def batches(sizes: list[int] = SIZES) -> Iterator[tuple[torch.Tensor, torch.Tens
         yield torch.randn(rows, 8, generator=generator), torch.randint(0, 4, (rows,), generator=generator)
 
 
-def trained(
-    make: Callable[[Any], torch.optim.Optimizer], **options: Any
-) -> tuple[wf.Step, list[float], list[torch.Tensor]]:
+def trained(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> tuple[wf.Step, list[float], list[torch.Tensor]]:
     model = network()
     step = wf.Step(model, loss=F.cross_entropy, optimizer=make(model.parameters()),
                    generator=torch.Generator().manual_seed(3), **options)  # fmt: skip

@@ -80,9 +80,7 @@ def generators(seed: int, drawn: int, normals: bool) -> tuple[torch.Generator, t
     normals=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_masks_are_those_of_torch(
-    numel: int, drawn: int, seed: int, p: float, normals: bool, dtype: torch.dtype
-) -> None:
+def test_masks_are_those_of_torch(numel: int, drawn: int, seed: int, p: float, normals: bool, dtype: torch.dtype) -> None:
     mine, theirs = generators(seed, drawn, normals)
     for _ in range(2):
         got = ours.bernoulli_(torch.empty(numel, dtype=dtype), p, generator=mine)
@@ -262,11 +260,7 @@ def test_pooling_of_pairs(sizes: tuple[int, ...], seed: int, ceil_mode: bool, ch
     ids=str,
 )  # fmt: skip
 def test_other_pooling_is_torch_s(arguments: Any) -> None:
-    for x in (
-        torch.randn(2, 3, 9, 12),
-        torch.randn(2, 3, 9, 12).double(),
-        torch.randn(2, 9, 12, 3).permute(0, 3, 1, 2),
-    ):
+    for x in (torch.randn(2, 3, 9, 12), torch.randn(2, 3, 9, 12).double(), torch.randn(2, 9, 12, 3).permute(0, 3, 1, 2)):
         for ceil_mode in (False, True):
             assert_pools_alike(x, *arguments, ceil_mode)
     assert_pools_alike(torch.randn(3, 8, 8), [2, 2], [2, 2])
@@ -304,10 +298,7 @@ class OwnMask(nn.Module):
 
 def batches(*shape: int, count: int = 8) -> list[Any]:
     generator = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator))
-        for _ in range(count)
-    ]
+    return [(torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)) for _ in range(count)]
 
 
 def calls_of(trained: Trained) -> list[Any]:
@@ -383,9 +374,7 @@ class Clipped(nn.Module):
 def test_batches_whose_memory_holds_other_values() -> None:
     """The dispatcher would resolve them; kernels that are called without it look at the memory."""
     generator = torch.Generator().manual_seed(4)
-    data = [
-        (torch.randn(8, 16, dtype=torch.complex64, generator=generator).conj().imag, torch.arange(8)) for _ in range(5)
-    ]
+    data = [(torch.randn(8, 16, dtype=torch.complex64, generator=generator).conj().imag, torch.arange(8)) for _ in range(5)]
     assert data[0][0].is_neg()
 
     def make() -> Any:

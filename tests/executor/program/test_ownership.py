@@ -122,9 +122,7 @@ def test_one_objective_over_one_trained_model() -> None:
 def test_two_steps_of_one_thread_may_share() -> None:
     model = nn.Sequential(nn.Linear(8, 16), head(8))
     with wf.Engine() as engine:
-        steps = [
-            wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()), engine=engine) for _ in range(2)
-        ]
+        steps = [wf.Step(model, loss=F.cross_entropy, optimizer=adamw(model.parameters()), engine=engine) for _ in range(2)]
         for step in steps * 2:
             assert step((X, Y)).isfinite()
             assert step.opaque_reason is None

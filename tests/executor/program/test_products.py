@@ -60,9 +60,7 @@ def test_products_without_blas() -> None:
         compare(rows, inner, 80)
     processors = Path("/proc/cpuinfo")
     known = processors.exists() and "AuthenticAMD" in processors.read_text()
-    if not (
-        known and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and torch.backends.mkl.is_available()
-    ):
+    if not (known and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and torch.backends.mkl.is_available()):
         pytest.skip("seen with MKL on AMD's processors with AVX2")
     assert _C.short_products() > before
 

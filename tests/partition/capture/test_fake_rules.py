@@ -61,11 +61,7 @@ OPERATORS: dict[Any, Arguments] = {
     aten.native_layer_norm.default: lambda x, y: (x, [8], None, None, 1e-5),
     aten.native_dropout.default: lambda x, y: (x, 0.5, True),
 }
-PLACES = {
-    "plain": torch.rand(4, 6, 8),
-    "transposed": torch.rand(4, 8, 6).transpose(1, 2),
-    "sliced": torch.rand(4, 12, 8)[:, ::2],
-}
+PLACES = {"plain": torch.rand(4, 6, 8), "transposed": torch.rand(4, 8, 6).transpose(1, 2), "sliced": torch.rand(4, 12, 8)[:, ::2]}
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=str)
@@ -75,19 +71,13 @@ def test_strides_are_those_of_kernels(operator: Any, places: tuple[str, str]) ->
     _compare(operator, *arguments)
 
 
-MATRICES = {
-    "plain": torch.rand(6, 5),
-    "transposed": torch.rand(5, 6).t(),
-    "double": torch.rand(6, 5, dtype=torch.float64),
-}
+MATRICES = {"plain": torch.rand(6, 5), "transposed": torch.rand(5, 6).t(), "double": torch.rand(6, 5, dtype=torch.float64)}
 
 
 @pytest.mark.parametrize("places", MATRICES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_the_loss_of_a_classifier_has_the_forms_that_kernels_return(
-    places: str, weighted: bool, reduction: int
-) -> None:
+def test_the_loss_of_a_classifier_has_the_forms_that_kernels_return(places: str, weighted: bool, reduction: int) -> None:
     scores, right = MATRICES[places], torch.tensor([0, 1, 2, 3, 4, 0])
     weight = torch.rand(5, dtype=scores.dtype) if weighted else None
     loss, total = aten.nll_loss_forward.default(scores, right, weight, reduction, -100)

@@ -264,9 +264,7 @@ def test_a_capture_that_fails_leaves_nothing(library: Any) -> None:
 
 def test_nothing_is_searched_where_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking through all of Python's objects takes longer than a capture."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(144, 4)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(144, 4))
     collected: list[int] = []
     monkeypatch.setattr(leaks.gc, "collect", lambda generation=2: collected.append(generation))
     job = wf.Step(model, loss=F.cross_entropy, optimizer=SGD(model.parameters(), lr=0.1))

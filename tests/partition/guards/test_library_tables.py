@@ -114,9 +114,7 @@ WAYS = {
 def test_another_function_is_put_there(way: str, whose: str, library: Any, no_captures: Any) -> None:
     """Steps have the eager ones' bits, before and after. A function of the library's is captured; a user's runs eagerly."""
     model = nn.Sequential(nn.Linear(6, 4), library.Layer(way))
-    step = wf.Step(
-        model, optimizer=SGD(model.parameters(), lr=0.0, fused=True), step=lambda m, b: m(b[0]).pow(2).mean()
-    )
+    step = wf.Step(model, optimizer=SGD(model.parameters(), lr=0.0, fused=True), step=lambda m, b: m(b[0]).pow(2).mean())
     for number, (x, _) in enumerate(images(6)):
         if number == 3:
             assert step.opaque_reason is None and no_captures.captures == 1

@@ -324,9 +324,7 @@ def test_with_match_and_imports() -> None:
     assert [(name, names) for _, name, names in of_kind(events, Kind.IMPORT)] == [
         ("collections.abc", None), ("functools", ("reduce",)),
     ]  # fmt: skip
-    assert (
-        next(e for e in events if e.kind is Kind.IMPORT_FROM and e.operands[1] == "reduce").result is functools.reduce
-    )
+    assert next(e for e in events if e.kind is Kind.IMPORT_FROM and e.operands[1] == "reduce").result is functools.reduce
     assert THING.table in [operands[0] for operands in of_kind(events, Kind.MATCH)]
     assert of_kind(events, Kind.FORMAT)
 
@@ -385,11 +383,7 @@ def test_coroutines() -> None:
 
 def test_long_code() -> None:
     """With prefixes to opcodes, whose arguments do not fit."""
-    lines = (
-        [f"    x{n} = thing.a{n}" for n in range(400)]
-        + ["    for n in (1, 2):"]
-        + [f"        x{n}" for n in range(400)]
-    )
+    lines = [f"    x{n} = thing.a{n}" for n in range(400)] + ["    for n in (1, 2):"] + [f"        x{n}" for n in range(400)]
     space: dict[str, Any] = {}
     exec(compile("def step(thing):\n" + "\n".join(lines), OWN, "exec"), space)
     thing = types.SimpleNamespace(**{f"a{n}": [n] for n in range(400)})

@@ -363,12 +363,7 @@ def traced_lines(step: Callable[[], Any], watch: bool) -> list[tuple[str, str, i
     lines: list[tuple[str, str, int]] = []
 
     def tracer(frame: types.FrameType, what: str, _: Any) -> Any:
-        if frame.f_code.co_filename in (OWN, "library.py") and frame.f_code.co_name in (
-            "step",
-            "calls",
-            "hook",
-            "each",
-        ):
+        if frame.f_code.co_filename in (OWN, "library.py") and frame.f_code.co_name in ("step", "calls", "hook", "each"):
             lines.append((what, frame.f_code.co_name, frame.f_lineno))
         return tracer
 

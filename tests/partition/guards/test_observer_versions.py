@@ -38,9 +38,7 @@ for number, path in enumerate(sys.argv[1:]):
 
 def python(version: str) -> str:
     """An interpreter of that version with headers. Skips the test where there is none."""
-    folders = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
-        f"versions/{version}.*/bin/python{version}"
-    )
+    folders = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python{version}")
     for found in filter(None, [shutil.which(f"python{version}"), *map(str, folders)]):
         asked = subprocess.run(
             [found, "-c", "import sysconfig; print(sysconfig.get_path('include'))"], capture_output=True, text=True
@@ -56,10 +54,7 @@ def test_version(version: str, tmp_path: Path) -> None:
     compiler = shutil.which("c++") or pytest.skip("no compiler")
     found = python(version)
     include = subprocess.run(
-        [found, "-c", "import sysconfig; print(sysconfig.get_path('include'))"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [found, "-c", "import sysconfig; print(sysconfig.get_path('include'))"], capture_output=True, text=True, check=True
     ).stdout.strip()
     package = tmp_path / "waterflow"
     (package / "partition/guards").mkdir(parents=True)
@@ -69,9 +64,7 @@ def test_version(version: str, tmp_path: Path) -> None:
     (tmp_path / "module.cpp").write_text(MODULE)
     sources = [tmp_path / "module.cpp", *(PARTITION / "csrc").glob("observ*.cpp")]
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Werror=return-type"]
-    flags += [f"-I{include}", f"-I{PARTITION.parents[1]}"] + (
-        ["-undefined", "dynamic_lookup"] * (sys.platform == "darwin")
-    )
+    flags += [f"-I{include}", f"-I{PARTITION.parents[1]}"] + (["-undefined", "dynamic_lookup"] * (sys.platform == "darwin"))
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(package / "_C.so")], check=True)
     done = subprocess.run(
         [found, "-c", RUN, *map(str, TESTS)],

@@ -286,15 +286,11 @@ REGISTERED: list[Any] = [abc.ABCMeta("Registered", (), {})]
 BIG = types.SimpleNamespace(array=np.ones(100_000))
 UNTRACED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "a tensor's class": lambda model, batch: loss_of(model, batch) * (1.0 if type(batch[0]) is torch.Tensor else 0.5),
-    "a tensor's class, as an attribute": lambda model, batch: (
-        loss_of(model, batch) * (batch[0].__class__ is torch.Tensor)
-    ),
+    "a tensor's class, as an attribute": lambda model, batch: loss_of(model, batch) * (batch[0].__class__ is torch.Tensor),
     "a tensor's text": _with_text,
     "where a tensor lies": lambda model, batch: loss_of(model, batch) * (1 + batch[0].storage_offset()),
     "an error of the trace": _goes_on,
-    "a copy of what is not looked into": lambda model, batch: (
-        loss_of(model, batch) * float(copy.deepcopy(BIG).array[0])
-    ),
+    "a copy of what is not looked into": lambda model, batch: loss_of(model, batch) * float(copy.deepcopy(BIG).array[0]),
     "a state dict": lambda model, batch: loss_of(model, batch) * len(model.state_dict()),
     "a docstring": lambda model, batch: loss_of(model, batch) * len(cached.__doc__ or "a"),
 }
@@ -335,11 +331,7 @@ SETTINGS_OF_THE_PROCESS: dict[str, tuple[Callable[[], float], Callable[[], Any],
     "warnings": (_warned, lambda: warnings.simplefilter("ignore"), lambda: warnings.simplefilter("error")),
     "errors of NumPy's": (_divided, lambda: np.seterr(divide="ignore"), lambda: np.seterr(divide="raise")),
     "text of NumPy's": (_text_of_array, lambda: np.set_printoptions(8), lambda: np.set_printoptions(2)),
-    "threads": (
-        lambda: 1.0 / torch.get_num_threads(),
-        lambda: torch.set_num_threads(1),
-        lambda: torch.set_num_threads(2),
-    ),
+    "threads": (lambda: 1.0 / torch.get_num_threads(), lambda: torch.set_num_threads(1), lambda: torch.set_num_threads(2)),
     "an environment variable": (
         lambda: float(os.getenv("WATERFLOW_TEST_WEIGHT", "1.0")),
         lambda: os.environ.pop("WATERFLOW_TEST_WEIGHT", None),
@@ -372,9 +364,7 @@ def test_a_setting_of_the_process(name: str) -> None:
     assert step is not None and step.opaque_reason is None
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(F, "relu"), (F, "cross_entropy"), (torch, "tanh"), (torch.Tensor, "square")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(F, "relu"), (F, "cross_entropy"), (torch, "tanh"), (torch.Tensor, "square")])
 def test_a_function_of_torch_s_that_is_replaced(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers call it, too; in a trace torch would call it by its name once more."""
 

@@ -81,11 +81,7 @@ def asks_for_classes(model: nn.Module, batch: Any) -> torch.Tensor:
             return type(value)([to(one) for one in value]) if type(value) is list else value
         return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    scale = (
-        2
-        if isinstance(batch["name"], str) and not isinstance(batch["id"], (str, bool)) and batch["lam"] is not None
-        else 3
-    )
+    scale = 2 if isinstance(batch["name"], str) and not isinstance(batch["id"], (str, bool)) and batch["lam"] is not None else 3
     return loss_of(model, {**batch, "x": to(batch["x"]), "pair": to(batch["pair"])}) * scale * len(batch["files"])
 
 
@@ -510,9 +506,7 @@ def test_a_trace_that_is_broken_off_leaves_nothing() -> None:
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_unread_names_are_not_blamed(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, no_captures: Any
-) -> None:
+def test_unread_names_are_not_blamed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
     monkeypatch.setattr("waterflow.executor.program.capture_cache.FREE_CAPTURES", 2)
     monkeypatch.setattr("waterflow.executor.program.capture_cache.MOST_OF_TIME", 0.0)
     given = batches(6, new=True)

@@ -37,9 +37,7 @@ def check_choice(capture: Capture, limit: int) -> Capture:
     assert {node.args[0] for node in back} == set(away)
     copies = {torch.ops.waterflow.to_host.default, torch.ops.waterflow.from_host.default}
     operations = [node.target for node in StorageTable(made.graph).operations]
-    assert Counter(o for o in operations if o not in copies) <= Counter(
-        node.target for node in table.operations
-    )  # none twice
+    assert Counter(o for o in operations if o not in copies) <= Counter(node.target for node in table.operations)  # none twice
     return made
 
 

@@ -122,15 +122,7 @@ def test_each_piece_knows_who_touches_it() -> None:
 
     graph = traced(step, torch.ones(100))
     instructions = instructions_of(graph)
-    assert [str(node.target).split(".")[1] for node in instructions] == [
-        "add",
-        "view",
-        "mul_",
-        "sum",
-        "mean",
-        "add",
-        "copy_",
-    ]
+    assert [str(node.target).split(".")[1] for node in instructions] == ["add", "view", "mul_", "sum", "mean", "add", "copy_"]
     touched = [(life.birth, life.death, life.reads, life.writes) for life in lifetimes(graph, instructions)]
     assert touched == [
         (0, 6, (3, 4, 6), (0, 2)), (3, 5, (5,), (3,)), (4, 5, (5,), (4,)), (5, 6, (), (5,)),

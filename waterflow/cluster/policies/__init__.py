@@ -16,16 +16,5 @@ from waterflow.cluster.policies.srtf import Srtf
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (
-        Fifo,
-        FifoBackfill,
-        Srtf,
-        Srsf,
-        Las,
-        ElasticTiresias,
-        AntMan,
-        Gandiva,
-        GandivaPacking,
-        Capacity,
-    )
+    for policy in (Fifo, FifoBackfill, Srtf, Srsf, Las, ElasticTiresias, AntMan, Gandiva, GandivaPacking, Capacity)
 }

@@ -39,9 +39,7 @@ class AntMan(Policy):
     beyond_quotas = True
     sharing = "controlled"
 
-    def __init__(
-        self, busy: float = 0.8, window: float = 10.0, patience: float = 600.0, one_node: bool = False
-    ) -> None:
+    def __init__(self, busy: float = 0.8, window: float = 10.0, patience: float = 600.0, one_node: bool = False) -> None:
         if not 0 < busy <= 1:
             raise ValueError(f"busy={busy}; it is a share of the device's time, above 0 and at most 1")
         if window < 0 or patience < 0:
@@ -163,9 +161,7 @@ class AntMan(Policy):
         book = self.book
         if not book.devices.free:
             return
-        by_load = sorted(
-            (device for device in book.devices if device.guaranteed is None and not _closed(device)), key=_load
-        )
+        by_load = sorted((device for device in book.devices if device.guaranteed is None and not _closed(device)), key=_load)
         free = Pool(by_load)
         by_load.reverse()
         for entry in self._with_quota():
@@ -225,9 +221,10 @@ class AntMan(Policy):
                 break
             declared, known = entry.submission.memory, entry.memory  # vacant: only the declared one counts
             roomy = [
-                device for device, (room, vacant) in open_to_them.items()
+                device
+                for device, (room, vacant) in open_to_them.items()
                 if (vacant or not entry.alone) and (not known or (declared if vacant else known) <= room)
-            ]  # fmt: skip
+            ]
             if len(roomy) < entry.wanted:
                 self._extra.take_out(entry)
                 crowded.append(entry)
@@ -253,9 +250,10 @@ class AntMan(Policy):
 
     def _soonest_vacant(self, entry: Entry, among: Iterable[Device]) -> list[Device]:
         able = [
-            device for device in among
+            device
+            for device in among
             if device.guaranteed is None and (not device.memory or entry.submission.memory <= device.memory)
-        ]  # fmt: skip
+        ]
         return sorted(able, key=lambda device: (len(device.opportunistic), device.place))[: entry.wanted]
 
     def _listen(self, device: Device, heard: bool = False) -> None:

@@ -79,9 +79,7 @@ class ElasticTiresias(Las):
             stops, starts = self._walk(running, sizes, halved)
         gone = {entry.id for entry in stops}
         chosen = [item[3] for item in running if item[3].id not in gone] + starts
-        self._sizes = {
-            entry.id: self._halved(entry.wanted) if halve and entry.key[0] >= 2 else entry.wanted for entry in chosen
-        }
+        self._sizes = {entry.id: self._halved(entry.wanted) if halve and entry.key[0] >= 2 else entry.wanted for entry in chosen}
         if waiting + len(stops) == len(starts):
             self._grow(chosen)
         return stops, starts

@@ -214,9 +214,7 @@ class Ranked(Policy):
                 heappop(heads)
 
     @staticmethod
-    def _keep(
-        running: Sequence[Item], sizes: Sequence[int], at: int, behind: int, free: int, stops: list[Entry]
-    ) -> int:
+    def _keep(running: Sequence[Item], sizes: Sequence[int], at: int, behind: int, free: int, stops: list[Entry]) -> int:
         # Returns the devices that the runs from ``at`` to ``behind`` keep. Prefix sums and bisection skip over the runs
         # that fit, which are nearly all in a large cluster.
         kept = 0

@@ -96,9 +96,13 @@ class Batches:
     """
 
     def __init__(
-        self, name: str | None, data: Iterable[Any] | Callable[[], Iterable[Any]], generator: torch.Generator,
-        passes: int = 0, read_ahead: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str | None,
+        data: Iterable[Any] | Callable[[], Iterable[Any]],
+        generator: torch.Generator,
+        passes: int = 0,
+        read_ahead: bool | None = None,
+    ) -> None:
         self._what = "shared data" if name is None else f"data of job {name!r}"
         self._generator = generator
         self._given = data
@@ -109,8 +113,7 @@ class Batches:
             source = self._make()
         if not isinstance(source, Iterable):
             raise InvalidJobError(
-                f"{self._what} made a {type(source).__name__}, which cannot be iterated; "
-                "make a list of batches or a DataLoader"
+                f"{self._what} made a {type(source).__name__}, which cannot be iterated; make a list of batches or a DataLoader"
             )
         self.source: Any = _own_loader(source, order) if isinstance(source, DataLoader) else source
         # Nothing is drawn here for a batch by workers, nor for one that is there already.

@@ -63,7 +63,7 @@ class SharedData:
     @explained("SharedData", "SharedData(loader, seed=0)", InvalidJobError)
     def __init__(
         self, data: Iterable[Any] | Callable[[], Iterable[Any]], *, seed: int = 0, ahead: int = 2, patience: float = 10.0
-    ) -> None:  # fmt: skip
+    ) -> None:
         if isinstance(data, Iterator):
             raise InvalidJobError(
                 f"shared data must be read again by jobs that begin later; a {type(data).__name__} gives each batch only "
@@ -73,9 +73,10 @@ class SharedData:
             got = type(data).__name__
             raise InvalidJobError(f"shared data must be iterable or a function that makes an iterable; got {got}")
         for name, value, kind, rule in (
-            ("seed", seed, Integral, "an integer"), ("ahead", ahead, Integral, "a positive integer"),
+            ("seed", seed, Integral, "an integer"),
+            ("ahead", ahead, Integral, "a positive integer"),
             ("patience", patience, Real, "a positive number of seconds"),
-        ):  # fmt: skip
+        ):
             if isinstance(value, bool) or not isinstance(value, kind) or not (name == "seed" or value > 0):
                 raise InvalidJobError(f"{name} of shared data must be {rule}; got {value!r}")
         self.seed, self.ahead, self.patience = int(seed), int(ahead), float(patience)

@@ -67,9 +67,7 @@ def members_of(captured: CapturedStep, optimizer: Optimizer, tensors: dict[str, 
     """Return by group the parameters, from ``tensors`` by name, whose state the update of a captured step reads."""
     nodes = (node for node in captured.capture.graph.nodes if node.op == "placeholder")
     moved = {
-        id(tensors[given.name])
-        for node, given in zip(nodes, captured.capture.inputs)
-        if given.kind == "state" and node.users
+        id(tensors[given.name]) for node, given in zip(nodes, captured.capture.inputs) if given.kind == "state" and node.users
     }
     return tuple(tuple(p for p in group["params"] if id(p) in moved) for group in optimizer.param_groups)
 
@@ -88,9 +86,7 @@ class FirstUpdates:
     def flags(self, members: Members) -> dict[str, bool]:
         """Return the groups' flags, a dict that is kept up to date. Raises HalfBegun for a group that no flag is right for."""
         if (group := self.half_begun(members)) is not None:
-            raise HalfBegun(
-                f"some parameters of group {group} are updated for the first time, beside others that have momentum"
-            )
+            raise HalfBegun(f"some parameters of group {group} are updated for the first time, beside others that have momentum")
         key = tuple(tuple(map(id, group)) for group in members)
         self._told[key] = members, (flags := self._told[key][1] if key in self._told else {})
         self.look_again()
@@ -254,9 +250,7 @@ def form_for(captured: CapturedStep, height: int, *, offload: bool = False) -> C
     if captured.capture.apart:
         ways.append(lambda: _lowered(captured, table, height, choose, lowest, _repeating))
     if offload:
-        ways.append(
-            lambda: _lowered(captured, table, height, choose_spilled, lambda t: choose_spilled(t, 0), _offloading)
-        )
+        ways.append(lambda: _lowered(captured, table, height, choose_spilled, lambda t: choose_spilled(t, 0), _offloading))
     for way in ways:
         made = way()
         reached = placed_height(made)
@@ -268,14 +262,19 @@ def form_for(captured: CapturedStep, height: int, *, offload: bool = False) -> C
     raise MemoryLimitError(
         f"step {captured.predicted.name!r} cannot be brought to a height of {format_bytes(height)}: it is "
         f"{format_bytes(whole)} high, and {format_bytes(needed)} with all that {done}. Lower the batch size, or {remedy}.",
-        needed=needed, limit=height,
-    )  # fmt: skip
+        needed=needed,
+        limit=height,
+    )
 
 
 def _lowered(
-    captured: CapturedStep, table: StorageTable, height: int, choose: Callable[[StorageTable, int], Chosen],
-    lowest: Callable[[StorageTable], Chosen], make: Callable[[CapturedStep, StorageTable, Chosen], CapturedStep],
-) -> CapturedStep:  # fmt: skip
+    captured: CapturedStep,
+    table: StorageTable,
+    height: int,
+    choose: Callable[[StorageTable, int], Chosen],
+    lowest: Callable[[StorageTable], Chosen],
+    make: Callable[[CapturedStep, StorageTable, Chosen], CapturedStep],
+) -> CapturedStep:
     # The choice counts live bytes, and the placement may end higher: the target is lowered by the difference, a few times.
     target = height
     for _ in range(_ATTEMPTS):
@@ -375,9 +374,17 @@ class BoundSteps:
     """
 
     def __init__(
-        self, spec: StepSpec, generator: torch.Generator | None, threads: int, name: str, own_plans: bool,
-        hold: Hold | None, recompute: Recompute = None, exact: bool = True, budget: CaptureBudget | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: StepSpec,
+        generator: torch.Generator | None,
+        threads: int,
+        name: str,
+        own_plans: bool,
+        hold: Hold | None,
+        recompute: Recompute = None,
+        exact: bool = True,
+        budget: CaptureBudget | None = None,
+    ) -> None:
         self._spec = spec
         self._generator = generator
         self._threads = threads
@@ -400,9 +407,7 @@ class BoundSteps:
         self._kinds: set[Key] = set()  # of batches that this job's steps have been captured for
         self._tried_again = 0
 
-    def find(
-        self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool
-    ) -> BoundStep:
+    def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> BoundStep:
         """Return the step for a batch of this kind, bound to the tensors as they are now; capture it if there is none.
 
         Raises CaptureError if the step must run eagerly, and InvalidJobError if another thread's step shares what it trains.
@@ -471,9 +476,7 @@ class BoundSteps:
         if self._hold is not None:
             trained = parameters_of(spec.optimizer)
             holders.check(self._hold, spec.model, trained, captured.written_buffers)
-            written = [
-                fingerprint.external_tensors[one.leaf] for one in captured.changed_inputs if one.kind == "external"
-            ]
+            written = [fingerprint.external_tensors[one.leaf] for one in captured.changed_inputs if one.kind == "external"]
             holders.check_tensors(self._hold, fingerprint.external_tensors, written)
         moved = members_of(plain, spec.optimizer, dict(spec.model.named_parameters()))
         owner = Owner(spec, self._accumulators, self.first.flags(moved), fingerprint)
@@ -509,9 +512,7 @@ class BoundSteps:
 
     # -- below what the step needs
 
-    def within(
-        self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int
-    ) -> BoundStep | None:
+    def within(self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int) -> BoundStep | None:
         """Return the step whole if it is at most ``room`` bytes high, else in a reduced form; None if no form is so low."""
         whole = bound_step.whole.planned.captured
         known = self._reduced.get(bound_step.key)  # goes on with what its own profile has shown
@@ -553,9 +554,7 @@ class BoundSteps:
                 return None
         return form
 
-    def plan(
-        self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
-    ) -> Plan:
+    def plan(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None) -> Plan:
         """Return the plan of a step on such a batch, without binding it. Raises as ``captured`` does."""
         return self.captured(leaves, batch_spec, batch_key, height).planned(self._threads).plan
 

@@ -248,14 +248,18 @@ class PlannedStep:
                 memory, requests = profile.place(given)
             else:
                 columns = zip(*(one.memory(given)[0] for one in self._profiles))
-                memory = [
-                    OperationMemory(max(m.peak for m in c), max(m.after for m in c), c[0].traffic) for c in columns
-                ]
+                memory = [OperationMemory(max(m.peak for m in c), max(m.after for m in c), c[0].traffic) for c in columns]
             predicted = self.captured.predicted
             self.plan = make_plan(
-                predicted.name, memory, persistent=predicted.persistent, batch=predicted.batch, seconds=seconds,
-                requests=requests, forward=predicted.forward, offloaded=predicted.offloaded,
-            )  # fmt: skip
+                predicted.name,
+                memory,
+                persistent=predicted.persistent,
+                batch=predicted.batch,
+                seconds=seconds,
+                requests=requests,
+                forward=predicted.forward,
+                offloaded=predicted.offloaded,
+            )
             self.native = _native(self.plan)
             self.measured_height = self.plan.height
             self.wants_profile = False
@@ -294,9 +298,7 @@ class CapturedStep:
     recomputed: Recomputed | None = None  # activations that the backward pass computes again
     offloaded: Offloaded | None = None  # activations that are in host memory from forward to backward pass
     layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture has
-    exactly: CapturedStep | None = (
-        None  # the same with the bits of the captured operations, where this one rounds otherwise
-    )
+    exactly: CapturedStep | None = None  # the same with the bits of the captured operations, where this one rounds otherwise
     audited: Audited = field(default_factory=Audited)
     _planned: dict[int, PlannedStep] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -333,9 +335,13 @@ class CapturedStep:
         instructions = self.lowered.instructions
         followed = follow(self.capture.graph, instructions)
         return Footprint(
-            tuple(followed.lives()), tuple(map(operation_cost, instructions)), self.predicted.persistent,
-            self.predicted.batch, self.predicted.forward, tuple(map(line_of, instructions)),
-        )  # fmt: skip
+            tuple(followed.lives()),
+            tuple(map(operation_cost, instructions)),
+            self.predicted.persistent,
+            self.predicted.batch,
+            self.predicted.forward,
+            tuple(map(line_of, instructions)),
+        )
 
     def inexact(self) -> CapturedStep:
         """Return a form of the step that uses operations measured to be faster, which may round otherwise."""
@@ -352,9 +358,13 @@ class CapturedStep:
 
 
 def build(
-    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint | None = None,
-    name: str = "step", unread: Collection[int] = (),
-) -> CapturedStep:  # fmt: skip
+    spec: StepSpec,
+    leaves: Sequence[Any],
+    batch_spec: pytree.TreeSpec | None,
+    fingerprint: Fingerprint | None = None,
+    name: str = "step",
+    unread: Collection[int] = (),
+) -> CapturedStep:
     """Capture, lower and plan one step; ``fingerprint`` is what its key was made from. Raises CaptureError as ``capture_step``."""
     redirect()  # before the trace, which replaces the same generators, and afterwards restores what it found
     with no_collections():

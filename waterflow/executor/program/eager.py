@@ -144,9 +144,7 @@ class EagerStep:
         """Run the step as ``__call__`` does; return its result, and the most bytes that it took at once."""
         return _C.metered(lambda: self(batch, update, surrounding))
 
-    def now_and_then_metered(
-        self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int
-    ) -> tuple[Any, int]:
+    def now_and_then_metered(self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int) -> tuple[Any, int]:
         """Run the step; return its result and its bytes: 0, not metered, for most batches (``size`` bytes) no larger than before."""
         wanted = self._is_metered() or size > self._largest
         self._calls, self._largest = self._calls + 1, max(size, self._largest)
@@ -222,12 +220,8 @@ class EagerStep:
             return self._train(batch, update, surrounding)
         except Exception as error:
             place = list(user_place(error.__traceback__, self._spec.model))
-            if not (place or isinstance(error, WaterflowError)) and isinstance(
-                self._spec.compute_loss, (_OfTarget, _OfHeldLoss)
-            ):
-                place = [
-                    f"given a batch of which {_shown(batch[:-1])} goes to the model and {_shown(batch[-1])} is the target"
-                ]
+            if not (place or isinstance(error, WaterflowError)) and isinstance(self._spec.compute_loss, (_OfTarget, _OfHeldLoss)):
+                place = [f"given a batch of which {_shown(batch[:-1])} goes to the model and {_shown(batch[-1])} is the target"]
             note = ", ".join([f"in step {self._name!r}", *place])
             if not isinstance(error, WaterflowError) and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
@@ -244,11 +238,7 @@ class EagerStep:
                 if parameter.grad is None or id(parameter) in known:
                     parameter.grad = self.sums.get(parameter)
         self._trained = trained
-        with (
-            self._numbers,
-            _NOTHING if torch.is_grad_enabled() else torch.enable_grad(),
-            self._casts(surrounding) as cast,
-        ):
+        with self._numbers, _NOTHING if torch.is_grad_enabled() else torch.enable_grad(), self._casts(surrounding) as cast:
             with cast:
                 result = spec.compute_loss(spec.model, batch)
             loss, metrics = split_result(result, numbers=True)

@@ -243,7 +243,5 @@ def aliases(calls: Sequence[fx.Node], apart: Collection[fx.Node]) -> dict[fx.Nod
 def bypassed(bases: dict[fx.Node, fx.Node], outputs: Collection[Any]) -> set[fx.Node]:
     """Return the views that are not used any more, because their own views use the base."""
     return {
-        node
-        for node in bases
-        if node not in outputs and all(user in bases and bases[user] is not node for user in node.users)
+        node for node in bases if node not in outputs and all(user in bases and bases[user] is not node for user in node.users)
     }

@@ -22,9 +22,7 @@ from waterflow.partition.passes.operators import is_random, is_view, storage_id,
 aten = torch.ops.aten
 
 # Operations whose result is wrong, or an error, if their argument has other strides than the captured ones.
-_STRIDE_BOUND = frozenset(
-    {aten.view.default, aten._unsafe_view.default, aten.as_strided.default, aten.view_as_real.default}
-)
+_STRIDE_BOUND = frozenset({aten.view.default, aten._unsafe_view.default, aten.as_strided.default, aten.view_as_real.default})
 
 
 @dataclass(frozen=True)
@@ -283,11 +281,7 @@ class _Lowering:
         program.add(
             name=schema.name,
             overload=schema.overload_name,
-            arguments=[
-                ("slot", like, like in drops),
-                ("constant", mask.kept),
-                ("generator",),
-            ],
+            arguments=[("slot", like, like in drops), ("constant", mask.kept), ("generator",)],
             results=results,
             drops=sorted(drops - {like}),
             expected=[],

@@ -49,8 +49,11 @@ class WhatFits:
         none_fits = self.least is not None and not self.largest and not self.recomputed
         if self.least is not None and none_fits:
             size, needed = self.least
-            told.insert(0, f"not even a batch of {size} fits: it needs at least {format_bytes(needed)}, "
-                        f"{format_bytes(plan.persistent)} of it for parameters, buffers and optimizer state")  # fmt: skip
+            told.insert(
+                0,
+                f"not even a batch of {size} fits: it needs at least {format_bytes(needed)}, "
+                f"{format_bytes(plan.persistent)} of it for parameters, buffers and optimizer state",
+            )
         smaller = "Make the model smaller" if none_fits else "Lower the batch size"
         more = ", pass recompute='auto', or" if self.helps else " or"
         said = "".join(f"; {part}" for part in told) + f". {smaller}{more} raise memory=."
@@ -62,9 +65,17 @@ Search = Callable[[Any, int], WhatFits]
 
 
 def claim(
-    engine: Engine, job: int, name: str, batches: int, bound_steps: BoundSteps, bound_step: BoundStep,
-    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[StepFuture], search: Search,
-) -> BoundStep:  # fmt: skip
+    engine: Engine,
+    job: int,
+    name: str,
+    batches: int,
+    bound_steps: BoundSteps,
+    bound_step: BoundStep,
+    leaves: list[Any],
+    batch_spec: pytree.TreeSpec | None,
+    under_way: Sequence[StepFuture],
+    search: Search,
+) -> BoundStep:
     """Claim memory for the job's steps on this kind of batch; return the bound step, in the form that the memory is claimed for.
 
     A step that may recompute is brought to the height at which it fits alone. Raises as ``Reservations.claim``; the error for a
@@ -97,20 +108,22 @@ def claim(
 
 
 def _within_quota(
-    engine: Engine, job: int, batches: int, bound_steps: BoundSteps, bound_step: BoundStep,
-    leaves: list[Any], batch_spec: pytree.TreeSpec | None, under_way: Sequence[StepFuture],
-) -> BoundStep:  # fmt: skip
+    engine: Engine,
+    job: int,
+    batches: int,
+    bound_steps: BoundSteps,
+    bound_step: BoundStep,
+    leaves: list[Any],
+    batch_spec: pytree.TreeSpec | None,
+    under_way: Sequence[StepFuture],
+) -> BoundStep:
     # The step in the form that fits in the job's quota. If none does it is returned as it is, and its claim fails.
     whole = bound_step.whole.planned.plan
     needed = whole.persistent + batches * whole.batch
     most = engine.reservations.most_height(job, needed)
     room = whole.height if most is None else min(most, whole.height)
     goes_whole = room == whole.height and bound_step.planned is not bound_step.whole.planned
-    if (
-        goes_whole
-        and engine.reservations.policy_of(job).opportunistic
-        and not engine.reservations.has_room(job, needed, room)
-    ):
+    if goes_whole and engine.reservations.policy_of(job).opportunistic and not engine.reservations.has_room(job, needed, room):
         return bound_step  # it stays in its reduced form until there is room for the whole one
     fitting = bound_steps.within(bound_step, leaves, batch_spec, room)
     if fitting is None:

@@ -175,10 +175,14 @@ def _mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor)
 
 
 # One function of torch lays out their results on every device, whatever the strides of their operands.
-_OF_ANY_STRIDES = frozenset({
-    *(getattr(aten, name).default for name in ("mm", "bmm", "baddbmm", "view", "t", "expand", "detach", "unsqueeze")),
-    aten.transpose.int, aten.select.int, aten.slice.Tensor,
-})  # fmt: skip
+_OF_ANY_STRIDES = frozenset(
+    {
+        *(getattr(aten, name).default for name in ("mm", "bmm", "baddbmm", "view", "t", "expand", "detach", "unsqueeze")),
+        aten.transpose.int,
+        aten.select.int,
+        aten.slice.Tensor,
+    }
+)
 # And of these where their operands lie row by row.
 _OF_ROWS = frozenset({
     aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default,
@@ -262,16 +266,26 @@ def _plain(mode: Any, *tensors: torch.Tensor) -> bool:
     )
 
 
-def _batch_norm(mode: Any, x: Any, weight: Any, bias: Any, mean: Any, variance: Any,
-                training: bool, *_: Any) -> Any:  # fmt: skip
+def _batch_norm(mode: Any, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *_: Any) -> Any:
     held = [t for t in (weight, bias, mean, variance) if t is not None]
     if not training or not _plain(mode, x) or any(t.dtype != x.dtype for t in held):
         return NotImplemented
     return tuple(rows(mode, shape, x.dtype, x.device) for shape in (x.shape, x.shape[1:2], x.shape[1:2]))
 
 
-def _batch_norm_backward(mode: Any, gradient: Any, x: Any, weight: Any, mean: Any, variance: Any,
-                         save_mean: Any, save_inverse: Any, training: bool, eps: float, mask: Any) -> Any:  # fmt: skip
+def _batch_norm_backward(
+    mode: Any,
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    variance: Any,
+    save_mean: Any,
+    save_inverse: Any,
+    training: bool,
+    eps: float,
+    mask: Any,
+) -> Any:
     if not training or not all(mask) or weight is None or weight.dtype != x.dtype or not _plain(mode, gradient, x):
         return NotImplemented
     return tuple(rows(mode, one.shape, x.dtype, x.device) for one in (x, weight, weight))

@@ -67,9 +67,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 def _take_back(mode: TracingMode, kept: Collection[torch.Tensor]) -> str | None:
     # Returns the names of the places, or None if nothing survived.
     own = set(map(id, kept))
-    if (
-        torch.is_autocast_cache_enabled()
-    ):  # casts of parameters, until the outermost autocast ends, which may be the caller's
+    if torch.is_autocast_cache_enabled():  # casts of parameters, until the outermost autocast ends, which may be the caller's
         torch.clear_autocast_cache()
     if not _alive(mode, own):
         mode.made.clear()

@@ -126,9 +126,7 @@ def has_fused_form(parameter: torch.Tensor) -> bool:
     return extent == parameter.numel() or parameter.is_contiguous()
 
 
-def update_groups(
-    graph: fx.Graph, inputs: Sequence[GraphInput], group_names: Sequence[Sequence[str]]
-) -> dict[str, int]:
+def update_groups(graph: fx.Graph, inputs: Sequence[GraphInput], group_names: Sequence[Sequence[str]]) -> dict[str, int]:
     """Return the optimizer group of each update node, keyed by the node's name.
 
     ``inputs`` describe the graph's placeholders; ``group_names`` lists the names of each group's parameters.
@@ -146,9 +144,7 @@ def update_groups(
     return groups
 
 
-def fake_optimizer(
-    real: Optimizer, members: Iterable[Any], rates: Iterable[Any], state: Mapping[Any, Any]
-) -> Optimizer:
+def fake_optimizer(real: Optimizer, members: Iterable[Any], rates: Iterable[Any], state: Mapping[Any, Any]) -> Optimizer:
     """Return an optimizer of the same class and settings, in its fused form, over other tensors.
 
     ``members`` has each group's parameters, ``rates`` each group's learning rate, ``state`` each parameter's entries.

@@ -54,9 +54,7 @@ class Carried:
         attributes = dict(_C.attributes_of(real) or {})
         taken = own.intersection(attributes) - {"_is_param"}
         if taken:
-            raise CaptureError(
-                f"a tensor has an attribute {min(taken)}, which stands for something else while a step is traced"
-            )
+            raise CaptureError(f"a tensor has an attribute {min(taken)}, which stands for something else while a step is traced")
         here.update(attributes)
         self._given.append((stand_in, attributes, own, stand_in.requires_grad))
 
@@ -280,12 +278,15 @@ class Substitution(TorchFunctionMode):
     """
 
     _READS = (
-        torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__,
-        torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__,
-    )  # fmt: skip
-    _ASKS = (
-        torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
-    )  # fmt: skip
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.__repr__,
+        torch.Tensor.__format__,
+        torch.Tensor.__reduce_ex__,
+        torch.Tensor.__dlpack__,
+    )
+    _ASKS = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__)
 
     def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
@@ -333,9 +334,7 @@ def surrounding_autocast(device_type: str) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def in_forward(
-    spec: StepSpec, surrounding: torch.dtype | None = None
-) -> Iterator[contextlib.AbstractContextManager[Any]]:
+def in_forward(spec: StepSpec, surrounding: torch.dtype | None = None) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """Switch autocast off for the block, as the backward pass needs it; yields the context for the forward pass.
 
     That context casts to the step's ``autocast`` type, else to ``surrounding``, else to that of the caller's autocast.
@@ -421,8 +420,6 @@ def reason_of(error: BaseException) -> str:
     """Return one line that says why an error stops a capture."""
     name = type(error).__name__
     if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
-        return (
-            "the step reads the values of its tensors (if, .item(), shapes by data); return metrics, read them after it"
-        )
+        return "the step reads the values of its tensors (if, .item(), shapes by data); return metrics, read them after it"
     text = str(error).strip().splitlines()
     return f"{name}: {text[0] if text else ''}"

@@ -49,9 +49,7 @@ from waterflow.partition.passes.gradient_memory import sum_in_place, update_earl
 from waterflow.partition.passes.operators import storage_id, tensors_in, with_lazy_bits
 
 
-def gradients_of(
-    loss: torch.Tensor, leaves: Sequence[torch.Tensor]
-) -> tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]:
+def gradients_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]:
     """Return the gradients of ``leaves``, and the other leaves that an eager backward pass would leave gradients in.
 
     Works as ``torch.autograd.grad`` with ``allow_unused``, which would switch function modes off for the backward pass.
@@ -165,9 +163,12 @@ class Capture:
 
 
 def capture_step(
-    spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint | None = None,
+    spec: StepSpec,
+    leaves: Sequence[Any],
+    batch_spec: pytree.TreeSpec | None,
+    fingerprint: Fingerprint | None = None,
     unread: Collection[int] = (),
-) -> Capture:  # fmt: skip
+) -> Capture:
     """Trace one step over ``leaves``, the flattened batch, clean up the graph, and return the capture.
 
     ``fingerprint`` is the one that the step's key was made from, if the caller has it. ``unread`` are the positions of

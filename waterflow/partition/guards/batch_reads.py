@@ -207,8 +207,10 @@ def _look_at(stand_in: Any, *_: Any) -> NoReturn:
 
 
 # With the special methods of each type, and no others, by which abstract classes and protocols know what is of theirs.
-_STAND_INS = {kind: type(kind.__name__, (StandIn,), dict.fromkeys({n for n in dir(kind) if n[:2] == "__"} - _OF_ALL, _look_at))
-              for kind in (str, bytes, int, float)}  # fmt: skip
+_STAND_INS = {
+    kind: type(kind.__name__, (StandIn,), dict.fromkeys({n for n in dir(kind) if n[:2] == "__"} - _OF_ALL, _look_at))
+    for kind in (str, bytes, int, float)
+}
 
 
 class Unread:

@@ -51,8 +51,13 @@ from waterflow.partition.guards.guarded_places import (
 from waterflow.partition.guards.settings import key_of_torch
 from waterflow.partition.passes.operators import lazy_bits
 
-DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType,
-                types.MethodDescriptorType, types.ClassMethodDescriptorType)  # fmt: skip
+DESCRIPTORS = (
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+)
 # Types whose own objects have no attributes; objects of their subclasses may.
 NO_ATTRIBUTES = frozenset({
     list, tuple, set, frozenset, deque, dict, defaultdict, bytearray, memoryview, array.array, np.ndarray, np.void, slice,
@@ -91,9 +96,7 @@ def _dict(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
         fingerprint.guard(value, "items", base=OrderedDict)
         places = {id(key): number for number, key in enumerate(OrderedDict.__iter__(value))}
         pairs.sort(key=lambda pair: places.get(id(pair[0]), -1))
-    return tuple(
-        (fingerprint.of(key), fingerprint.entry(key if isinstance(key, str) else "", entry)) for key, entry in pairs
-    )
+    return tuple((fingerprint.of(key), fingerprint.entry(key if isinstance(key, str) else "", entry)) for key, entry in pairs)
 
 
 def _default(fingerprint: KeyBuilder, value: Any) -> tuple[Hashable, ...]:
@@ -197,11 +200,20 @@ _MODULE_DICTS = frozenset({*_TENSOR_DICTS, "_non_persistent_buffers_set"})
 # that say how its hooks are called.
 _HOOKS = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",), "_backward_hooks": (), "_backward_pre_hooks": (),
-}  # fmt: skip
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_backward_hooks": (),
+    "_backward_pre_hooks": (),
+}
 # Of these a forward pass reads none, or only beside one that is looked at.
-_SILENT = frozenset({"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-                     *itertools.chain(*_HOOKS.values())})  # fmt: skip
+_SILENT = frozenset(
+    {
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+        *itertools.chain(*_HOOKS.values()),
+    }
+)
 
 # How much of an object a key covers. ``whole``: all that a program can read of it is part of the key and guarded, or is an
 # object that answers for itself. ``identity``: the object may change unseen. ``library``: a library's code.

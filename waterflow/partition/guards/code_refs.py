@@ -339,11 +339,14 @@ OF_TORCH = frozenset({
     "save", "load", "set_default_dtype", "set_default_device", "set_grad_enabled_", "set_num_threads",
     "use_deterministic_algorithms", "set_printoptions", "compile", "set_float32_matmul_precision", "from_file",
 })  # fmt: skip
-_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.BuiltinFunctionType,
-         staticmethod)  # fmt: skip
-_ITERTOOLS = frozenset(
-    value for value in vars(itertools).values() if isinstance(value, type) and value is not itertools.count
+_IN_C = (
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.BuiltinFunctionType,
+    staticmethod,
 )
+_ITERTOOLS = frozenset(value for value in vars(itertools).values() if isinstance(value, type) and value is not itertools.count)
 
 
 def package_of(module: Any) -> str:

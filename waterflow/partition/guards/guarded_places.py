@@ -163,9 +163,7 @@ class GuardedPlace:
             return None
         return self._put_pairs_back(before, now, stand_ins)
 
-    def _put_object_back(
-        self, before: tuple[Any, ...], now: tuple[Any, ...], stand_ins: Mapping[int, Any]
-    ) -> str | None:
+    def _put_object_back(self, before: tuple[Any, ...], now: tuple[Any, ...], stand_ins: Mapping[int, Any]) -> str | None:
         changed = None
         if now[0] is not before[0]:
             # object's own: a user's __setattr__ must not run.
@@ -206,11 +204,7 @@ class GuardedPlace:
             if old is new or (type(key) is str and key == MEMO):
                 continue
             # Another job that shares a frozen part may have set its mode meanwhile.
-            if (
-                key == "training"
-                and self.owner is not None
-                and not any(p.requires_grad for p in self.owner.parameters())
-            ):
+            if key == "training" and self.owner is not None and not any(p.requires_grad for p in self.owner.parameters()):
                 continue
             self._put(key, old)
             same = equal(old, new) or (new is not None and stand_ins.get(id(old)) is new)
@@ -330,9 +324,7 @@ def body_of(cls: type) -> Body:
     guards, body = guards_of(cls), _read(cls)
     if is_at_its_name(cls):
         # A number in the place of a long key: equal bodies get the same one, also after a change and back.
-        number, first = _numbers.setdefault(
-            body.key, (next(_next_number), body)
-        )  # which keeps what has an address in it
+        number, first = _numbers.setdefault(body.key, (next(_next_number), body))  # which keeps what has an address in it
         body = Body(number, first.users, ())
         _known[cls] = guards, body
     return body

@@ -161,9 +161,7 @@ def _formatted(argument: int) -> tuple[int, ...]:
 
 _PLAIN = Take.UNLESS_PLAIN
 RULES = {
-    "LOAD_ATTR": Rule(
-        Kind.ATTRIBUTE, (1,), constant=_name(1 if _NEW else 0), result=True, pair=_is_odd if _NEW else Rule.pair
-    ),
+    "LOAD_ATTR": Rule(Kind.ATTRIBUTE, (1,), constant=_name(1 if _NEW else 0), result=True, pair=_is_odd if _NEW else Rule.pair),
     "LOAD_METHOD": Rule(Kind.ATTRIBUTE, (1,), constant=_name(0), result=True, pair=lambda argument: True),
     "LOAD_SUPER_ATTR": Rule(Kind.SUPER, (1, 2, 3), constant=_name(2), result=True, pair=_is_odd),
     "STORE_ATTR": Rule(Kind.SET_ATTRIBUTE, (1, 2), constant=_name(0)),
@@ -230,16 +228,17 @@ RULES = {
     "CALL_INTRINSIC_2": Rule(Kind.INTRINSIC, (2, 1), constant=_intrinsic(2), result=True),
     "PRINT_EXPR": Rule(Kind.DISPLAY, (1,)),
 }
-RULES |= {name: Rule(Kind.EXTEND, (1,), constant=_own(name)) for name in (
-    "LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE",
-)}  # fmt: skip
+RULES |= {
+    name: Rule(Kind.EXTEND, (1,), constant=_own(name)) for name in ("LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE")
+}
 RULES |= {name: Rule(Kind.TEST, (1,), _PLAIN) for name in (
     "UNARY_NOT", "TO_BOOL", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP",
     "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE",
 )}  # fmt: skip
-RULES |= {name: Rule(Kind.MATCH, operands, _PLAIN, _own(name), True) for name, operands in (
-    ("MATCH_MAPPING", (1,)), ("MATCH_SEQUENCE", (1,)), ("MATCH_KEYS", (2, 1)), ("MATCH_CLASS", (3, 2, 1)),
-)}  # fmt: skip
+RULES |= {
+    name: Rule(Kind.MATCH, operands, _PLAIN, _own(name), True)
+    for name, operands in (("MATCH_MAPPING", (1,)), ("MATCH_SEQUENCE", (1,)), ("MATCH_KEYS", (2, 1)), ("MATCH_CLASS", (3, 2, 1)))
+}
 
 # They touch the frame's own variables and stack, and nothing else.
 _HARMLESS = frozenset({
@@ -255,9 +254,7 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 # Inside of the interpreter, the compiler or an instrumented copy; ``co_code`` has none of them.
 _ABSENT = frozenset({"CACHE", "RESERVED", "INTERPRETER_EXIT", "EXIT_INIT_CHECK", "ENTER_EXECUTOR"})
-CELL_OPCODES = frozenset({
-    "LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "MAKE_CELL",
-})  # fmt: skip
+CELL_OPCODES = frozenset({"LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "MAKE_CELL"})
 
 
 def treatment(name: str) -> str:
@@ -308,9 +305,9 @@ class _Instruction:
 
 
 _JUMPS = frozenset(dis.hasjrel)
-_LEAVING = frozenset({
-    "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE",
-})  # fmt: skip
+_LEAVING = frozenset(
+    {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
+)
 
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _WITH_ARGUMENT: Any = frozenset(tables.hasarg if _NEW else range(dis.HAVE_ARGUMENT, 256))  # type: ignore[attr-defined]

@@ -41,21 +41,10 @@ from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.code_refs import codes_within, in_library, is_library_code, operators_with, slots_of
 from waterflow.partition.guards.guarded_places import MISSING, pairs_of, slot_value
 from waterflow.partition.guards.observer import CannotObserve, Event, Kind, line_of, observing
-from waterflow.partition.guards.reads import (
-    ATOMS,
-    FIXED_MODULES,
-    NamedValue,
-    Reads,
-    Refused,
-    is_atom,
-    is_fixed,
-    name_of,
-)
+from waterflow.partition.guards.reads import ATOMS, FIXED_MODULES, NamedValue, Reads, Refused, is_atom, is_fixed, name_of
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
-_CONTAINERS: tuple[type, ...] = (
-    list, tuple, dict, set, frozenset, deque, type({}.keys()), type({}.values()), type({}.items()),
-)  # fmt: skip
+_CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, frozenset, deque, type({}.keys()), type({}.values()), type({}.items()))
 _Cached = type(functools.lru_cache(lambda: None))
 # What reads no more of its arguments than their classes.
 _OF_CLASSES = frozenset(map(id, (isinstance, issubclass, callable)))
@@ -68,9 +57,7 @@ _Rules = dict[Kind, Callable[[tuple[Any, ...]], None]]
 class ClosedWorld:
     """Judges the operations of one trace, each before it happens. Made for one trace, on one thread."""
 
-    def __init__(
-        self, fingerprint: Fingerprint, batch: Iterable[Any] = (), batch_spec: pytree.TreeSpec | None = None
-    ) -> None:
+    def __init__(self, fingerprint: Fingerprint, batch: Iterable[Any] = (), batch_spec: pytree.TreeSpec | None = None) -> None:
         """``batch`` has the leaves of the batch, ``batch_spec`` its structure."""
         self.unread = Unread(fingerprint, ())
         self.reads = Reads(fingerprint, batch_spec)
@@ -78,9 +65,7 @@ class ClosedWorld:
             if isinstance(value, enum.Enum) and not in_library(type(value)) and fingerprint.cover(value) is None:
                 self.reads.stranger(value, f"{value} of the batch")
         self._settings = {ask: ask() for ask in (settings.of_numpy, settings.of_warnings, settings.of_classes)}
-        self._libraries = {
-            code_refs.package_of(type(one).__module__) for one in fingerprint.modules()
-        }  # to be observed
+        self._libraries = {code_refs.package_of(type(one).__module__) for one in fingerprint.modules()}  # to be observed
         self._met: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
         self._known: set[types.CodeType] | None = None
         self._refusal: CaptureError | None = None
@@ -92,24 +77,62 @@ class ClosedWorld:
 
     def _make_rules(self) -> _Rules:
         works = (
-            Kind.SUPER, Kind.ITEM, Kind.DELETE_ITEM, Kind.SLICE, Kind.NEXT, Kind.SEND, Kind.AWAIT, Kind.LENGTH, Kind.CONTAINS,
-            Kind.COMPARE, Kind.BINARY, Kind.UNARY, Kind.TEST, Kind.HASH, Kind.FORMAT, Kind.LEAVE, Kind.RAISE, Kind.EXCEPT,
+            Kind.SUPER,
+            Kind.ITEM,
+            Kind.DELETE_ITEM,
+            Kind.SLICE,
+            Kind.NEXT,
+            Kind.SEND,
+            Kind.AWAIT,
+            Kind.LENGTH,
+            Kind.CONTAINS,
+            Kind.COMPARE,
+            Kind.BINARY,
+            Kind.UNARY,
+            Kind.TEST,
+            Kind.HASH,
+            Kind.FORMAT,
+            Kind.LEAVE,
+            Kind.RAISE,
+            Kind.EXCEPT,
             Kind.INTRINSIC,
-        )  # fmt: skip
+        )
         harmless = (
-            Kind.CELLS, Kind.CELL, Kind.DEREF, Kind.SET_DEREF, Kind.DELETE_DEREF, Kind.SET_NAME, Kind.DELETE_NAME,
-            Kind.FUNCTION, Kind.BUILD_CLASS, Kind.IMPORT,
-        )  # fmt: skip
+            Kind.CELLS,
+            Kind.CELL,
+            Kind.DEREF,
+            Kind.SET_DEREF,
+            Kind.DELETE_DEREF,
+            Kind.SET_NAME,
+            Kind.DELETE_NAME,
+            Kind.FUNCTION,
+            Kind.BUILD_CLASS,
+            Kind.IMPORT,
+        )
         return {
-            **dict.fromkeys(works, self._operates), **dict.fromkeys(harmless, self._harmless),
-            Kind.ATTRIBUTE: self.reads.attribute, Kind.IMPORT_FROM: self.reads.attribute, Kind.IDENTITY: self.reads.compared,
-            Kind.SET_ATTRIBUTE: self.reads.set_attribute, Kind.DELETE_ATTRIBUTE: self.reads.set_attribute,
-            Kind.SET_ITEM: self._stores, Kind.SET_SLICE: self._stores, Kind.GLOBAL: self.reads.named_global,
-            Kind.NAME: self._name, Kind.SET_GLOBAL: self._set_global, Kind.DELETE_GLOBAL: self._set_global,
-            Kind.ITERATE: self._iterates, Kind.UNPACK: self._iterates, Kind.EXTEND: self._iterates, Kind.CALL: self._call,
-            Kind.CALL_UNPACKED: self._call_unpacked, Kind.WITH: self._with, Kind.MATCH: self._matches,
-            Kind.UNKNOWN: self._unknown, Kind.DISPLAY: self._unknown,
-        }  # fmt: skip
+            **dict.fromkeys(works, self._operates),
+            **dict.fromkeys(harmless, self._harmless),
+            Kind.ATTRIBUTE: self.reads.attribute,
+            Kind.IMPORT_FROM: self.reads.attribute,
+            Kind.IDENTITY: self.reads.compared,
+            Kind.SET_ATTRIBUTE: self.reads.set_attribute,
+            Kind.DELETE_ATTRIBUTE: self.reads.set_attribute,
+            Kind.SET_ITEM: self._stores,
+            Kind.SET_SLICE: self._stores,
+            Kind.GLOBAL: self.reads.named_global,
+            Kind.NAME: self._name,
+            Kind.SET_GLOBAL: self._set_global,
+            Kind.DELETE_GLOBAL: self._set_global,
+            Kind.ITERATE: self._iterates,
+            Kind.UNPACK: self._iterates,
+            Kind.EXTEND: self._iterates,
+            Kind.CALL: self._call,
+            Kind.CALL_UNPACKED: self._call_unpacked,
+            Kind.WITH: self._with,
+            Kind.MATCH: self._matches,
+            Kind.UNKNOWN: self._unknown,
+            Kind.DISPLAY: self._unknown,
+        }
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -211,9 +234,7 @@ class ClosedWorld:
         made = self.reads.fingerprint.cover(value) is None
         if not isinstance(value, (type, nn.Module)) and (made or self.reads.fingerprint.opaque):
             yield from (_C.attributes_of(value) or {}).values()
-            yield from (
-                part for slot in slots_of(cast(Any, type(value))) if (part := slot_value(slot, value)) is not MISSING
-            )
+            yield from (part for slot in slots_of(cast(Any, type(value))) if (part := slot_value(slot, value)) is not MISSING)
 
     # -- entries by name
 

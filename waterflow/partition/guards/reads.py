@@ -38,8 +38,9 @@ _WAYS_OUT = frozenset({
     "__globals__", "__builtins__", "gi_frame", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_globals", "f_locals", "f_back",
     "f_builtins", "__subclasses__", "__traceback__",
 })  # fmt: skip
-_TENSOR_SECRETS = frozenset({"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks",
-                             "_base", "__class__", "output_nr"})  # fmt: skip
+_TENSOR_SECRETS = frozenset(
+    {"_version", "data_ptr", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "__class__", "output_nr"}
+)
 # What no key holds of the user's functions and classes.
 _SAID_NOWHERE = frozenset(
     {"__doc__", "__annotations__", "__module__", "__type_params__", "__abstractmethods__", "__orig_bases__"}
@@ -136,9 +137,7 @@ class Reads:
 
         Raises Refused for a tensor as a key: dicts and sets find tensors by identity, and a stand-in is another object.
         """
-        keyed = any(id(key) in self.stand_ins for key in operands[1:]) and isinstance(
-            operands[0], (dict, set, frozenset)
-        )
+        keyed = any(id(key) in self.stand_ins for key in operands[1:]) and isinstance(operands[0], (dict, set, frozenset))
         if keyed and self.fingerprint.cover(operands[0]) is not None:
             raise Refused("looks up a tensor in a dict or set, which finds it by its identity; use a name for it")
 
@@ -207,9 +206,7 @@ class Reads:
         elif isinstance(owner, types.FunctionType):
             if in_library(owner) and name in vars(owner):
                 self._entry(vars(owner), name, vars(owner)[name], f"{name_of(owner)}.{name}")
-        elif isinstance(owner, torch.Tensor) and (
-            name in _TENSOR_SECRETS or (name in _HISTORY and id(owner) in self.stand_ins)
-        ):
+        elif isinstance(owner, torch.Tensor) and (name in _TENSOR_SECRETS or (name in _HISTORY and id(owner) in self.stand_ins)):
             raise Refused(f"reads a tensor's {name}, which a trace does not have")
         elif not isinstance(owner, torch.Tensor) and type(owner) not in code_refs.TYPES:
             self._of_class(type(owner), name, read=False)

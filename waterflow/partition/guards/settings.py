@@ -50,9 +50,7 @@ def of_classes() -> Any:
     return abc.get_cache_token()
 
 
-def asks(
-    called: Any, package: str, given: tuple[Any, ...], named: Mapping[str, Any], plain: frozenset[type]
-) -> Ask | None:
+def asks(called: Any, package: str, given: tuple[Any, ...], named: Mapping[str, Any], plain: frozenset[type]) -> Ask | None:
     """Return the question that a call asks, if it only reads a setting by ``plain`` arguments; None for other calls.
 
     ``package`` is the library package that the called function is from.
@@ -87,9 +85,7 @@ def ambient_key(device_type: str) -> Hashable:
         if type(mode) is not DeviceContext:
             raise CaptureError(f"the step is called in a {type(mode).__name__}, which must see every step")
     if _C.modes_here() > len(modes):
-        raise CaptureError(
-            "the step is called in a dispatch mode or with hooks for saved tensors, which must see every step"
-        )
+        raise CaptureError("the step is called in a dispatch mode or with hooks for saved tensors, which must see every step")
     return settings, tuple(str(mode.device) for mode in modes)
 
 

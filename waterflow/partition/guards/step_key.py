@@ -189,12 +189,8 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
 def _check_parametrized(fingerprint: Fingerprint) -> None:
     # parametrize.cached() keeps tensors for longer than a step: a trace would leave fakes there, or use what is old.
     fingerprint.guard(vars(parametrize), "entries", ("_cache_enabled",))
-    if parametrize._cache_enabled and any(
-        isinstance(one, parametrize.ParametrizationList) for one in fingerprint.modules()
-    ):
-        raise CaptureError(
-            "the step is called within parametrize.cached(), which keeps tensors; enter that within the step"
-        )
+    if parametrize._cache_enabled and any(isinstance(one, parametrize.ParametrizationList) for one in fingerprint.modules()):
+        raise CaptureError("the step is called within parametrize.cached(), which keeps tensors; enter that within the step")
 
 
 def lie_apart(spec: StepSpec, fingerprint: Fingerprint) -> bool:
@@ -205,9 +201,7 @@ def lie_apart(spec: StepSpec, fingerprint: Fingerprint) -> bool:
     """
     rates = [group["lr"] for group in spec.optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
     own = [*spec.model.parameters(), *spec.model.buffers()]
-    ranges = sorted(
-        r for kind in (own, fingerprint.external_tensors, rates, state_of(spec.optimizer)) for r in ranges_of(kind)
-    )
+    ranges = sorted(r for kind in (own, fingerprint.external_tensors, rates, state_of(spec.optimizer)) for r in ranges_of(kind))
     return all(before[1] <= after[0] for before, after in pairwise(ranges))
 
 

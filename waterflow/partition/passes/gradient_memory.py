@@ -40,9 +40,7 @@ def sum_in_place(graph: fx.Graph) -> int:
         if not isinstance(into, fx.Node) or not isinstance(other, fx.Node) or into.op != "call_function":
             continue
         given, added, made = (one.meta["val"] for one in (into, other, node))
-        alone = (
-            len(into.users) == 1 and into is not other and shared[storage_id(given)] == shared[storage_id(made)] == 1
-        )
+        alone = len(into.users) == 1 and into is not other and shared[storage_id(given)] == shared[storage_id(made)] == 1
         if alone and _lies_as(given, made) and _lies_as(added, made):
             node.target = aten.add_.Tensor
             node.meta["val"] = given
@@ -51,12 +49,7 @@ def sum_in_place(graph: fx.Graph) -> int:
 
 
 def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-        and one.device == other.device
-    )
+    return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype and one.device == other.device
 
 
 LEAST_GAIN = 0.01  # of the step's height; for less the step stays as it is
@@ -101,8 +94,7 @@ def update_early(graph: fx.Graph, groups: dict[str, int]) -> int:
         return 0
     pieces, users = _pieces(calls, begin, followed.of)
     gradients = [
-        _Gradient(x.size, max(pieces[number].ready for number in users[s]), x.death, tuple(users[s]))
-        for s, x in waiting.items()
+        _Gradient(x.size, max(pieces[number].ready for number in users[s]), x.death, tuple(users[s])) for s, x in waiting.items()
     ]
     moves = _moves(held, gradients, begin)
     if not moves or _height(held, _gone(gradients, moves)) > (1 - LEAST_GAIN) * height:
@@ -226,9 +218,13 @@ def _move_of(gradient: _Gradient, moves: Sequence[int]) -> int | None:
 
 
 def _move(
-    graph: fx.Graph, groups: dict[str, int], calls: Sequence[fx.Node], pieces: Sequence[_Piece],
-    gradients: Iterable[_Gradient], moves: Sequence[int],
-) -> None:  # fmt: skip
+    graph: fx.Graph,
+    groups: dict[str, int],
+    calls: Sequence[fx.Node],
+    pieces: Sequence[_Piece],
+    gradients: Iterable[_Gradient],
+    moves: Sequence[int],
+) -> None:
     wanted: dict[int, set[int]] = {at: set() for at in moves}
     for gradient in gradients:
         at = _move_of(gradient, moves)

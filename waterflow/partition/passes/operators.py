@@ -13,9 +13,7 @@ aten = torch.ops.aten
 
 # Change running statistics although their schema does not say so.
 _HIDDEN_WRITES = frozenset(
-    op
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-    for op in (getattr(aten, name).default,)
+    op for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm") for op in (getattr(aten, name).default,)
 )
 # Sums whose order differs from call to call on a GPU (torch.use_deterministic_algorithms names them), and recurrent layers,
 # whose second call makes no workspace.

@@ -91,9 +91,11 @@ class Recomputation:
     def cost(self) -> Recomputed:
         """Return the choice's cost and gain, for users."""
         return Recomputed(
-            self.peak_before - self.peak, self.repeated.operations, self.repeated.bytes / max(1, self.step.bytes),
+            self.peak_before - self.peak,
+            self.repeated.operations,
+            self.repeated.bytes / max(1, self.step.bytes),
             self.repeated.flops / max(1, self.step.flops),
-        )  # fmt: skip
+        )
 
 
 def choose(table: StorageTable, limit: int) -> Recomputation:
@@ -298,10 +300,7 @@ class _Search:
         end = max([end, *(2 * before for before in self._read_before.get(number, ()))])
         ranges: tuple[tuple[int, int], ...] = ((2 * storage.birth + 1, end),)
         if number in self._need:
-            ranges = (
-                (2 * storage.birth + 1, 2 * self.table.last_forward(number) + 1),
-                (2 * self._need[number] + 1, end),
-            )
+            ranges = ((2 * storage.birth + 1, 2 * self.table.last_forward(number) + 1), (2 * self._need[number] + 1, end))
         for begin, last in self._ranges.get(number, ()):
             self._memory[begin : last + 1] -= storage.size
         for begin, last in ranges:

@@ -19,8 +19,7 @@ aten = torch.ops.aten
 
 # Ask for memory and write nothing to it.
 _ALLOCATE = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
 # What one launch of torch's kernels over lists of tensors takes (multi_tensor_apply with four lists, as Adam's): so many
 # tensors, and so many chunks of them.

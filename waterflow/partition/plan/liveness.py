@@ -66,10 +66,7 @@ def follow(graph: fx.Graph, instructions: Sequence[fx.Node]) -> Followed:
     """Follow storages through ``instructions``, the operations in order; returns storages and temporaries apart."""
     position = {node: i for i, node in enumerate(instructions)}
     inputs = {
-        storage_id(t)
-        for node in graph.nodes
-        if node.op in ("placeholder", "get_attr")
-        for t in tensors_in(node.meta.get("val"))
+        storage_id(t) for node in graph.nodes if node.op in ("placeholder", "get_attr") for t in tensors_in(node.meta.get("val"))
     }
     told = dict(hidden_memory(instructions))
     birth: dict[int, int] = {}

@@ -89,15 +89,12 @@ class Offsets:
 
 def planned(lives: Iterable[Lifetime], alignment: int = ALIGNMENT) -> tuple[Lifetime, ...]:
     """Return the pieces that can be planned: all that die with the step, with their sizes rounded up to ``alignment``."""
-    return tuple(
-        replace(life, size=-(-life.size // alignment) * alignment) for life in lives if life.size > 0 and not life.kept
-    )
+    return tuple(replace(life, size=-(-life.size // alignment) * alignment) for life in lives if life.size > 0 and not life.kept)
 
 
 def place(
-    lives: Iterable[Lifetime], operations: int, alignment: int = ALIGNMENT, work: int = MOST_WORK,
-    costs: tuple[Cost, ...] = (),
-) -> Offsets:  # fmt: skip
+    lives: Iterable[Lifetime], operations: int, alignment: int = ALIGNMENT, work: int = MOST_WORK, costs: tuple[Cost, ...] = ()
+) -> Offsets:
     """Place a step's memory so that its height, and its area, come near what is live.
 
     Raises ValueError for a life that does not lie within the step's ``operations``.

@@ -17,9 +17,7 @@ FEWEST_OPERATIONS = 8
 SHORTEST_SECONDS = 40e-6
 
 
-def cut(
-    peaks: Sequence[int], afters: Sequence[int], weights: Sequence[float], groups: int = DEFAULT_GROUPS
-) -> list[int]:
+def cut(peaks: Sequence[int], afters: Sequence[int], weights: Sequence[float], groups: int = DEFAULT_GROUPS) -> list[int]:
     """Return where the groups end (exclusive), given each operation's peak and its height afterwards, in bytes.
 
     ``weights`` is the quantity to divide evenly among groups: seconds where they were measured, else bytes moved. Where

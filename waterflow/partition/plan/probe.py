@@ -70,9 +70,7 @@ def questions(instructions: Sequence[fx.Node]) -> tuple[list[fx.Node], tuple[Que
     targets = {getattr(torch.ops.aten, name).default for name in _HIDING if hasattr(torch.ops.aten, name)}
     asked = [node for node in instructions if node.target in targets]
     numbers = {node: number for number, node in enumerate(asked)}
-    given = (
-        (node.target, *(_described(part, numbers) for part in (node.args, [*node.kwargs.items()]))) for node in asked
-    )
+    given = ((node.target, *(_described(part, numbers) for part in (node.args, [*node.kwargs.items()]))) for node in asked)
     return asked, tuple(Question(*parts) for parts in given)
 
 
@@ -89,8 +87,10 @@ def reduced_losses(instructions: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, H
         kept, beside = _REDUCED.get(schema_name(node.target).removeprefix("aten::"), (0, 0))
         if not kept and not beside:
             continue
-        given = {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
-                 for i, a in enumerate(node.target._schema.arguments)}  # fmt: skip
+        given = {
+            a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(node.target._schema.arguments)
+        }
         # 0 is "none": the loss of each element is the result itself, and nothing is hidden.
         if given["reduction"] == 0:
             continue
