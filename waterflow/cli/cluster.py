@@ -1,4 +1,4 @@
-"""``waterflow cluster``: start one, hand jobs in, watch them, end it."""
+"""``waterflow cluster``: start a cluster, submit jobs, watch them, and end it."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ WantedBy=default.target
 
 
 def unit(folder: Path, config: ClusterConfig) -> str:
-    """The unit that keeps a cluster of this config up in a state folder."""
+    """Return the text of a systemd unit that keeps a cluster with this config and state folder running."""
     command = [sys.executable, "-m", "waterflow", "cluster", "up", "--foreground", "--state", str(folder), *_options(config)]
     return _TEXT.format(folder=_on_one_line(str(folder)), command=" ".join(map(_quoted, command)))
 
 
 def _options(config: ClusterConfig) -> list[str]:
-    """What of the config is not as ``up`` without options has it."""
+    # Only what differs from the defaults: the unit stays readable, and later defaults apply. The port is part of
+    # --listen; nodes of a Ray cluster are found, not named.
     found: list[str] = []
     plain = ClusterConfig()
     for field in fields(config):
@@ -76,19 +77,20 @@ def _options(config: ClusterConfig) -> list[str]:
 
 
 def _on_one_line(text: str) -> str:
+    # A line break in a folder's name would end the unit's comment and begin a directive.
     return text.replace("\n", " ")
 
 
 def _quoted(word: str) -> str:
-    """As systemd reads it: specifiers begin with %, variables with $."""
+    # systemd's own quoting, not a shell's: % begins a specifier, $ a variable.
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$").replace("\n", "\\n")
     return f'"{escaped}"' if any(c in word for c in " \t\n\"'\\;") or not word else escaped
 
 
 _WATCH_SECONDS = 1.0
-_LAST_ENDED = 5  # jobs that have ended and are still shown
-_FIRST_WAITING = 50  # jobs that wait and are shown
-_MOST_IN_TABLE = 200  # jobs; more are lines without a frame, which take no time to lay out
+_LAST_ENDED = 5  # ended jobs that status shows
+_FIRST_WAITING = 50  # waiting jobs that status shows
+_MOST_IN_TABLE = 200  # jobs; rich takes seconds to lay out thousands: more are plain lines
 _DOWN_SECONDS = 60.0
 
 cluster = typer.Typer(name="cluster", help="Share devices among jobs, with priorities and quotas.", no_args_is_help=True)
@@ -97,43 +99,44 @@ State = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="As submit printed it.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as submit printed it.")]
 
 
 @cluster.command()
 def up(
-    devices: Annotated[int | None, typer.Option(min=1, help="How many devices: a process for each.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Number of devices; a process for each.")] = None,
     nodes: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the devices, instead of a number.")] = None,
-    ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The GPUs of a Ray cluster that runs.")] = None,
+    ray: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Use the GPUs of a running Ray cluster.")] = None,
     ray_token: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The Ray cluster's token. [default: as $RAY_AUTH_TOKEN_PATH says]")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Who runs where: antman, fifo, las and others.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Scheduling policy: antman, fifo, las and others.")] = None,
     tenant: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=QUOTA", help="Who shares it, and their devices. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME=QUOTA", help="A tenant and its quota of devices. Repeatable.")
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="What they train on. [default: cpu]")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of each device, such as 2GiB.")] = None,
-    lanes: Annotated[int | None, typer.Option(min=1, help="Steps at the same time on each device.")] = None,
-    checkpoint_seconds: Annotated[float | None, typer.Option(min=0.1, help="Between checkpoints of a job.")] = None,
-    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where requests are answered.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Kind of device. [default: cpu]")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory limit of each device, such as 2GiB.")] = None,
+    lanes: Annotated[int | None, typer.Option(min=1, help="Steps that run at the same time on each device.")] = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(min=0.1, help="Seconds between checkpoints.")] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of the cluster's endpoint.")] = None,
     beyond_loopback: Annotated[
-        bool, typer.Option("--listen-beyond-loopback", help="Allow --listen to name what other machines can reach.")
+        bool, typer.Option("--listen-beyond-loopback", help="Allow --listen an address that other machines can reach.")
     ] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay in this process, until Ctrl-C.")] = False,
     print_unit: Annotated[
-        bool, typer.Option("--print-unit", help="Start nothing: print a systemd unit that keeps it up.")
+        bool, typer.Option("--print-unit", help="Start nothing; print a systemd unit that keeps the cluster up.")
     ] = False,
     state: State = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Start a cluster on this machine, or go on with the one whose state is there."""
+    """Start a cluster on this machine, or restart the one in the state folder."""
     with Terminal(as_json, debug) as terminal, _wrong_use():
         from waterflow.cluster import launch
         from waterflow.cluster.state import state_folder
 
         folder = state_folder(state)
+        # Each option that is not given stays None, so that a restart keeps the stored setting.
         host, port = _address(listen)
         names = tuple(filter(None, nodes.split(","))) if nodes is not None else None
         if sum(given is not None for given in (names, devices, ray)) > 1:
@@ -154,12 +157,13 @@ def up(
             "beyond_loopback": beyond_loopback if listen is not None else beyond_loopback or None,
             "ray_token": None if ray_token is None else str(ray_token.resolve()),
         }
+        # A restart without options is the cluster as it was: new options change the stored config.
         before = launch.load_config(folder)
         if ray_token is not None and ray is None and (before is None or before.ray is None):
             raise ConfigError("--ray-token is of a Ray cluster: add --ray HOST:PORT")
         changes = {key: value for key, value in wanted.items() if value is not None}
         if names is not None:
-            changes |= {"ray": None, "ray_token": None}  # devices of this machine again
+            changes |= {"ray": None, "ray_token": None}  # back from a Ray cluster to devices of this machine
         config: ClusterConfig = replace(before or launch.ClusterConfig(), **changes)  # type: ignore[arg-type]
 
         if print_unit:
@@ -172,8 +176,9 @@ def up(
                 f"a cluster is up: {len(told['nodes'])} device(s), policy {told['policy']}, process {told['pid']}, "
                 f"{told['address']}"
             )
-            terminal.say("[dim]hand in jobs: waterflow cluster submit FILE.yaml; end it: waterflow cluster down[/dim]")
+            terminal.say("[dim]submit jobs: waterflow cluster submit FILE.yaml; end it: waterflow cluster down[/dim]")
 
+        # For systemd and containers, which watch this very process.
         if foreground:
             from waterflow.cluster.daemon import serve
 
@@ -187,43 +192,45 @@ def up(
 @cluster.command()
 def submit(
     what: Annotated[
-        str, typer.Argument(metavar="FILE.YAML|MODULE:FUNCTION", help="A train config, or what makes jobs where they run.")
+        str, typer.Argument(metavar="FILE.YAML|MODULE:FUNCTION", help="A train config, or a function that makes jobs.")
     ],
-    id: Annotated[str | None, typer.Option(help="One id is one job: handed in twice, it runs once.")] = None,
-    tenant: Annotated[str, typer.Option(help="Whose quota it counts against.")] = "default",
-    priority: Annotated[str, typer.Option(help="guaranteed or opportunistic.")] = "guaranteed",
-    devices: Annotated[int, typer.Option(min=1, help="Devices that must be there at once.")] = 1,
-    auto: Annotated[bool, typer.Option(help="A guaranteed job that waits long may run as opportunistic.")] = True,
-    memory: Annotated[str | None, typer.Option(help="What it needs on each device, such as 2GiB.")] = None,
-    model: Annotated[str | None, typer.Option(help="Its name in tables of interference.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Go on from this file.")] = None,
+    id: Annotated[str | None, typer.Option(help="An id for the job: submitted twice, it runs once.")] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant whose quota it counts against.")] = "default",
+    priority: Annotated[str, typer.Option(help="Priority: guaranteed or opportunistic.")] = "guaranteed",
+    devices: Annotated[int, typer.Option(min=1, help="Devices that it needs at the same time.")] = 1,
+    auto: Annotated[bool, typer.Option(help="Let a guaranteed job that waits long run as opportunistic.")] = True,
+    memory: Annotated[str | None, typer.Option(help="Memory that it needs on each device, such as 2GiB.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name in tables of interference.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Resume from this checkpoint file.")] = None,
     time_limit: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long it may run in all, such as 90s, 30min or 2h.")
+        str | None, typer.Option(metavar="TIME", help="Limit of its total running time, such as 90s, 30min or 2h.")
     ] = None,
     apart: Annotated[
-        bool, typer.Option("--apart", help="Jobs that do not fit on one device together are handed in apart.")
+        bool, typer.Option("--apart", help="Submit jobs that do not fit on one device together separately.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end, and show the results.")] = False,
     state: State = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Hand in the jobs of a config, which train together, or a function that makes them."""
+    """Submit the jobs of a config, which train together, or a function that makes them."""
     with Terminal(as_json, debug) as terminal, _wrong_use():
         there = _cluster(state)
         jobs: Any
         limit: float | str | None = time_limit
         if what.endswith((".yaml", ".yml")):
+            # Imports torch, which takes seconds; other commands do without.
             from waterflow.cli.config import load_train
 
             config = load_train(Path(what))
             if config.device is not None:
                 raise ConfigError(
                     f"{what}: device: a cluster has the devices that it was started with (waterflow cluster up --device "
-                    f"{config.device.partition(':')[0]}); remove it from what is handed in"
+                    f"{config.device.partition(':')[0]}); remove the key"
                 )
             jobs, limit = list(config.jobs), time_limit or config.time_limit
         else:
+            # MODULE:FUNCTION may be in the current folder, as with python -m.
             sys.path.insert(0, "")
             jobs = find_function(what, Path(), "submit")
         asked: dict[str, Any] = {
@@ -242,6 +249,7 @@ def submit(
             ids = [there.submit(jobs, id=id, memory=memory or 0, checkpoint=checkpoint, **asked)]
         for made in ids:
             terminal.say(made)
+        # Without --wait the ids are all: the job may run for days.
         if not wait:
             return terminal.result({"ids": ids})
         told = []
@@ -257,8 +265,8 @@ def submit(
 
 @cluster.command()
 def status(
-    everything: Annotated[bool, typer.Option("--all", help="All that wait, and those that ended long ago.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again each second, until Ctrl-C.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show all waiting and all ended jobs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh each second, until Ctrl-C.")] = False,
     state: State = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -267,10 +275,12 @@ def status(
     with Terminal(as_json, debug) as terminal:
         there = _cluster(state)
         ended = None if everything else _LAST_ENDED
+        # Programs get every waiting job; people a screenful.
         waiting = None if everything or as_json else _FIRST_WAITING
         told = there.status(ended=ended, waiting=waiting)
         if as_json:
             return terminal.result(told)
+        # A pipe gets one table: redrawing needs a terminal.
         if not watch or not terminal.live:
             for shown in _tables(told):
                 terminal.say(shown)
@@ -284,11 +294,11 @@ def status(
 @cluster.command()
 def logs(
     id: Id,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job has ended.")] = False,
     state: State = None,
     debug: Debug = False,
 ) -> None:
-    """Show what became of a job."""
+    """Show the events of a job."""
     with Terminal(False, debug), _wrong_use():
         for line in _cluster(state).logs(id, follow):
             typer.echo(line)
@@ -309,7 +319,7 @@ def result(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = 
 
 @cluster.command()
 def cancel(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = False) -> None:
-    """End a job."""
+    """Cancel a job."""
     with Terminal(as_json, debug) as terminal, _wrong_use():
         there = _cluster(state)
         cancelled = there.cancel(id)
@@ -319,10 +329,11 @@ def cancel(id: Id, state: State = None, as_json: AsJson = False, debug: Debug = 
 
 @cluster.command()
 def down(state: State = None, as_json: AsJson = False, debug: Debug = False) -> None:
-    """End a cluster. Jobs that run are saved, and go on when it is up again."""
+    """End a cluster. Running jobs are saved, and resume when it is up again."""
     with Terminal(as_json, debug) as terminal:
         from waterflow.cluster.launch import wait_for_end
 
+        # The endpoint answers before the process has ended: wait, so that a following up finds the folder free.
         pid = _cluster(state).down()
         if not wait_for_end(pid, _DOWN_SECONDS):
             raise ClusterError(f"the cluster's process {pid} has not ended after {_DOWN_SECONDS:.0f} s")
@@ -335,9 +346,9 @@ def down(state: State = None, as_json: AsJson = False, debug: Debug = False) -> 
 
 @contextlib.contextmanager
 def _wrong_use() -> Iterator[None]:
-    """What is refused inside is a mistake of the command line."""
     try:
         yield
+    # Errors of the request are the user's, exit code 2; what fails later is a failure, exit code 1.
     except (SubmissionError, InvalidJobError, CheckpointError) as error:
         raise ConfigError(str(error)) from error
 
@@ -363,6 +374,7 @@ def _tenants(given: list[str] | None) -> tuple[tuple[str, int], ...] | None:
 def _address(listen: str | None) -> tuple[str | None, int | None]:
     if listen is None:
         return None, None
+    # From the right, as an IPv6 address has colons of its own.
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen must be HOST:PORT, such as 127.0.0.1:8470; got {listen!r}")
@@ -390,7 +402,7 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
             format_bytes(node["memory"]),
         )
     made: list[Table | Text] = [nodes]
-    if trouble := told.get("trouble"):  # a cluster that was started by an older version does not tell
+    if trouble := told.get("trouble"):  # missing if an older version started the cluster
         made.append(Text(f"goes wrong, and is tried again: {trouble}", style="red"))
     if told["tenants"]:
         tenants = table("tenants", ("tenant", "quota", "used"), left=("tenant",))
@@ -409,6 +421,7 @@ def _tables(told: dict[str, Any]) -> list[Table | Text]:
     jobs = table("jobs", columns, left=set(columns).difference(_NUMBERS), wraps=("why",))
     jobs.caption, jobs.caption_justify = "\n".join(more) or None, "left"
     for row in rows:
+        # Users choose these texts: square brackets in them must not become markup.
         id, tenant, state, *rest = map(escape, row)
         jobs.add_row(id, tenant, f"[{_COLOURS.get(state, 'white')}]{state}[/]", *rest)
     return [*made, jobs]
@@ -431,7 +444,7 @@ def _row(job: dict[str, Any]) -> list[str]:
 
 
 def _lines(rows: list[list[str]]) -> Text:
-    """Rows beneath each other, the names of the columns first; each is one line however wide the terminal is."""
+    # One line for each job, however wide the terminal is: such lists go through grep.
     rows = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     numbers = [name in _NUMBERS for name in rows[0]]

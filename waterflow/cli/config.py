@@ -1,7 +1,7 @@
-"""The command's YAML files: every key is checked, and the user's functions are found.
+"""YAML configs of the command line: check every key, and find the user's functions.
 
 A train config lists jobs, a study config names an objective. Functions are written ``module:function`` or
-``path/to/file.py:function``; paths and modules are looked up from the config's folder.
+``path/to/file.py:function``; paths and modules are relative to the config's folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PRUNERS = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Jobs to train together, and the limits they share."""
+    """Jobs to train together, and their common settings. ``time_limit`` is in seconds."""
 
     jobs: tuple[Job, ...]
     memory: int | float | str | None
@@ -53,13 +53,13 @@ class TrainConfig:
     exact: bool
     mode: Mode
     output: str | None
-    time_limit: float | None  # seconds: of ``waterflow cluster submit``
-    device: str | None  # of ``waterflow train``; None: the CPU
+    time_limit: float | None  # seconds; only ``waterflow cluster submit`` uses it
+    device: str | None  # only ``waterflow train`` uses it; None: the CPU
 
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """A study to run. ``make_study()`` opens or creates it; ``options`` are those of ``waterflow.optimize``."""
+    """A study to run. ``make_study()`` opens or creates it; ``options`` are arguments of ``waterflow.optimize``."""
 
     title: str
     objective: Callable[[Any], Any]
@@ -73,8 +73,7 @@ def _broken(rule: str) -> PydanticCustomError:
 
 
 def _says(rule: str) -> WrapValidator:
-    """Tell of ``rule`` where pydantic refuses a value."""
-
+    # pydantic's messages speak of validators and types: each field has a rule in our words instead.
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
             return validate(value)
@@ -113,13 +112,14 @@ def _one_of(words: Any) -> WrapValidator:
 
 
 class _Section(BaseModel, extra="forbid", strict=True):
-    """One mapping of a config. A key without a value is as if it were not there."""
+    """A mapping of a config. A key without a value counts as missing."""
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             raise _broken("must be a mapping of keys to values")
+        # An unknown key stays even without a value, so that it is reported. Keys may be numbers or booleans in YAML.
         return {str(key): v for key, v in given.items() if v is not None or key not in cls.model_fields}
 
 
@@ -195,6 +195,7 @@ def load_study(path: Path) -> StudyConfig:
         raise ConfigError(f"{path}: n_trials: give n_trials or timeout, or the study would never end")
     import optuna
 
+    # Not made here: creating a study writes to its storage, and the device is checked before.
     make_study = functools.partial(
         optuna.create_study,
         storage=config.storage,
@@ -211,6 +212,7 @@ def load_study(path: Path) -> StudyConfig:
 def _read(path: Path, form: type[_Form], command: str) -> _Form:
     try:
         given = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        # Before keys are checked: with the wrong command all of them would be unknown.
         for key, own in _COMMANDS.items() if isinstance(given, dict) else ():
             if key in given and own != command:
                 raise ConfigError(f"{path}: {key}: this is a {own} config; run it with: waterflow {own} {path}")
@@ -225,6 +227,7 @@ def _read(path: Path, form: type[_Form], command: str) -> _Form:
         raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}{_told(error, form)}") from None
+    # So that configs can name modules beside them, from whatever folder the command runs.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -232,14 +235,14 @@ def _read(path: Path, form: type[_Form], command: str) -> _Form:
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes ``1e-3`` as a number, as everybody means it; YAML 1.1 asks for ``1.0e-3``."""
+    """Reads ``1e-3`` as a number; YAML 1.1 requires ``1.0e-3``."""
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def _told(error: ValidationError, form: type[_Section]) -> str:
-    """What is wrong first, and where; unknown keys come before all else, for they explain what is missing."""
+    # Unknown keys first: a misspelled key explains the missing one.
     wrong = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"])
     where, value = f": {place[1:]}" if place else "", wrong["input"]
@@ -255,7 +258,7 @@ def _told(error: ValidationError, form: type[_Section]) -> str:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a section's values stand for. ``where`` stands before a key in messages; each method raises ConfigError."""
+    """The objects that a section's values name. Methods raise ConfigError; ``where`` precedes the key in its message."""
 
     section: _Section
     where: str
@@ -269,7 +272,7 @@ class _Found:
         return given[0]
 
     def function(self, key: str, args: str | None = None) -> Callable[..., Any]:
-        """The function that a reference names, with the arguments in the mapping ``args`` bound to it."""
+        """Return the function that the value of ``key`` names, with the arguments in the mapping ``args`` bound."""
         if (reference := getattr(self.section, key)) is None:
             raise ConfigError(f"{self.where}{key} is missing; it {_REFERENCE}")
         found = find_function(reference, self.path.resolve().parent, f"{self.where}{key}")
@@ -279,7 +282,7 @@ class _Found:
         return functools.partial(found, **given)
 
     def made(self, key: str, names: Mapping[str, str], module: Any, *first: Any) -> Any:
-        """An object of the class that ``name`` stands for, made of ``first`` and the other keys; None without ``key``."""
+        """Return an object of the class that ``name`` in ``key`` stands for, made from ``first`` and the other keys; or None."""
         if (settings := getattr(self.section, key)) is None:
             return None
         name, settings = settings.get("name"), {k: v for k, v in settings.items() if k != "name"}
@@ -289,14 +292,16 @@ class _Found:
         return make(getattr(module, names[name.lower()]), first, settings, f"{self.where}{key}")
 
     def optimizer(self, parameters: Any) -> Any:
+        # LBFGS needs a closure, which no step can give.
         classes = (n for n in torch.optim.__all__ if n[0].isupper() and n not in ("Optimizer", "LBFGS"))
         return self.made("optimizer", {n.lower(): n for n in classes}, torch.optim, parameters)
 
     def loss(self, given: str | None) -> Any:
-        """``cross_entropy`` and its like, a torch name with dots, or a reference to a function."""
+        """Return the loss: a torch function such as ``cross_entropy``, a dotted torch name, or a user's function."""
         if given is None or ":" in given:
             return given and self.function("loss")
         place, _, name = given.rpartition(".")
+        # torch keeps no list of its losses: their names tell.
         known = [n for n in dir(nn.functional) if "loss" in n or "entropy" in n or n == "kl_div"]
         found = None
         if not place and name in known:
@@ -311,8 +316,10 @@ class _Found:
 def _job(entry: _Entry, found: _Found, number: int, epochs: int | None) -> Job:
     given = entry.model_dump(include={"name", "epochs", "seed", "timeout", "train_mode"}, exclude_none=True)
     if epochs is not None:
+        # The entry's own epochs win over the config's.
         given = {"epochs": epochs, **given}
     if found.exactly_one("job", "model") == "job":
+        # Two sources for one setting would leave open which one counts.
         for key in _PIECES & entry.model_fields_set:
             raise ConfigError(f"{found.where}{key} cannot stand beside job, whose function sets it; pass it args")
         return dataclasses.replace(
@@ -326,7 +333,8 @@ def _job(entry: _Entry, found: _Found, number: int, epochs: int | None) -> Job:
         optimizer=found.optimizer,
         evaluate=found.function("evaluate") if entry.evaluate is not None else None,
     )
-    found.optimizer([nn.Parameter(torch.zeros(1, 1))])  # what is wrong with it is told before anything runs
+    # Made once for its errors: a wrong setting is reported before anything runs.
+    found.optimizer([nn.Parameter(torch.zeros(1, 1))])
     return job
 
 

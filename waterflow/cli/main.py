@@ -36,13 +36,13 @@ app = typer.Typer(
 )
 app.add_typer(cluster)
 app.command()(simulate)
-Config = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="See examples/ for one to start from.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="A YAML file; examples/ has some to start from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command line."""
     app(prog_name="waterflow")
 
 
@@ -68,6 +68,7 @@ def _root(
 def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
     """Run an Optuna study from a config, several trials at a time."""
     with Terminal(as_json, debug) as terminal, terminal.studies():
+        # Imported inside each command: torch and Optuna take seconds, and --help needs neither.
         from waterflow.cli.config import load_study
         from waterflow.study import optimize
 
@@ -75,6 +76,7 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
         _check_device(config, settings.options["device"])
         opened = settings.make_study()
         pictures = Pictures(Path(settings.output)) if settings.output is not None else None
+        # catch=Exception: a failed trial is reported, and the study continues. No weights: the command writes none.
         done = optimize(
             opened,
             settings.objective,
@@ -102,6 +104,7 @@ def _pace(study: optuna.Study, seconds: float, steps: int) -> dict[str, Any]:
 
 
 def _check_device(config: Path, device: str | None) -> None:
+    # Before the study is created or a model is made.
     why = missing(device) if device is not None else None
     if why is not None:
         raise ConfigError(f"{config}: device: {why}")
@@ -140,9 +143,11 @@ def _show_study(terminal: Terminal, study: optuna.Study, title: str) -> None:
 
     best, trials = _best(study), study.trials
     if len(trials) > _MOST_ROWS:
+        # The best first, as only some rows are shown; trials without a value last.
         sign = -1 if study.direction == StudyDirection.MAXIMIZE else 1
         trials = sorted(trials, key=lambda t: (t.value is None, sign * (t.value or 0.0), t.number))[:_MOST_ROWS]
         title += f", the best {len(trials)} of {len(study.trials)}"
+    # A column per hyperparameter if the terminal is wide enough; else all in one column that wraps.
     wide = _trial_table(title, trials, best, apart=True)
     terminal.say(wide if terminal.holds(wide) else _trial_table(title, trials, best, apart=False))
     if best is not None:
@@ -151,7 +156,7 @@ def _show_study(terminal: Terminal, study: optuna.Study, title: str) -> None:
 
 
 def _trial_table(title: str, trials: list[optuna.trial.FrozenTrial], best: optuna.trial.FrozenTrial | None, apart: bool) -> Table:
-    """A row a trial; hyperparameters each in a column of its own, or all in one."""
+    """Return a table with a row per trial; ``apart`` gives each hyperparameter its own column, else all share one."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.params))
     joined = () if apart else (", ".join(names),)
     columns = ("trial", "state", "value", "reports", "time", *(names if apart else joined))
@@ -182,11 +187,12 @@ def _short(value: Any) -> str:
 
 @app.command()
 def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Train the jobs of a config side by side. Those that fail leave the others alone."""
+    """Train the jobs of a config side by side. A failed job does not affect the others."""
     with Terminal(as_json, debug) as terminal:
         from waterflow.cli.config import load_train
 
         settings = load_train(config)
+        # Nothing here would end the jobs: refuse a limit that would be ignored.
         if settings.time_limit is not None:
             raise ConfigError(f"{config}: time_limit: a cluster keeps to it: waterflow cluster submit {config}")
         _check_device(config, settings.device)
@@ -217,15 +223,13 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
 
 @app.command()
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="Jobs to plan for; or name them by --model.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option(help="Plan for this GPU, such as v100-32g, which need not be there.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="Jobs to plan for; --model adds others.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Plan for this GPU, such as v100-32g; none is needed.")] = None,
     memory: Annotated[str | None, typer.Option(help="Plan for this much memory, such as 24GiB.")] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model of the zoo, such as resnet50, or module:function. Repeatable.")
     ] = None,
-    copies: Annotated[int, typer.Option(min=1, help="How many of each job, on the GPU.")] = 1,
+    copies: Annotated[int, typer.Option(min=1, help="Number of copies of each job, on the GPU.")] = 1,
     recompute: Annotated[
         str | None, typer.Option(help="Let all steps recompute: auto, or their height, such as 8GiB; on the GPU.")
     ] = None,
@@ -236,7 +240,7 @@ def plan(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Tell what jobs need and which of them fit together, without training: on this machine, or on a GPU (--gpu)."""
+    """Predict the memory of jobs, and which of them fit together, without training: here, or on a GPU (--gpu)."""
     with Terminal(as_json, debug) as terminal:
         from waterflow.cli.config import load_train
         from waterflow.cli.plan import check_picture, job_named, plan_for_gpu, renamed, show_gpu_plan, show_plan_here
@@ -244,6 +248,7 @@ def plan(
 
         if config is None and not model:
             raise ConfigError("there must be jobs to plan for: name a config, or a model by --model resnet50")
+        # Two kinds of plans: the jobs as they are under this machine's memory, or largest batches on a named device.
         here = gpu is None and memory is None
         if here and (model or copies > 1 or recompute is not None or report is not None):
             raise ConfigError(
@@ -251,6 +256,7 @@ def plan(
             )
         if groups and not here:
             raise ConfigError("--groups shows plans for this machine: leave out --gpu and --memory, or --groups")
+        # All options are checked before the config is loaded and models are made, which takes a while.
         if report is not None:
             check_picture(report)
         with wrong_use("--recompute"):
@@ -263,6 +269,7 @@ def plan(
         settings = load_train(config) if config is not None else None
         if not here:
             named = [job_named(reference, Path()) for reference in model or ()]
+            # Models may be named twice on the command line; names in tables and pictures must differ.
             jobs = renamed([*(settings.jobs if settings else ()), *named])
             jobs = [replace(job, recompute=recompute or job.recompute) for job in jobs]
             with ProgressLine(None, "captures", show=not as_json, delay=_PATIENCE) as progress:

@@ -1,4 +1,4 @@
-"""What the command's functions share: where words go, pictures, and exit codes."""
+"""Output of all commands: tables or JSON, errors, pictures, and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDLESS = 10_000  # columns
 
 
 class Pictures:
-    """Takes the timeline at the end of a run, and saves its pictures to a folder."""
+    """Saves a run's timeline as pictures in a folder, at the end of the run."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ class Pictures:
         self.files: dict[str, str] = {}
 
     def __call__(self, timeline: Timeline) -> None:
-        """Save both, unless nothing was recorded."""
+        """Save both pictures, unless nothing was recorded."""
         if len(timeline.spans) == 0:  # no trial or job came as far as a step
             return
         for name, file, save in (("memory", "memory.png", timeline.save_png), ("trace", "trace.json", timeline.save_trace)):
@@ -44,7 +44,7 @@ class Pictures:
 
 
 def table(title: str, columns: Iterable[str], left: Container[str] = (), wraps: Container[str] = ()) -> Table:
-    """A table without rows. Columns are right-justified and keep to one line, but for those of ``left`` and ``wraps``."""
+    """Return a table without rows. Columns are right-justified and do not wrap, except those in ``left`` and ``wraps``."""
     made = Table(title=title, title_justify="left", box=None)
     for column in columns:
         made.add_column(column, justify="left" if column in left else "right", no_wrap=column not in wraps)
@@ -52,9 +52,9 @@ def table(title: str, columns: Iterable[str], left: Container[str] = (), wraps: 
 
 
 class Terminal(contextlib.AbstractContextManager["Terminal"]):
-    """Where a command's words go: tables for people or JSON for machines to stdout, errors as lines to stderr.
+    """A command's output: tables for people, or JSON, on stdout; errors as lines on stderr.
 
-    Leaving it ends the command: with code 1 if something failed, with 2 if the command or its config is wrong.
+    Leaving it ends the command: with exit code 1 if something failed, 2 if the command or its config is wrong.
     """
 
     def __init__(self, as_json: bool, debug: bool) -> None:
@@ -62,6 +62,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
         self._as_json = as_json
         self._debug = debug
         self._failed = False
+        # Without a terminal rich assumes 80 columns, which would wrap tables in logs.
         width = None if sys.stdout.isatty() else 160
         self._console = Console(width=width, highlight=False)
         self._stack = contextlib.ExitStack()
@@ -73,6 +74,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._stack.close()
+        # 130 is 128 + SIGINT, as shells report it.
         if isinstance(error, KeyboardInterrupt):
             typer.echo("waterflow: interrupted", err=True)
             raise typer.Exit(130) from None
@@ -82,36 +84,37 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
             line = one_line(error)
             typer.echo(f"waterflow: {line}", err=True)
             if self._as_json:
+                # Programs read stdout: it has JSON after a failure, too.
                 typer.echo(json.dumps({"error": line}))
             raise typer.Exit(WRONG_USE if isinstance(error, ConfigError) else FAILED) from None
         if error is None and self._failed:
             raise typer.Exit(FAILED)
 
     def say(self, what: str | Table | Text) -> None:
-        """Show people a line, a table, or text as it stands."""
+        """Print a line, a table, or text as it is; nothing with --json."""
         if not self._as_json:
-            # Where nobody looks at a terminal, no column is cut.
+            # In a pipe or a file no column is cut.
             wide = isinstance(what, Table) and not self._console.is_terminal and not self.holds(what)
             self._console.print(what, width=_ENDLESS if wide else None, soft_wrap=isinstance(what, Text))
 
     @property
     def live(self) -> bool:
-        """Whether somebody looks at a terminal."""
+        """True if output goes to a terminal, and is not JSON."""
         return self._console.is_terminal and not self._as_json
 
     def holds(self, table: Table) -> bool:
-        """Whether the table has room without being cut."""
+        """Return True if the table fits the width without being cut."""
         endless = self._console.options.update(max_width=_ENDLESS)
         return self._console.measure(table, options=endless).maximum <= self._console.width
 
     def files(self, pictures: Pictures | None) -> None:
-        """Say where the pictures are."""
+        """Print the paths of the pictures."""
         if pictures is not None and pictures.files:
             self.say(f"memory over time: {pictures.files['memory']}")
             self.say(f"trace:            {pictures.files['trace']} (open it at https://ui.perfetto.dev)")
 
     def fail(self, line: str, trace: str | None = None) -> None:
-        """Tell of one thing that failed; the command goes on."""
+        """Print a failure, with ``trace`` under --debug, and let the command continue; it will exit with code 1."""
         self._failed = True
         typer.echo(f"waterflow: {line}", err=True)
         if self._debug and trace:
@@ -119,7 +122,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
 
     @contextlib.contextmanager
     def studies(self) -> Iterator[None]:
-        """Inside, Optuna's line for each trial gives way to tables and progress; what failed is told."""
+        """Inside, replace Optuna's log line per trial by tables and progress; failures are still printed."""
         import optuna  # sets up its logger
 
         terminal = self
@@ -127,6 +130,8 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
         class Handler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 said = str(record.msg)
+                # Optuna has no callback for errors: its log record has the trial's number, and record.error is the
+                # error.
                 if "failed with parameters" in said and isinstance(record.args, tuple):
                     error = getattr(record, "error", None)
                     number, why = int(str(record.args[0])), one_line(error) if error else str(record.args[-1])
@@ -135,6 +140,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
                 elif "failed with value" not in said:  # Optuna's second line on the same failure
                     typer.echo(f"optuna: {' '.join(record.getMessage().split())}", err=True)
 
+        # A line per trial would tear the progress line apart; warnings still get through.
         log, level = logging.getLogger("optuna"), optuna.logging.get_verbosity()
         handler = Handler(logging.WARNING)
         optuna.logging.disable_default_handler()
@@ -148,7 +154,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
             optuna.logging.enable_default_handler()
 
     def result(self, report: dict[str, Any]) -> None:
-        """Write what machines read."""
+        """Print the JSON report, with --json."""
         if self._as_json:
             self._stack.close()
             typer.echo(json.dumps(report, indent=2, default=str))

@@ -1,4 +1,4 @@
-"""Plans for a GPU that need not be there: the largest batches of jobs side by side, and which of them fit as they are."""
+"""``waterflow plan``: the largest batches of jobs side by side, and the jobs that fit as they are; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _ALSO_CALLED = {
 
 @dataclass(frozen=True)
 class GPUPlan:
-    """What was found for jobs on one device, counted as ``train`` does with a limit of ``memory`` bytes.
+    """The plan for jobs on one device, counted as ``train`` with a limit of ``memory`` bytes counts.
 
-    ``steps`` has each job's name and step with the batch that it has, ``feasibility`` which of them train together. ``eager`` has,
-    by name, why jobs cannot be captured: those are planned with no others. ``recomputed`` has what jobs make again, or would, to
-    fit alone. ``largest`` is None where not even the smallest batches of all fit together, for the ``reason`` given;
-    ``hindrance`` is then the job that takes most of them, and its step.
+    ``steps`` has each job's name, and its step with the job's own batch; ``feasibility`` the sets that train together.
+    ``eager`` has, by name, the reasons why jobs cannot be captured; those are not planned. ``recomputed`` has what jobs
+    recompute, or would, to fit alone. If not even the smallest batches of all fit together, ``largest`` is None, ``reason``
+    says why, and ``hindrance`` is the job that needs most, with its step.
     """
 
     device: GPU | None
@@ -60,16 +60,16 @@ class GPUPlan:
 
     @property
     def reserve(self) -> int:
-        """Bytes of the memory that are the engine's."""
+        """Bytes of the memory that are the engine's reserve."""
         return self.memory - self.feasibility.room
 
     @property
     def fits(self) -> bool | None:
-        """Whether all jobs train together with the batches that they have; None where one's memory is not known."""
+        """True if all jobs train together with their own batches; None if the memory of one is not known."""
         return False if not self.feasibility.fits else None if self.eager else True
 
     def verdict(self, number: int) -> str:
-        """Of one job, with the batch that it has."""
+        """Return the verdict, in words, on the job with this index and its own batch."""
         recomputes = number in self.recomputed
         turns = self.feasibility.turns
         for turn, jobs in enumerate(turns):
@@ -79,7 +79,7 @@ class GPUPlan:
         return "fits alone with recompute" if recomputes else "does not fit"
 
     def explanation(self) -> list[str]:
-        """Why, in sentences."""
+        """Return the reasons, in sentences."""
         lines = []
         together = self.feasibility.together
         if together and len(self.steps) > 1:
@@ -111,7 +111,7 @@ class GPUPlan:
         return lines
 
     def save_report(self, path: Path) -> str:
-        """Draw the largest batches, or what keeps the smallest from fitting; returns what is drawn, in words."""
+        """Draw the largest batches, or the job that keeps the smallest from fitting; returns a description of the picture."""
         clock = Clock(self.device) if self.device is not None else None
         where = self.device.name if self.device is not None else None
         if self.largest is not None:
@@ -124,7 +124,7 @@ class GPUPlan:
         return f"{name} alone with a batch of {step.size}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, bytes throughout."""
+        """Return plain values for JSON, sizes in bytes."""
         turns = self.feasibility.turns
         fit = {i for turn in turns for i in turn}
         jobs: list[dict[str, Any]] = [
@@ -163,9 +163,9 @@ def plan_for_gpu(
     memory: int | float | str | None = None,
     captured: Callable[[], None] = lambda: None,
 ) -> GPUPlan:
-    """Capture the jobs' steps and find what fits; trains nothing. Arguments and errors are ``max_batch_size``'s.
+    """Capture the jobs' steps and find what fits; trains nothing. Arguments and errors as ``max_batch_size``.
 
-    A job that cannot be captured does not keep the others from being planned. ``captured`` is called for each capture.
+    A job that cannot be captured does not keep the others from being planned. ``captured`` is called at each capture.
     """
     device, limit, context = device_of(gpu, memory)
     room = limit - reserve_of(limit)
@@ -175,10 +175,12 @@ def plan_for_gpu(
             looked.append(sizes_of(job, captured))
         except CaptureError as error:
             eager[job.name] = str(error)
+        # Its text is for users already; errors of the user's code get the job's name.
         except WaterflowError:
             raise
         except Exception as error:
             raise InvalidJobError(f"job {job.name!r} cannot be planned: {one_line(error)}") from error
+    # Copies are one object: each job is captured once, however many copies there are.
     sizes = [each for each in looked for _ in range(copies)]
     steps = [each.at(each.given) for each in sizes]
     names = [f"{each.step.name} {i + 1}" if copies > 1 else each.step.name for each in looked for i in range(copies)]
@@ -187,6 +189,7 @@ def plan_for_gpu(
         largest = find(sizes, limit, context, Clock(device) if device is not None else None) if sizes else None
     except MemoryLimitError as error:
         reason = one_line(error)
+        # Drawn by --report: the reader asks what stands in the way.
         smallest = [(each.step.name, each.smallest()) for each in looked]
         hindrance = max(smallest, key=lambda job: job[1].held + job[1].height)
     recomputed: dict[int, Recomputed] = {}
@@ -195,7 +198,9 @@ def plan_for_gpu(
         if steps[i].held + steps[i].height > room > steps[i].held:
             with contextlib.suppress(MemoryLimitError):
                 lower, cost = each.lowered(each.given, room - steps[i].held)
+                # Only recompute="auto" lets the engine lower a step; for others the cost is advice.
                 steps[i] = lower if each.step.recompute == "auto" else steps[i]
+        # It fits as it is, or not even its state does: the cost is that of its own recompute=, if it has one.
         elif steps[i].within:
             cost = each.cost(each.given)
         recomputed |= {i: cost} if cost is not None else {}
@@ -205,10 +210,7 @@ def plan_for_gpu(
 
 
 def job_named(reference: str, folder: Path) -> Job:
-    """The job of a model: a name of the zoo, or a function ``module:function`` that makes a job.
-
-    Raises ConfigError for a name that it has not.
-    """
+    """Return the job of a zoo model's name, or of a function ``module:function`` that returns one. Raises ConfigError."""
     if ":" in reference:
         made = find_function(reference, folder, "--model")()
         if not isinstance(made, Job):
@@ -219,11 +221,12 @@ def job_named(reference: str, folder: Path) -> Job:
         raise ConfigError(
             f"--model: the zoo has no {reference!r}{meant(reference, FULL)}; or name a function that makes a job: module:function"
         )
+    # The batch of 8 only gives the capture its shapes; the search finds the largest.
     return Job(name=reference, model=model.build, data=[model.batch(8, None)], step=model.step, optimizer=model.optimizer)
 
 
 def renamed(jobs: Sequence[Job]) -> list[Job]:
-    """Jobs of equal names with a number each."""
+    """Return the jobs with a number appended to names that are not unique."""
     names = [job.name for job in jobs]
     return [
         dataclasses.replace(job, name=f"{job.name}-{names[:i].count(job.name) + 1}") if names.count(job.name) > 1 else job
@@ -232,7 +235,7 @@ def renamed(jobs: Sequence[Job]) -> list[Job]:
 
 
 def gpu_table(found: GPUPlan) -> Table:
-    """A row a job: what it takes with its batch, and its largest batch beside the others."""
+    """Return a table with a row per job: its memory with its own batch, and its largest batch beside the others."""
     where = found.device.name if found.device is not None else "a device"
     columns = ("job", "batch", "held", "step", "", "largest batch", "alone", "ratio")
     title = f"{where}: {format_bytes(found.memory)} for jobs, {format_bytes(found.reserve)} of it reserve"
@@ -248,7 +251,7 @@ def gpu_table(found: GPUPlan) -> Table:
 
 
 def here_table(found: Together) -> Table:
-    """A row a job: its plan, and whether it would be under way."""
+    """Return a table with a row per job: its plan, and its verdict."""
     columns = ("job", "persistent", "batch", "height", "peak", "operations", "groups", "")
     made = table("predicted, per job", columns, left=("job", ""))
     for job in found.jobs:
@@ -260,7 +263,8 @@ def here_table(found: Together) -> Table:
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError where no picture can be drawn."""
+    """Raise ConfigError if a picture cannot be written to this path."""
+    # Checked before the search, which takes a while.
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--report: pictures are PNG files; call it {path.with_suffix('.png').name!r}, got {path.name!r}")
     if not path.parent.is_dir():
@@ -268,7 +272,7 @@ def check_picture(path: Path) -> None:
 
 
 def show_gpu_plan(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:
-    """What fits on a GPU, and a picture of it where one is wanted."""
+    """Print the plan for a GPU, and draw it if ``report`` is a path."""
     terminal.say(gpu_table(found))
     for line in found.explanation():
         terminal.say(line)
@@ -279,7 +283,7 @@ def show_gpu_plan(terminal: Terminal, found: GPUPlan, report: Path | None) -> No
 
 
 def show_plan_here(terminal: Terminal, settings: TrainConfig, groups: bool) -> None:
-    """What fits together on this machine."""
+    """Print the plan for this machine. Jobs that fail or do not fit count as failures."""
     found = fit_together(settings.jobs, settings.memory, settings.max_concurrent)
     terminal.say(here_table(found))
     for line in found.explanation():

@@ -1,4 +1,4 @@
-"""Functions and classes that a config names: finding them, and checking what they are called with."""
+"""Find the functions and classes that a config names, and check their arguments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from waterflow.errors import InvalidJobError, WaterflowError, told
 
 
 class ConfigError(WaterflowError, ValueError):
-    """A config that cannot be used as it is written; the message names the key."""
+    """A config or an option cannot be used as given; the message names the key."""
 
 
 @contextlib.contextmanager
 def wrong_use(where: str) -> Iterator[None]:
-    """What is refused within as a setting is a mistake of the command line or the config, at ``where``."""
+    """Turn an InvalidJobError inside into a ConfigError at ``where``, an option or a key."""
     try:
         yield
     except InvalidJobError as error:
@@ -29,10 +29,11 @@ def wrong_use(where: str) -> Iterator[None]:
 
 
 def find_function(reference: str, folder: Path, where: str) -> Callable[..., Any]:
-    """The function named ``module:function`` or ``path/to/file.py:function``. Raises ConfigError, naming ``where``."""
+    """Return the function ``module:function`` or ``path/to/file.py:function``. Raises ConfigError, naming ``where``."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise ConfigError(f"{where} must be 'module:function' or 'path/to/file.py:function'; got {reference!r}")
+    # A file is imported under its path, once: two keys that name it share one module.
     if place.endswith(".py"):
         file = (folder / place).resolve()
         if not file.is_file():
@@ -48,7 +49,7 @@ def find_function(reference: str, folder: Path, where: str) -> Callable[..., Any
 
 
 def _module_of(file: Path) -> Any:
-    name = str(file)  # no module of that name can be installed
+    name = str(file)  # a path, as no installed module can have that name
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
@@ -56,6 +57,7 @@ def _module_of(file: Path) -> Any:
         try:
             spec.loader.exec_module(module)
         except BaseException:
+            # Or the next reference to the file would find a half-made module.
             del sys.modules[name]
             raise
     return sys.modules[name]
@@ -69,7 +71,7 @@ def _imported(load: Callable[[], Any], place: str, where: str) -> Any:
 
 
 def call(function: Callable[[], Any], where: str) -> Any:
-    """What the user's ``function`` returns; a ConfigError for what it raises."""
+    """Return what the user's ``function`` returns. Raises ConfigError for its errors, except waterflow's own."""
     try:
         return function()
     except WaterflowError:
@@ -79,7 +81,7 @@ def call(function: Callable[[], Any], where: str) -> Any:
 
 
 def one_line(error: BaseException | None) -> str:
-    """What went wrong, for a terminal; with the user's own line where the error is not one that says it all."""
+    """Return an error as one line; with the user's source line if the error is not one of ours."""
     text = " ".join(told(error).split())
     if error is None or isinstance(error, (WaterflowError, OSError, ImportError)):
         return text
@@ -92,13 +94,13 @@ def one_line(error: BaseException | None) -> str:
 
 
 def blamed(name: str, error: BaseException | None) -> str:
-    """One line that says which job failed, and why."""
+    """Return one line that names the job that failed, and the reason."""
     line = one_line(error)
     return line if f"job {name!r}" in line else f"job {name!r} failed: {line}"
 
 
 def make(made: Callable[..., Any], first: tuple[Any, ...], settings: dict[str, Any], where: str) -> Any:
-    """``made(*first, **settings)``; a ConfigError where it does not take them."""
+    """Return ``made(*first, **settings)``. Raises ConfigError if the arguments are wrong."""
     check_arguments(made, settings, where, first)
     try:
         return made(*first, **settings)
@@ -107,8 +109,9 @@ def make(made: Callable[..., Any], first: tuple[Any, ...], settings: dict[str, A
 
 
 def check_arguments(function: Callable[..., Any], given: dict[str, Any], where: str, first: tuple[Any, ...] = ()) -> None:
-    """Raise ConfigError where ``function`` cannot be called with ``given`` behind ``first``."""
+    """Raise ConfigError if ``function`` cannot be called with ``first`` and the keywords ``given``."""
     try:
+        # Some built-in callables have none: their own error must do.
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
@@ -124,7 +127,7 @@ def check_arguments(function: Callable[..., Any], given: dict[str, Any], where: 
 
 
 def meant(word: Any, known: Iterable[str]) -> str:
-    """What to say behind a word that is not known: the nearest, and what there is."""
+    """Return text to append to an unknown word: the nearest known word, and all of them if they are few."""
     known = list(known)
     near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
     suggestion = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""``waterflow simulate``: workloads under policies of the cluster, in virtual time."""
+"""``waterflow simulate``: replay workloads under the cluster's policies, in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from waterflow.cluster.summary import Summary
 
 OVERHEADS = tuple(field.name for field in dataclasses.fields(Overheads))
-_GIVEN = ("scaling",)  # parameters of policies that have options of their own
+_GIVEN = ("scaling",)  # policy parameters with their own option
 
 
 def simulate(
@@ -37,18 +37,20 @@ def simulate(
     gpus: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")],
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of a node.")] = 8,
     quota: Annotated[
-        list[str] | None, typer.Option(metavar="TENANT=DEVICES", help="Guaranteed devices; for all, or none.")
+        list[str] | None, typer.Option(metavar="TENANT=DEVICES", help="Guaranteed devices; for all tenants, or none.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A policy's parameter.")] = None,
     overhead: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SECONDS", help=f"{', '.join(OVERHEADS)}; 0 unless given.")
     ] = None,
-    scaling: Annotated[Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by devices; linear without.")] = None,
-    scaling_seed: Annotated[int, typer.Option(help="Which curve of the table stands for which job.")] = 0,
-    colocation: Annotated[
-        Path | None, typer.Option(metavar="TABLE.CSV", help="Measured pairs on a device; by utilization without.")
+    scaling: Annotated[
+        Path | None, typer.Option(metavar="TABLE.CSV", help="Throughput by number of devices. [default: linear]")
     ] = None,
-    model_seed: Annotated[int, typer.Option(help="Of the models that are drawn where the trace names none.")] = 0,
+    scaling_seed: Annotated[int, typer.Option(help="Seed that assigns curves of the table to jobs.")] = 0,
+    colocation: Annotated[
+        Path | None, typer.Option(metavar="TABLE.CSV", help="Measured pairs on a device. [default: by utilization]")
+    ] = None,
+    model_seed: Annotated[int, typer.Option(help="Seed of the models drawn for jobs that name none.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for simulate.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -67,10 +69,12 @@ def simulate(
         tenants = [Tenant(name, int(_number(text, name, "--quota"))) for name, text in _pairs(quota, "--quota")]
         sharing = _Sharing(policy, colocation, model_seed)
         submissions = sharing.with_models(terminal, workload)
+        # The last node may be smaller.
         sizes = [gpus_per_node] * (gpus // gpus_per_node) + [gpus % gpus_per_node] * (gpus % gpus_per_node > 0)
         nodes = [Node(f"node{i}", size, sharing.memory) for i, size in enumerate(sizes)]
         runs: dict[str, Simulated] = {}
         printed: dict[str, dict[str, Any]] = {}
+        # A fresh policy and scheduler for each run, as both keep state. A policy that is named twice runs once.
         for name in dict.fromkeys(policy):
             chosen = _policy(name, parameters, curves)
             scheduler = Scheduler(nodes, chosen, tenants)
@@ -111,11 +115,12 @@ def simulate(
 
 
 class _Sharing:
-    """What happens on devices that submissions share, where one of the policies lets them."""
+    """The model of devices that submissions share, if one of the policies shares devices."""
 
     def __init__(self, policies: Sequence[str], colocation: Path | None, seed: int) -> None:
         self._seed = seed
         self._model: Interference | None = None
+        # Models are drawn only for policies that share: the others give the same figures without.
         if all(POLICIES[name].sharing == "none" for name in policies):
             return
         if colocation is not None and not colocation.is_file():
@@ -125,16 +130,16 @@ class _Sharing:
 
     @property
     def memory(self) -> int:
-        """Bytes of each device, 0 where they do not matter."""
+        """Bytes of each device; 0 if no policy uses them."""
         return self._model.device_memory if self._model else 0
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What is assumed."""
+        """The assumptions, as printed."""
         return {"sharing": self._model.parameters()} if self._model else {}
 
     def with_models(self, terminal: Terminal, workload: Workload) -> list[Submission]:
-        """Submissions with the memory of their models; those without a model draw one."""
+        """Return the submissions with the memory of their models; a submission without a model draws one."""
         if self._model is None:
             return workload.submissions
         nameless = sum(each.model is None for each in workload.submissions)
@@ -144,7 +149,7 @@ class _Sharing:
         return [dataclasses.replace(each, memory=self._model.memory(each.model)) for each in known]
 
     def of(self, policy: Policy) -> dict[str, Any]:
-        """What the simulator is told for a policy."""
+        """Return the simulator's arguments for a policy."""
         model = self._model
         if model is None or policy.sharing == "none":
             return {}
@@ -176,6 +181,7 @@ def _number(text: str, name: str, option: str) -> float:
 
 def _parameters(policies: Sequence[str], given: Sequence[str]) -> dict[str, Any]:
     known = {name: None for policy in policies for name in _names(policy)}
+    # As in a config: 3 is a number, true a flag.
     return {name: yaml.safe_load(value) for name, value in _pairs(given, "--set", list(known))}
 
 
@@ -186,6 +192,7 @@ def _names(policy: str) -> list[str]:
 def _policy(name: str, parameters: dict[str, Any], scaling: Any) -> Policy:
     own = {key: value for key, value in parameters.items() if key in _names(name)}
     if "scaling" in inspect.signature(POLICIES[name]).parameters:
+        # Policies and simulator must assume the same curves.
         own["scaling"] = scaling
     try:
         return POLICIES[name](**own)
