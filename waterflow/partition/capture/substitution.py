@@ -54,7 +54,7 @@ class Carried:
         attributes = dict(_C.attributes_of(real) or {})
         taken = own.intersection(attributes) - {"_is_param"}
         if taken:
-            raise CaptureError(f"a tensor has an attribute {min(taken)}, which stands for something else while a step is traced")
+            raise CaptureError(f"a tensor has an attribute {min(taken)}; a fake tensor has another of this name; rename it")
         here.update(attributes)
         self._given.append((stand_in, attributes, own, stand_in.requires_grad))
 
@@ -106,9 +106,7 @@ def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor])
     if changed.startswith(("Python's", "NumPy's", "the random")):
         raise CaptureError(f"a step draws from {changed}; draw outside, and pass what was drawn in the batch")
     if changed:
-        raise ChangesItself(
-            f"a step changes {changed}: a tensor can be a buffer of the model, and what counts can count after the step"
-        )
+        raise ChangesItself(f"a step changes {changed}; make a tensor a buffer of the model, and count after the step")
 
 
 # Hooks of torch's that put a tensor into an attribute before each forward pass, and what does without one.

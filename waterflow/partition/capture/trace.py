@@ -201,7 +201,7 @@ def capture_step(
         # Early updates and answers about a batch are sound only where no input shows another input's changes.
         apart = lie_apart(spec, fingerprint)
         if tracer.questions and not apart:
-            raise CaptureError("the step asks for values of its batch, and tensors of its own lie on the same bytes")
+            raise CaptureError("the step asks for values of its batch, and tensors of its own share bytes")
         early = update_early(graph, groups) if spec.early_updates and apart else 0
         return Capture(
             graph=graph,

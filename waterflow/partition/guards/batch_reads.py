@@ -117,7 +117,7 @@ def answers_of(questions: Sequence[Question], known: Answers, batch: Sequence[An
     if number is None:
         return known
     if sum(type(one) is int for one in known) >= MOST_WAYS:
-        raise CaptureError(f"the step goes over {MOST_WAYS} ways by values of its batch; try torch.where")
+        raise CaptureError(f"the step takes over {MOST_WAYS} branches by values of its batch; try torch.where")
     return *known, number
 
 

@@ -344,7 +344,7 @@ class Fingerprint:
             return ("enum", self.identity(kind), value._name_, exact(value._value_))
         if issubclass(kind, threading.local):
             where = self._where() or "the step"
-            raise CaptureError(f"{where} is a threading.local, which says something else on each thread")
+            raise CaptureError(f"{where} is a threading.local, which differs between threads")
         # A step could draw from it, and a captured one would not.
         if issubclass(kind, Iterator):
             where = self._where() or "the step"

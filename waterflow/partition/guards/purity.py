@@ -269,7 +269,7 @@ class ClosedWorld:
         self._operates(operands)
         for value in operands:
             if isinstance(value, (set, frozenset)) and len(value) > 1 and not all(map(is_atom, value)):
-                raise Refused("walks over a set of objects, whose order is another one in each process")
+                raise Refused("iterates over a set of objects, whose order differs between processes")
 
     def _with(self, operands: tuple[Any, ...]) -> None:
         kind = type(operands[0])
@@ -278,7 +278,7 @@ class ClosedWorld:
             raise Refused(f"enters a {name_of(kind)}, which is not known to be without state")
 
     def _unknown(self, operands: tuple[Any, ...]) -> None:
-        raise Refused("does what a capture does not know")
+        raise Refused("executes an instruction that a capture does not know")
 
     def _harmless(self, operands: tuple[Any, ...]) -> None:
         """The variables of functions, whose cells the fingerprint has looked into, or which the step made."""
@@ -342,7 +342,7 @@ class ClosedWorld:
             self._all_whole((called.__self__, *given), named)
         elif called is type and len(given) == 1:
             if isinstance(given[0], torch.Tensor):
-                raise Refused("asks for the class of a tensor, which is another one in a trace")
+                raise Refused("asks for the class of a tensor, which differs in a trace")
         elif isinstance(called, type):
             self._construct(called)
             self._all_whole(given, named) if in_library(called) else None

@@ -170,7 +170,7 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
         external_tensors = [p for p in group["params"] if id(p) not in numbers]
         if external_tensors:
             raise CaptureError(
-                f"the optimizer trains a parameter of shape {tuple(external_tensors[0].shape)} that the model does not hold; add it to that"
+                f"the optimizer trains a parameter of shape {tuple(external_tensors[0].shape)} that the model does not hold; add it there"
             )
         settings = tuple(
             (name, bool(value) if name in BY_ZERO else fingerprint.of(value))
