@@ -55,6 +55,7 @@ lint: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/python -m tests.docstrings
 
 types: $(VENV)/.built
 	$(BIN)/mypy
