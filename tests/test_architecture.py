@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -69,6 +71,8 @@ RENAMED = {
     "looked", "unlooked", "eldest_first", "pages_stay", "pacer", "device_order", "DeviceOrder", "short_products", "Coordinator",
     "job_spills", "intra_op",
 }  # fmt: skip
+# Files that comments name although the repository does not have them: a library's, and a stand-in for the user's.
+OTHERS = {"tacotron2.py", "path/to/file.py"}
 # Files that are one idea, and longer than others may be.
 LONG = {"waterflow/executor/csrc/engine/engine.cpp": 1100}  # one class, all of it under one lock
 INSIDE_FUNCTIONS = {"optuna": {"cli/main", "cli/config", "cli/output"}}
@@ -259,6 +263,37 @@ def test_what_was_renamed_is_called_by_its_name() -> None:
         f"{path} calls something {name}" for path in (*SOURCES, *NATIVE) if path.parts[1] != "cluster"
         for found in _names_of(path) for name in ([found] if isinstance(found, str) else found) if name in RENAMED
     ])  # fmt: skip
+
+
+def _prose_of(path: Path) -> str:
+    """The comments of a file, and its docstrings."""
+    text = (ROOT / path).read_text()
+    if path.suffix != ".py":
+        return "\n".join(re.findall(r"//.*", text))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]
+    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+def _files_missing(prose: str) -> list[str]:
+    """The files named, with or without folders, that are not in the repository; ``name.*`` counts in backticks or brackets."""
+    named = re.findall(r"[\w./-]*\w\.(?:py|pyi|cpp|h|md)\b|(?<=[`(])[\w/]+\.\*(?=[`)])", prose)
+    files = _repository_files()
+    return [name for name in named if name not in OTHERS and not any(f"/{file}".endswith(f"/{name}") for file in files)]
+
+
+@functools.cache
+def _repository_files() -> list[str]:
+    folders = [ROOT / name for name in ("waterflow", "tests", "benchmarks", "docs", "examples")]
+    files = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*.*"))]
+    return [str(found.relative_to(ROOT)) for path in files for found in (path, path.with_suffix(".*"))]
+
+
+def test_comments_name_files_that_exist() -> None:
+    planted = "// (graph_cache.h) In csrc/engine.cpp, engine/engine.cpp, ``admission.*``, ``fingerprint.*`` and setup.py."
+    assert _files_missing(planted) == ["graph_cache.h", "csrc/engine.cpp", "fingerprint.*"]
+    assert_none([f"{path} names {name}" for path in (*SOURCES, *NATIVE) for name in _files_missing(_prose_of(path))])
 
 
 def test_helpers_live_with_their_concept() -> None:

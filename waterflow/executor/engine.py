@@ -239,6 +239,7 @@ class Engine:
     def set_priority(self, step: HasJob, priority: Priority = "guaranteed", quota: int | float | str | None = None) -> None:
         """Set priority and quota of a ``Step`` in a loop of its own, as ``Job(priority=, quota=)`` does for a job.
 
+        Each call sets both: without ``priority`` the step is guaranteed, without ``quota`` it has none, whatever it had before.
         Such a step cannot be preempted: its memory stays claimed while its loop runs, even if not even its reduced form fits
         in a quota that was lowered. Raises InvalidJobError for a step that is not of this engine, and for invalid values.
         """

@@ -71,7 +71,7 @@ class Reservations:
         return self.limit - self.reserve
 
     def claim(self, job: int, plan: Plan, *, batches: int = 1) -> None:
-        """Claim the persistent bytes of ``job`` and of ``batches`` batches before its first step; wait until they fit.
+        """Claim the persistent bytes of ``job`` and of ``batches`` batches before a step of it; wait until they fit.
 
         They fit if the rest of the memory has room for the largest step of any job with a claim. A claim that covers the plan
         already returns at once.

@@ -48,7 +48,8 @@ class EngineLease:
     def set(self, priority: Priority | None = None, quota: int | float | str | None = None) -> None:
         """Change priority or quota from the next step on. Raises InvalidJobError for invalid ones.
 
-        Below what the job needs it continues with reduced steps, or is suspended; see ``Job.quota``.
+        None leaves either as it is; a quota cannot be taken away. Under a quota below its need the job continues
+        with reduced steps, or is suspended; see ``Job.quota``.
         """
         if priority is not None:
             check_priority(self._who, priority)

@@ -27,7 +27,7 @@ class Fifo(Policy):
             self._waiting = deque(sorted(waiting, key=lambda each: each.order))
 
     def ended(self, entry: Entry) -> None:
-        """Do nothing: ``decide`` passes over entries that no longer wait."""
+        """Do nothing: ``decide`` drops an entry that no longer waits when that is at the front."""
 
     def decide(self, now: float) -> None:
         """Start entries from the front until one does not fit."""

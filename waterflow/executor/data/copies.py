@@ -1,4 +1,8 @@
-"""Copies of batches, for steps that change a batch that other jobs read."""
+"""Copies of batches, and the address ranges of tensors.
+
+Batches are copied for a step that changes a batch that other jobs read, or whose batch lies in memory that it changes; for
+checkpoints; and for shared data, if the user's data may write to the memory of an earlier batch again.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,9 @@ def _copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class OwnBatches:
-    """One job's copies of batches that other jobs read, too; only batches that its steps write to are copied.
+    """One job's copies of batches that other jobs may read, too.
+
+    A captured step gets a copy only if it writes to its batch; an eager step always gets one.
 
     If the data yields the same objects in each epoch, as a list does, the copies are ``kept``: in a later epoch the job finds
     what it wrote, as it would alone.

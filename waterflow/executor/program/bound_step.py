@@ -198,7 +198,10 @@ class BoundStep:
         return self.claimed is self.planned.plan and self.seen == engine.reservations.changes
 
     def answers(self, leaves: list[Any]) -> Answers:
-        """Return the batch's answers to the step's questions. Raises CaptureError if it lies in memory that the step changes."""
+        """Return the answers in the step's own key if the batch gives the same; else those of the key to look under next.
+
+        Raises CaptureError if the step asks for values of a batch that it changes, or goes over more than ``MOST_WAYS`` ways.
+        """
         questions = self.plain.capture.questions
         asked = (leaves[leaf] for question in questions for leaf in question.leaves)
         if questions and (self.plain.changed_leaves or any(map(self.asked_not.have, asked))):

@@ -117,7 +117,9 @@ def _within_quota(
     batch_spec: pytree.TreeSpec | None,
     under_way: Sequence[StepFuture],
 ) -> BoundStep:
-    # The step in the form that fits in the job's quota. If none does it is returned as it is, and its claim fails.
+    # The step in the form that fits in the job's quota; an opportunistic job's reduced step stays so until there is room for
+    # the whole one. If the claim exceeds a lowered quota, steps under way end, and the claim comes down to the form's height.
+    # If no form fits, the step is returned as it is and must claim anew: the claim raises, or asks the job to leave.
     whole = bound_step.whole.planned.plan
     needed = whole.persistent + batches * whole.batch
     most = engine.reservations.most_height(job, needed)

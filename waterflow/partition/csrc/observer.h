@@ -16,7 +16,7 @@
 
 namespace waterflow::observer {
 
-// How operands are taken; `Take` in opcodes.py says what each means.
+// How operands are taken; `Take` in guards/observer.py says what each means.
 enum class Take {
   slots,
   unless_plain,
@@ -66,7 +66,7 @@ struct Event {
   PyObject* result;   // nullptr where there is none
 };
 
-// What one thread saw. Holds what it saw until `clear`. (observation.cpp)
+// What one thread saw. Holds what it saw until `clear`. (observer.cpp)
 struct Observation {
   PyObject* owner = nullptr;    // what Python has of it; its `_plan` says what a code object does
   PyObject* entered = nullptr;  // the kinds that need no plan
@@ -92,7 +92,7 @@ PyObject* event_of(const Observation& seen, const Event& event);
 // Functions of the module and the type of observations; false with an exception set. (observer_module.cpp)
 bool add_to_module(PyObject* module);
 
-// Fill `made` from a plan of bytecode.py. False with an exception set. (observer_module.cpp)
+// Fill `made` from an OperandPlan of guards/observer.py. False with an exception set. (observer_module.cpp)
 bool read_plan(PyObject* plan, Code& made);
 
 // -- observer.cpp
@@ -104,7 +104,7 @@ bool stop(Observation* observation);
 // sys.monitoring tells of an instruction, on versions that have it. False with an exception set.
 bool instruction_event(PyObject* code, int32_t offset);
 
-// -- observer_monitoring.cpp
+// -- observer.cpp: sys.monitoring
 
 extern PyObject* cannot_observe;  // an exception, made by add_to_module
 

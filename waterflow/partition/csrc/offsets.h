@@ -28,9 +28,9 @@ Placement place_in_order(const std::vector<Lifetime>& lives, const std::vector<i
 std::vector<int32_t> placement_order(const std::vector<Lifetime>& lives, PlacementOrder order);
 
 // The best placement found. From each of three orders (death, life, birth), whatever ends above the most bytes that are
-// ever live at once is moved to the front, one at a time, and all are placed anew: those that stick out get their
-// pick of the ground. Then pieces that end highest are moved forward at random, as long as that helps. `work` bounds
-// the search, in comparisons; the first placement of each order is always tried.
+// ever live at once is moved to the front, one at a time, and all are placed anew: those that stick out get the
+// first pick of addresses. Then pieces that end highest are moved forward at random, as long as that helps. `work`
+// bounds the search, in comparisons; the first placement of each order is always tried.
 Placement place(const std::vector<Lifetime>& lives, int32_t operations, int64_t work);
 
 // A plan of offsets, walked operation by operation.

@@ -1,4 +1,5 @@
-// Torch's CPU allocator while an engine lives: lanes are served at planned addresses, all others by torch's own.
+// Torch's CPU allocator while an engine lives: lanes are served at planned addresses, and outside of their plans from a
+// pool (CpuPool); all other threads by torch's own, before which ours stand in a chain (AllocatorChain).
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -22,8 +23,8 @@ class LaneAllocatorInstalled {
 };
 
 // While it lives, the calling thread runs a lane's step: its requests are served where the placer says, if there is
-// one, and from the pool otherwise. Not a `lane`: the thread's requests go to torch's own
-// allocator, whatever step they are nested in.
+// one, and from the pool otherwise. Not a `lane`: the thread's requests go to torch's own allocator, whatever step they
+// are nested in.
 class LaneScope {
  public:
   explicit LaneScope(Placer* placer, bool lane = true);

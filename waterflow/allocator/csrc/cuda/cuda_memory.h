@@ -1,4 +1,5 @@
-// Memory of captured CUDA graphs: a graph finds the same bytes at the same addresses whenever it is run again.
+// Torch's requests for a GPU's memory: the pools of captured graphs, the choice of who serves a request, and the
+// functions that torch calls.
 #pragma once
 
 #include <atomic>
@@ -22,6 +23,7 @@ namespace waterflow {
 using GraphPoolId = std::pair<unsigned long long, unsigned long long>;
 using GraphFilter = std::function<bool(CUstream_st*)>;
 
+// Memory of captured CUDA graphs: a graph finds the same bytes at the same addresses whenever it is run again.
 // What is asked for between `begin` and `end` on a stream that the filter names lies in the pool, and nothing else ever
 // does, until every graph that used it has been released and nothing in it is held. Inside a capture the device cannot
 // be asked and nothing may wait: within a pool memory goes from hand to hand on one stream only. Thread-safe.

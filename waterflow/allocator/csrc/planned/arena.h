@@ -1,4 +1,5 @@
-// What shared arenas ask of an arena, on every device: two ends that face each other over the same memory.
+// Arenas on every device, two ends that face each other over the same memory; and all ranges of planned addresses in
+// the process, by which a request is given back.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,9 @@
 
 namespace waterflow {
 
-// End 0 grows up from its origin, end 1 down from its own. Each end has addresses of its own, which never change; both
-// see the same memory, from opposite sides, so they share no byte while their heights add up to no more than the size.
-// Not thread-safe: the engine's lock guards it.
+// One arena, as shared arenas use it. End 0 grows up from its origin, end 1 down from its own. Each end has addresses
+// of its own, which never change; both see the same memory, from opposite sides, so they share no byte while their
+// heights add up to no more than the size. Not thread-safe: the engine's lock guards it.
 class Arena {
  public:
   virtual ~Arena() = default;

@@ -169,7 +169,7 @@ bool Placer::ground_is_free(int32_t index) const {
     const uint8_t state = states_[*before].load(std::memory_order_acquire);
     if (state == kReleased) continue;
     if (state == kLive) return false;
-    return ground_is_free_slowly(index);  // it was never made: who had the arena before it?
+    return ground_is_free_slowly(index);  // it was never made: who had the place before it?
   }
   return true;
 }

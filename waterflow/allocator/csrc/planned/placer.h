@@ -1,4 +1,4 @@
-// The requests of one step, as a profile saw them, each with its place: what a lane replays.
+// Planned memory of a step: its requests, each with its place (RequestPlan), and the Placer that serves them there.
 #pragma once
 
 #include <atomic>
@@ -42,7 +42,8 @@ class StartTable {
   int shift_;
 };
 
-// Immutable once built; shared by all jobs whose steps make the same requests.
+// The requests of one step, as a profile saw them, each with its place: what a lane replays. Immutable once built;
+// shared by all jobs whose steps make the same requests.
 class RequestPlan {
  public:
   // `requests` in the order in which they are made; `first[i]` is the first one of instruction i, and one more entry
@@ -71,7 +72,7 @@ class RequestPlan {
   const StartTable& starts(bool down) const { return starts_[down]; }
   int32_t start_slot(int32_t index, bool down) const { return start_slots_[down][index]; }
 
-  // Those that had the arena of `index` last before it.
+  // The requests that had bytes of the place of `index` last before it.
   const int32_t* before_begin(int32_t index) const { return before_.data() + before_first_[index]; }
   const int32_t* before_end(int32_t index) const { return before_.data() + before_first_[index + 1]; }
 
@@ -97,7 +98,7 @@ class RequestPlan {
 // What became of a step's requests.
 struct PlacedCounts {
   int64_t planned = 0;  // served at their planned addresses
-  int64_t missed = 0;   // asked for otherwise than planned, or before their arena was free
+  int64_t missed = 0;   // asked for otherwise than planned, or before their place was free
   int64_t outside = 0;  // bytes of those that were missed
 
   void add(const PlacedCounts& other) {
@@ -111,8 +112,8 @@ struct PlacedCounts {
 enum class PlacedIn : uint8_t { host, device };
 
 // One range of addresses that begins at an arena's end, and the step whose memory lies there. The thread that runs the
-// step asks; releases come from anywhere. A request is served at its place only when all that had that arena before it
-// in this step have given it back: a step that does otherwise than its profile loses speed, and never a byte.
+// step asks; releases come from anywhere. A request is served at its place only when all that had bytes of it
+// before in this step have given them back: a step that does otherwise than its profile loses speed, and never a byte.
 class Placer {
  public:
   // The range [base, base + bytes); its origin is the first byte where it grows up, one behind its last where it grows

@@ -1,4 +1,4 @@
-// Pieces of device memory, and who used them last.
+// Pieces of device memory, the streams that used each last, and the table that finds a piece by its address.
 #pragma once
 
 #include <cstddef>

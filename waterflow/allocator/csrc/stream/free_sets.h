@@ -1,4 +1,4 @@
-// Free chunks by size, in two levels: powers of two, each in 32 parts (after TLSF, Masmano et al. 2004).
+// The free chunks of the multi-stream allocator: by size (SizeBins), in a set for each stream (FreeSets).
 #pragma once
 
 #include <array>
@@ -13,6 +13,7 @@
 
 namespace waterflow {
 
+// Free chunks by size, in two levels: powers of two, each in 32 parts (after TLSF, Masmano et al. 2004).
 class SizeBins {
  public:
   static constexpr int32_t ALL = std::numeric_limits<int32_t>::max();

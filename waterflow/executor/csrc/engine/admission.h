@@ -1,4 +1,4 @@
-// Admission: the banker's algorithm (Dijkstra, EWD 623) over node groups.
+// Admission: the banker's algorithm (Dijkstra, EWD 623) over node groups, and the counter barriers before them.
 #pragma once
 
 #include <cstdint>
@@ -32,13 +32,16 @@ class Admission {
   explicit Admission(int64_t capacity);
 
   int64_t capacity() const { return capacity_; }
-  // A larger capacity holds at once; a smaller one from the first state that is safe under it: until then
-  // steps finish and none starts. Returns whether it holds already.
+  // A larger capacity holds at once. A smaller one is pending until a state is safe under it: steps go on meanwhile,
+  // and none starts. Returns whether it holds already.
   bool set_capacity(int64_t capacity);
   std::optional<int64_t> pending_capacity() const { return pending_; }
 
-  // `job` wants to run the next group of its step (the first one begins the step, with these heights, which
-  // must outlive it). Returns whether it may; if so the group is in flight.
+  // Lets `job` run the next group of its step, which is then in flight, and ends its wait; or returns false and changes
+  // nothing. The first group begins the step, with these heights, which must outlive it. Any group is refused whose
+  // peak exceeds the capacity beside what is held, or after which some step could not finish (the banker's rule). A
+  // first group is also refused while a lower capacity is pending, or if the job must yield. Throws std::logic_error
+  // if a group of the job is in flight.
   bool try_issue(Id job, const Heights* heights, bool opportunistic = false);
   // Its group in flight has ended. Returns whether its step has ended, too.
   bool complete(Id job);
@@ -50,11 +53,12 @@ class Admission {
   int32_t groups_left(Id job) const;  // 0 for a job that is not in mid-step
   bool in_step(Id job) const { return running_.count(job) != 0; }
 
-  // Waiting for memory. A job that a neighbour's whole step has overtaken goes first: no step starts before it.
-  // Opportunistic ones do not hold up others.
+  // The job waits for room, until it is let in. Once another job has started a step meanwhile, no further step starts
+  // before this job is let in. For an opportunistic job only the steps of other opportunistic jobs count, and only
+  // they are held up.
   void wait(Id job, bool opportunistic = false);
   void stop_waiting(Id job);
-  // Another, of its class or a higher one, has waited longer than a step of its neighbour.
+  // Another job waits, of its class or a higher one, and was overtaken by the start of a step: that job starts first.
   bool must_yield(Id job, bool opportunistic = false) const;
   bool anyone_waiting() const { return !waiting_.empty(); }
   std::vector<Id> waiting() const;  // in the order in which room is offered
@@ -96,10 +100,10 @@ class Admission {
 
 // The counter barrier: the only way in which a node group becomes issuable.
 
-// Counts arrivals down to zero. A group's barrier waits for the group before it, for its batch's copy (the
-// first group of a step) and for the groups that must give it room. It re-arms itself once it is passed, and
-// its number of parties may change while it is in use (jobs come and go). Not thread-safe by itself: the
-// engine's lock guards it.
+// Counts arrivals down to zero. The barrier of a step's first group waits for the end of the step before, for the
+// batch, which arrives when the step has been submitted, and for room; that of a later group waits for the group before
+// it and for room. Room is one arrival, made once admission has let the group in. `pass` arms the barrier anew, and its
+// number of parties may change while it is in use. Not thread-safe by itself: the engine's lock guards it.
 class CounterBarrier {
  public:
   static constexpr int32_t kFirstGroup = 3;  // parties: the step before, the batch, room

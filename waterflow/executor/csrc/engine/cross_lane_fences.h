@@ -1,4 +1,4 @@
-// The order of two facing lanes on the device: which event a group waits for before it grows into arena that the other
+// The order of two facing lanes on the device: which event a group waits for before it grows into memory that the other
 // lane gave back.
 #pragma once
 
@@ -19,8 +19,8 @@ enum class OrderFault {
 };
 
 // Each event carries the peak of the group that it closes. A group waits for the facing lane's latest event whose peak
-// crosses the arena that it grows into, and for no other: whatever was issued there before that event is behind it,
-// and what was issued after it stays out of that arena. Comparing the heights at events instead is wrong, for a group
+// crosses the memory that it grows into, and for no other: whatever was issued there before that event is behind it,
+// and what was issued after it stays out of that memory. Comparing the heights at events instead is wrong, for a group
 // may rise and fall between two of them (docs/experiments/lanes.md).
 //
 // Pure book-keeping: no clock, no threads, no torch. Not thread-safe: the engine's lock guards it. Peaks are bytes from

@@ -681,7 +681,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     }
     const bool last = error || group + 1 == groups;
     if (run.frame && !behind && last) run.let_go();
-    // Before the arena is given back: does anybody hold what was planned to be gone? Behind the host that is not
+    // Before its memory is given back: does anybody hold what was planned to be gone? Behind the host that is not
     // known.
     bool kept = false;
     if (run.placer != nullptr && !behind && !run.detached) {

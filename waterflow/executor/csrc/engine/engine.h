@@ -37,13 +37,13 @@ struct StepTime {
 };
 
 struct EngineJob;
-class GraphCache;  // graph_cache.h
+class GraphCache;  // step_graphs.h
 
 // A place for one step at a time, with a thread of its own for steps that no caller runs.
 struct Lane {
   int32_t index;
   SharedArena* shared_arena = nullptr;
-  int32_t end = 0;                     // of the arena's arena
+  int32_t end = 0;                     // of the arena, 0 or 1
   StreamId stream = -1;                // of the device, where that runs behind the host
   std::optional<c10::Stream> current;  // the same as torch knows it, on a GPU
   EngineJob* job = nullptr;

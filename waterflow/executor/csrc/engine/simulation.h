@@ -1,4 +1,6 @@
-// Virtual time of a device whose lanes share its rates: a stated model of cost, never a measurement.
+// Jobs on the lanes of arenas in virtual time: real admission, barriers and fences over a device without memory
+// (Simulation), and the clock of a device whose lanes share its rates (DeviceClock): a stated model of cost, never a
+// measurement.
 #pragma once
 
 #include <cstdint>
@@ -96,8 +98,6 @@ class DeviceClock {
   int64_t now_ = 0, millionths_ = 0;  // and the fraction of a nanosecond behind now_
 };
 
-// Jobs on the lanes of arenas in virtual time: real admission, barriers and device order over a device without memory.
-
 // Bytes that a group reads or writes, counted from its lane's end of the arena.
 struct Touch {
   int64_t offset, bytes;
@@ -153,7 +153,7 @@ struct SimulationResult {
 };
 
 // The host issues groups at once, in the order in which admission offers room; each lane runs what it was given one by
-// one, and all share the device's rates (device_clock.h). A job takes whichever lane is free when its step starts, has
+// one, and all share the device's rates (DeviceClock). A job takes whichever lane is free when its step starts, has
 // one batch on the device, and its next one is copied there, by an engine of its own, when the step is done. All in
 // integers, and equal settings give equal runs: what ends at the same time is handled by lane, copies last; who waits
 // for room comes first, then lanes by number, then steps that would start, the longest ready first.

@@ -1,4 +1,5 @@
-// One operation at the addresses that it has in a step's plan: learnt without running it there, run again and again.
+// Captured steps as device graphs: one operation recorded at its planned addresses (RecordedCall), the graphs of one
+// job's step (StepGraphs), and those of all of an engine's jobs (GraphCache).
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -23,6 +24,7 @@
 
 namespace waterflow {
 
+// One operation at the addresses that it has in a step's plan: learnt without running it there, run again and again.
 // Between device graphs it runs what they cannot hold: random operations. In the stand-in for a GPU it is what a graph
 // is made of.
 class RecordedCall {

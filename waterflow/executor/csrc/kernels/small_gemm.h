@@ -1,8 +1,10 @@
-// How loops of our own kernels become vectors: of the widest kind that the CPU has.
+// Products of small matrices, with BLAS's bits and without its copies; and the attributes by which loops of our own
+// kernels become vectors.
 #pragma once
 
 #include <cstdint>
 
+// Loops become vectors of the widest kind that the CPU has.
 // No two operations become one: that would round otherwise. Only for the loops: what differs in these options from the
 // functions around it is not inlined into them, nor they into it.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

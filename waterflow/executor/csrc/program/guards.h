@@ -1,4 +1,5 @@
-// Settings of the process and the calling thread that change what a step computes, or what its code sees.
+// Checks that a captured step still holds: settings of the process and the calling thread, and objects that the step
+// was made from. Also sets the calling thread's denormal mode, which is such a setting.
 #pragma once
 
 #include <Python.h>
@@ -11,7 +12,8 @@
 
 namespace waterflow {
 
-// One key of all of them, two bytes each. Equal keys: a step that is traced under either records the same.
+// One key of all settings of the process and the calling thread that change what a step computes, or what its code
+// sees; two bytes each. A step that is traced under equal keys records the same.
 std::string ambient(const std::string& device_type);
 
 // Function modes, dispatch modes, and hooks for saved tensors that the calling thread is in.

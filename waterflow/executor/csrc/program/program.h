@@ -1,5 +1,5 @@
-// Kernels of waterflow's own, called with what stands in slots instead of through the dispatcher: no stack, no copies
-// of arguments, no keys to look up.
+// A captured step as a program, a flat list of operator calls over numbered slots; the frame that holds one job's
+// values while it runs; and direct calls, which replace the dispatcher for some operators.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -23,7 +23,8 @@
 
 namespace waterflow {
 
-// Of an operator with one tensor as its result: its arguments in the order of its schema.
+// A kernel of waterflow's own for an operator with one tensor as its result, called with the values of slots instead of
+// through the dispatcher: no stack, no copies of arguments, no keys to look up. Arguments come in the schema's order.
 using DirectCall = at::Tensor (*)(const c10::IValue* const* arguments);
 
 // The call of the operator with this name; null where it has none. Called on CPU tensors alone.
@@ -69,7 +70,7 @@ struct Direct<Kernel> {
   }
 };
 
-// A captured step as a flat list of dispatcher calls over numbered slots.
+// The parts of a program.
 
 struct Argument {
   enum class Kind : uint8_t { constant, slot, tensor_list, optional_tensor_list, generator };
