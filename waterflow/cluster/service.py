@@ -21,6 +21,8 @@ from waterflow.cluster.store import NOT_NOW, JobRecord, Store
 from waterflow.cluster.submission import Tenant
 from waterflow.errors import ClusterError, InvalidJobError, SubmissionError
 
+logger = logging.getLogger("waterflow")
+
 PUT_OFF_SECONDS = 10.0  # before an event that could not be applied is tried again
 
 
@@ -84,8 +86,6 @@ def newest(events: Sequence[BackendEvent]) -> list[BackendEvent]:
 def _key(event: BackendEvent) -> Any:
     return getattr(event, "id", None) or ("node", event.node)
 
-
-logger = logging.getLogger("waterflow")
 
 LONGEST_POLL = 0.25  # seconds; the backend watches its nodes only inside ``poll``
 SUSPEND_SECONDS = 30.0  # for jobs to write their checkpoints in ``down``

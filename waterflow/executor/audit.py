@@ -33,6 +33,8 @@ from waterflow.partition.capture.trace import no_gradient
 from waterflow.partition.passes.operators import storage_id
 from waterflow.partition.plan.plan import Plan, format_bytes
 
+logger = logging.getLogger("waterflow")
+
 LARGE = 64 << 10  # bytes of a frozen tensor from which on there is a checksum of it, and no copy
 
 
@@ -353,8 +355,6 @@ def _modules_kept(model: nn.Module) -> Iterator[Any]:
                 if name not in entries or entries[name] is not old:
                     entries[name] = old
 
-
-logger = logging.getLogger("waterflow")
 
 EARLIEST, LATEST = 2, 50  # a job's steps, between which the second audit of a captured step lies
 RARE = 100, 500  # the same for the job's next audit; each later one lies ten times further

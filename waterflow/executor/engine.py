@@ -30,6 +30,8 @@ from waterflow.executor.virtual_clock import here
 from waterflow.partition.plan.plan import Plan
 from waterflow.units import Priority, check_priority
 
+logger = logging.getLogger("waterflow")
+
 _open_engines = 0
 _open_lock = threading.Lock()
 _interval_before = 0.0
@@ -69,9 +71,6 @@ def _launch_alone(process: Any, target: Any) -> None:
 
 if hasattr(os, "register_at_fork"):  # a child has one thread, and would inherit the lock as taken
     os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
-
-
-logger = logging.getLogger("waterflow")
 
 
 class HasJob(Protocol):

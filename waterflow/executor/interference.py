@@ -22,6 +22,8 @@ from typing import Protocol
 
 from waterflow.executor.tuning import Decision
 
+logger = logging.getLogger("waterflow")
+
 PAIRS = 8  # windows without and with opportunistic work, alternating, in one comparison; its steadiest half counts
 ALONE_STEPS, ALONE_SECONDS = 2, 0.02  # of each guaranteed job in a window without opportunistic work, at least
 BESIDE = 4  # a window with opportunistic work is so many times longer
@@ -285,8 +287,6 @@ def _quantile(steps: Sequence[float], sigmas: int) -> float:
     share = TAIL + sigmas * (TAIL * (1 - TAIL) / len(steps)) ** 0.5
     return sorted(steps)[min(int(share * len(steps)), len(steps) - 1)]
 
-
-logger = logging.getLogger("waterflow")
 
 STARVED_SECONDS = 30.0
 LOOK_SECONDS = 1.0

@@ -21,7 +21,7 @@ from waterflow.planner.feasibility import Feasibility, Need, needed
 from waterflow.planner.search import what_fits
 from waterflow.step import Step
 from waterflow.training.build import model_of, optimizer_of
-from waterflow.training.step_queue import STEPS_AHEAD
+from waterflow.training.step_queue import STEPS_AHEAD, step_of
 
 ANY_ROOM = 1 << 62
 
@@ -186,19 +186,7 @@ def step_and_batch(job: Job) -> tuple[Step, Any]:
     # Values do not matter here, but a prediction must not draw from the process's generator.
     numbers = torch.Generator().manual_seed(job.seed or 0)
     model = model_of(job)
-    step = Step(
-        model,
-        optimizer=optimizer_of(job, model),
-        loss=job.loss,
-        step=job.step,
-        accumulate=job.accumulate,
-        clip_grad_norm=job.clip_grad_norm,
-        clip_grad_value=job.clip_grad_value,
-        autocast=job.autocast,
-        recompute=job.recompute,
-        generator=numbers,
-        name=job.name,
-    )
+    step = step_of(job, model, optimizer_of(job, model), numbers, engine=None)
     data = job.data
     source = data.reader() if isinstance(data, SharedData) else Batches(job.name, data, numbers)
     with contextlib.closing(source) as batches:

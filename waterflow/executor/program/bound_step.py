@@ -53,6 +53,8 @@ from waterflow.partition.plan.plan import Plan, format_bytes
 if TYPE_CHECKING:
     from waterflow.executor.engine import Engine
 
+logger = logging.getLogger("waterflow")
+
 
 Members = tuple[tuple[torch.Tensor, ...], ...]  # by group: the parameters whose state a step's update reads
 Begun = dict[torch.Tensor, dict[str, torch.Tensor]]  # entries of the optimizer's state by parameter
@@ -317,8 +319,6 @@ def placed_height(captured: CapturedStep) -> int:
     kept = sum(life.size for life in lives if life.kept)
     return max(captured.predicted.height, place(lives, len(instructions), work=_LOOK).height + kept)
 
-
-logger = logging.getLogger("waterflow")
 
 _T = TypeVar("_T")
 Recompute = int | Literal["auto"] | None
