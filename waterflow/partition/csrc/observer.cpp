@@ -464,7 +464,7 @@ namespace {
 
 constexpr int kPlaces[] = {4, 3, 5, 1, 2, 0};  // those last that are meant for debuggers, coverage and profilers
 
-int observing = 0;  // observations that need the tool's place
+int observations = 0;  // those that need the tool's place
 int place = -1;
 std::vector<PyObject*> watched;  // code objects whose instructions are told
 
@@ -501,7 +501,7 @@ bool register_callback(PyObject* callback) {
 }  // namespace
 
 bool begin_monitoring() {
-  if (observing == 0) {
+  if (observations == 0) {
     place = -1;
     for (int number : kPlaces) {
       if (place < 0 && is_free(number)) place = number;
@@ -516,12 +516,12 @@ bool begin_monitoring() {
       return false;
     }
   }
-  ++observing;
+  ++observations;
   return true;
 }
 
 void end_monitoring() {
-  if (--observing > 0) return;
+  if (--observations > 0) return;
   for (PyObject* code : watched) {
     if (!done(PyObject_CallMethod(monitoring(), "set_local_events", "iOi", place, code, 0))) PyErr_Clear();
     Py_DECREF(code);
