@@ -117,7 +117,7 @@ def check(all_parts: Sequence[Part], runner: Callable[[Sequence[str], float], Ra
     outcomes: list[Outcome] = []
     left = total
     for part in all_parts:
-        missing = dict.fromkeys(part.stats, NOT_MEASURED)
+        missing = dict.fromkeys(part.figures, NOT_MEASURED)
         if left < 5:
             reason = f"no time was left of {total:.0f} s"
             outcomes.append(Outcome(part.name, NOT_MEASURED, 0.0, missing, reason))
@@ -133,12 +133,12 @@ def check(all_parts: Sequence[Part], runner: Callable[[Sequence[str], float], Ra
             found = part.read(ran.output)
         except (ValueError, TypeError) as error:
             found, outcome.reason = {}, f"its output cannot be read: {error}"
-        outcome.stats = missing | found
+        outcome.figures = missing | found
         if ran.status is None:
             outcome.status, outcome.reason = "stopped", f"it took longer than {limit:.0f} s"
         elif ran.status != 0:
             outcome.status, outcome.reason = "failed", f"exit status {ran.status}"
-        elif any(outcome.stats[name] == NOT_MEASURED for name in part.stats):
+        elif any(outcome.figures[name] == NOT_MEASURED for name in part.figures):
             outcome.status, outcome.reason = "incomplete", outcome.reason or "it did not print all of its figures"
         outcomes.append(outcome)
     return outcomes
@@ -146,7 +146,7 @@ def check(all_parts: Sequence[Part], runner: Callable[[Sequence[str], float], Ra
 
 def conclusions(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Figures that follow from several parts."""
-    by_name = {outcome.name: outcome.stats for outcome in outcomes}
+    by_name = {outcome.name: outcome.figures for outcome in outcomes}
 
     def figure(part: str, name: str) -> float | None:
         value = by_name.get(part, {}).get(name)
