@@ -53,7 +53,7 @@ def test_a_loop_of_the_zoo_that_falls_back(name: str) -> None:
     assert never.step is not None and never.step.opaque_reason is None
     assert fallen.step is not None and "step hooks" in str(fallen.step.opaque_reason)
     assert_same(fallen, never)
-    with Engine(memory=256 * MiB, lanes=2) as engine:
+    with Engine(memory=512 * MiB, lanes=2) as engine:
         assert_same(trained(name, at, 3, engine), never)
 
 
