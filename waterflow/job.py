@@ -71,6 +71,12 @@ class Job:
             suspended, or waits for first evaluations of other jobs (one at a time), does not. A job that takes longer fails with
             a JobTimeoutError, at its next group boundary or by an exception in its own code; other jobs are not affected.
             Code that blocks outside the interpreter, or catches all errors, is waited for; a warning names its line.
+        shards: The number of parts into which each batch is cut by rows. Each part has a gradient of its own, random numbers that follow
+            from the seed, and buffers (running statistics) of its own, of which the first part's are in ``state_dict``; the mean of
+            the gradients, weighed by rows, is the update's. The bits follow from this number, not from the devices that compute the
+            parts. Losses that are no mean over rows are computed within each part, as under ``DistributedDataParallel``.
+        loss_weight: A function of a part of the batch that returns how much its loss counts, in place of its rows; the number of
+            tokens, say, for a loss that is a mean over tokens.
     """
 
     name: str
@@ -95,6 +101,8 @@ class Job:
     quota: int | float | str | None = None
     train_mode: Literal["auto", "as_is"] = "auto"
     timeout: float | None = None
+    shards: int = 1
+    loss_weight: Callable[[Any], Any] | None = None
 
     def check(self) -> None:
         """Raise InvalidJobError if a setting is invalid."""
@@ -131,6 +139,7 @@ class Job:
             ("step", "(model, batch)"),
             ("scheduler", "the optimizer"),
             ("evaluate", "the model"),
+            ("loss_weight", "a part of a batch"),
         ):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -147,6 +156,14 @@ class Job:
         if self.train_mode not in ("auto", "as_is"):
             raise InvalidJobError(f"job {self.name!r}: train_mode must be 'auto' or 'as_is'; got {self.train_mode!r}")
         check_priority(f"job {self.name!r}", self.priority)
+        if not isinstance(self.shards, int) or self.shards < 1:
+            raise InvalidJobError(f"job {self.name!r}: shards must be a positive integer; got {self.shards!r}")
+        if self.shards > 1 and hasattr(self.data, "reader"):
+            raise InvalidJobError(
+                f"job {self.name!r}: batches of SharedData come whole, and shards={self.shards} cuts them; give the job data of its own"
+            )
+        if self.loss_weight is not None and self.shards == 1:
+            raise InvalidJobError(f"job {self.name!r}: loss_weight weighs the parts of a batch; it needs shards of 2 or more")
         if self.read_ahead not in (None, True, False):
             raise InvalidJobError(f"job {self.name!r}: read_ahead must be True, False or None; got {self.read_ahead!r}")
         if self.loss is not None and self.step is not None:

@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -249,17 +249,19 @@ class Step:
             self._hold = Hold(self.name, self.engine.over)
             self._release = weakref.finalize(self, self._hold.release)
             holders.check(self._hold, holder, parameters_of(optimizer))
-        self._spec = StepSpec(
-            model=holder,
-            compute_loss=compute_loss,
-            optimizer=optimizer,
-            update=True,
-            accumulate=accumulate,
-            clip_norm=clip_grad_norm,
-            clip_value=clip_grad_value,
-            autocast=autocast,
-            device=device_of(model, optimizer),
-            early_updates=early_updates,
+        self._spec = self._as_run(
+            StepSpec(
+                model=holder,
+                compute_loss=compute_loss,
+                optimizer=optimizer,
+                update=True,
+                accumulate=accumulate,
+                clip_norm=clip_grad_norm,
+                clip_value=clip_grad_value,
+                autocast=autocast,
+                device=device_of(model, optimizer),
+                early_updates=early_updates,
+            )
         )
         check_device(self.name, self._spec.device, self.engine)
         self.generator = generator = own_generator(generator, self._spec.device, self.engine)
@@ -360,6 +362,14 @@ class Step:
             self.batches_ahead = count
             self._bound_steps.claim_again()
 
+    # -- what a kind of step may change
+
+    def _as_run(self, spec: StepSpec) -> StepSpec:
+        return spec
+
+    def _will_write(self, buffers: Iterable[str]) -> None:
+        """Called before a step that writes these buffers of the model."""
+
     # -- one call
 
     def submit(self, batch: Batch) -> StepFuture | Done:
@@ -374,13 +384,14 @@ class Step:
             future.wait()
         return future
 
-    def _submit(self, batch: Batch, by_caller: bool) -> StepFuture | Done:
+    def _submit(self, batch: Batch, by_caller: bool, update: bool | None = None) -> StepFuture | Done:
         if self._closed:
             raise JobCancelled(f"step {self.name!r} was closed")
         # It would wait for the lane and the memory that its caller holds: for ever.
         if self.engine is not None and self.engine.native.on_a_lane:
             self.engine.refuse_inside(f"step {self.name!r}")
-        update = (self._micro + 1) % self.accumulate == 0
+        if update is None:
+            update = (self._micro + 1) % self.accumulate == 0
         # The virtual clock of a deterministic study counts steps that were begun.
         if self._worker is not None and self.engine is not None and self.engine.reservations.clock is not None:
             self.engine.reservations.clock.advance(self._worker)
@@ -394,6 +405,7 @@ class Step:
             if self.own_batches is not None and bound_step.captured.changed_leaves:
                 leaves = pytree.tree_leaves(given := self.own_batches.of(batch))
             bound_step = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which runs the step
+            self._will_write(bound_step.captured.written_buffers)
             done = self._audited(bound_step, leaves, given) if self.audit.due(bound_step) else None
         except CaptureError as error:
             refused = self.audit.refused(error).with_traceback(None)  # its frames would keep the user's tensors alive
@@ -595,6 +607,7 @@ class Step:
         self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
     ) -> StepFuture | Done:
         new_kind = isinstance(refused, NewKind)
+        self._will_write(name for name, _ in self._spec.model.named_buffers())
         if isinstance(refused, NewKind) and str(refused):
             self._tell_eager(refused, self._told)
         lends = self.engine is not None and self.engine.lends_lanes()

@@ -239,7 +239,7 @@ class BothWays:
                 if not isinstance(old, torch.Tensor) or not isinstance(value, torch.Tensor):
                     return f"only the eager step keeps the optimizer state {key!r} of a parameter"
                 moved.append((old, value))
-        sums = self._eager.named_sums() if owner.spec.accumulate > 1 else {}
+        sums = self._eager.named_sums() if owner.spec.has_sums else {}
         for name, tensor in owner.accumulators.items():
             if name in sums:
                 moved.append((tensor, sums[name]))

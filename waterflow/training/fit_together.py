@@ -21,6 +21,7 @@ from waterflow.planner.feasibility import Feasibility, Need, needed
 from waterflow.planner.search import what_fits
 from waterflow.step import Step
 from waterflow.training.build import model_of, optimizer_of
+from waterflow.training.shards.step import ShardedStep
 from waterflow.training.step_queue import STEPS_AHEAD, step_of
 
 ANY_ROOM = 1 << 62
@@ -190,4 +191,5 @@ def step_and_batch(job: Job) -> tuple[Step, Any]:
     data = job.data
     source = data.reader() if isinstance(data, SharedData) else Batches(job.name, data, numbers)
     with contextlib.closing(source) as batches:
-        return step, next(iter(batches.epoch()))
+        batch = next(iter(batches.epoch()))
+        return step, step.first_part(job.name, batch) if isinstance(step, ShardedStep) else batch

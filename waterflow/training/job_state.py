@@ -16,6 +16,7 @@ from waterflow.executor.program.eager import compose
 from waterflow.job import Job
 from waterflow.step import Step
 from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.shards.step import ShardedStep
 
 logger = logging.getLogger("waterflow")
 
@@ -143,6 +144,8 @@ class JobState:
 def progress_of(step: Step) -> dict[str, Any]:
     """Return a step's counters and its position within an update: calls, and gradient sums by parameter."""
     sums: dict[str, torch.Tensor] = {}
+    if isinstance(step, ShardedStep):
+        return {"counts": {name: getattr(step, name) for name in _COUNTS}, **copied(step.progress())}
     if step._micro and step.opaque_reason is None:
         sums = step._bound_steps.sums
     elif step._micro:
@@ -152,9 +155,12 @@ def progress_of(step: Step) -> dict[str, Any]:
 
 def put_progress(step: Step, taken: dict[str, Any]) -> None:
     """Set counters and position of a step that has not been called yet."""
-    step._micro = taken["calls"]
     for name, count in taken["counts"].items():
         setattr(step, {"most_spilled": "most_offloaded"}.get(name, name), count)  # an earlier version's name
+    if isinstance(step, ShardedStep):
+        step.put_progress(copied(taken))
+        return
+    step._micro = taken["calls"]
     parameters = dict(step._spec.model.named_parameters())
     sums = {name: one.to(parameters[name].device, copy=True) for name, one in taken["sums"].items()}
     for parameter in parameters.values():

@@ -16,8 +16,10 @@ from torch import nn
 from waterflow.errors import CheckpointError, JobCancelled
 from waterflow.executor.cancel import UserCode, let_go, limited, time_does_not_count
 from waterflow.executor.data.loader import Batches
+from waterflow.executor.data.sharded import ShardedBatches
 from waterflow.executor.data.shared import Reader, SharedData
 from waterflow.executor.engine import Engine
+from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.rng import own_numbers
 from waterflow.executor.stats import Account
 from waterflow.job import Job, JobResult, Metrics, Status
@@ -242,11 +244,15 @@ class JobRunner:
             self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
         self._state = JobState(job, model, optimizer, self._scheduler)
         if not isinstance(job.data, SharedData):
-            self._batches = Batches(job.name, job.data, self._data_numbers, read_ahead=job.read_ahead)
+            given = job.name, job.data, self._data_numbers
+            if job.shards > 1:
+                self._batches = ShardedBatches(*given, shards=job.shards, seed=self._seed)
+            else:
+                self._batches = Batches(*given, read_ahead=job.read_ahead)
         self._make_step(model, optimizer)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        step = step_of(self.job, model, optimizer, self._numbers, self.engine)
+        step = step_of(self.job, model, optimizer, self._numbers, self.engine, self._seed)
         assert self._batches is not None
         step.own_batches = self._batches.own
         self.lease.enter(step)
@@ -381,10 +387,7 @@ class JobRunner:
                 except StopIteration:
                     break
                 self._check_stop()
-                pending = None
-                with self.lease.may_leave():
-                    pending = self.step.submit(batch)
-                if pending is None:  # the job is to leave: it waits in _serve()
+                if (pending := self._submit(batch)) is None:  # the job is to leave: it waits in _serve()
                     self._batches.put_back(batch)
                     continue
                 steps.add(pending)
@@ -406,6 +409,12 @@ class JobRunner:
         finally:
             self._losses += steps.losses()
         return self._losses[self._epoch_began :]
+
+    def _submit(self, batch: Any) -> StepFuture | Done | None:
+        assert self.step is not None
+        with self.lease.may_leave():
+            return self.step.submit(batch)
+        return None
 
     def _held_up(self) -> bool:
         # Readers of the same data do not wait for a job that itself waits for what other jobs hold (memory, lanes, its

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.stats import Account
 from waterflow.job import Job
 from waterflow.step import Step
+from waterflow.training.shards.step import ShardedStep
 
 logger = logging.getLogger("waterflow")
 _told = threading.Lock()  # the first job to warn of slow data keeps it: one warning per process
@@ -44,10 +46,11 @@ def steps_ahead(step: Step, engine: Engine | None) -> int:
 
 
 def step_of(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Generator, engine: Engine | None
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Generator, engine: Engine | None, seed: int = 0
 ) -> Step:
     """Return a step for the job, whose batches are submitted ahead."""
-    step = Step(
+    kind = Step if job.shards == 1 else partial(ShardedStep, shards=job.shards, loss_weight=job.loss_weight, seed=seed)
+    step = kind(
         model,
         optimizer=optimizer,
         loss=job.loss,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -38,7 +38,7 @@ from waterflow.partition.capture.leaks import LeavesTensors
 from waterflow.partition.capture.optimizers import FIRST_STEP_FLAG, parameters_of
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.capture.substitution import ChangesItself
-from waterflow.partition.capture.trace import Capture
+from waterflow.partition.capture.trace import Capture, no_gradient
 from waterflow.partition.guards.batch_reads import Answers, LeafRead, answers_of, free_places, values_known, with_values
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.settings import ambient_key
@@ -565,11 +565,12 @@ class BoundSteps:
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
     ) -> CapturedStep:
         """Return the captured step for such a batch, unbound, at most ``height`` bytes high. Raises Capture- and MemoryLimitError."""
-        gathered = frozenset(self._spec.trained()) if self._spec.accumulate > 1 else frozenset()
-        base: Key = (batch_key, True, ambient_key(self._spec.device.type), gathered, ())
+        update = self._spec.shards == 1  # else the gradients of a part are the larger step
+        gathered = frozenset(self._spec.trained()) if self._spec.has_sums and update else frozenset()
+        base: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
 
         def at(key: Key) -> tuple[tuple[CapturedStep, tuple[Hashable, int], Key], Answers]:
-            plain, structure, _ = self._capture(replace(self._spec, gathered=gathered), key, leaves, batch_spec)
+            plain, structure, _ = self._capture(replace(self._spec, update=update, gathered=gathered), key, leaves, batch_spec)
             return (plain, structure, key), answers_of(plain.capture.questions, key[4], leaves)
 
         with as_refusal():
@@ -624,7 +625,7 @@ class BoundSteps:
         most = 1 if isinstance(refused, LeavesTensors) else MOST_CHANGES if isinstance(refused, ChangesItself) else 0
         again = self._tried_again < most
         self._tried_again += again
-        return self._spec.accumulate == 1 and (again or isinstance(refused, HalfBegun))
+        return not self._spec.has_sums and (again or isinstance(refused, HalfBegun))
 
     def begin_update(self, bound_step: BoundStep) -> Begun:
         """Note that an update was submitted; return the state of the parameters of which it is the first."""
@@ -650,7 +651,7 @@ class BoundSteps:
         self._drop_half_begun()
         self._gathered = frozenset(sums)
         for name, bound in self._accumulators.items():  # captured steps are bound to these, and add to what is there
-            bound.copy_(sums[name]) if name in sums else bound.zero_()
+            bound.copy_(sums[name]) if name in sums else bound.fill_(no_gradient(bound))
         self._accumulators.update({name: one for name, one in sums.items() if name not in self._accumulators})
 
     def _drop_half_begun(self) -> None:
@@ -666,7 +667,7 @@ class BoundSteps:
     def gather(self, bound_step: BoundStep) -> frozenset[str]:
         """Note that a step was submitted, which adds to gradient sums or uses them up; return the names of those before it."""
         before = self._gathered
-        if self._spec.accumulate > 1:
+        if self._spec.has_sums:
             self._gathered = frozenset() if bound_step.key[1] else before.union(bound_step.plain.capture.gradients)
             for name in before.difference(bound_step.owner.spec.updated()) if bound_step.key[1] else ():
                 self._accumulators.pop(name)  # the optimizer trains it no more
@@ -680,6 +681,13 @@ class BoundSteps:
     def put_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Start from gradient sums of another object; only before the first step."""
         self._accumulators, self._gathered = dict(sums), frozenset(sums)
+
+    def lay_out_sums(self, sums: Mapping[str, torch.Tensor], gathered: Iterable[str] = ()) -> None:
+        """Add gradients to these tensors from the next call on; those ``gathered`` have been added to."""
+        if any(self._accumulators.get(name) is not tensor for name, tensor in sums.items()):
+            self._bound_steps.clear()  # they are bound to others
+        self._accumulators.update(sums)
+        self._gathered = frozenset(gathered)
 
     def clear(self) -> None:
         """Drop all bound steps and gradient sums."""

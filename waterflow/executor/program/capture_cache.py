@@ -306,8 +306,7 @@ class CapturedStep:
     @functools.cached_property
     def written_buffers(self) -> tuple[str, ...]:
         """The names of the model's buffers that a step changes."""
-        given = self.capture.inputs
-        return tuple(given[slot].name for slot in self.lowered.written if given[slot].kind == "buffer")
+        return tuple(given.name for given in self.changed_inputs if given.kind == "buffer")
 
     @functools.cached_property
     def changed_inputs(self) -> tuple[GraphInput, ...]:
@@ -403,6 +402,7 @@ def input_bytes(capture: Capture) -> tuple[int, int]:
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder"]
     persistent: dict[int, int] = {}
     batch: dict[int, int] = {}
+    sums = 0
     for node, given in zip(placeholders, capture.inputs):
         value = node.meta["val"]
         storage = value.untyped_storage()
@@ -410,7 +410,8 @@ def input_bytes(capture: Capture) -> tuple[int, int]:
             batch[storage._cdata] = storage.nbytes()
         elif given.kind in ("parameter", "buffer", "accumulator") or (given.kind == "state" and node.users):
             persistent[storage._cdata] = storage.nbytes()
-    return sum(persistent.values()), sum(batch.values())
+            sums += storage.nbytes() if given.kind == "accumulator" else 0
+    return sum(persistent.values()) + capture.more_sums * sums, sum(batch.values())
 
 
 def persistent_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

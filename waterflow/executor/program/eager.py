@@ -65,6 +65,20 @@ class _OfHeldLoss:
         return _OfTarget(holder.loss)(holder.model, batch)
 
 
+class OfPart:
+    """A step function of (part of a batch, weight), whose loss counts by its weight; and of (loss,), for an update alone."""
+
+    def __init__(self, compute_loss: Callable[[nn.Module, Any], Any]) -> None:
+        self.compute_loss = compute_loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the weighted loss of the part, or the loss that was given."""
+        if len(batch) == 1:
+            return batch[0]  # type: ignore[no-any-return]
+        part, weight = batch
+        return split_result(self.compute_loss(model, part), numbers=True)[0] * weight
+
+
 class _OfOutput:
     """A step function for a model that computes its loss itself, as Hugging Face's do."""
 
@@ -168,7 +182,9 @@ class EagerStep:
         groups, state = self._spec.optimizer.param_groups, self._spec.optimizer.state
         size = sum(len(group["params"]) for group in groups), sum(map(len, state.values()))
         if size != self._persistent[0]:
-            self._persistent = size, persistent_bytes(self._spec.model, self._spec.optimizer)
+            copies = self._spec.more_sums + 1 if self._spec.shards > 1 else 0
+            sums = copies * storage_bytes(parameters_of(self._spec.optimizer))
+            self._persistent = size, persistent_bytes(self._spec.model, self._spec.optimizer) + sums
         return self._persistent[1]
 
     def plan(self, height: int, batch: int) -> tuple[Plan, _C.GroupPlan]:
@@ -242,7 +258,8 @@ class EagerStep:
             with cast:
                 result = spec.compute_loss(spec.model, batch)
             loss, metrics = split_result(result, numbers=True)
-            (loss / spec.accumulate if spec.accumulate > 1 else loss).backward()
+            if not (update and spec.shards > 1):
+                (loss / spec.accumulate if spec.accumulate > 1 else loss).backward()
         if update:
             reached = [p for p in trained if p.grad is not None]
             if spec.clip_norm is not None:

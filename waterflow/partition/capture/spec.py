@@ -47,6 +47,14 @@ class StepSpec:
     early_updates: bool = True  # parameters may change before the step's end, where that saves memory
     # Parameters that have gradients from earlier calls, of which this is the last.
     gathered: frozenset[str] = frozenset()
+    # More than 1: calls without an update add the gradients of one part of a batch to the sums, and an update computes none.
+    shards: int = 1
+    more_sums: int = 0  # tensors of each parameter's size that the job holds beside those that a call without an update reads
+
+    @property
+    def has_sums(self) -> bool:
+        """Return True if gradients of several calls add up before an update."""
+        return self.accumulate > 1 or self.shards > 1
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return, by name, the parameters of the model that the optimizer trains."""

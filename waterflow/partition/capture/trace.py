@@ -150,6 +150,7 @@ class Capture:
     reached: tuple[GraphInput, ...] = ()  # what else it reaches: it would leave gradients there
     entries: tuple[NamedValue, ...] = ()  # of modules and libraries, which its code read
     questions: tuple[Question, ...] = ()  # what it asked of the batch's values
+    more_sums: int = 0  # ``StepSpec.more_sums``
     number: int = field(default_factory=itertools.count().__next__)  # no other capture of the process has it
 
     def holds(self) -> bool:
@@ -213,6 +214,7 @@ def capture_step(
             reached=tracer.reached,
             entries=tracer.world.entries,
             questions=tuple(tracer.questions),
+            more_sums=0 if spec.update else spec.more_sums,
             early_updates=early,
             apart=apart,
             seconds=time.perf_counter() - start,
@@ -311,7 +313,7 @@ class _StepTracer:
                     entries[key] = self._add(GraphInput("state", name, key), like)
                 self.state[name] = entries
         self.accumulators: dict[str, torch.Tensor] = {}
-        if spec.accumulate > 1:
+        if spec.has_sums:
             for name, parameter in updated.items():
                 self.accumulators[name] = self._add(GraphInput("accumulator", name), parameter)
         self.rates: list[torch.Tensor] = []
@@ -347,7 +349,7 @@ class _StepTracer:
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
             self._mark()
-            leaves = [self.tensors[name] for name in self._trained]
+            leaves = [] if spec.update and spec.shards > 1 else [self.tensors[name] for name in self._trained]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
             with shown, self.world.watching():  # backward passes of users' functions, hooks, and what is computed again
                 gradients, others = gradients_of(scaled, leaves) if leaves else ((), [])
@@ -394,7 +396,7 @@ class _StepTracer:
 
     def _update(self, gradients: dict[str, torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         spec = self.spec
-        if spec.accumulate > 1:
+        if spec.has_sums:
             for name, gradient in gradients.items():
                 self.accumulators[name].add_(gradient)
             gradients = {name: self.accumulators[name] for name in {*gradients, *spec.gathered} & {*self.accumulators}}
@@ -403,7 +405,7 @@ class _StepTracer:
         # As a loop over the optimizer's parameters has them: a norm of all is a sum in this order.
         gradients = {name: gradients[name] for names in self.group_names for name in names if name in gradients}
         parameters = {name: self.tensors[name] for name in gradients}
-        if spec.accumulate == 1 and (spec.clip_norm is not None or spec.clip_value is not None):
+        if not spec.has_sums and (spec.clip_norm is not None or spec.clip_value is not None):
             gradients = to_be_changed(gradients, parameters, (*self.fakes, *results))
         for name, parameter in parameters.items():
             parameter.grad = gradients[name]
@@ -415,7 +417,7 @@ class _StepTracer:
         state = {self.tensors[name]: dict(state) for name, state in self.state.items()}
         # Not the instance's step: schedulers wrap that one.
         type(spec.optimizer).step(fake_optimizer(spec.optimizer, members, self.rates, state))
-        if spec.accumulate > 1:
+        if spec.has_sums:
             for gradient in gradients.values():
                 gradient.fill_(no_gradient(gradient))
         for parameter in parameters.values():

@@ -183,7 +183,8 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     optimizer = (fingerprint.of(type(spec.optimizer)), tuple(groups))
     apart = lie_apart(spec, fingerprint)
     own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, spec.early_updates, apart)
-    return (model, compute, optimizer, fingerprint.of_process(), exact(own)), fingerprint
+    sharded = (spec.shards > 1, spec.more_sums)
+    return (model, compute, optimizer, fingerprint.of_process(), exact(own), sharded), fingerprint
 
 
 def _check_parametrized(fingerprint: Fingerprint) -> None:

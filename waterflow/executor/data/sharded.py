@@ -1,0 +1,156 @@
+"""Batches that are cut into shards: by the indices of their rows where that is possible, else after they were read."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from waterflow.errors import CheckpointError, InvalidJobError
+from waterflow.executor.data.loader import Batches
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One batch: the number of rows of each shard, and the parts that were read here, by shard. Shards without rows have none."""
+
+    rows: tuple[int, ...]
+    parts: dict[int, Any] = field(repr=False)
+
+
+def stream_seed(*numbers: int) -> int:
+    """Return a seed that follows from whole numbers, such as (the job's seed, shard, step); others give unrelated streams."""
+    told = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+
+
+def sizes(rows: int, shards: int) -> tuple[int, ...]:
+    """Return the rows of each shard: as equal as possible, the first ones with one more."""
+    return tuple(rows // shards + (shard < rows % shards) for shard in range(shards))
+
+
+def cut(what: str, batch: Any, shards: int, mine: range) -> Cut:
+    """Cut the tensors of a batch along their first dimension, in copies; other leaves, and scalars, are in every part.
+
+    Raises InvalidJobError if tensors have different numbers of rows, or none has rows.
+    """
+    leaves, spec = pytree.tree_flatten(batch)
+    cuttable = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
+    lengths = {len(leaf) for leaf, one in zip(leaves, cuttable) if one}
+    if len(lengths) != 1:
+        raise InvalidJobError(
+            f"{what}: a batch is cut into shards by rows, and tensors of this one have {sorted(lengths)} rows; return tensors of one "
+            "first dimension, or read a map-style data set through a DataLoader, which is cut by its indices"
+        )
+    rows = sizes(lengths.pop(), shards)
+    parts = {}
+    for shard in (shard for shard in mine if rows[shard]):
+        begin = sum(rows[:shard])
+        part = [leaf[begin : begin + rows[shard]].clone() if one else leaf for leaf, one in zip(leaves, cuttable)]
+        parts[shard] = pytree.tree_unflatten(part, spec)
+    return Cut(rows, parts)
+
+
+class _Rows:
+    """A data set of which a loader asks (seed, indices); random numbers of its rows follow from the seed alone."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __getitems__(self, asked: tuple[int, list[Any]]) -> list[Any]:
+        seed, indices = asked
+        torch.manual_seed(seed)  # in this process that is the job's own generator
+        if get_worker_info() is not None:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        own = getattr(self._data, "__getitems__", None)
+        return own(indices) if own else [self._data[index] for index in indices]
+
+
+class _Parts:
+    """A batch sampler that yields the indices of the shards in ``mine`` one by one, and notes the rows of each batch."""
+
+    def __init__(self, batches: Any, shards: int, seed: int) -> None:
+        self._batches, self._shards, self._seed = batches, shards, seed
+        self.mine = range(shards)
+        self.skip = self.passes = 0
+        self.rows: deque[tuple[int, ...]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        self.rows.clear()
+        skip, self.skip = self.skip, 0
+        for number, indices in enumerate(self._batches):
+            if number < skip:
+                continue
+            rows = sizes(len(indices), self._shards)
+            self.rows.append(rows)
+            for shard in (shard for shard in self.mine if rows[shard]):
+                begin = sum(rows[:shard])
+                yield stream_seed(self._seed, shard, self.passes, number), list(indices[begin : begin + rows[shard]])
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class ShardedBatches(Batches):
+    """The batches of a job with shards, of which the parts in ``mine`` are read here; ``mine`` counts from the next pass on.
+
+    The rows of a map-style data set in a DataLoader are read one part after the other, each collated for itself, and a pass goes on
+    at any batch without reading those before. Other data is read whole and cut.
+    """
+
+    def __init__(self, name: str | None, data: Any, generator: torch.Generator, *, shards: int, seed: int) -> None:
+        super().__init__(name, data, generator, read_ahead=False)
+        self.mine = range(shards)
+        self._shards = shards
+        self._parts: _Parts | None = None
+        self._early: list[Any] = []  # parts that were read before their batch's turn
+        self.own = None  # parts are copies
+        source = self.source
+        if (
+            isinstance(source, DataLoader)
+            and source.batch_sampler is not None
+            and not isinstance(source.dataset, IterableDataset)
+        ):
+            self._parts = _Parts(source.batch_sampler, shards, seed)
+            source.__dict__.update(dataset=_Rows(source.dataset), batch_sampler=self._parts)
+
+    def epoch(self) -> Iterator[Any]:
+        """Yield the ``Cut`` batches of one pass, as ``Batches.epoch``."""
+        if self._parts is not None:
+            self._parts.mine, self._early = self.mine, []
+            self._parts.passes = self._passes
+            self._parts.skip = self._go_on["read"] if self._go_on is not None else 0
+        return super().epoch()
+
+    def _next(self) -> Any:
+        if self._parts is None:
+            return cut(self._what, super()._next(), self._shards, self.mine)
+        if not self._parts.rows:
+            try:
+                self._early.append(super()._next())
+            except StopIteration:
+                if not self._parts.rows:
+                    raise
+        rows = self._parts.rows.popleft()
+        mine = [shard for shard in self.mine if rows[shard]]
+        return Cut(rows, {shard: self._early.pop() if self._early else super(ShardedBatches, self)._next() for shard in mine})
+
+    def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
+        if self._parts is None:
+            yield from super()._skip(place)
+            return
+        self._read = place["read"]
+        if self._read > len(self._parts):
+            raise CheckpointError(
+                f"the {self._what} has {len(self._parts)} batches a pass; the checkpoint has read {self._read}. Go on with the data "
+                "that it was made with"
+            )

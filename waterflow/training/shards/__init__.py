@@ -1,0 +1,1 @@
+"""A job whose batches are cut into shards, and trained on one device or on several."""
