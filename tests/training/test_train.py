@@ -325,7 +325,7 @@ def one_module() -> list[wf.Job]:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "one job": (lambda: wf.train(make()), "put the one you have into brackets"),
+    "one model": (lambda: wf.train(Net(), data=BATCHES, optimizer=sgd), "put the one you have into brackets"),
     "no job": (lambda: wf.train([("a", Net())]), "entry 0 must be a Job or a module; got tuple"),
     "one iterator": (
         lambda: wf.train([Net(), Net()], loss=F.cross_entropy, optimizer=sgd, data=iter(BATCHES)), "read one iterator"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.data.loader import why_not_again
 from waterflow.job import Job, JobResult
 from waterflow.training.checkpoint import Checkpoint, read, write
-from waterflow.training.runner import JobRunner
 from waterflow.training.safepoint import JobEnded
 
 logger = logging.getLogger("waterflow")
@@ -204,6 +203,19 @@ MOST_NAMED = 5
 LAST_SECONDS = 0.5  # at Ctrl-C, which returns within two seconds
 
 
+class Copied(Protocol):
+    """The part of a job's runner by which its state is copied."""
+
+    job: Job
+
+    @property
+    def begun(self) -> int:
+        """The number of steps that were submitted."""
+
+    def ask_for_snapshot(self) -> Future[Checkpoint]:
+        """Request a copy of the job's state."""
+
+
 class Checkpointing:
     """A thread that asks jobs for their state when it is due, and writes it. Thread-safe.
 
@@ -215,9 +227,9 @@ class Checkpointing:
         self._to = checkpoints
         self._lock = threading.Lock()
         self._files = threading.Lock()  # one file at a time
-        self._running: dict[JobRunner, tuple[float, int]] = {}  # when the job was written last, and its steps then
-        self._asked: dict[JobRunner, Future[Checkpoint]] = {}
-        self._refused: set[JobRunner] = set()
+        self._running: dict[Copied, tuple[float, int]] = {}  # when the job was written last, and its steps then
+        self._asked: dict[Copied, Future[Checkpoint]] = {}
+        self._refused: set[Copied] = set()
         self._unwritten: dict[str, Exception] = {}  # jobs whose last checkpoint or result could not be written, and why
         self._results: dict[str, JobResult] = {}  # of them, those that have ended well
         self._said: set[object] = set()  # causes that a warning has named
@@ -239,14 +251,14 @@ class Checkpointing:
                 self._write_results()
             self._say_what_is_old()
 
-    def begin(self, runner: JobRunner, at_once: bool) -> None:
+    def begin(self, runner: Copied, at_once: bool) -> None:
         """Register a running job. ``at_once``: write it now, as its initial state does not follow from its seed."""
         with self._lock:
             self._running[runner] = (time.monotonic(), runner.begun)
             if at_once:
                 self._asked[runner] = runner.ask_for_snapshot()
 
-    def end(self, runner: JobRunner, result: JobResult) -> None:
+    def end(self, runner: Copied, result: JobResult) -> None:
         """Remove a job that has ended; write its result if it ended well."""
         with self._lock:
             self._running.pop(runner, None)
@@ -279,12 +291,12 @@ class Checkpointing:
             if self._results and time.monotonic() >= self._again:
                 self._write_results()
 
-    def _due(self, runner: JobRunner) -> bool:
+    def _due(self, runner: Copied) -> bool:
         when, steps = self._running[runner]
         by_time = self._to.every is not None and time.monotonic() - when >= self._to.every
         return by_time or (self._to.steps is not None and runner.begun - steps >= self._to.steps)
 
-    def _save(self, runner: JobRunner, made: Future[Checkpoint], durable: bool = True) -> None:
+    def _save(self, runner: Copied, made: Future[Checkpoint], durable: bool = True) -> None:
         with self._files:
             with self._lock:
                 self._asked.pop(runner, None)

@@ -6,14 +6,14 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import nn
 
-from waterflow.errors import CheckpointError, JobCancelled
+from waterflow.errors import CheckpointError, InvalidJobError, JobCancelled
 from waterflow.executor.cancel import UserCode, let_go, limited, time_does_not_count
 from waterflow.executor.data.loader import Batches
 from waterflow.executor.data.sharded import ShardedBatches
@@ -153,6 +153,12 @@ class JobRunner:
         if self.engine is not None and self.engine.reservations.clock is not None:
             raise CheckpointError(f"job {self.job.name!r} cannot be suspended: {self.lease.policy.stays}, or ask for a snapshot")
         return self._safepoint.ask("suspend", timeout)
+
+    def set_devices(self, devices: Sequence[str]) -> None:
+        """Raise InvalidJobError: only a job of ``train(devices=)`` can change its devices."""
+        raise InvalidJobError(
+            f"job {self.job.name!r} trains in this process; to change its devices give it shards, and pass devices= to train()"
+        )
 
     def resume(self) -> None:
         """Resume a suspended job. Raises CheckpointError if it is not suspended."""

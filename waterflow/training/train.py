@@ -27,12 +27,16 @@ from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.checkpoint_dir import Checkpointing, Checkpoints
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import JobRunner, draw_seed
+from waterflow.training.shards.runner import ElasticRunner, memory_of_each
 
 logger = logging.getLogger("waterflow")
 
 
 class Callback:
     """Methods that ``train`` calls while it runs, from the jobs' threads, never two at a time."""
+
+    def on_job_start(self, job: Job, runner: JobRunner | ElasticRunner) -> None:
+        """Called before ``job`` starts. Other threads, too, may use ``runner``: to stop it, to copy its state, to change its devices."""
 
     def on_epoch_end(self, job: Job, epoch: int, metrics: Metrics) -> None:
         """Called after ``job`` was trained and evaluated for an epoch."""
@@ -43,9 +47,10 @@ class Callback:
 
 @explained("train", "train([model_a, model_b], loss=..., data=loader, optimizer=...)", InvalidJobError)
 def train(
-    jobs: Iterable[Job | nn.Module],
+    jobs: Iterable[Job | nn.Module] | Job,
     *,
     device: str | torch.device = "cpu",
+    devices: Sequence[str] | None = None,
     memory: int | float | str | None = None,
     lanes: int | None = None,
     threads_per_lane: int = 1,
@@ -63,9 +68,13 @@ def train(
     """Train several jobs side by side on one device and return their results in the order given.
 
     Args:
-        jobs: Jobs, or plain modules that share ``loss=``, ``optimizer=``, ``data=`` (and ``epochs=``, ``evaluate=``
+        jobs: Jobs, or one, or plain modules that share ``loss=``, ``optimizer=``, ``data=`` (and ``epochs=``, ``evaluate=``
             and the other settings of ``Job``), passed as further keyword arguments. No job: no result.
         device: Where to train. This version trains on ``"cpu"``.
+        devices: Where to train jobs that have ``shards``, a process for each: ``["cpu:0", "cpu:1"]`` are two cores (each of
+            ``threads_per_lane``) of the ones that this process may run on. ``set_devices()`` of a job's runner changes them meanwhile.
+            A device whose process dies is left out. No bit of a result depends on any of that. Other jobs train on ``device``.
+            ``memory`` is the limit of each device, and on the CPU by default divided among them.
         memory: The limit for all jobs together: bytes, a share of the free memory (0.8 by default), or ``"4GiB"``.
         lanes: The number of steps that run at the same time; default: one per core.
         threads_per_lane: Threads inside one operation, on each lane. The number affects the last bits of results.
@@ -101,12 +110,16 @@ def train(
             checkpoint = Checkpoints(checkpoint)
         if checkpoint is not None:
             stack.enter_context(checkpoint.opened(given))
+        limit = memory_of_each(given, devices, memory)
+        if engine is None and devices is not None:
+            engine = stack.enter_context(Engine(device, limit, lanes, threads_per_lane, exact=exact, mode=mode))
         if engine is None:
             engine = stack.enter_context(Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode))
         if timeline is not None:
             engine.native.record_spans(True)
         with ProgressLine(len(given), "jobs", show_progress_bar) as progress:
-            results = _Training(given, engine, max_concurrent, on_error, callbacks, progress, checkpoint).run()
+            on = (devices, limit) if devices is not None else None
+            results = _Training(given, engine, max_concurrent, on_error, callbacks, progress, checkpoint, on).run()
         if timeline is not None:
             timeline(Timeline.of(engine))
     return results
@@ -124,7 +137,10 @@ class _Training:
         callbacks: Sequence[Callback | Callable[[JobResult], None]],
         progress: ProgressLine,
         checkpoints: Checkpoints | None,
+        on_devices: tuple[Sequence[str], int] | None = None,
     ) -> None:
+        self._on_devices = on_devices  # and the memory of each
+        self._checkpoints = checkpoints
         self._jobs = jobs
         self._engine = engine
         self._at_once = max_concurrent if max_concurrent is not None else 2 * engine.lanes
@@ -133,7 +149,7 @@ class _Training:
         self._progress = progress
         self._results: dict[int, JobResult] = {}
         self._decided, self._accounts = len(engine.decisions), len(engine.accounts)
-        self._running: dict[int, JobRunner] = {}
+        self._running: dict[int, JobRunner | ElasticRunner] = {}
         self._waiting = deque(enumerate(jobs))
         # Drawn now: while jobs run, drawing from torch's generator means their own.
         self._seeds = [job.seed if job.seed is not None else draw_seed() for job in jobs]
@@ -206,23 +222,38 @@ class _Training:
         stats = RunStats.of(self._engine, self._accounts)
         return Results((self._results[number] for number in range(len(self._jobs))), decisions, stats)
 
-    def _runner(self, number: int, job: Job) -> JobRunner:
+    def _runner(self, number: int, job: Job) -> JobRunner | ElasticRunner:
         def on_epoch(epoch: int, metrics: Metrics) -> None:
             with self._telling:
                 for callback in self._callbacks:
                     if isinstance(callback, Callback):
                         callback.on_epoch_end(job, epoch, metrics)
 
-        runner = JobRunner(job, self._engine, on_epoch, seed=self._seeds[number], resume=self._resume.pop(number, None))
+        own: dict[str, Any] = {"seed": self._seeds[number], "resume": self._resume.pop(number, None)}
+        runner: JobRunner | ElasticRunner
+        if self._on_devices is not None and job.shards > 1:
+            runner = ElasticRunner(
+                job, self._engine, *self._on_devices, on_epoch, **own, last_checkpoint=lambda: self._stored(job)
+            )
+        else:
+            runner = JobRunner(job, self._engine, on_epoch, **own)
         if self._writing is not None:
             self._writing.begin(runner, isinstance(job.model, nn.Module))
         return runner
+
+    def _stored(self, job: Job) -> Checkpoint | None:
+        found = self._checkpoints.load(job) if self._checkpoints is not None else None
+        return found if isinstance(found, Checkpoint) else None
 
     def _drive(self, number: int) -> None:
         job, runner = self._jobs[number], self._running[number]
         failure: BaseException | None = None
         try:
             _C.set_threads_here(self._engine.threads_per_lane)  # or eager code would take the cores of lanes
+            with self._telling:
+                for callback in self._callbacks:
+                    if isinstance(callback, Callback):
+                        callback.on_job_start(job, runner)
             beside = telling_of_shared_numbers(f"job {job.name!r}", lambda: len(self._running) > 1)
             with within(self._engine), beside:
                 result = self._results[number] = runner.run()
@@ -262,9 +293,10 @@ class _Training:
 _SETTINGS = frozenset(field.name for field in fields(Job)) - {"name", "model"}
 
 
-def _as_jobs(jobs: Iterable[Job | nn.Module], shared: dict[str, Any]) -> list[Job]:
-    if isinstance(jobs, (Job, nn.Module)):
-        raise InvalidJobError("train() takes a list of jobs; put the one you have into brackets")
+def _as_jobs(jobs: Iterable[Job | nn.Module] | Job, shared: dict[str, Any]) -> list[Job]:
+    if isinstance(jobs, nn.Module):
+        raise InvalidJobError("train() takes a list of models; put the one you have into brackets")
+    jobs = [jobs] if isinstance(jobs, Job) else jobs
     strangers = sorted(shared.keys() - _SETTINGS)
     if strangers:
         first = unknown(strangers[0], shared[strangers[0]], _SETTINGS | inspect.signature(train).parameters.keys())

@@ -1,0 +1,489 @@
+"""ElasticRunner: trains one job on several devices; starts a process for each, and says who is a member."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from waterflow.errors import CheckpointError, InvalidJobError, JobCancelled, WaterflowError
+from waterflow.executor.cancel import UserCode, limited
+from waterflow.executor.data.loader import why_not_again
+from waterflow.executor.engine import Engine
+from waterflow.executor.memory_limit import free_memory, parse_memory
+from waterflow.executor.stats import Account
+from waterflow.job import Job, JobResult, Metrics
+from waterflow.results import over_limit, result_of
+from waterflow.training.checkpoint import Checkpoint
+from waterflow.training.runner import OnEpoch, StopJob
+from waterflow.training.safepoint import JobEnded
+from waterflow.training.shards.group import HOST
+from waterflow.training.shards.member import Start
+
+logger = logging.getLogger("waterflow")
+
+LOOK_AGAIN = 0.05
+# A process that is silent for so long stands still, as by SIGSTOP: at least so many seconds, and of its longest steps.
+SILENT_SECONDS, SILENT_STEPS = 2.0, 5.0
+MOST_RESTARTS = 3  # of all members, without a step in between
+ENDING_SECONDS = 5.0  # for a result of a job that was stopped
+
+
+@dataclass(eq=False)
+class _Member:
+    """One process, as its caller sees it."""
+
+    number: int
+    device: str
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    alive: bool = True
+    warm: bool = False  # it has made its job, and can enter a group
+    steps: int = 0
+    longest: float = 0.0
+    heard: float = field(default_factory=time.monotonic)
+    beats: bool = False
+    ready: int = -1  # the newest epoch whose group it has built
+    entered: int = -1  # the epoch in which it trains
+    lost: int = -1  # the last epoch whose group has failed for it
+    done: str | None = None  # the status with which its job has ended
+
+    def tell(self, *message: Any) -> None:
+        """Send a message behind those before; a process that has died gets none."""
+        self.outbox.put(pickle.dumps(message))
+
+    def send_all(self) -> None:
+        """Send what is told, for as long as the process lives."""
+        with contextlib.suppress(OSError):
+            while (message := self.outbox.get()) is not None:
+                self.connection.send_bytes(message)
+
+
+def check_devices(job: Job, devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of devices. Raises InvalidJobError for a name twice, a device that is none, or more than there are shards."""
+    if isinstance(devices, str) or not devices:
+        raise InvalidJobError(f'devices is a list of names, such as ["cpu:0", "cpu:1"]; got {devices!r}')
+    names = tuple(map(str, devices))
+    for name in names:
+        kind, _, number = name.partition(":")
+        if kind not in ("cpu", "cuda") or not number.isdigit():
+            raise InvalidJobError(f"a device is 'cpu:0', 'cuda:0' and so on, each with its number; got {name!r}")
+    if len(set(names)) < len(names):
+        raise InvalidJobError(f"each device can be named once; got {list(names)}")
+    if len(names) > job.shards:
+        raise InvalidJobError(
+            f"job {job.name!r} has {job.shards} shards, and each of {len(names)} devices needs one at least; pass shards={len(names)} or "
+            "more (which changes the bits), or fewer devices"
+        )
+    return names
+
+
+def memory_of_each(jobs: Sequence[Job], devices: Sequence[str] | None, memory: int | float | str | None) -> int:
+    """Return the limit of each device in bytes. Raises InvalidJobError if no job can train on several devices."""
+    if devices is None:
+        return 0
+    sharded = [job for job in jobs if job.shards > 1]
+    if not sharded:
+        raise InvalidJobError("devices= is for jobs whose batches are cut: give them shards, as in wf.Job(..., shards=2)")
+    for job in sharded:
+        check_devices(job, devices)
+    limit = parse_memory(memory, free_memory())
+    on_host = sum(name.startswith("cpu") for name in devices) + (len(sharded) < len(jobs))
+    return limit // max(1, on_host) if memory is None else limit
+
+
+def packed(start: Start) -> bytes:
+    """Return the first message to a process. Raises InvalidJobError that names what cannot be pickled."""
+    try:
+        return bytes(cloudpickle.dumps(start))
+    except Exception as error:
+        name, why = "the job", error
+        for key, value in vars(start.job).items():
+            try:
+                cloudpickle.dumps(value)
+            except Exception as reason:
+                name, why = key, reason
+        raise InvalidJobError(
+            f"job {start.job.name!r}: {name} cannot be sent to the processes of its devices: {why}. Make it inside of a function, which "
+            "runs where the job does"
+        ) from error
+
+
+class ElasticRunner:
+    """Trains one job on several devices, with the methods of ``JobRunner`` and ``set_devices``.
+
+    Each device has a process, a member of the job. Members are numbered in the order in which they started; the lowest alive leads.
+    Who is a member is decided here alone, by epochs of membership: all members build the group of a new epoch while they train, and
+    enter it at the step that the leader names, or at once if the present group has lost one. ``last_checkpoint`` is called when all
+    members have died, and returns the state to go on from, None for the beginning.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        devices: Sequence[str],
+        memory: int,
+        on_epoch: OnEpoch | None = None,
+        *,
+        seed: int,
+        resume: Checkpoint | None = None,
+        last_checkpoint: Callable[[], Checkpoint | None] = lambda: None,
+    ) -> None:
+        job.check()
+        self.job, self.engine = job, engine
+        self._on_epoch, self._seed, self._resume, self._last_checkpoint = on_epoch, seed, resume, last_checkpoint
+        self._memory = memory
+        if (why := why_not_again(f"data of job {job.name!r}", job.data, job.data)) is not None:
+            raise InvalidJobError(f"{why}. Every device reads the data")
+        self._asked = self._wanted = check_devices(job, devices)  # those that have not died of the ones that were asked for
+        self._inbox: queue.SimpleQueue[tuple[_Member | None, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._members: list[_Member] = []  # all that ever were, by number
+        self._epoch, self._now = -1, list[_Member]()  # the newest epoch and its members
+        self._entered = -1  # the newest epoch in which members train
+        self._running = False
+        self._copies: list[Future[Checkpoint]] = []
+        self._answers: dict[int, str] = {}
+        self._failure: BaseException | None = None
+        self._stopped: str | None = None
+        self._ended = threading.Event()
+        self._code = UserCode()
+        self._account = Account(job.name)
+        engine.accounts.append(self._account)
+        self._failed = (-1, 0)  # at which step a group failed of which nobody had died, and how often
+        self._restarts = (-1, 0)  # at which step all members began, and how often
+        self._began = time.perf_counter()
+
+    # -- for any thread
+
+    def set_devices(self, devices: Sequence[str]) -> None:
+        """Train on these devices from now on; returns at once, and the job goes on meanwhile.
+
+        A new device's process starts, makes the model, captures, and comes in between two steps with the state of the others; one
+        that is not named any more leaves between two steps. The job's bits do not change. Raises InvalidJobError.
+        """
+        self._inbox.put((None, ("devices", check_devices(self.job, devices))))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that train now."""
+        return tuple(self.pids)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The processes of the devices that train now."""
+        return {
+            member.device: member.process.pid for member in self._members if member.alive and member.entered == self._entered >= 0
+        }
+
+    @property
+    def steps(self) -> int:
+        """The number of completed steps, or a few less."""
+        return max((member.steps for member in self._now), default=0)
+
+    begun = steps
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End the job after its present step, and wait for that."""
+        self._inbox.put((None, ("stop", reason)))
+        self._ended.wait(ENDING_SECONDS if self._running else 0)
+
+    def break_off(self) -> None:
+        """End the job now."""
+        self._inbox.put((None, ("break off",)))
+
+    def ask_for_snapshot(self) -> Future[Checkpoint]:
+        """Request a copy of the job's state between two steps, without waiting; the future has it, or its error."""
+        made: Future[Checkpoint] = Future()
+        self._inbox.put((None, ("copy", made)))
+        return made
+
+    def snapshot(self, timeout: float | None = None) -> Checkpoint:
+        """Return a copy of the job's whole state after its present step. Raises CheckpointError, and TimeoutError."""
+        return self.ask_for_snapshot().result(timeout)
+
+    # -- the job
+
+    def run(self) -> JobResult:
+        """Train to the end, or to ``Job.timeout``. Returns errors of the job in its result."""
+        with self._account.spending("jobs"):
+            about = self.job.timeout, f"job {self.job.name!r}", "Job.timeout"
+            return limited(*about, self._run, self._code, self.stop, lambda: f", after {self.steps} steps", over_limit)
+
+    def _run(self) -> JobResult:
+        self._running = True
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        try:
+            with self._code.here():
+                self._start(self._wanted)
+                while (result := self._look()) is None:
+                    pass
+            return result
+        except BaseException as error:
+            return result_of(self.job.name, "failed", error, None, (), (), time.perf_counter() - self._began)
+        finally:
+            self._running = False
+            for member in self._members:
+                member.tell("end")
+                member.process.kill()
+            for member in self._members:
+                member.process.wait()
+                member.outbox.put(None)
+            for made in self._copies:
+                made.set_exception(JobEnded(f"job {self.job.name!r} has ended: its result has what it trained"))
+            self._ended.set()
+
+    def _look(self) -> JobResult | None:
+        # One message, or a look at who is silent. Returns the result once there is one.
+        self._kill_the_silent()
+        try:
+            member, (what, *given) = self._inbox.get(timeout=LOOK_AGAIN)
+        except queue.Empty:
+            return None
+        if member is None:
+            return self._ordered(what, *given)
+        member.heard = time.monotonic()
+        if what == "beat":
+            member.beats = True
+            member.steps, member.longest = given
+        elif what == "warm":
+            member.warm = True
+            self._publish()
+        elif what == "ready":
+            member.ready = max(member.ready, given[0])
+            if given[0] == self._epoch and all(other.ready == self._epoch for other in self._now):
+                for other in self._alive():
+                    other.tell("go", self._epoch)
+        elif what == "entered":
+            self._entered = max(self._entered, given[0])
+            member.entered, member.steps = given
+        elif what == "lost":
+            self._lost(member, *given)
+        elif what == "epoch":
+            member.tell("answer", given[0], self._answer(*given))
+        elif what == "copy":
+            self._settle_copies(*given)
+        elif what == "done":
+            member.done = given[0]
+            self._ask_for_result(member)
+        elif what == "result":
+            return self._result(*given)
+        elif what in ("died", "left"):
+            return self._gone(member, what == "left")
+        return None
+
+    def _ordered(self, what: str, *given: Any) -> JobResult | None:
+        if what == "devices":
+            self._asked = self._wanted = given[0]
+            here = {member.device for member in self._alive()}
+            self._start([name for name in self._wanted if name not in here])
+            self._publish()
+        elif what == "copy":
+            self._copies.append(given[0])
+            if len(self._copies) == 1 and self._entered >= 0 and (leading := self._leading()) is not None:
+                leading.tell("copy")
+        elif what == "stop":
+            self._stopped = given[0]
+            if self._entered < 0:
+                return self._cancelled()
+            for member in self._alive():
+                member.tell("stop", given[0])
+        elif what == "break off":
+            return self._cancelled()
+        return None
+
+    def _cancelled(self) -> JobResult:
+        error = JobCancelled(self._stopped or "interrupted")
+        return result_of(self.job.name, "cancelled", error, None, (), (), time.perf_counter() - self._began)
+
+    def _result(self, result: JobResult, spent: dict[str, float]) -> JobResult:
+        for what in ("steps", "eager steps", "captures", "captures anew"):
+            self._account[what] += spent.get(what, 0)
+        if self._failure is not None:
+            return replace(result, status="failed", error=self._failure)
+        return result
+
+    def _answer(self, epoch: int, metrics: Metrics) -> str:
+        # A new leader tells again what the one before may have told.
+        if epoch not in self._answers:
+            self._answers[epoch] = "go on"
+            try:
+                if self._on_epoch is not None:
+                    self._on_epoch(epoch, metrics)
+            except StopJob:
+                self._answers[epoch] = "prune"
+            except BaseException as error:
+                self._failure, self._answers[epoch] = error, "prune"
+        return self._answers[epoch]
+
+    def _ask_for_result(self, member: _Member) -> None:
+        # That of a failed or stopped member at once, as others may wait for it for ever; else the leader's.
+        if member.done in ("failed", "cancelled") or member is self._leading():
+            if member not in self._now and self._entered >= 0:
+                logger.warning("device %s could not join job %r, which goes on without it", member.device, self.job.name)
+                member.process.kill()
+                return
+            member.tell("result")
+
+    # -- members
+
+    def _alive(self) -> list[_Member]:
+        return [member for member in self._members if member.alive]
+
+    def _leading(self) -> _Member | None:
+        return next((member for member in self._now if member.alive), None)
+
+    def _start(self, devices: Sequence[str]) -> None:
+        for device in devices:
+            ours, theirs = Pipe()
+            number = len(self._members)
+            start = Start(
+                job=replace(self.job, timeout=None, seed=self._seed),
+                member=number,
+                device=device,
+                cores=_cores(device, self.engine.threads_per_lane),
+                threads=self.engine.threads_per_lane,
+                memory=self._memory,
+                exact=self.engine.exact,
+                seed=self._seed,
+                port=self._store.port,
+                joins=self._entered >= 0,
+                resume=self._resume,
+            )
+            first = packed(start)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "waterflow.training.shards.member", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # signals from the caller's terminal do not reach it
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            theirs.close()
+            member = _Member(number, device, process, ours)
+            self._members.append(member)
+            member.outbox.put(first)
+            threading.Thread(target=member.send_all, daemon=True).start()
+            for work in (self._receive, self._await_end):
+                threading.Thread(target=work, args=(member,), daemon=True).start()
+
+    def _receive(self, member: _Member) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._inbox.put((member, pickle.loads(member.connection.recv_bytes())))
+
+    def _await_end(self, member: _Member) -> None:
+        member.process.wait()
+        self._inbox.put((member, ("died",)))
+
+    def _publish(self) -> None:
+        # A new epoch of those that are wanted and warm, if they are others than now. Nobody starts before all can.
+        alive = self._alive()
+        if self._epoch < 0 and not all(member.warm for member in alive):
+            return
+        members = [member for member in alive if member.warm and member.device in self._wanted]
+        if members and members != self._now:
+            leaving = [member for member in self._now if member not in members]
+            self._now = members
+            self._tell_members(leaving)
+
+    def _gone(self, member: _Member, left: bool) -> JobResult | None:
+        if not member.alive:
+            return None
+        member.alive = False
+        code = member.process.poll() if not left else None
+        self._wanted = tuple(name for name in self._wanted if name != member.device or left)
+        if member in self._now:
+            self._now = [one for one in self._now if one is not member]
+            if self._now:
+                self._tell_members()
+        if not self._now:
+            self._restart(code)
+        elif not left and member.device in self._asked:
+            logger.warning(
+                "device %s of job %r has died (%s); the job goes on with %s and the same bits. Its runner's set_devices() brings it back",
+                member.device, self.job.name, _how(code), ", ".join(one.device for one in self._now),
+            )  # fmt: skip
+        if self._copies and self._now and self._entered >= 0:
+            self._now[0].tell("copy")  # the one who was asked may have died
+        return None
+
+    def _lost(self, member: _Member, epoch: int, why: str) -> None:
+        # A group of which nobody has died is made anew, a few times.
+        member.lost = epoch
+        if epoch == self._epoch and all(one.alive and one.lost == epoch for one in self._now):
+            steps, times = self._failed
+            self._failed = (self.steps, times + 1 if steps == self.steps else 1)
+            if self._failed[1] > MOST_RESTARTS:
+                raise WaterflowError(f"the devices of job {self.job.name!r} cannot exchange their gradients: {why}")
+            self._tell_members()
+
+    def _tell_members(self, leaving: Sequence[_Member] = ()) -> None:
+        self._epoch += 1
+        for one in [*self._now, *leaving]:
+            one.tell("members", self._epoch, [other.number for other in self._now])
+
+    def _restart(self, code: int | None) -> None:
+        if self._alive():
+            return  # others are on their way
+        steps, times = self._restarts
+        self._resume = self._last_checkpoint() or self._resume
+        now = self._resume.steps if self._resume is not None else 0
+        times = times + 1 if now == steps else 1
+        if times > MOST_RESTARTS:
+            raise WaterflowError(
+                f"the processes of job {self.job.name!r} died {times} times ({_how(code)}) from step {now} on, without a checkpoint in "
+                "between. If they were killed for memory, lower memory= or the batch size; if they crash, try the job without devices="
+            )
+        self._restarts, self._entered = (now, times), -1
+        logger.warning("all devices of job %r have died (%s); it goes on from step %d", self.job.name, _how(code), now)
+        self._wanted = self._asked
+        self._start(self._wanted)
+
+    def _kill_the_silent(self) -> None:
+        now = time.monotonic()
+        for member in self._alive():
+            if member.beats and now - member.heard > max(SILENT_SECONDS, SILENT_STEPS * member.longest):
+                logger.warning("device %s of job %r stands still, and is taken from it", member.device, self.job.name)
+                member.process.send_signal(signal.SIGKILL)
+
+    def _settle_copies(self, checkpoint: Checkpoint | None, error: BaseException | None) -> None:
+        copies, self._copies = self._copies, []
+        for made in copies:
+            if checkpoint is not None:
+                made.set_result(checkpoint)
+            else:
+                made.set_exception(error or CheckpointError("no state"))
+
+
+def _cores(device: str, threads: int) -> list[int] | None:
+    # The cores of the CPU device with this number: ``threads`` of those that this process may run on. None: all of them.
+    kind, _, number = device.partition(":")
+    if kind != "cpu" or not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[int(number) * threads : (int(number) + 1) * threads]
+    return mine if len(mine) == threads else None
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "it has left"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
