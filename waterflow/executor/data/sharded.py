@@ -108,7 +108,7 @@ class ShardedBatches(Batches):
     """
 
     def __init__(self, name: str | None, data: Any, generator: torch.Generator, *, shards: int, seed: int) -> None:
-        super().__init__(name, data, generator, read_ahead=False)
+        super().__init__(name, data, generator, read_ahead=True)  # each step has ended before the next batch is read
         self.mine = range(shards)
         self._shards = shards
         self._parts: _Parts | None = None

@@ -86,8 +86,8 @@ def check_devices(job: Job, devices: Sequence[str]) -> tuple[str, ...]:
         kind, _, number = name.partition(":")
         if kind not in ("cpu", "cuda") or not number.isdigit():
             raise InvalidJobError(f"a device is 'cpu:0', 'cuda:0' and so on, each with its number; got {name!r}")
-    if len(set(names)) < len(names):
-        raise InvalidJobError(f"each device can be named once; got {list(names)}")
+    if len(set(names)) < len(names) or len({name.partition(":")[0] for name in names}) > 1:
+        raise InvalidJobError(f"each device can be named once, and all are of one kind; got {list(names)}")
     if len(names) > job.shards:
         raise InvalidJobError(
             f"job {job.name!r} has {job.shards} shards, and each of {len(names)} devices needs one at least; pass shards={len(names)} or "
@@ -169,7 +169,8 @@ class ElasticRunner:
         self._account = Account(job.name)
         engine.accounts.append(self._account)
         self._failed = (-1, 0)  # at which step a group failed of which nobody had died, and how often
-        self._restarts = (-1, 0)  # at which step all members began, and how often
+        # When all members died last: the step from which they went on, the most steps that any had done, and how often without more.
+        self._restarts = (-1, -1, 0)
         self._began = time.perf_counter()
 
     # -- for any thread
@@ -275,6 +276,8 @@ class ElasticRunner:
         elif what == "entered":
             self._entered = max(self._entered, given[0])
             member.entered, member.steps = given
+            if self._copies and member is self._leading():  # the one who was asked may have died
+                member.tell("copy")
         elif what == "lost":
             self._lost(member, *given)
         elif what == "epoch":
@@ -421,8 +424,6 @@ class ElasticRunner:
                 "device %s of job %r has died (%s); the job goes on with %s and the same bits. Its runner's set_devices() brings it back",
                 member.device, self.job.name, _how(code), ", ".join(one.device for one in self._now),
             )  # fmt: skip
-        if self._copies and self._now and self._entered >= 0:
-            self._now[0].tell("copy")  # the one who was asked may have died
         return None
 
     def _lost(self, member: _Member, epoch: int, why: str) -> None:
@@ -443,16 +444,17 @@ class ElasticRunner:
     def _restart(self, code: int | None) -> None:
         if self._alive():
             return  # others are on their way
-        steps, times = self._restarts
+        before, steps, times = self._restarts
         self._resume = self._last_checkpoint() or self._resume
         now = self._resume.steps if self._resume is not None else 0
-        times = times + 1 if now == steps else 1
+        most = max(member.steps for member in self._members)
+        times = 1 if most > steps or now > before else times + 1
         if times > MOST_RESTARTS:
             raise WaterflowError(
-                f"the processes of job {self.job.name!r} died {times} times ({_how(code)}) from step {now} on, without a checkpoint in "
+                f"the processes of job {self.job.name!r} died {times} times ({_how(code)}) without a step beyond {steps} in "
                 "between. If they were killed for memory, lower memory= or the batch size; if they crash, try the job without devices="
             )
-        self._restarts, self._entered = (now, times), -1
+        self._restarts, self._entered = (max(now, before), max(most, steps), times), -1
         logger.warning("all devices of job %r have died (%s); it goes on from step %d", self.job.name, _how(code), now)
         self._wanted = self._asked
         self._start(self._wanted)
