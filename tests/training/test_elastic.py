@@ -92,9 +92,13 @@ def same(one: wf.JobResult, other: wf.JobResult) -> bool:
     return equal and one.losses == other.losses and one.metrics == other.metrics
 
 
-@pytest.mark.needs_time("processes start, seven of them")
-def test_joining_leaving_and_dying_change_no_bit(tmp_path: Path) -> None:
-    """In one run: a device joins, the leader leaves, one dies, all die; the job ends with the bits of one process."""
+BOTH = to("cpu:0", "cpu:1")
+CHANGES = {"a death": (kill("cpu:0"), BOTH), "all": (to("cpu:1"), BOTH, kill("cpu:1"), BOTH, kill("cpu:0", "cpu:1"), BOTH)}
+
+
+@pytest.mark.needs_time("processes start")
+@pytest.mark.parametrize("changes", ["a death", pytest.param("all", marks=pytest.mark.slow)])
+def test_joining_leaving_and_dying_change_no_bit(changes: str, tmp_path: Path) -> None:
     epochs: list[int] = []
 
     class Epochs(AtSteps):
@@ -103,11 +107,9 @@ def test_joining_leaving_and_dying_change_no_bit(tmp_path: Path) -> None:
             if len(self.seen) == len(self.acts):
                 raise StopJob
 
-    both, acts = to("cpu:0", "cpu:1"), Epochs([])
-    for act in (both, to("cpu:1"), both, kill("cpu:1"), both, kill("cpu:0", "cpu:1"), both):
-        acts.acts.append((20, act))
-    checkpoints = wf.Checkpoints(tmp_path, steps=100)
-    result = wf.train(job(1000), devices=["cpu:0"], callbacks=[acts], checkpoint=checkpoints, memory="1GiB")[0]
+    acts = Epochs([(20, act) for act in CHANGES[changes]])
+    settings: dict[str, Any] = {"checkpoint": wf.Checkpoints(tmp_path, steps=100)} if changes == "all" else {}
+    result = wf.train(job(1000), devices=["cpu:0", "cpu:1"], callbacks=[acts], memory="1GiB", **settings)[0]
     assert result.status == "pruned", result.error
     alone = wf.train(job(len(result.metrics)))[0]
     assert same(result, alone) and epochs == list(range(len(epochs)))

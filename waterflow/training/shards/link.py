@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from waterflow.errors import WaterflowError
+from waterflow.errors import WaterflowError, told
 from waterflow.job import JobResult
 from waterflow.training.runner import JobRunner
 from waterflow.training.shards.group import Group, MemberLost
@@ -93,7 +93,7 @@ class Link:
             error = WaterflowError(f"{type(result.error).__name__}: {result.error}")
             result = replace(result, error=error)
         self._result = result, spent
-        self.tell("done", result.status)
+        self.tell("done", result.status, "" if result.error is None else told(result.error))
         threading.Event().wait()
 
     # -- the threads

@@ -54,18 +54,13 @@ class MemberRunner(JobRunner):
         super().__init__(start.job, engine, self._tell_epoch, seed=start.seed, resume=start.resume)
         self._link, self._joins = link, start.joins
         self._exchange: Exchange | None = None
-        self._began = time.perf_counter()
 
     def _build(self) -> None:
         super()._build()
-        if self._joins:
-            self._warm_up()
+        if self._joins:  # captures the steps, on a state that is replaced when the member enters a group
+            assert self._batches is not None and self.step is not None
+            self.step.submit(next(iter(self._batches.epoch())))
         self._link.tell("warm")
-
-    def _warm_up(self) -> None:
-        # Captures the steps, on a state that is replaced when the member enters a group.
-        assert self._batches is not None and isinstance(self.step, ShardedStep)
-        self.step.submit(next(iter(self._batches.epoch())))
 
     # -- training in groups
 

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
+from torch import nn
 
-from waterflow.errors import CheckpointError, InvalidJobError, JobCancelled, WaterflowError
+from waterflow.errors import InvalidJobError, JobCancelled, WaterflowError
 from waterflow.executor.cancel import UserCode, limited
 from waterflow.executor.data.loader import why_not_again
 from waterflow.executor.engine import Engine
@@ -40,8 +42,8 @@ from waterflow.training.shards.member import Start
 logger = logging.getLogger("waterflow")
 
 LOOK_AGAIN = 0.05
-# A process that is silent for so long stands still, as by SIGSTOP: at least so many seconds, and of its longest steps.
-SILENT_SECONDS, SILENT_STEPS = 2.0, 5.0
+# A process that is stopped, as by SIGSTOP, is left out after so many seconds, and so many of its longest steps; a silent one later.
+SILENT_SECONDS, SILENT_STEPS, MOST_SILENT = 1.0, 3.0, 60.0
 MOST_RESTARTS = 3  # of all members, without a step in between
 ENDING_SECONDS = 5.0  # for a result of a job that was stopped
 
@@ -64,7 +66,6 @@ class _Member:
     ready: int = -1  # the newest epoch whose group it has built
     entered: int = -1  # the epoch in which it trains
     lost: int = -1  # the last epoch whose group has failed for it
-    done: str | None = None  # the status with which its job has ended
 
     def tell(self, *message: Any) -> None:
         """Send a message behind those before; a process that has died gets none."""
@@ -285,8 +286,7 @@ class ElasticRunner:
         elif what == "copy":
             self._settle_copies(*given)
         elif what == "done":
-            member.done = given[0]
-            self._ask_for_result(member)
+            self._done(member, *given)
         elif what == "result":
             return self._result(*given)
         elif what in ("died", "left"):
@@ -318,8 +318,11 @@ class ElasticRunner:
         return result_of(self.job.name, "cancelled", error, None, (), (), time.perf_counter() - self._began)
 
     def _result(self, result: JobResult, spent: dict[str, float]) -> JobResult:
-        for what in ("steps", "eager steps", "captures", "captures anew"):
-            self._account[what] += spent.get(what, 0)
+        self._account |= {what: spent.get(what, 0) for what in ("eager steps", "captures", "captures anew")}
+        self._account["steps"] = result.steps
+        if isinstance(self.job.model, nn.Module) and result.state_dict is not None:  # the caller expects it trained
+            self.job.model.load_state_dict(result.state_dict)
+            result = replace(result, state_dict=self.job.model.state_dict())
         if self._failure is not None:
             return replace(result, status="failed", error=self._failure)
         return result
@@ -337,14 +340,13 @@ class ElasticRunner:
                 self._failure, self._answers[epoch] = error, "prune"
         return self._answers[epoch]
 
-    def _ask_for_result(self, member: _Member) -> None:
-        # That of a failed or stopped member at once, as others may wait for it for ever; else the leader's.
-        if member.done in ("failed", "cancelled") or member is self._leading():
-            if member not in self._now and self._entered >= 0:
-                logger.warning("device %s could not join job %r, which goes on without it", member.device, self.job.name)
-                member.process.kill()
-                return
+    def _done(self, member: _Member, status: str, why: str) -> None:
+        # All who end have the same result: the first answer counts. Others may wait for a failed one for ever.
+        if member in self._now or self._entered < 0 or status != "failed":
             member.tell("result")
+        else:
+            logger.warning("device %s could not join job %r, which goes on without it: %s", member.device, self.job.name, why)
+            member.process.kill()
 
     # -- members
 
@@ -449,6 +451,10 @@ class ElasticRunner:
         now = self._resume.steps if self._resume is not None else 0
         most = max(member.steps for member in self._members)
         times = 1 if most > steps or now > before else times + 1
+        if not any(member.warm for member in self._members):
+            raise WaterflowError(
+                f"the processes of job {self.job.name!r} ended ({_how(code)}) before they had made the job; what they have printed says why"
+            )
         if times > MOST_RESTARTS:
             raise WaterflowError(
                 f"the processes of job {self.job.name!r} died {times} times ({_how(code)}) without a step beyond {steps} in "
@@ -462,17 +468,16 @@ class ElasticRunner:
     def _kill_the_silent(self) -> None:
         now = time.monotonic()
         for member in self._alive():
-            if member.beats and now - member.heard > max(SILENT_SECONDS, SILENT_STEPS * member.longest):
+            silent = now - member.heard
+            stopped = silent > max(SILENT_SECONDS, SILENT_STEPS * member.longest) and _is_stopped(member.process.pid)
+            if member.beats and (stopped or silent > MOST_SILENT):
                 logger.warning("device %s of job %r stands still, and is taken from it", member.device, self.job.name)
                 member.process.send_signal(signal.SIGKILL)
 
     def _settle_copies(self, checkpoint: Checkpoint | None, error: BaseException | None) -> None:
         copies, self._copies = self._copies, []
         for made in copies:
-            if checkpoint is not None:
-                made.set_result(checkpoint)
-            else:
-                made.set_exception(error or CheckpointError("no state"))
+            made.set_result(checkpoint) if checkpoint is not None else made.set_exception(error)
 
 
 def _cores(device: str, threads: int) -> list[int] | None:
@@ -483,6 +488,13 @@ def _cores(device: str, threads: int) -> list[int] | None:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[int(number) * threads : (int(number) + 1) * threads]
     return mine if len(mine) == threads else None
+
+
+def _is_stopped(pid: int) -> bool:
+    # On Linux, where the state follows the name. User code may hold the interpreter for as long: it is not interrupted.
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _how(code: int | None) -> str:
