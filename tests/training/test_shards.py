@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,16 @@ def test_loss_weight_weighs_the_parts() -> None:
     job = wf.Job("job", mlp, DataLoader(rows("mlp"), 8), OPTIMIZERS["sgd"], loss=F.cross_entropy, shards=4, seed=3)
     by_rows, by_weight = wf.train([job])[0], wf.train([replace(job, loss_weight=weight)])[0]
     assert by_rows.losses == by_weight.losses and weighed[:4] == [2] * 4
+
+
+def test_parts_without_weight_take_no_part() -> None:
+    targets = torch.tensor([1, 2, 3, 0, -100, -100])
+    job = wf.Job(
+        "job", mlp, [(torch.randn(6, 12), targets)], OPTIMIZERS["sgd"], loss=F.cross_entropy, shards=3, seed=3,
+        loss_weight=lambda part: (part[1] >= 0).sum(),
+    )  # fmt: skip
+    result = wf.train(job)[0]
+    assert result.status == "completed" and math.isfinite(result.losses[0])
 
 
 def test_bad_settings_and_data_are_told() -> None:

@@ -220,7 +220,7 @@ class ShardedStep(Step):
         # Adds the sum over a node's shards to the step's sums, in which ``reached`` have gradients, or which are empty; returns
         # what has gradients then. A single shard adds in place.
         if high - low == 1:
-            return self._part(low, given, reached) if low in given.batch.parts else reached
+            return self._part(low, given, reached) if given.weights[low] else reached  # a mean over nothing is NaN
         reached, right = self._add(low, middle(low, high), given, reached), (middle(low, high), high)
         if high - middle(low, high) == 1:
             return self._add(*right, given, reached)
