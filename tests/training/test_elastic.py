@@ -194,3 +194,11 @@ def test_bad_devices_are_told() -> None:
         train(["cpu:0"], loss=lambda output, target: (lock, F.cross_entropy(output, target))[1])
     with pytest.raises(wf.InvalidJobError, match="pass devices= to train"):
         wf.JobRunner(job(1)).set_devices(["cpu:0"])
+
+
+@pytest.mark.slow
+def test_other_jobs_train_beside_it_with_their_bits() -> None:
+    beside = [replace(job(20, shards=shards), name=f"beside-{shards}") for shards in (1, 4)]
+    both = wf.train([job(20), *beside], devices=["cpu:0", "cpu:1"], memory="1GiB")
+    alone = wf.train([job(20), *beside])
+    assert all(same(one, other) for one, other in zip(both, alone))

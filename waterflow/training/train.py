@@ -110,7 +110,7 @@ def train(
             checkpoint = Checkpoints(checkpoint)
         if checkpoint is not None:
             stack.enter_context(checkpoint.opened(given))
-        limit = memory_of_each(given, devices, memory)
+        limit = memory_of_each(given, devices, memory, max_concurrent)
         if engine is None and devices is not None:
             engine = stack.enter_context(Engine(device, limit, lanes, threads_per_lane, exact=exact, mode=mode))
         if engine is None:

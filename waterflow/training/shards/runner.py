@@ -97,8 +97,13 @@ def check_devices(job: Job, devices: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def memory_of_each(jobs: Sequence[Job], devices: Sequence[str] | None, memory: int | float | str | None) -> int:
-    """Return the limit of each device in bytes. Raises InvalidJobError if no job can train on several devices."""
+def memory_of_each(
+    jobs: Sequence[Job], devices: Sequence[str] | None, memory: int | float | str | None, at_once: int | None
+) -> int:
+    """Return the limit of each job on each device in bytes, of ``at_once`` jobs; the devices' limits are ``memory``.
+
+    Raises InvalidJobError if no job can train on several devices.
+    """
     if devices is None:
         return 0
     sharded = [job for job in jobs if job.shards > 1]
@@ -108,7 +113,7 @@ def memory_of_each(jobs: Sequence[Job], devices: Sequence[str] | None, memory: i
         check_devices(job, devices)
     limit = parse_memory(memory, free_memory())
     on_host = sum(name.startswith("cpu") for name in devices) + (len(sharded) < len(jobs))
-    return limit // max(1, on_host) if memory is None else limit
+    return (limit // max(1, on_host) if memory is None else limit) // min(len(sharded), at_once or len(sharded))
 
 
 def packed(start: Start) -> bytes:
