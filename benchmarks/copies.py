@@ -36,6 +36,24 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+def limit_for(alone: batch_size.LargestBatch, copies: int) -> float:
+    """The share of a job's room that is left for its step if ``copies`` jobs hold their state and batches.
+
+    With M the memory, N the copies and W persistent state and one batch: (M - N W) / (M - W).
+    """
+    return (alone.memory - copies * alone.step.held) / (alone.memory - alone.step.held)
+
+
+def lossless_for(alone: batch_size.LargestBatch, copies: int) -> float:
+    """The share of a batch that each of ``copies`` jobs could train if placement lost no bytes between pieces.
+
+    Assumes that all memory but persistent state is proportional to the batch.
+    """
+    step = alone.step
+    room, whole = alone.memory - copies * step.persistent, alone.memory - step.persistent
+    return room / whole * (step.batch + step.resident) / (copies * step.batch + step.resident)
+
+
 def measure(name: str) -> list[dict[str, Any]]:
     """Two, three and four copies of one model."""
     sizes = sizes_of(name)
@@ -54,8 +72,8 @@ def _row(name: str, sizes: batch_size.StepSizes, alone: batch_size.LargestBatch,
     ratio, goal = found.size / alone.size, GOALS.get((name, copies))
     return {
         "model": f"{name} x {copies}", "alone": alone.size, "each": found.size, "ratio": ratio,
-        "at least": goal, "holds": None if goal is None else ratio >= goal, "limit": alone.limit_for(copies),
-        "lossless": alone.lossless_for(copies), "published": PUBLISHED.get((name, copies)),
+        "at least": goal, "holds": None if goal is None else ratio >= goal, "limit": limit_for(alone, copies),
+        "lossless": lossless_for(alone, copies), "published": PUBLISHED.get((name, copies)),
         "height / live": found.step.offsets.height / found.step.resident, "peak / limit": run.peak / MEMORY,
         "overlap, speed": _pace(run), "at 90 %": _pace(smaller), "grouped": _pace(grouped),
         "grouped at 90 %": _pace(smaller_grouped), "waits": f"{run.waits} of {run.groups}",

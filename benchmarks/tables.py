@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks import published, report
-from benchmarks.copies import sizes_of
+from benchmarks.copies import limit_for, sizes_of
 from waterflow.training import batch_size
 
 CNNS = ("resnet50", "resnet152", "inception_v3", "nasnet_mobile")
@@ -65,7 +65,7 @@ def _together(
     run = found.run
     assert run is not None and run.peak <= gpu.usable
     room = gpu.usable - copies * found.step.held
-    ratio, limit = found.size / alone.size, alone.limit_for(copies)
+    ratio, limit = found.size / alone.size, limit_for(alone, copies)
     return {
         "model": f"{name} x {copies}", "card": gpu.name, "alone": alone.size, "each": found.size, "ratio": ratio,
         "limit": limit, "points": 100 * (limit - ratio), "overlap": run.overlap, "speed": run.speed,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import waterflow as wf
+from benchmarks.copies import limit_for, lossless_for
 from waterflow.executor.program import capture_cache
 from waterflow.planner.gpus import gpu
 from waterflow.planner.search import largest_batch, largest_mix, run_copies, search_sizes
@@ -56,8 +57,8 @@ def test_copies_take_from_each_other_only_what_they_hold_all_the_time() -> None:
     each = [largest_batch(sizes, memory="1MiB", copies=n).size for n in (2, 3, 4)]
     assert sorted(each, reverse=True) == each
     for copies, size in zip((2, 3, 4), each):
-        assert 0.98 * alone.lossless_for(copies) < size / alone.size < 1.02 * alone.lossless_for(copies)
-        assert alone.limit_for(copies) <= alone.lossless_for(copies)
+        assert 0.98 * lossless_for(alone, copies) < size / alone.size < 1.02 * lossless_for(alone, copies)
+        assert limit_for(alone, copies) <= lossless_for(alone, copies)
 
 
 def test_a_smaller_batch_runs_more_side_by_side() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import waterflow as wf
 from tests.training.test_shards import OPTIMIZERS, normed, rows
 from waterflow.training.runner import StopJob
-from waterflow.training.shards.exchange import even_ranges, ranges_by_speed
+from waterflow.training.shards.exchange import ranges_by_speed
 from waterflow.training.shards.group import HOST, Group
 from waterflow.training.shards.step import middle, nodes_of
 
@@ -143,7 +143,7 @@ def test_sums_go_along_one_tree_whoever_has_the_shards(shards: int, members: int
     def node(low: int, high: int) -> torch.Tensor:
         return gradients[low] if high - low == 1 else node(low, middle(low, high)) + node(middle(low, high), high)
 
-    ranges = even_ranges(shards, members)
+    ranges = ranges_by_speed(shards, [1.0] * members)
     nodes = [list(nodes_of(mine, 0, shards)) for mine in ranges]
 
     def work(group: Group) -> torch.Tensor:

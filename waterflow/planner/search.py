@@ -41,22 +41,6 @@ class LargestBatch:
         """The first dimension of the batch."""
         return self.step.size
 
-    def limit_for(self, copies: int) -> float:
-        """Return the share of this job's room that is left for its step if ``copies`` jobs hold their state and batches.
-
-        With M the memory, N the copies and W persistent state and one batch: (M - N W) / (M - W).
-        """
-        return (self.memory - copies * self.step.held) / (self.memory - self.step.held)
-
-    def lossless_for(self, copies: int) -> float:
-        """Return the share of this batch that each of ``copies`` jobs could train if placement lost no bytes between pieces.
-
-        Assumes that all memory but persistent state is proportional to the batch.
-        """
-        step = self.step
-        room, alone = self.memory - copies * step.persistent, self.memory - step.persistent
-        return room / alone * (step.batch + step.resident) / (copies * step.batch + step.resident)
-
 
 @dataclass(frozen=True)
 class LargestMix:

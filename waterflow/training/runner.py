@@ -69,6 +69,8 @@ class JobRunner:
     resumes from a checkpoint of it; raises CheckpointError for one of another job.
     """
 
+    devices: tuple[str, ...] = ()  # of ``train(devices=)``
+
     def __init__(
         self,
         job: Job,

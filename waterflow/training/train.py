@@ -111,9 +111,8 @@ def train(
         if checkpoint is not None:
             stack.enter_context(checkpoint.opened(given))
         limit = memory_of_each(given, devices, memory, max_concurrent)
-        if engine is None and devices is not None:
-            engine = stack.enter_context(Engine(device, limit, lanes, threads_per_lane, exact=exact, mode=mode))
         if engine is None:
+            memory = limit if devices is not None else memory
             engine = stack.enter_context(Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode))
         if timeline is not None:
             engine.native.record_spans(True)

@@ -265,14 +265,14 @@ class Batches:
 
     def _other_generators(self) -> list[torch.Generator]:
         # Generators that the user's own objects have as attributes: the source, its samplers, its data set.
-        source = self.source
-        sampler, batches = getattr(source, "sampler", None), getattr(source, "batch_sampler", None)
-        owners = [source, sampler, batches, getattr(batches, "sampler", None), getattr(source, "dataset", None)]
-        found: list[torch.Generator] = []
+        owners, found = [self.source], list[torch.Generator]()
         for owner in owners:
-            for value in getattr(owner, "__dict__", {}).values():
+            own = getattr(owner, "__dict__", {})
+            for value in own.values():
                 if isinstance(value, torch.Generator) and not any(value is g for g in (self._order, *found)):
                     found.append(value)
+            inner = [own.get(name) for name in ("sampler", "batch_sampler", "dataset")]
+            owners += [one for one in inner if not any(one is other for other in owners)]
         return found
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.data.loader import Batches
+from waterflow.executor.rng import own_numbers
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class _Rows:
     """A data set of which a loader asks (seed, indices); random numbers of its rows follow from the seed alone."""
 
     def __init__(self, data: Any) -> None:
-        self._data = data
+        self.dataset = data
 
     def __getitems__(self, asked: tuple[int, list[Any]]) -> list[Any]:
         seed, indices = asked
@@ -71,15 +73,19 @@ class _Rows:
         if get_worker_info() is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
-        own = getattr(self._data, "__getitems__", None)
-        return own(indices) if own else [self._data[index] for index in indices]
+        own = getattr(self.dataset, "__getitems__", None)
+        return own(indices) if own else [self.dataset[index] for index in indices]
 
 
 class _Parts:
-    """A batch sampler that yields the indices of the shards in ``mine`` one by one, and notes the rows of each batch."""
+    """A batch sampler that yields the indices of the shards in ``mine`` one by one, and notes the rows of each batch.
+
+    The one that it divides draws from ``numbers``, which no reading of rows changes.
+    """
 
     def __init__(self, batches: Any, shards: int, seed: int) -> None:
-        self._batches, self._shards, self._seed = batches, shards, seed
+        self.sampler, self._shards, self._seed = batches, shards, seed
+        self.numbers = torch.Generator().manual_seed(seed)
         self.mine = range(shards)
         self.skip = self.passes = 0
         self.rows: deque[tuple[int, ...]] = deque()
@@ -87,7 +93,13 @@ class _Parts:
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
         self.rows.clear()
         skip, self.skip = self.skip, 0
-        for number, indices in enumerate(self._batches):
+        with own_numbers(self.numbers):
+            batches = iter(self.sampler)
+        for number in itertools.count():
+            with own_numbers(self.numbers):
+                indices = next(batches, None)
+            if indices is None:
+                return
             if number < skip:
                 continue
             rows = sizes(len(indices), self._shards)
@@ -97,7 +109,7 @@ class _Parts:
                 yield stream_seed(self._seed, shard, self.passes, number), list(indices[begin : begin + rows[shard]])
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.sampler)
 
 
 class ShardedBatches(Batches):

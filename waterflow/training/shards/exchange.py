@@ -16,12 +16,6 @@ SKIPPED = 2  # steps after a change, which may capture
 GAIN = 0.9  # shards move if the slowest member's time then is at most this share
 
 
-def even_ranges(shards: int, members: int) -> list[range]:
-    """Return the shards of each member, as equal as possible."""
-    ends = [shards * (rank + 1) // members for rank in range(members)]
-    return [range(begin, end) for begin, end in zip([0, *ends], ends)]
-
-
 def ranges_by_speed(shards: int, seconds: Sequence[float]) -> list[range]:
     """Return the shards of members that take ``seconds`` for each, such that the slowest ends first; each has at least one."""
     counts = [1] * len(seconds)
@@ -42,7 +36,7 @@ class Exchange:
         self.group = group
         self.changes = False
         self.dealt: list[range] | None = None
-        self.ranges = even_ranges(shards, group.size)
+        self.ranges = ranges_by_speed(shards, [1.0] * group.size)
         self._shards = shards
         self._wants_change = wants_change
         self._steps = 0
@@ -82,8 +76,7 @@ class Exchange:
             of_members = [list(nodes_of(shards, 0, self._shards)) for shards in self.ranges]
             for number, flat in enumerate(sums.flat):
                 self.group.sum_along_tree(flat, [node[number] for node in nodes], of_members, self._shards)
-        for node in nodes[:-1]:
-            sums.take_back(node)
+        sums.spare += nodes[:-1]
 
     def _note(self, seconds: Sequence[float]) -> None:
         # All members compute the same from the same numbers, so that nobody has to tell the others.

@@ -37,7 +37,6 @@ class Start:
     threads: int
     memory: int
     exact: bool
-    seed: int
     port: int
     joins: bool
     resume: Checkpoint | None
@@ -51,7 +50,7 @@ class MemberRunner(JobRunner):
     """Trains the shards of one member. After a change it goes on from its own state, or from that of a member who is ahead."""
 
     def __init__(self, start: Start, engine: Engine, link: Link) -> None:
-        super().__init__(start.job, engine, self._tell_epoch, seed=start.seed, resume=start.resume)
+        super().__init__(start.job, engine, self._tell_epoch, resume=start.resume)
         self._link, self._joins = link, start.joins
         self._exchange: Exchange | None = None
 
@@ -92,7 +91,8 @@ class MemberRunner(JobRunner):
             try:
                 place = (-1, 0) if self._joins else (self._epoch, len(self._losses))
                 places = group.gather(place)
-                best = max(places)
+                if (best := max(places)) < (0, 0):
+                    os._exit(1)  # the last who had the state has died
                 if place < best:
                     self._take_over(group.receive(places.index(best)))
                 elif places.index(best) == group.rank and min(places) < best:
@@ -140,20 +140,17 @@ class MemberRunner(JobRunner):
 
     # -- epochs
 
-    @property
-    def _leads(self) -> bool:
-        return self._exchange is not None and self._exchange.group.rank == 0
-
     def _evaluate(self) -> Metrics | None:
         assert self._exchange is not None and isinstance(self.step, ShardedStep)
         self.step.seed_evaluation()
-        metrics = super()._evaluate() if self._leads else None
-        return self._exchange.group.gather(metrics)[0]  # type: ignore[no-any-return]
+        group = self._exchange.group
+        return group.gather(super()._evaluate() if group.rank == 0 else None)[0]  # type: ignore[no-any-return]
 
     def _tell_epoch(self, epoch: int, metrics: Metrics) -> None:
         assert self._exchange is not None
-        answer = self._link.ask(epoch, "epoch", epoch, metrics) if self._leads else None
-        if self._exchange.group.gather(answer)[0] == "prune":
+        group = self._exchange.group
+        answer = self._link.ask(epoch, "epoch", epoch, metrics) if group.rank == 0 else None
+        if group.gather(answer)[0] == "prune":
             raise StopJob
 
 
@@ -171,7 +168,6 @@ def main() -> None:
         runner = link.runner = MemberRunner(start, engine, link)
         result = runner.run()
         if isinstance(result.error, Left):
-            link.tell("left")
             os._exit(0)
         spent: Counter[str] = Counter()
         for account in engine.accounts:

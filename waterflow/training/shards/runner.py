@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -61,7 +62,7 @@ class _Member:
     warm: bool = False  # it has made its job, and can enter a group
     steps: int = 0
     longest: float = 0.0
-    heard: float = field(default_factory=time.monotonic)
+    silent: float = 0.0  # seconds
     beats: bool = False
     ready: int = -1  # the newest epoch whose group it has built
     entered: int = -1  # the epoch in which it trains
@@ -80,13 +81,17 @@ class _Member:
 
 def check_devices(job: Job, devices: Sequence[str]) -> tuple[str, ...]:
     """Return the names of devices. Raises InvalidJobError for a name twice, a device that is none, or more than there are shards."""
-    if isinstance(devices, str) or not devices:
+    if not isinstance(devices, (list, tuple)) or not devices:
         raise InvalidJobError(f'devices is a list of names, such as ["cpu:0", "cpu:1"]; got {devices!r}')
     names = tuple(map(str, devices))
     for name in names:
         kind, _, number = name.partition(":")
         if kind not in ("cpu", "cuda") or not number.isdigit():
             raise InvalidJobError(f"a device is 'cpu:0', 'cuda:0' and so on, each with its number; got {name!r}")
+        if kind == "cuda" and int(number) >= torch.cuda.device_count():
+            raise InvalidJobError(
+                f"{name!r} is not here: torch sees {torch.cuda.device_count()} GPUs; name those, or 'cpu:0' and so on"
+            )
     if len(set(names)) < len(names) or len({name.partition(":")[0] for name in names}) > 1:
         raise InvalidJobError(f"each device can be named once, and all are of one kind; got {list(names)}")
     if len(names) > job.shards:
@@ -109,10 +114,9 @@ def memory_of_each(
     sharded = [job for job in jobs if job.shards > 1]
     if not sharded:
         raise InvalidJobError("devices= is for jobs whose batches are cut: give them shards, as in wf.Job(..., shards=2)")
-    for job in sharded:
-        check_devices(job, devices)
+    names = check_devices(min(sharded, key=lambda job: job.shards), devices)
     limit = parse_memory(memory, free_memory())
-    on_host = sum(name.startswith("cpu") for name in devices) + (len(sharded) < len(jobs))
+    on_host = sum(name.startswith("cpu") for name in names) + (len(sharded) < len(jobs))
     return (limit // max(1, on_host) if memory is None else limit) // min(len(sharded), at_once or len(sharded))
 
 
@@ -165,9 +169,10 @@ class ElasticRunner:
         self._members: list[_Member] = []  # all that ever were, by number
         self._epoch, self._now = -1, list[_Member]()  # the newest epoch and its members
         self._entered = -1  # the newest epoch in which members train
-        self._running = False
+        self._thread: int | None = None  # while it runs
+        self._looked = 0.0
         self._copies: list[Future[Checkpoint]] = []
-        self._answers: dict[int, str] = {}
+        self._answers = dict.fromkeys(range(resume.epoch if resume is not None else 0), "go on")  # to what epochs' ends were told
         self._failure: BaseException | None = None
         self._stopped: str | None = None
         self._ended = threading.Event()
@@ -211,7 +216,7 @@ class ElasticRunner:
     def stop(self, reason: str = "stopped") -> None:
         """End the job after its present step, and wait for that."""
         self._inbox.put((None, ("stop", reason)))
-        self._ended.wait(ENDING_SECONDS if self._running else 0)
+        self._ended.wait(ENDING_SECONDS if self._thread not in (None, threading.get_ident()) else 0)
 
     def break_off(self) -> None:
         """End the job now."""
@@ -220,12 +225,11 @@ class ElasticRunner:
     def ask_for_snapshot(self) -> Future[Checkpoint]:
         """Request a copy of the job's state between two steps, without waiting; the future has it, or its error."""
         made: Future[Checkpoint] = Future()
-        self._inbox.put((None, ("copy", made)))
+        self._copies.append(made)
+        self._inbox.put((None, ("copy",)))
+        if self._ended.is_set():
+            self._end_copies()
         return made
-
-    def snapshot(self, timeout: float | None = None) -> Checkpoint:
-        """Return a copy of the job's whole state after its present step. Raises CheckpointError, and TimeoutError."""
-        return self.ask_for_snapshot().result(timeout)
 
     # -- the job
 
@@ -236,7 +240,7 @@ class ElasticRunner:
             return limited(*about, self._run, self._code, self.stop, lambda: f", after {self.steps} steps", over_limit)
 
     def _run(self) -> JobResult:
-        self._running = True
+        self._thread = threading.get_ident()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         try:
             with self._code.here():
@@ -247,16 +251,21 @@ class ElasticRunner:
         except BaseException as error:
             return result_of(self.job.name, "failed", error, None, (), (), time.perf_counter() - self._began)
         finally:
-            self._running = False
+            self._thread = None
             for member in self._members:
                 member.tell("end")
                 member.process.kill()
             for member in self._members:
                 member.process.wait()
                 member.outbox.put(None)
-            for made in self._copies:
-                made.set_exception(JobEnded(f"job {self.job.name!r} has ended: its result has what it trained"))
+            del self._store  # its thread ends
             self._ended.set()
+            self._end_copies()
+
+    def _end_copies(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._copies.pop().set_exception(JobEnded(f"job {self.job.name!r} has ended: its result has what it trained"))
 
     def _look(self) -> JobResult | None:
         # One message, or a look at who is silent. Returns the result once there is one.
@@ -267,7 +276,7 @@ class ElasticRunner:
             return None
         if member is None:
             return self._ordered(what, *given)
-        member.heard = time.monotonic()
+        member.silent = 0.0
         if what == "beat":
             member.beats = True
             member.steps, member.longest = given
@@ -282,6 +291,7 @@ class ElasticRunner:
         elif what == "entered":
             self._entered = max(self._entered, given[0])
             member.entered, member.steps = given
+            self._publish()  # who has stayed for those that come can leave
             if self._copies and member is self._leading():  # the one who was asked may have died
                 member.tell("copy")
         elif what == "lost":
@@ -294,8 +304,8 @@ class ElasticRunner:
             self._done(member, *given)
         elif what == "result":
             return self._result(*given)
-        elif what in ("died", "left"):
-            return self._gone(member, what == "left")
+        elif what == "died":
+            return self._gone(member)
         return None
 
     def _ordered(self, what: str, *given: Any) -> JobResult | None:
@@ -305,8 +315,7 @@ class ElasticRunner:
             self._start([name for name in self._wanted if name not in here])
             self._publish()
         elif what == "copy":
-            self._copies.append(given[0])
-            if len(self._copies) == 1 and self._entered >= 0 and (leading := self._leading()) is not None:
+            if self._copies and self._entered >= 0 and (leading := self._leading()) is not None:
                 leading.tell("copy")
         elif what == "stop":
             self._stopped = given[0]
@@ -328,6 +337,8 @@ class ElasticRunner:
         if isinstance(self.job.model, nn.Module) and result.state_dict is not None:  # the caller expects it trained
             self.job.model.load_state_dict(result.state_dict)
             result = replace(result, state_dict=self.job.model.state_dict())
+        if result.error is not None and result.traceback:
+            result.error.__cause__ = WaterflowError(f"on its device:\n{result.traceback}")
         if self._failure is not None:
             return replace(result, status="failed", error=self._failure)
         return result
@@ -373,7 +384,6 @@ class ElasticRunner:
                 threads=self.engine.threads_per_lane,
                 memory=self._memory,
                 exact=self.engine.exact,
-                seed=self._seed,
                 port=self._store.port,
                 joins=self._entered >= 0,
                 resume=self._resume,
@@ -409,21 +419,26 @@ class ElasticRunner:
         if self._epoch < 0 and not all(member.warm for member in alive):
             return
         members = [member for member in alive if member.warm and member.device in self._wanted]
+        if members and self._entered >= 0 and all(member.entered < 0 for member in members):
+            # One who has the state stays until they have it, too.
+            members = [one for one in self._now if one.entered >= 0][:1] + members
         if members and members != self._now:
             leaving = [member for member in self._now if member not in members]
             self._now = members
             self._tell_members(leaving)
 
-    def _gone(self, member: _Member, left: bool) -> JobResult | None:
-        if not member.alive:
-            return None
-        member.alive = False
-        code = member.process.poll() if not left else None
+    def _gone(self, member: _Member) -> JobResult | None:
+        member.alive, code = False, member.process.returncode
+        left = code == 0
         self._wanted = tuple(name for name in self._wanted if name != member.device or left)
+        if left and member.device in self._wanted:  # asked for again while it left
+            self._start([member.device])
         if member in self._now:
             self._now = [one for one in self._now if one is not member]
             if self._now:
                 self._tell_members()
+        if not self._now and self._stopped is not None:
+            return self._cancelled()
         if not self._now:
             self._restart(code)
         elif not left and member.device in self._asked:
@@ -437,8 +452,7 @@ class ElasticRunner:
         # A group of which nobody has died is made anew, a few times.
         member.lost = epoch
         if epoch == self._epoch and all(one.alive and one.lost == epoch for one in self._now):
-            steps, times = self._failed
-            self._failed = (self.steps, times + 1 if steps == self.steps else 1)
+            self._failed = (self.steps, self._failed[1] + 1 if self._failed[0] == self.steps else 1)
             if self._failed[1] > MOST_RESTARTS:
                 raise WaterflowError(f"the devices of job {self.job.name!r} cannot exchange their gradients: {why}")
             self._tell_members()
@@ -448,9 +462,10 @@ class ElasticRunner:
         for one in [*self._now, *leaving]:
             one.tell("members", self._epoch, [other.number for other in self._now])
 
-    def _restart(self, code: int | None) -> None:
+    def _restart(self, code: int) -> None:
         if self._alive():
-            return  # others are on their way
+            self._publish()  # others are on their way, or wait for this one
+            return
         before, steps, times = self._restarts
         self._resume = self._last_checkpoint() or self._resume
         now = self._resume.steps if self._resume is not None else 0
@@ -471,17 +486,18 @@ class ElasticRunner:
         self._start(self._wanted)
 
     def _kill_the_silent(self) -> None:
-        now = time.monotonic()
+        # Not the time in which this process stood still, or was in a callback.
+        before, self._looked = self._looked, time.monotonic()
         for member in self._alive():
-            silent = now - member.heard
-            stopped = silent > max(SILENT_SECONDS, SILENT_STEPS * member.longest) and _is_stopped(member.process.pid)
-            if member.beats and (stopped or silent > MOST_SILENT):
+            member.silent += min(self._looked - before, LOOK_AGAIN)
+            stopped = member.silent > max(SILENT_SECONDS, SILENT_STEPS * member.longest) and _is_stopped(member.process.pid)
+            if member.beats and (stopped or member.silent > MOST_SILENT):
                 logger.warning("device %s of job %r stands still, and is taken from it", member.device, self.job.name)
                 member.process.send_signal(signal.SIGKILL)
 
     def _settle_copies(self, checkpoint: Checkpoint | None, error: BaseException | None) -> None:
-        copies, self._copies = self._copies, []
-        for made in copies:
+        while self._copies:
+            made = self._copies.pop()
             made.set_result(checkpoint) if checkpoint is not None else made.set_exception(error)
 
 
@@ -502,7 +518,5 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _how(code: int | None) -> str:
-    if code is None:
-        return "it has left"
+def _how(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,7 +62,7 @@ class FlatSums:
             for name, begin in named:
                 like = torch.empty_like(parameters[name], device="meta")
                 self.views[name] = flat.as_strided(like.shape, like.stride(), begin)
-        self._spare: list[list[torch.Tensor]] = []
+        self.spare: list[list[torch.Tensor]] = []  # copies whose memory is free for others
 
     def clear(self) -> None:
         """Begin anew: a sum of nothing."""
@@ -72,7 +71,7 @@ class FlatSums:
 
     def put_aside(self) -> list[torch.Tensor]:
         """Return a copy of the sums."""
-        made = self._spare.pop() if self._spare else [torch.empty_like(flat) for flat in self.flat]
+        made = self.spare.pop() if self.spare else [torch.empty_like(flat) for flat in self.flat]
         for copy, flat in zip(made, self.flat):
             copy.copy_(flat)
         return made
@@ -81,11 +80,7 @@ class FlatSums:
         """Add a copy that was put aside, and take its memory back."""
         for flat, one in zip(self.flat, other):
             flat.add_(one)
-        self.take_back(other)
-
-    def take_back(self, other: list[torch.Tensor]) -> None:
-        """Use the memory of a copy for the next one."""
-        self._spare.append(other)
+        self.spare.append(other)
 
 
 class Peers(Protocol):
@@ -178,20 +173,11 @@ class ShardedStep(Step):
                 sums.add(self._total)
             self._total = sums.put_aside() if self.calls % self.accumulate else None
         if self.calls % self.accumulate == 0:
-            with self._in_one_go():
-                self._update(sums, loss)
+            if self.engine is not None and self.job is not None:
+                # A job that is to leave its memory does so before or after an update. The claim of a part covers the optimizer's state.
+                self.engine.reservations.policy_of(self.job).at_boundary = None
+            self._update(sums, loss)
         self.seed_evaluation()
-
-    @contextlib.contextmanager
-    def _in_one_go(self) -> Iterator[None]:
-        # A job that is to leave its memory does so before or after an update. The claim of a part covers the optimizer's state.
-        policy = self.engine.reservations.policy_of(self.job) if self.engine is not None and self.job is not None else None
-        at_boundary = policy.at_boundary if policy is not None else None
-        if policy is not None:
-            policy.at_boundary = None
-        yield
-        if policy is not None:
-            policy.at_boundary = at_boundary
 
     def _update(self, sums: FlatSums, loss: float) -> None:
         self._put_sums(sums, self._reached)
@@ -209,7 +195,10 @@ class ShardedStep(Step):
             return [rows / sum(batch.rows) for rows in batch.rows]
         weights = [0.0] * self.shards
         for shard, part in batch.parts.items():
-            weights[shard] = float(self._loss_weight(part))
+            try:
+                weights[shard] = float(self._loss_weight(part))
+            except (TypeError, ValueError) as error:
+                raise InvalidJobError(f"step {self.name!r}: loss_weight must return a number for each part: {error}") from error
         if self.peers is not None:
             weights = self.peers.weights(weights)
         if not (total := tree_sum(dict(enumerate(weights)), 0, self.shards)) > 0:
