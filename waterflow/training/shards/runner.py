@@ -214,9 +214,10 @@ class ElasticRunner:
     begun = steps
 
     def stop(self, reason: str = "stopped") -> None:
-        """End the job after its present step, and wait for that."""
+        """End the job after its present step, or at once if its code goes on for ``ENDING_SECONDS``; wait for that."""
         self._inbox.put((None, ("stop", reason)))
-        self._ended.wait(ENDING_SECONDS if self._thread not in (None, threading.get_ident()) else 0)
+        if self._thread not in (None, threading.get_ident()) and not self._ended.wait(ENDING_SECONDS):
+            self.break_off()
 
     def break_off(self) -> None:
         """End the job now."""
@@ -228,7 +229,7 @@ class ElasticRunner:
         self._copies.append(made)
         self._inbox.put((None, ("copy",)))
         if self._ended.is_set():
-            self._end_copies()
+            self._settle_copies()
         return made
 
     # -- the job
@@ -260,12 +261,7 @@ class ElasticRunner:
                 member.outbox.put(None)
             del self._store  # its thread ends
             self._ended.set()
-            self._end_copies()
-
-    def _end_copies(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._copies.pop().set_exception(JobEnded(f"job {self.job.name!r} has ended: its result has what it trained"))
+            self._settle_copies()
 
     def _look(self) -> JobResult | None:
         # One message, or a look at who is silent. Returns the result once there is one.
@@ -495,10 +491,11 @@ class ElasticRunner:
                 logger.warning("device %s of job %r stands still, and is taken from it", member.device, self.job.name)
                 member.process.send_signal(signal.SIGKILL)
 
-    def _settle_copies(self, checkpoint: Checkpoint | None, error: BaseException | None) -> None:
-        while self._copies:
-            made = self._copies.pop()
-            made.set_result(checkpoint) if checkpoint is not None else made.set_exception(error)
+    def _settle_copies(self, checkpoint: Checkpoint | None = None, error: BaseException | None = None) -> None:
+        ended = JobEnded(f"job {self.job.name!r} has ended: its result has what it trained")
+        with contextlib.suppress(IndexError):  # other threads settle or add some, too
+            while made := self._copies.pop():
+                made.set_result(checkpoint) if checkpoint is not None else made.set_exception(error or ended)
 
 
 def _cores(device: str, threads: int) -> list[int] | None:
