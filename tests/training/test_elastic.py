@@ -129,6 +129,64 @@ def test_a_device_that_stands_still_is_left_out() -> None:
     assert acts.seen and same(result, wf.train(job(40))[0])
 
 
+@pytest.mark.slow
+def test_all_devices_change_at_once_and_one_comes_back_while_it_leaves() -> None:
+    def there_and_back(runner: Any) -> None:
+        runner.set_devices(["cpu:0"])
+        tick = threading.Event()
+        while "cpu:1" in runner.devices:
+            tick.wait(0.0005)
+        to("cpu:0", "cpu:1")(runner)
+
+    class Acts(AtSteps):
+        def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
+            if len(self.seen) == len(self.acts):
+                raise StopJob
+
+    acts = Acts([(20, to("cpu:1")), (20, to("cpu:0", "cpu:1")), (20, there_and_back), (20, to("cpu:0"))])
+    result = wf.train(job(1000), devices=["cpu:0"], callbacks=[acts], memory="1GiB")[0]
+    assert result.status == "pruned" and same(result, wf.train(job(len(result.metrics)))[0])
+
+
+@pytest.mark.slow
+def test_a_death_before_the_first_step_and_a_callback_that_takes_long(caplog: pytest.LogCaptureFixture) -> None:
+    class Waits(wf.Callback):
+        def on_job_start(self, job: wf.Job, runner: Any) -> None:
+            self.runner = runner
+            threading.Thread(target=self._kill, daemon=True).start()
+
+        def _kill(self) -> None:
+            tick = threading.Event()
+            while len(self.runner._members) < 2:
+                tick.wait(0.001)
+            first, second = self.runner._members
+            second.process.send_signal(signal.SIGSTOP)
+            while not first.warm:
+                tick.wait(0.001)
+            second.process.kill()
+
+        def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
+            tick = threading.Event()
+            while self.runner._inbox.qsize() < 25:  # the process goes on to tell, for longer than one may be silent
+                tick.wait(0.01)
+
+    waits = Waits()
+    result = wf.train(job(2), devices=["cpu:0", "cpu:1"], callbacks=[waits], memory="1GiB")[0]
+    assert same(result, wf.train(job(2))[0]) and "stands still" not in caplog.text
+    with pytest.raises(wf.CheckpointError, match="has ended"):
+        waits.runner.ask_for_snapshot().result(timeout=0)
+
+
+@pytest.mark.slow
+def test_code_that_hangs_on_a_device_is_ended() -> None:
+    def hangs(model: Any) -> float:
+        while True:
+            pass
+
+    result = wf.train(replace(job(1), evaluate=hangs, timeout=4), devices=["cpu:0"], memory="1GiB", on_error="continue")[0]
+    assert isinstance(result.error, wf.JobTimeoutError)
+
+
 def in_groups(members: int, work: Callable[[Group], Any]) -> list[Any]:
     """What ``work`` returns in each of the members of one group, which are threads here."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, get_worker_info
 
 import waterflow as wf
 from waterflow.executor.data.sharded import ShardedBatches, sizes, stream_seed
@@ -222,6 +222,42 @@ def test_random_rows_do_not_depend_on_what_reads_them() -> None:
         whole = read(range(3), workers)
         assert len(whole) == 8 and [sum(len(p[1]) for p in one.values()) for one in whole] == [7, 7, 7, 2] * 2
         assert all(equal(read(mine, workers), whole, mine) for mine in (range(1), range(1, 3)))
+
+
+class Own(Sampler[Any]):
+    """Batches in an order that is drawn from torch's numbers, row by row, or from a generator of its own."""
+
+    def __init__(self, numbers: torch.Generator | None) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(4):
+            yield torch.randint(23, (6,), generator=self.numbers).tolist()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sampler_of_the_users_draws_the_same_whatever_is_read(own: bool) -> None:
+    def read(mine: range, from_place: bool = False) -> list[list[float]]:
+        def made() -> ShardedBatches:
+            sampler = Own(torch.Generator().manual_seed(8) if own else None)
+            loader = DataLoader(Noisy(rows("mlp", 23)), batch_sampler=sampler)
+            return ShardedBatches("job", loader, torch.Generator().manual_seed(3), shards=3, seed=3)
+
+        batches = made()
+        batches.mine, found = mine, list[Any]()
+        for _ in range(2):
+            for one in batches.epoch():
+                found.append(one.parts[0][0].tolist())
+                if from_place and len(found) == 6:
+                    place, batches = batches.place(), made()
+                    batches.go_on_from(place)
+                    break
+        return found + [one.parts[0][0].tolist() for _ in range(from_place) for one in batches.epoch()]
+
+    assert read(range(3)) == read(range(1)) == read(range(3), from_place=True)
 
 
 @pytest.mark.parametrize("data", ["list", "loader"])
