@@ -138,7 +138,7 @@ def packed(start: Start) -> bytes:
 
 
 class ElasticRunner:
-    """Trains one job on several devices, with the methods of ``JobRunner`` but ``suspend`` and ``resume``.
+    """Trains one job on several devices, with the methods of ``JobRunner`` but ``snapshot``, ``suspend`` and ``resume``.
 
     Each device has a process, a member of the job. Members are numbered in the order in which they started; the lowest alive leads.
     Who is a member is decided here alone, by epochs of membership: all members build the group of a new epoch while they train, and
