@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from waterflow.errors import WaterflowError, told
+from waterflow.errors import CheckpointError, WaterflowError, told
 from waterflow.job import JobResult
 from waterflow.training.runner import JobRunner
+from waterflow.training.safepoint import JobEnded
 from waterflow.training.shards.group import Group, MemberLost
 
 BEAT_SECONDS = 0.1
@@ -40,8 +41,7 @@ class Link:
         self._built: dict[int, Group] = {}
         self._go = -1  # the newest epoch that all of its members have built
         self._answers: dict[int, Any] = {}
-        self.longest = 0.0
-        self.epoch = -1  # of the present group
+        self.longest, self.epoch = 0.0, -1  # the latter is the present group's
         self.runner: JobRunner | None = None
         self._result: tuple[Any, ...] = ()
         for work in (self._receive, self._beat):
@@ -142,7 +142,9 @@ class Link:
     def _send_copy(self, made: Any) -> None:
         # On a thread of its own: the job's thread goes on meanwhile.
         error = made.exception()
-        content = ("copy", None, error) if error is not None else ("copy", made.result(), None)
+        if not isinstance(error, JobEnded | None):
+            error = CheckpointError(told(error))  # the user's own may not be sent
+        content = "copy", None if error is not None else made.result(), error
         threading.Thread(target=self.tell, args=content, daemon=True).start()
 
     def _beat(self) -> None:
