@@ -122,6 +122,28 @@ def test_tensor_rate_changed_in_place(engine: Engine | None) -> None:
     compare(net_with(OPTIMIZERS["adamw, tensor rate"]), images(5), during=during, engine=engine)
 
 
+@pytest.mark.parametrize("kind", ["tensors", "list"])
+def test_betas_changed_in_place(kind: str, engine: Engine | None) -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Net()
+        optimizer = Adam(model.parameters(), lr=0.01, betas=(torch.tensor(0.9), torch.tensor(0.999)), fused=True)
+        if kind == "list":
+            optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+        return model, optimizer
+
+    def during(model: nn.Module, optimizer: Optimizer) -> Any:
+        def act(number: int) -> None:
+            betas = optimizer.param_groups[0]["betas"]
+            if kind == "list":
+                betas[0] *= 0.5
+            else:
+                betas[0].mul_(0.5)
+
+        return act
+
+    compare(make, images(5), during=during, engine=engine)
+
+
 SCHEDULES = {
     "step": partial(lr_scheduler.StepLR, step_size=2, gamma=0.3),
     "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=8),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -581,6 +582,229 @@ def test_trials_with_one_net_are_audited_once(monkeypatch: pytest.MonkeyPatch, n
 
     wf.optimize(optuna.create_study(), objective, n_trials=8, memory="1GiB", max_concurrent=2)
     assert outcomes in ([None], [None, None])
+
+
+# -- false alarms
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "nans"),
+    [
+        (torch.float32, torch.int32, [0x7FC00000, -0x400000, -1]),
+        (torch.bfloat16, torch.int16, [0x7FC0, -0x40]),
+        (torch.float64, torch.int64, [0x7FF8 << 48, -1]),
+        (torch.float8_e4m3fn, torch.int8, [0x7F, -1]),
+    ],
+)
+def test_a_nan_equals_a_nan(dtype: torch.dtype, bits: torch.dtype, nans: list[int]) -> None:
+    many = [torch.tensor([1, nan, 2], dtype=bits).view(dtype) for nan in nans]
+    assert [audit._differing(many[0], other) for other in many] == [""] * len(many)
+    assert "at 1 of 3" in audit._differing(many[0], torch.tensor([1, 1, 2], dtype=bits).view(dtype))
+    assert "at 2 of 3" in audit._differing(many[0], torch.tensor([1, nans[-1], 3], dtype=bits).view(dtype))
+
+
+def test_a_complex_nan_differs_by_its_other_part() -> None:
+    one, other = torch.tensor([1, complex(float("nan"), 2)]), torch.tensor([1, complex(float("nan"), 3)])
+    assert audit._differing(one, one.clone()) == "" and "at 1 of 2" in audit._differing(one, other)
+
+
+def tweedie(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (target * output**-0.5 / 0.5 + output**0.5 / 0.5).mean()
+
+
+def focal(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    log = F.log_softmax(output, 1).gather(1, target[:, None])
+    return -((1 - log.exp()) ** 0.5 * log).mean()
+
+
+def test_trials_that_diverge_fail_alone(no_captures: Any, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    classes = torch.arange(64) % 3
+    losses = {"mse": (F.mse_loss, x[:, :3]), "tweedie": (tweedie, x[:, :3].abs())}
+    losses |= {"cross-entropy": (F.cross_entropy, classes), "focal": (focal, classes)}
+    reasons = []
+
+    def objective(trial: Any) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 3))
+        nn.init.constant_(model[2].bias, 3.0)
+        loss, target = losses[trial.suggest_categorical("loss", list(losses))]
+        optimizer = SGD(model.parameters(), lr=trial.suggest_float("lr", 1e-4, 1e6, log=True))
+        step = wf.Step(model, loss=loss, optimizer=optimizer)
+        result = [step((x, target)) for _ in range(60)][-1]
+        reasons.append(step.opaque_reason)
+        return float(result)
+
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+    for number, loss in enumerate([*losses] * 10):
+        study.enqueue_trial({"loss": loss, "lr": 10.0 ** (number // 4 - 3)})
+    summary = wf.optimize(study, objective, n_trials=40, memory="1GiB")
+    states = Counter(trial.state.name for trial in study.trials)
+    assert states["COMPLETE"] + states["FAIL"] == 40 and states["FAIL"] >= 5 and states["COMPLETE"] >= 15
+    assert reasons == [None] * 40 and summary.stats is not None
+    assert "audit" not in caplog.text
+
+
+def disturbed(monkeypatch: pytest.MonkeyPatch, way: str, disturb: Callable[[BothWays, int], None]) -> None:
+    """Something of the user's acts behind each of an audit's runs in one of the two ways; it is told how many there were."""
+    run, calls = getattr(BothWays, way), [0]
+
+    def and_disturb(self: BothWays, *args: Any) -> Any:
+        made = run(self, *args)
+        calls[0] += 1
+        disturb(self, calls[0])
+        return made
+
+    monkeypatch.setattr(BothWays, way, and_disturb)
+
+
+def test_other_threads_draw_from_the_same_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number is drawn twice, and what a step draws does not depend on its audit."""
+    drawn: list[float] = []
+    for way in ("_run_captured", "_run_eagerly"):
+        disturbed(monkeypatch, way, lambda ways, calls: drawn.append(torch.rand(()).item()))
+    torch.manual_seed(3)
+    model, optimizer = net_and(SGD, lr=0.1)()
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, audit=1)
+    for batch in batches():
+        step(batch)
+    assert step.opaque_reason is None and step.audit.passed == 5
+    assert len(drawn) == len(set(drawn)) == 10
+
+
+@pytest.mark.parametrize("way", ["_run_captured", "_run_eagerly"])
+def test_what_another_thread_changes_meanwhile_is_no_fault(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, engine: Engine | None
+) -> None:
+    caplog.set_level(logging.INFO, logger="waterflow")
+
+    def once(ways: BothWays, calls: int) -> None:
+        if calls == 1:
+            with torch.no_grad():
+                ways.owner.tensors["out.weight"].add_(1.0)
+
+    disturbed(monkeypatch, way, once)
+    mine = train_step(net_and(Adam), batches(), audit=1, engine=engine)
+    assert mine.step is not None and mine.step.opaque_reason is None and mine.step.audit.passed == 4
+    assert "differs from itself" in caplog.text and "fault of waterflow" not in caplog.text
+
+
+def test_what_another_thread_writes_is_seen_by_its_version(
+    monkeypatch: pytest.MonkeyPatch, planted: Any, unlike: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the values stay as they were: nobody knows what was read meanwhile."""
+    planted(other_constant)
+    outcomes: list[Any] = []
+    run = BothWays._run_eagerly
+
+    def disturbed_run(self: BothWays, numbers: torch.Tensor) -> Any:
+        outcomes.append(made := run(self, numbers))
+        made.versions["buffer 'mean'"] += len(outcomes) == 2
+        return made
+
+    monkeypatch.setattr(BothWays, "_run_eagerly", disturbed_run)
+    mine = train_step(unlike, batches(1), audit=1)
+    assert len(outcomes) == 2 and mine.step is not None and mine.step.opaque_reason is None
+    assert "fault of waterflow" not in caplog.text
+
+
+def test_a_frozen_tensor_that_another_thread_changes_is_no_fault(monkeypatch: pytest.MonkeyPatch, engine: Engine | None) -> None:
+    monkeypatch.setattr(audit, "LARGE", 1)
+
+    def once(ways: BothWays, calls: int) -> None:
+        if calls == 1:
+            ways.owner.tensors["1.weight"].data[0, 0] = 7.0
+
+    disturbed(monkeypatch, "_run_eagerly", once)
+    mine = train_step(frozen_and_adapter, batches(), audit=1, engine=engine)
+    assert mine.step is not None and mine.step.opaque_reason is None and mine.model[1].weight[0, 0] == 7.0  # type: ignore[index]
+
+
+def test_what_other_processes_may_change_is_not_audited(caplog: pytest.LogCaptureFixture, no_captures: Any) -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Net().share_memory()
+        return model, SGD(model.parameters(), lr=0.1)
+
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    mine = train_step(make, batches(), audit=1)
+    assert mine.step is not None and mine.step.opaque_reason is None and mine.step.audit.passed == 0
+    told = [r.getMessage() for r in caplog.records if "shared memory" in r.getMessage()]
+    assert len(told) == 1 and "was not audited: buffer 'mean' lies in shared memory" in told[0]
+
+
+# -- what a fault costs
+
+
+def test_a_fault_costs_no_study(planted: Any, unlike: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of two kinds: the faulty one's run eagerly, or fail where they had taken steps on trust."""
+    planted(lambda graph: other_constant(graph) if any(1.5 in node.args for node in graph.nodes) else None)
+    monkeypatch.setattr(audit, "EARLIEST", 3)
+    data = batches(20)
+    reasons: dict[int, Any] = {}
+
+    def objective(trial: Any) -> float:
+        model = unlike()[0] if trial.suggest_categorical("kind", ["faulty", "healthy"]) == "faulty" else frozen_and_adapter()[0]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=Adam(trained))
+        result = float([step(batch) for batch in data][-1])
+        reasons[trial.number] = step.opaque_reason
+        return result
+
+    study = optuna.create_study()
+    for number in range(8):
+        study.enqueue_trial({"kind": ("faulty", "healthy")[number % 2]})
+    wf.optimize(study, objective, n_trials=8, memory="1GiB", max_concurrent=2)
+    assert [trial.state.name for trial in study.trials].count("COMPLETE") >= 7
+    assert all(reasons[number] is None for number in (1, 3, 5, 7)) and "not the eager one" in str(reasons.get(6, reasons.get(4)))
+
+
+@pytest.mark.parametrize("catch", [(), (ValueError,)])
+def test_a_trial_that_took_faulty_steps_on_trust_fails_alone(
+    catch: Any, monkeypatch: pytest.MonkeyPatch, no_captures: Any, unlike: Any
+) -> None:
+    blind(monkeypatch)
+
+    def objective(trial: Any) -> float:
+        model, optimizer = unlike()
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, audit=4)
+        for number, batch in enumerate(batches()):
+            if number == 3:
+                model.scale = 2.0
+            loss = step(batch)
+        return float(loss)
+
+    study = optuna.create_study()
+    summary = wf.optimize(study, objective, n_trials=3, memory="1GiB", max_concurrent=1, catch=catch)
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE", "COMPLETE"] and summary.trials == 3
+
+
+def test_a_job_that_took_faulty_steps_on_trust_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, no_captures: Any, unlike: Any
+) -> None:
+    monkeypatch.setenv("WATERFLOW_AUDIT", "first")
+    monkeypatch.setattr(audit, "EARLIEST", 4)
+    monkeypatch.setattr(audit, "LATEST", 4)
+    blind(monkeypatch)
+
+    def changing() -> Iterator[Any]:
+        for number, batch in enumerate(batches(6)):
+            if number == 2:
+                model.scale = 2.0
+            yield batch
+
+    model = unlike()[0]
+    one = wf.Job(name="one", model=model, data=changing, loss=F.cross_entropy, optimizer=lambda p: SGD(p, lr=0.1), seed=0)
+    other = wf.Job(
+        name="other",
+        model=lambda: frozen_and_adapter()[0],
+        data=batches(6),
+        loss=F.cross_entropy,
+        optimizer=lambda p: SGD(p, lr=0.1),
+        seed=0,
+    )
+    results = wf.train([one, other], memory="1GiB", max_concurrent=1)
+    assert [result.status for result in results] == ["failed", "completed"]
+    assert isinstance(results[0].error, wf.AuditError)
 
 
 # -- the memory of a state

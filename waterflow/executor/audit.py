@@ -52,13 +52,18 @@ class Difference:
 
 
 class ProvesNothing(Exception):
-    """The audit of a step cannot be made, or its result means nothing; the message gives the reason."""
+    """The audit of a step cannot be made, or its result means nothing; the message gives the reason, logged at ``level``."""
+
+    def __init__(self, message: str, level: int = logging.INFO) -> None:
+        self.level = level
+        super().__init__(message)
 
 
 @dataclass
 class _Outcome:
     tensors: dict[str, torch.Tensor]  # what the step returns
     numbers: torch.Tensor  # the generator's state
+    versions: dict[str, int]  # how often each tensor that the step reads was changed meanwhile
     odd: str = ""  # something that no step with a captured form does
 
 
@@ -89,6 +94,8 @@ class BothWays:
     def __post_init__(self) -> None:
         spec = self.owner.spec
         held = dict(self._held())
+        self.shared = min((name for name, tensor in held.items() if tensor.is_shared()), default=None)
+        self._tensors = dict(held)
         self._unchanged = {name: _C.StateBytes([held.pop(name)]) for name in self._frozen()}
         leaves = pytree.tree_leaves(self.batch)
         changed = Ranges([*held.values(), *(leaves[i] for i in self.captured.changed_leaves)])
@@ -98,10 +105,12 @@ class BothWays:
                 into = held if changed.have(leaf) else self._read
                 into[f"tensor {number} of the batch"] = leaf
         self._changed = held
+        self._tensors |= held | self._read
         self._before = _C.StateBytes([*held.values(), *self._read.values()])
         kind: Any = type(spec.optimizer)
         self._twin = kind.__new__(kind)
-        self._eager = EagerStep(replace(spec, optimizer=self._twin), self.generator, self.name)
+        self._numbers = torch.Generator()
+        self._eager = EagerStep(replace(spec, optimizer=self._twin), self._numbers, self.name)
         gradients = sum(p.nbytes for p in spec.updated().values())
         # Two copies of the state, and the higher of both steps; an eager one has all gradients at once.
         self.bytes = 2 * self._before.bytes + self.captured.predicted.height * 9 // 8 + gradients
@@ -136,60 +145,102 @@ class BothWays:
     # -- the two ways
 
     def difference(self) -> Difference | None:
-        """Run the step both ways; return the first difference, or None if every bit is equal.
+        """Run the step both ways; return the first difference, or None if every bit is equal. A NaN equals a NaN.
 
-        Raises ProvesNothing if the comparison means nothing, and JobCancelled if the job is cancelled meanwhile.
+        A difference is looked at twice: threads and processes of the user's may change what a step reads, and code may read a
+        clock. Raises ProvesNothing if it does not come back, or the comparison means nothing, and JobCancelled if the job is
+        cancelled meanwhile.
         """
         generator = self.generator if self.generator is not None else torch.default_generator
-        self._before.keep()
         numbers = generator.get_state()
-        sums = {name: one.checksum() for name, one in self._unchanged.items()}
-
-        def back() -> None:
-            self._before.put()
-            generator.set_state(numbers)
-
+        self._before.keep()
+        sums = self._checksums()
         try:
-            run, captured = self._run_captured(generator)
+            run, captured = self._run_captured(numbers)
             after = self._kept()
-            back()
-            eager = self._run_eagerly(generator)
-            found = self._compare(captured, after, eager)
-            for name, one in self._unchanged.items():
-                if one.checksum() != sums[name]:
-                    return Difference(name, "only one of the two steps changes it", self._line(name), lost=True)
+            self._before.put()
+            eager = self._run_eagerly(numbers)
+            found = self._compare(captured, after, eager) or self._lost(sums)
             if found is None:
-                self.done = run if self.keep else None
+                # Random numbers come from the job's generator, which others may draw from: a step that takes any runs anew.
+                self.done = run if self.keep and torch.equal(numbers, captured.numbers) else None
                 return None
-            # An eager step that differs from itself (it reads a clock, or a global that it changes) says nothing of the capture.
-            after = self._kept()
-            back()
-            again = self._run_eagerly(generator)
-            if self._compare(eager, after, again) is not None:
-                raise ProvesNothing("done twice from the same state, the eager step differs from itself")
+            differs = (
+                self._lost_again(numbers) if found.lost else self._differs_from_itself(found, captured, after, eager, numbers)
+            )
+            if differs:
+                raise ProvesNothing(f"done twice from the same state, the {differs} step differs from itself")
             return found
         finally:
             if self.done is None:
-                back()
+                self._before.put()
+
+    def _differs_from_itself(
+        self, found: Difference, captured: _Outcome, after: _C.StateBytes, eager: _Outcome, numbers: torch.Tensor
+    ) -> str:
+        # Empty if both ways, done once more, end as they did.
+        before = self._before.checksum()
+        self._before.put()
+        again = self._run_captured(numbers)[1]
+        if self._compare(captured, after, again) or again.versions != captured.versions:
+            return "captured"
+        self._before.put()
+        again = self._run_eagerly(numbers)
+        same = again.versions == eager.versions and self._returned(eager, again) is None and self._before.checksum() == before
+        return "" if same and self._compare(captured, after, again) == found else "eager"
+
+    def _lost_again(self, numbers: torch.Tensor) -> str:
+        # The same for a tensor without a copy: empty if the eager step alone changes it once more.
+        sums = self._checksums()
+        self._before.put()
+        self._run_captured(numbers)
+        if self._lost(sums):
+            return "captured"
+        self._before.put()
+        return "" if self._lost(sums, self._run_eagerly(numbers).versions) else "eager"
+
+    def _checksums(self) -> dict[str, int]:
+        return {name: one.checksum() for name, one in self._unchanged.items()}
+
+    def _lost(self, sums: dict[str, int], versions: Mapping[str, int] | None = None) -> Difference | None:
+        # The first tensor without a copy that was changed, or written to by the versions, since ``sums`` were taken.
+        written = (name for name, now in self._checksums().items() if now != sums[name] or (versions and versions.get(name)))
+        name = next(written, None)
+        return None if name is None else Difference(name, "only one of the two steps changes it", self._line(name), lost=True)
 
     def _kept(self) -> _C.StateBytes:
         kept = _C.StateBytes([*self._changed.values()])
         kept.keep()
         return kept
 
-    def _run_captured(self, generator: torch.Generator) -> tuple[_C.StepRun, _Outcome]:
+    def _run_captured(self, numbers: torch.Tensor) -> tuple[_C.StepRun, _Outcome]:
         all_of_it = _C.GroupPlan(ends=[len(self.captured.lowered.instructions)], peak=[0], after=[0])
-        run = self.binding.run(all_of_it, self.given, self.slots, self.profiled)
-        run.run_alone()
+        self._numbers.set_state(numbers)
+        self.binding.set_generator(self._numbers)
+        try:
+            versions = self._versions()
+            run = self.binding.run(all_of_it, self.given, self.slots, self.profiled)
+            run.run_alone()
+        finally:
+            self.binding.set_generator(self.generator)
         try:
             outputs = run.outputs()
         except Exception as error:  # the step fails, and will say so
             raise ProvesNothing(f"the captured step fails: {error}") from None
         tensors = dict(zip(("the loss", *map(_metric, self.captured.capture.metrics or ())), outputs))
-        return run, _Outcome(tensors, generator.get_state())
+        return run, _Outcome(tensors, self._numbers.get_state(), self._since(versions))
 
-    def _run_eagerly(self, generator: torch.Generator) -> _Outcome:
+    def _versions(self) -> dict[str, int]:
+        # Of all that the step reads. Each change in place counts one more, whoever makes it.
+        return {name: tensor._version for name, tensor in self._tensors.items() if not tensor.is_inference()}
+
+    def _since(self, versions: dict[str, int]) -> dict[str, int]:
+        return {name: now - versions[name] for name, now in self._versions().items() if name in versions}
+
+    def _run_eagerly(self, numbers: torch.Tensor) -> _Outcome:
         spec = self.owner.spec
+        self._numbers.set_state(numbers)
+        versions = self._versions()
         self._become_twin()
         self._eager.put_sums(self.sums)
         odd = ""
@@ -211,7 +262,7 @@ class BothWays:
         for name, leaf in self._read.items():
             if not odd and _differing(self._before.kept(leaf), _raw(leaf)):
                 odd = f"only the eager step changes {name}"
-        return _Outcome(tensors, generator.get_state(), odd)
+        return _Outcome(tensors, self._numbers.get_state(), self._since(versions), odd)
 
     def _become_twin(self) -> None:
         # The user's optimizer keeps its own settings: the twin shares its state, and differs in what a captured step has
@@ -263,17 +314,22 @@ class BothWays:
             return Difference("what the step does", other.odd or one.odd)
         if one.odd:
             return None
-        if one.tensors.keys() != other.tensors.keys():
-            return Difference("what the step returns", f"{sorted(one.tensors)} and {sorted(other.tensors)}")
-        for name in one.tensors:
-            if how := _differing(one.tensors[name], other.tensors[name]):
-                return Difference(name, how, self._line(name))
+        if (found := self._returned(one, other)) is not None:
+            return found
         if not then.is_as():
             for name, tensor in self._changed.items():
                 if how := _differing(then.kept(tensor), _raw(tensor)):
                     return Difference(name, how, self._line(name))
         if how := _differing(one.numbers, other.numbers):
             return Difference("the state of the random generator", how)
+        return None
+
+    def _returned(self, one: _Outcome, other: _Outcome) -> Difference | None:
+        if one.tensors.keys() != other.tensors.keys():
+            return Difference("what the step returns", f"{sorted(one.tensors)} and {sorted(other.tensors)}")
+        for name in one.tensors:
+            if how := _differing(one.tensors[name], other.tensors[name]):
+                return Difference(name, how, self._line(name))
         return None
 
     def _line(self, name: str) -> str:
@@ -310,13 +366,23 @@ def _differing(one: torch.Tensor, other: torch.Tensor) -> str:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"captured {one.dtype} {tuple(one.shape)}, eager {other.dtype} {tuple(other.shape)}"
     flat = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
-    raw = [t.view(torch.uint8) for t in flat]  # bytes: NaN equals itself, and 0.0 is not -0.0
+    parts = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t for t in flat]
+    raw = [t.view(torch.uint8) for t in parts]  # bytes: 0.0 is not -0.0
     if torch.equal(*raw):
         return ""
-    at = int((raw[0] != raw[1]).nonzero()[0]) // one.element_size()
+    differ = (raw[0] != raw[1]).reshape(parts[0].numel(), -1).any(1)
+    # Which of two NaNs an operation passes on is undefined, and so are a NaN's bits.
+    differ &= ~(_nan(parts[0]) & _nan(parts[1]))
+    if not differ.any():
+        return ""
+    at = int(differ.nonzero()[0]) * one.numel() // parts[0].numel()
     place = f" at {at} of {one.numel()}" if one.numel() > 1 else ""
     values = (f"{t[at].item()!r} (0x{bytes(t[at : at + 1].view(torch.uint8).tolist()[::-1]).hex()})" for t in flat)
     return "captured {}, eager {}{}".format(*values, place)
+
+
+def _nan(flat: torch.Tensor) -> torch.Tensor:
+    return torch.isnan(flat if flat.element_size() > 1 else flat.float())  # there are no kernels for floats of one byte
 
 
 @contextlib.contextmanager
@@ -472,7 +538,7 @@ class Audit:
         except ProvesNothing as error:
             if (why := str(error)) not in bound_step.code.told:
                 bound_step.code.told.add(why)
-                logger.info("step %r was not audited: %s", self._name, why)
+                logger.log(error.level, "step %r was not audited: %s", self._name, why)
             self._trusted.add(bound_step.code)
             return None
         finally:
@@ -520,6 +586,8 @@ def _admitted(ways: BothWays, engine: Engine | None, job: int | None, plan: Plan
         raise ProvesNothing(f"it calls the operator {operator}, which might count its calls")
     if not _gradients_here():
         raise ProvesNothing("it is called inside of an operator, below autograd")
+    if ways.shared is not None:
+        raise ProvesNothing(f"{ways.shared} lies in shared memory, which another process may change meanwhile", logging.WARNING)
     if engine is None or job is None:
         if ways.bytes > SMALL and ways.bytes > SHARE_OF_FREE * free_memory():
             raise ProvesNothing(f"the machine has no {format_bytes(ways.bytes)} free for it")

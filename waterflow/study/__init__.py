@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import optuna
 
-from waterflow.errors import JobTimeoutError, StudyError, explained
+from waterflow.errors import AuditError, JobTimeoutError, StudyError, explained
 from waterflow.executor.engine import Engine, Mode
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
@@ -64,7 +64,8 @@ def optimize(
             in memory together. Earlier trials use the lanes first, later ones what these leave.
         memory: The limit for all trials together: bytes, a share of the free memory, or text like ``"4GiB"``.
         device, lanes, threads_per_lane: As in ``train``.
-        catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``.
+        catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``. An ``AuditError`` and a passed
+            ``trial_timeout`` always do.
         callbacks: Called with (study, trial) after each trial, on the calling thread.
         gc_after_trial: Collect garbage after each trial.
         show_progress_bar: One line of progress, if there is a terminal.
@@ -98,8 +99,8 @@ def optimize(
         raise StudyError(f"trial_timeout {rule}")
     if deterministic and trial_timeout is not None:
         raise StudyError("deterministic=True and trial_timeout= contradict each other: which trials pass it follows the clock")
-    # A time limit is set to lose single trials, not the study: whatever catch names.
-    caught = (*caught, JobTimeoutError)
+    # A time limit is set to lose single trials, not the study, and a fault of ours costs one: whatever catch names.
+    caught = (*caught, JobTimeoutError, AuditError)
     if deterministic and not exact:
         raise StudyError("deterministic=True and exact=False contradict each other: which kernels are faster follows the clock")
     # Settings of one device mean nothing to a cluster: refused, not ignored.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from waterflow import _C
-from waterflow.errors import InvalidJobError, explained, told, unknown
+from waterflow.errors import AuditError, InvalidJobError, explained, told, unknown
 from waterflow.executor.cancel import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
 from waterflow.executor.engine import Engine, Mode, within
 from waterflow.executor.interrupts import remembered_interrupts
@@ -85,7 +85,7 @@ def train(
         mode: ``"lanes"`` runs steps side by side, ``"turns"`` one at a time; ``"auto"`` measures what is faster.
             ``Results.decisions`` has the outcome.
         on_error: ``"raise"`` stops the others when a job fails and raises its error; ``"continue"`` leaves the error
-            in the job's result.
+            in the job's result, as an ``AuditError`` always is: that is a fault of waterflow, and costs one job alone.
         callbacks: ``Callback`` objects, or functions that are called with each result.
         show_progress_bar: One line that counts jobs, where there is a terminal.
         timeline: Called at the end with the record of the run, to save its pictures.
@@ -260,7 +260,7 @@ class _Training:
                 self._writing.end(runner, result)
             if result.status == "failed":
                 logger.warning("job %r failed: %s", job.name, told(result.error))
-                if self._on_error == "raise":
+                if self._on_error == "raise" and not isinstance(result.error, AuditError):
                     failure = result.error
             self._tell(job, result)
         except BaseException as error:

@@ -76,6 +76,10 @@ std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
   return run;
 }
 
+static bool is_plain_number(PyObject* object) {
+  return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || PyBool_Check(object);
+}
+
 std::vector<std::pair<int32_t, c10::IValue>> Binding::look() {
   std::vector<std::pair<int32_t, c10::IValue>> values;
   values.reserve(reads_.size());
@@ -86,9 +90,11 @@ std::vector<std::pair<int32_t, c10::IValue>> Binding::look() {
       throw py::key_error("the optimizer's parameter group has lost its entry " +
                           py::str(read.key).cast<std::string>());
     }
-    if (value != read.seen.ptr() || THPVariable_Check(value)) {
-      py::object entry = py::reinterpret_borrow<py::object>(value);
-      if (read.index >= 0) entry = entry[py::int_(read.index)];
+    py::object entry = read.index < 0 ? py::reinterpret_borrow<py::object>(value)
+                                      : py::reinterpret_steal<py::object>(PySequence_GetItem(value, read.index));
+    if (!entry) throw py::error_already_set();
+    // Only Python's own numbers cannot change in place.
+    if (entry.ptr() != read.seen.ptr() || !is_plain_number(entry.ptr())) {
       const bool tensor = THPVariable_Check(entry.ptr());
       switch (read.kind) {
         case Kind::rate: {
@@ -107,7 +113,7 @@ std::vector<std::pair<int32_t, c10::IValue>> Binding::look() {
           read.value = entry.cast<bool>();
           break;
       }
-      read.seen = py::reinterpret_borrow<py::object>(value);
+      read.seen = entry;
     }
     values.emplace_back(read.slot, read.value);
   }
