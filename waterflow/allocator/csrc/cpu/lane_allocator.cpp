@@ -6,8 +6,10 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -176,17 +178,46 @@ class HostMemory final : public Device {
   std::atomic<EventId> events_{0};
 };
 
-struct Pool {
+// What lasts is mostly small: in the free segment of a large block it would keep the whole of it from the system.
+constexpr int64_t kClasses[] = {int64_t{1} << 20, int64_t{10} << 20,
+                                NO_LIMIT};  // the largest request of each, in bytes
+
+struct PoolClass {
   std::shared_ptr<HostMemory> memory = std::make_shared<HostMemory>();
   StreamAllocator allocator{memory};
   StreamId stream = memory->add_stream();
+  PoolClass() { allocator.add_stream(stream); }
+  void trim() {
+    allocator.mark(stream);  // behind it all that was released is complete
+    allocator.trim();
+  }
+};
+
+struct Pool {
+  std::array<PoolClass, std::size(kClasses)> classes;
   std::atomic<int> users{0};
-  const Pool* const parent;  // that of the process that this one was forked from
-  explicit Pool(const Pool* parent) : parent(parent) { allocator.add_stream(stream); }
+  Pool* const parent;  // that of the process that this one was forked from
+  explicit Pool(Pool* parent) : parent(parent) {}
+
+  PoolClass& serving(int64_t bytes) {
+    return classes[std::lower_bound(std::begin(kClasses), std::end(kClasses), bytes) - std::begin(kClasses)];
+  }
+  // The one that has this address; null for an address of nobody here.
+  PoolClass* owner(const void* address) {
+    for (auto& one : classes) {
+      if (one.memory->owns(address)) return &one;
+    }
+    return nullptr;
+  }
+  int64_t sum(int64_t (StreamAllocator::*bytes)() const) const {
+    int64_t all = 0;
+    for (const auto& one : classes) all += (one.allocator.*bytes)();
+    return all;
+  }
 };
 
 std::atomic<Pool*> now{nullptr};
-const Pool* of_parent = nullptr;
+Pool* of_parent = nullptr;
 std::mutex making;
 
 Pool& pool() {
@@ -199,37 +230,40 @@ Pool& pool() {
 }  // namespace
 
 void* CpuPool::request(size_t bytes) {
-  auto& self = pool();
+  auto& serving = pool().serving(static_cast<int64_t>(bytes));
   try {
-    return reinterpret_cast<void*>(self.allocator.allocate(static_cast<int64_t>(bytes), self.stream));
+    return reinterpret_cast<void*>(serving.allocator.allocate(static_cast<int64_t>(bytes), serving.stream));
   } catch (const OutOfMemory&) {
     return nullptr;
   }
 }
 
-bool CpuPool::owns(const void* address) { return pool().memory->owns(address); }
+bool CpuPool::owns(const void* address) { return pool().owner(address) != nullptr; }
 
 void CpuPool::release(void* address) {
   auto& self = pool();
-  self.allocator.release(reinterpret_cast<uintptr_t>(address));
-  if (self.users.load(std::memory_order_relaxed) == 0) self.allocator.trim();
+  auto& owner = *self.owner(address);
+  owner.allocator.release(reinterpret_cast<uintptr_t>(address));
+  if (self.users.load(std::memory_order_relaxed) == 0) owner.trim();
 }
 
 void CpuPool::begin_anew() {
-  if (const Pool* const made = now.exchange(nullptr)) of_parent = made;
+  if (Pool* const made = now.exchange(nullptr)) of_parent = made;
   new (&making) std::mutex;  // a thread that is not here may hold it
 }
 
 bool CpuPool::of_parents(const void* address) {
-  for (const Pool* pool = of_parent; pool != nullptr; pool = pool->parent) {
-    if (pool->memory->owns(address)) return true;
+  for (Pool* pool = of_parent; pool != nullptr; pool = pool->parent) {
+    if (pool->owner(address) != nullptr) return true;
   }
   return false;
 }
 
-int64_t CpuPool::idle() { return pool().allocator.idle(); }
-int64_t CpuPool::held() { return pool().allocator.held(); }
-void CpuPool::trim() { pool().allocator.trim(); }
+int64_t CpuPool::idle() { return pool().sum(&StreamAllocator::idle); }
+int64_t CpuPool::held() { return pool().sum(&StreamAllocator::held); }
+void CpuPool::trim() {
+  for (auto& one : pool().classes) one.trim();
+}
 void CpuPool::open() { ++pool().users; }
 void CpuPool::close() {
   if (--pool().users == 0) trim();
