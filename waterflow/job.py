@@ -364,7 +364,7 @@ class RunStats:
 
     ``captured_again`` of the ``captures`` repeated one for the same kind of batch, because the step now computes with something
     else. ``eager`` counts, by cause, the ``jobs`` with eager steps. ``shares`` divides the time of jobs or trials; steps
-    include their waits for lanes. ``peak`` is the most bytes that jobs had reserved at once, ``limit`` the engine's limit.
+    include their waits for lanes. ``peak`` is the most bytes that jobs could hold at a time by their claims, ``limit`` the engine's limit.
     """
 
     jobs: int

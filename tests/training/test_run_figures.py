@@ -112,3 +112,16 @@ def test_one_thing_to_change_first(shares: dict[str, float], eager_steps: int, s
     assert lines[1 + MOST_CAUSES] == "  and others for other causes"
     last = lines[-1]
     assert last == "memory: at most 1.0 MiB of 1.0 GiB claimed" if said is None else said in last
+
+
+def test_no_more_is_claimed_than_there_is() -> None:
+    """Two jobs of the largest batch that fits twice: one step has the memory, and the other waits for it."""
+
+    def job(size: int, name: str) -> wf.Job:
+        data = [(torch.randn(size, 3), torch.randint(2, (size,)))] * 2
+        return wf.Job(name, lambda: nn.Linear(3, 2), data=data, loss=F.cross_entropy, optimizer=torch.optim.SGD, seed=0)
+
+    size = wf.max_batch_size(job(64, "one"), copies=2, memory="2MiB").jobs[0].size
+    for lanes in (1, 2):
+        stats = wf.train([job(size, "one"), job(size, "other")], memory="2MiB", lanes=lanes).stats
+        assert stats is not None and stats.limit // 2 < stats.peak <= stats.limit

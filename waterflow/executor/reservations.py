@@ -48,7 +48,7 @@ class Reservations:
         self.limit, self.reserve = limit, reserve
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
-        self.most_claimed = 0  # bytes, the height of each with them
+        self.most_claimed = 0  # bytes that jobs could hold at a time: all between steps, and in steps on each lane
         self.changes = 0  # of claims and policies; a step that sees the same number as before need not claim again
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
@@ -112,7 +112,8 @@ class Reservations:
                     if self._fits(job, wanted, height):
                         since = mine.since if mine is not None else time.monotonic()
                         self._claims[job] = Claim(plan.name, owner, worker, wanted, height, policy.opportunistic, needed, since)
-                        claimed = sum(c.bytes + c.height for c in self._claims.values())
+                        highest = sorted(c.height for c in self._claims.values())[-self.native.lanes :]
+                        claimed = self.room - self._capacity() + min(sum(highest), self._capacity())
                         self.most_claimed = max(self.most_claimed, claimed)
                         self._set_capacity()
                         self.changes += 1
