@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -98,6 +99,8 @@ class Reservations:
             if policy.quota_changed and mine is not None and policy.at_boundary == threading.get_ident():
                 self._leave(job, plan)
             raise self._quota_refused(plan, wanted, policy.limit)
+        if not self.has_room(job, wanted, height):
+            gc.collect()  # steps in cycles of objects, as one of a method is, have their claims until then
         owner, worker, began = threading.get_ident(), current_worker(), time.monotonic()
         self._note(job, wanted, height)
         try:

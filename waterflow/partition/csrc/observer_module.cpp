@@ -126,8 +126,12 @@ PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
 }
 
 int clear(PyObject* self) {
-  seen_of(self).clear();
-  Py_CLEAR(seen_of(self).check);
+  Observation& seen = seen_of(self);
+  seen.clear();
+  Py_CLEAR(seen.check);
+  Py_CLEAR(seen.entered);
+  Py_CLEAR(seen.cells);
+  for (PyObject*& kind : seen.checked) Py_CLEAR(kind);
   return 0;
 }
 
@@ -136,6 +140,9 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   const Observation& seen = seen_of(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(seen.check);
+  Py_VISIT(seen.entered);
+  Py_VISIT(seen.cells);
+  for (PyObject* kind : seen.checked) Py_VISIT(kind);
   for (const Event& event : seen.events) Py_VISIT(event.result);
   for (PyObject* operand : seen.operands) Py_VISIT(operand);
   return 0;
@@ -144,11 +151,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 void free_object(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear(self);
-  Observation* seen = reinterpret_cast<Object*>(self)->seen;
-  Py_DECREF(seen->entered);
-  Py_DECREF(seen->cells);
-  for (PyObject* kind : seen->checked) Py_DECREF(kind);
-  delete seen;
+  delete reinterpret_cast<Object*>(self)->seen;
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);

@@ -85,7 +85,7 @@ void Engine::Dropped::let_go() {
   graphs.clear();
   for (auto& run : runs) {
     run->inputs.clear();
-    run->opaque = nullptr;
+    run->work.clear();
   }
   runs.clear();
 }
@@ -687,7 +687,6 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
     if (run.placer != nullptr && !behind && !run.detached) {
       kept = last ? run.placer->any_live() : run.placer->overdue(run.plan->ends[group] - 1);
     }
-    run.opaque = nullptr;  // may hold Python objects: not to be let go under the lock
     const int64_t slept = run.pace != nullptr ? (run.pace->end(), run.pace->take_slept()) : 0;
     const int64_t ended = now_ns();
     lock.lock();

@@ -88,7 +88,14 @@ void wait_done(Engine& engine, const std::shared_ptr<StepRun>& run) {
   }
 }
 
-py::list outputs(const StepRun& run) {
+py::list outputs(StepRun& run) {
+  PyObject* told = run.told.first();
+  if (told != nullptr && PyExceptionInstance_Check(told)) {
+    PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(told))), Py_NewRef(told),
+                  PyException_GetTraceback(told));
+    throw py::error_already_set();
+  }
+  if (told != nullptr) return py::reinterpret_borrow<py::list>(told);
   if (run.error) std::rethrow_exception(run.error);
   py::list list;
   for (const auto& tensor : run.outputs) {
@@ -97,6 +104,10 @@ py::list outputs(const StepRun& run) {
     } else {
       list.append(py::none());
     }
+  }
+  if (run.done) {
+    run.told(list.ptr());
+    run.outputs.clear();
   }
   return list;
 }
@@ -163,7 +174,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("requests") = nullptr)
       .def_property_readonly("largest", [](const GroupPlan& self) { return self.heights.largest(); });
 
-  py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun")
+  py::class_<StepRun, std::shared_ptr<StepRun>>(m, "StepRun", collected<StepRun, std::shared_ptr<StepRun>>())
       .def_readonly("done", &StepRun::done)
       .def_property_readonly("failed", [](const StepRun& self) { return self.done && self.error != nullptr; })
       .def_readwrite("by_caller", &StepRun::by_caller)
@@ -180,18 +191,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   m.def(
       "opaque_run",
-      [](std::shared_ptr<GroupPlan> plan, py::object callable) {
+      [](std::shared_ptr<GroupPlan> plan, const py::object& callable) {
         auto run = std::make_shared<StepRun>();
         run->plan = std::move(plan);
-        // The callable is let go under the interpreter lock, whichever thread lets it go.
-        std::shared_ptr<py::object> held(new py::object(std::move(callable)), [](py::object* object) {
-          py::gil_scoped_acquire acquire;
-          delete object;
-        });
-        run->opaque = [held] {
-          py::gil_scoped_acquire acquire;
-          (*held)();
-        };
+        run->work(callable.ptr());
         return run;
       },
       py::arg("plan"), py::arg("callable"));

@@ -21,6 +21,19 @@ void StepRun::let_go() {
   for (const auto& [slot, value] : inputs) frame->slots[slot] = c10::IValue();
   inputs.clear();
   frame->clear_intermediates();
+  frame->pass_on_sizes();
+}
+
+void StepRun::call() {
+  const pybind11::gil_scoped_acquire acquire;
+  const Held called = std::move(work);
+  PyObject* callable = called.first();
+  if (callable == nullptr || pybind11::reinterpret_steal<pybind11::object>(PyObject_CallNoArgs(callable))) return;
+  // Not in the C++ exception, where the garbage collector would not find what its frames hold.
+  const pybind11::error_already_set raised;
+  if (raised.trace()) PyException_SetTraceback(raised.value().ptr(), raised.trace().ptr());
+  told(raised.value().ptr());
+  throw std::runtime_error("Python's callable has raised");
 }
 
 void StepRun::finish() {
@@ -57,10 +70,7 @@ void StepRun::run_group(int32_t group) {
     if (group + 1 == plan->heights.groups()) outputs = graphs->outputs();
     return;
   }
-  if (opaque) {
-    opaque();
-    return;
-  }
+  if (!frame) return call();
   const int32_t begin = group == 0 ? 0 : plan->ends[group - 1];
   const int32_t end = plan->ends[group];
   if (profile) {

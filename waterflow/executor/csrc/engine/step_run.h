@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -47,8 +46,9 @@ struct StepRun {
   std::vector<std::pair<int32_t, c10::IValue>> inputs;  // slots to fill when it starts
   bool profile = false;
   StepProfile profiled;
-  // ... or anything else that is one group.
-  std::function<void()> opaque;
+  // ... or a callable of Python's, which is one group, until it is called.
+  Held work;
+  Held told;  // what Python is told of the step: the list of its outputs, or what the callable has raised
   const uint32_t denormals = denormals_here();  // as on the thread that made it, wherever it runs
 
   // On a GPU: it runs behind all that the calling thread has issued on its current stream of the device ...
@@ -57,8 +57,11 @@ struct StepRun {
   void on_stream(std::optional<c10::Stream> stream);
   void fill();                    // puts the inputs into their slots
   void run_group(int32_t group);  // on the calling thread
+  void call();                    // the callable
   void finish();                  // behind the last group: what the user gets
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
+  int visit(visitproc visit, void* arg) const { return work.visit(visit, arg) || told.visit(visit, arg); }
+  void clear() { work.clear(), told.clear(); }
 
   std::shared_ptr<StepGraphs> graphs;  // launched instead of the program's operations
   std::optional<c10::Event> caller;

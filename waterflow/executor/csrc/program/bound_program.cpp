@@ -6,7 +6,28 @@
 #include <algorithm>
 
 namespace waterflow {
-void Binding::set_input(int32_t slot, const at::Tensor& tensor) { frame_->slots.at(slot) = tensor; }
+
+// The same memory under a tensor that Python does not know. A lane that lets it go needs no interpreter lock for that,
+// and whoever has it keeps nothing alive that Python code hangs on the tensor.
+static at::Tensor without_python(const at::Tensor& tensor, bool may_resize) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), may_resize));
+}
+
+Binding::Binding(std::shared_ptr<const Program> program) : frame_(std::make_shared<Frame>(std::move(program))) {
+  auto guards = std::make_unique<Guards>();
+  guards_ = guards.get();
+  held_.take(pybind11::cast(std::move(guards)).release().ptr());
+}
+
+void Binding::set_input(int32_t slot, PyObject* tensor) {
+  const at::Tensor& given = THPVariable_Unpack(tensor);
+  at::Tensor same = without_python(given, given.unsafeGetTensorImpl()->allow_tensor_metadata_change());
+  same.set_requires_grad(given.requires_grad());  // some kernels ask
+  frame_->slots.at(slot) = std::move(same);
+  frame_->shown.push_back({slot, Frame::Shown::Weak(given.getIntrusivePtr()), given.sizes().vec()});
+  watch_form(tensor);
+}
 
 void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype) {
   reads_.push_back({slot, held_(dict), held_(key), index, kind, dtype, {}, {}});
@@ -33,7 +54,7 @@ bool Binding::Form::holds_for(const at::Tensor& tensor) const {
          std::equal(strides.begin(), strides.end(), sizes_and_strides.begin() + sizes.size());
 }
 
-void Binding::watch_form(const at::Tensor& tensor) { forms_.emplace_back(tensor, Form(tensor)); }
+void Binding::watch_form(PyObject* tensor) { forms_.emplace_back(held_(tensor), Form(THPVariable_Unpack(tensor))); }
 
 void Binding::clear_gradients() {
   for (auto* parameter : trained_) {
@@ -42,26 +63,27 @@ void Binding::clear_gradients() {
   }
 }
 
-void Binding::finish_inputs() {
-  frame_->program->make_views(*frame_);
-  for (int32_t slot = 0; slot < frame_->program->inputs(); ++slot) {
-    const auto& value = frame_->slots[slot];
-    if (value.isTensor()) watch_form(value.toTensor());
-  }
-}
+void Binding::finish_inputs() { frame_->program->make_views(*frame_); }
 
 bool Binding::current() const {
-  if (!guards_.current()) return false;
+  if (guards_ == nullptr || !guards_->current()) return false;
   for (const auto& [tensor, form] : forms_) {
-    if (!form.holds_for(tensor)) return false;
+    if (!form.holds_for(THPVariable_Unpack(tensor))) return false;
   }
   return true;
 }
 
-// The same memory under a tensor that Python does not know: a lane that lets it go needs no interpreter lock for that.
-static at::Tensor without_python(const at::Tensor& tensor) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+int Binding::visit(visitproc visit, void* arg) const {
+  for (const auto& read : reads_) Py_VISIT(read.seen.ptr());
+  return held_.visit(visit, arg);
+}
+
+void Binding::clear() {
+  guards_ = nullptr;
+  forms_.clear();
+  trained_.clear();
+  const auto reads = std::exchange(reads_, {});
+  held_.clear();
 }
 
 std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
@@ -72,7 +94,7 @@ std::shared_ptr<StepRun> Binding::run(std::shared_ptr<const GroupPlan> plan,
   run->profile = profile;
   clear_gradients();
   run->inputs = look();
-  for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, without_python(tensor));
+  for (auto& [slot, tensor] : batch) run->inputs.emplace_back(slot, without_python(tensor, false));
   return run;
 }
 

@@ -17,15 +17,15 @@ namespace waterflow {
 // Needs the interpreter lock in every call: it looks into the dictionaries of modules and optimizers.
 class Binding {
  public:
-  explicit Binding(std::shared_ptr<const Program> program) : frame_(std::make_shared<Frame>(std::move(program))) {}
+  explicit Binding(std::shared_ptr<const Program> program);
   Binding(const Binding&) = delete;
   Binding& operator=(const Binding&) = delete;
 
-  void set_input(int32_t slot, const at::Tensor& tensor);
+  void set_input(int32_t slot, PyObject* tensor);
   void set_generator(at::Generator generator) { frame_->generator = std::move(generator); }
-  // What must stay as it is for the program to be this job's.
-  Guards& guards() { return guards_; }
-  void watch_form(const at::Tensor& tensor);  // memory, shape, type, and whether it requires gradients
+  // Python's Guards: what must stay as it is for the program to be this job's.
+  PyObject* guards() const { return held_.first(); }
+  void watch_form(PyObject* tensor);  // memory, shape, type, and whether it requires gradients
   enum class Kind { number, flag, rate };
   // A slot read from dict[key], or from dict[key][index], before each step; a rate becomes a scalar tensor.
   void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype);
@@ -38,6 +38,9 @@ class Binding {
   // A step with this batch.
   std::shared_ptr<StepRun> run(std::shared_ptr<const GroupPlan> plan, std::vector<std::pair<int32_t, at::Tensor>> batch,
                                bool profile);
+
+  int visit(visitproc visit, void* arg) const;
+  void clear();
 
  private:
   void clear_gradients();
@@ -55,9 +58,9 @@ class Binding {
     c10::IValue value;
   };
 
-  Held held_;
+  Held held_;  // the guards come first
   std::shared_ptr<Frame> frame_;
-  Guards guards_;
+  const Guards* guards_;
   std::vector<Read> reads_;
   // All of a tensor that `tensor.data = other` replaces, and whether it requires gradients. Fixed views, and what the
   // capture says of shapes, hold for this one form.
@@ -73,7 +76,7 @@ class Binding {
     caffe2::TypeMeta dtype;
     bool requires_grad;
   };
-  std::vector<std::pair<at::Tensor, Form>> forms_;
+  std::vector<std::pair<PyObject*, Form>> forms_;
   std::vector<PyObject*> trained_;
 };
 

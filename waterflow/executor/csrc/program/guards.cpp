@@ -223,10 +223,6 @@ void names_of(PyTypeObject* type, PyObject** names) {
 
 }  // namespace
 
-Held::~Held() {
-  for (auto* object : objects_) Py_DECREF(object);
-}
-
 PyObject* Held::operator()(PyObject* object) {
   Py_XINCREF(object);
   return take(object);
@@ -235,6 +231,18 @@ PyObject* Held::operator()(PyObject* object) {
 PyObject* Held::take(PyObject* object) {
   if (object != nullptr) objects_.push_back(object);
   return object;
+}
+
+int Held::visit(visitproc visit, void* arg) const {
+  for (auto* object : objects_) Py_VISIT(object);
+  return 0;
+}
+
+void Held::clear() {
+  if (objects_.empty()) return;
+  const py::gil_scoped_acquire acquire;
+  const auto gone = std::exchange(objects_, {});  // whatever their end runs finds none of them here
+  for (auto* object : gone) Py_DECREF(object);
 }
 
 PyObject* attributes_of(PyObject* object) {
@@ -404,7 +412,14 @@ bool Guards::holds(const Bytes& watch) {
   return read_memory(watch.object, watch.base, form, contents) && form == watch.form && contents == watch.contents;
 }
 
+void Guards::clear() {
+  Guards gone;
+  std::swap(*this, gone);
+  cleared_ = true;
+}
+
 bool Guards::current() const {
+  if (cleared_) return false;
   const auto all = [](const auto& watches) {
     return std::all_of(watches.begin(), watches.end(), [](const auto& watch) { return holds(watch); });
   };

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "waterflow/executor/csrc/program/held.h"
+
 namespace waterflow {
 
 // One key of all settings of the process and the calling thread that change what a step computes, or what its code
@@ -40,20 +42,6 @@ class Denormals {
 
 // The means to notice that a user has replaced or changed any of the objects that a captured step was made from.
 
-// References that this object holds; they go with it.
-class Held {
- public:
-  Held() = default;
-  ~Held();
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  PyObject* operator()(PyObject* object);  // a new reference to `object`, which may be null
-  PyObject* take(PyObject* object);        // the caller's own reference
-
- private:
-  std::vector<PyObject*> objects_;
-};
-
 // An object's own attributes, borrowed; null for an object that has none, or has none yet.
 PyObject* attributes_of(PyObject* object);
 
@@ -62,10 +50,6 @@ PyObject* attributes_of(PyObject* object);
 // every call.
 class Guards {
  public:
-  Guards() = default;
-  Guards(const Guards&) = delete;
-  Guards& operator=(const Guards&) = delete;
-
   void entry(PyObject* dict, PyObject* name);           // what a dict says under a name
   void dict(PyObject* dict);                            // all that a dict says, in the order of its entries
   void items(PyObject* container, PyTypeObject* base);  // what the iterator of `base`, a type of C's, goes over
@@ -81,6 +65,9 @@ class Guards {
   void setting(PyObject* function);
 
   bool current() const;
+
+  int visit(visitproc visit, void* arg) const { return held_.visit(visit, arg); }
+  void clear();
 
  private:
   using Pairs = std::vector<std::pair<PyObject*, PyObject*>>;
@@ -135,6 +122,7 @@ class Guards {
   static bool holds(const Bytes& bytes);
 
   Held held_;
+  bool cleared_ = false;
   std::vector<Dict> dicts_;
   std::unordered_map<PyObject*, size_t> dict_numbers_;
   std::vector<Items> items_;

@@ -282,6 +282,18 @@ void Frame::mark_written() {
   }
 }
 
+void Frame::pass_on_sizes() {
+  for (auto& one : shown) {
+    const at::Tensor& now = slots[one.slot].toTensor();
+    if (now.sizes() == one.sizes) continue;
+    one.sizes = now.sizes().vec();
+    if (const auto tensor = one.tensor.lock()) {
+      tensor->set_storage_keep_dtype(now.storage());
+      tensor->set_sizes_and_strides(now.sizes(), now.strides(), now.storage_offset());
+    }
+  }
+}
+
 void Frame::clear_intermediates() {
   for (size_t i = program->fixed(); i < slots.size(); ++i) slots[i] = c10::IValue();
   stack.clear();

@@ -219,9 +219,20 @@ struct Frame {
   std::vector<at::Tensor> finish();
   void mark_written();  // the second half of that
   void clear_intermediates();
+  // Gives the tensors that Python has the sizes of those in the slots, which a kernel may have resized.
+  void pass_on_sizes();
+
+  // A tensor that Python has, in whose place the slot has another one over the same memory.
+  struct Shown {
+    using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+    int32_t slot;
+    Weak tensor;
+    std::vector<int64_t> sizes;
+  };
 
   std::shared_ptr<const Program> program;
   std::vector<c10::IValue> slots;
+  std::vector<Shown> shown;
   torch::jit::Stack stack;
   at::Generator generator;  // undefined: the process's own, as in eager
 };

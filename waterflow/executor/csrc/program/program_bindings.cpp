@@ -41,8 +41,9 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
     const auto kind = entry[0].cast<std::string>();
     Argument argument;
     if (kind == "constant") {
+      TORCH_CHECK(!THPVariable_Check(entry[1].ptr()), "a program holds no tensors; they are its inputs");
       const auto& type = schema.arguments()[i].type();
-      if (type->isSubtypeOf(*c10::TensorType::get()) && !entry[1].is_none() && !THPVariable_Check(entry[1].ptr())) {
+      if (type->isSubtypeOf(*c10::TensorType::get()) && !entry[1].is_none()) {
         argument.value = wrapped_number(torch::jit::toIValue(entry[1], c10::NumberType::get()).toScalar());
       } else {
         argument.value = torch::jit::toIValue(entry[1], type);
@@ -75,6 +76,11 @@ Instruction make_instruction(const std::string& name, const std::string& overloa
     instruction.expected.push_back({std::get<0>(entry), std::get<1>(entry), std::get<2>(entry)});
   }
   return instruction;
+}
+
+PyObject* checked(const py::object& tensor) {
+  TORCH_CHECK_TYPE(THPVariable_Check(tensor.ptr()), "not a tensor");
+  return tensor.ptr();
 }
 
 }  // namespace
@@ -126,24 +132,22 @@ void bind_programs(py::module_& m) {
       .def("set_not_graphed", &Program::set_not_graphed)
       .def("__len__", &Program::size);
 
-  py::class_<Binding, std::shared_ptr<Binding>> binding(m, "Binding");
+  py::class_<Binding> binding(m, "Binding", collected<Binding>());
   py::enum_<Binding::Kind>(binding, "Kind")
       .value("number", Binding::Kind::number)
       .value("flag", Binding::Kind::flag)
       .value("rate", Binding::Kind::rate);
   binding.def(py::init<std::shared_ptr<Program>>())
-      .def("set_input", &Binding::set_input)
+      .def("set_input",
+           [](Binding& self, int32_t slot, const py::object& tensor) { self.set_input(slot, checked(tensor)); })
       .def("set_generator",
            [](Binding& self, std::optional<at::Generator> given) {
              self.set_generator(given.value_or(at::Generator()));
            })
-      .def_property_readonly("guards", &Binding::guards)
-      .def("watch_form", &Binding::watch_form)
-      .def("own_gradient",
-           [](Binding& self, const py::object& parameter) {
-             TORCH_CHECK(THPVariable_Check(parameter.ptr()), "gradients are those of tensors");
-             self.own_gradient(parameter.ptr());
-           })
+      .def_property_readonly("guards",
+                             [](const Binding& self) { return py::reinterpret_borrow<py::object>(self.guards()); })
+      .def("watch_form", [](Binding& self, const py::object& tensor) { self.watch_form(checked(tensor)); })
+      .def("own_gradient", [](Binding& self, const py::object& parameter) { self.own_gradient(checked(parameter)); })
       .def("read",
            [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
               Binding::Kind kind,
@@ -157,9 +161,7 @@ void bind_programs(py::module_& m) {
             std::vector<std::pair<int32_t, at::Tensor>> batch;
             batch.reserve(slots.size());
             for (size_t i = 0; i < slots.size(); ++i) {
-              py::object tensor = tensors[i];
-              TORCH_CHECK(THPVariable_Check(tensor.ptr()), "a batch entry is not a tensor");
-              batch.emplace_back(slots[i], THPVariable_Unpack(tensor.ptr()));
+              batch.emplace_back(slots[i], THPVariable_Unpack(checked(tensors[i])));
             }
             return self.run(std::move(plan), std::move(batch), profile);
           },
@@ -212,7 +214,7 @@ py::object form_of(PyObject* batch) {
 }  // namespace
 
 void bind_guards(py::module_& m) {
-  py::class_<Guards>(m, "Guards")
+  py::class_<Guards>(m, "Guards", collected<Guards>())
       .def(py::init<>(), "Notes what places say; ``current()`` tells whether all of them still say it.")
       .def("entry", [](Guards& self, const py::dict& dict, const py::str& name) { self.entry(dict.ptr(), name.ptr()); })
       .def("dict", [](Guards& self, const py::dict& dict) { self.dict(dict.ptr()); })
@@ -236,11 +238,7 @@ void bind_guards(py::module_& m) {
                        const py::type& base) { self.bytes(object.ptr(), type_of(base)); })
       .def("truth",
            [](Guards& self, const py::dict& dict, const py::object& key) { self.truth(dict.ptr(), key.ptr()); })
-      .def("hooks",
-           [](Guards& self, const py::object& parameter) {
-             TORCH_CHECK_TYPE(THPVariable_Check(parameter.ptr()), "hooks are watched on tensors");
-             self.hooks(parameter.ptr());
-           })
+      .def("hooks", [](Guards& self, const py::object& parameter) { self.hooks(checked(parameter)); })
       .def("setting", [](Guards& self, const py::function& function) { self.setting(function.ptr()); })
       .def("current", &Guards::current);
 
@@ -269,8 +267,9 @@ void bind_guards(py::module_& m) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<StateBytes>(m, "StateBytes",
                          "The sizes of some tensors and the memory that they lie on: each byte once, and no byte of "
-                         "anybody else's.")
-      .def(py::init<const std::vector<at::Tensor>&>())
+                         "anybody else's.",
+                         collected<StateBytes>())
+      .def(py::init<const py::sequence&>())
       .def_property_readonly("bytes", &StateBytes::bytes, "Bytes of a copy.")
       .def("keep", &StateBytes::keep, unlocked(), "Copy what lies there now.")
       .def("put", &StateBytes::put, unlocked(), "Bring the copy back, and the sizes; what is as it was is not written.")

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/native/Resize.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <array>
@@ -22,14 +23,16 @@ int64_t extent(const at::Tensor& tensor) {
 
 }  // namespace
 
-StateBytes::StateBytes(const std::vector<at::Tensor>& tensors) {
+StateBytes::StateBytes(const pybind11::sequence& tensors) {
   forms_.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
+  for (const auto& given : tensors) {
+    TORCH_CHECK_TYPE(THPVariable_Check(given.ptr()), "only tensors have bytes to copy");
+    const at::Tensor& tensor = THPVariable_Unpack(held_(given.ptr()));
     TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided,
                 "only dense tensors in host memory have bytes to copy; got one on ", tensor.device());
     const c10::Storage& storage = tensor.storage();
     forms_.push_back(
-        {tensor, storage, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(), storage.nbytes()});
+        {&tensor, storage, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(), storage.nbytes()});
     if (tensor.numel() == 0) continue;
     const int64_t begin = tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
     spans_.push_back({forms_.size() - 1, begin, extent(tensor), 0});
@@ -52,8 +55,14 @@ StateBytes::StateBytes(const std::vector<at::Tensor>& tensors) {
 }
 
 bool StateBytes::Form::holds() const {
-  return tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl() && storage.nbytes() == allocated &&
-         tensor.sizes() == sizes && tensor.strides() == strides && tensor.storage_offset() == offset;
+  return tensor->storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl() && storage.nbytes() == allocated &&
+         tensor->sizes() == sizes && tensor->strides() == strides && tensor->storage_offset() == offset;
+}
+
+void StateBytes::clear() {
+  forms_.clear();
+  spans_.clear();
+  held_.clear();
 }
 
 void StateBytes::keep() {
@@ -67,7 +76,7 @@ void StateBytes::put() const {
     if (form.holds()) continue;
     c10::StorageImpl* storage = form.storage.unsafeGetStorageImpl();
     if (storage->nbytes() != form.allocated) at::native::resize_bytes_cpu(storage, form.allocated);
-    c10::TensorImpl* tensor = form.tensor.unsafeGetTensorImpl();
+    c10::TensorImpl* tensor = form.tensor->unsafeGetTensorImpl();
     tensor->set_storage_keep_dtype(form.storage);
     tensor->set_sizes_and_strides(form.sizes, form.strides, form.offset);
   }
@@ -87,7 +96,7 @@ bool StateBytes::is_as() const {
 }
 
 at::Tensor StateBytes::kept(const at::Tensor& tensor) const {
-  auto form = std::find_if(forms_.begin(), forms_.end(), [&](const Form& one) { return one.tensor.is_same(tensor); });
+  auto form = std::find_if(forms_.begin(), forms_.end(), [&](const Form& one) { return one.tensor->is_same(tensor); });
   TORCH_CHECK(form != forms_.end(), "the tensor is none of those that were kept");
   return at::empty({0}, tensor.options().requires_grad(false))
       .set_(copy_.storage(), form->place / static_cast<int64_t>(tensor.element_size()), form->sizes, form->strides);

@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "waterflow/executor/csrc/program/held.h"
+
 namespace waterflow {
 
 // Each byte once, and no byte of anybody else's. Holds the tensors and their storages. Host memory only.
 class StateBytes {
  public:
-  explicit StateBytes(const std::vector<at::Tensor>& tensors);
+  explicit StateBytes(const pybind11::sequence& tensors);
 
   // Bytes of a copy.
   int64_t bytes() const { return bytes_; }
@@ -31,9 +33,12 @@ class StateBytes {
   // A number of what lies there now: another one behind any change of a single word, and nearly always behind others.
   uint64_t checksum() const;
 
+  int visit(visitproc visit, void* arg) const { return held_.visit(visit, arg); }
+  void clear();
+
  private:
   struct Form {
-    at::Tensor tensor;
+    const at::Tensor* tensor;  // in its Python object
     c10::Storage storage;
     std::vector<int64_t> sizes, strides;
     int64_t offset;     // in elements
@@ -55,6 +60,7 @@ class StateBytes {
     return static_cast<const char*>(forms_[span.form].storage.data()) + span.begin;
   }
 
+  Held held_;
   std::vector<Form> forms_;
   std::vector<Span> spans_;  // by address
   int64_t bytes_ = 0;
