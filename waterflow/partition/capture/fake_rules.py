@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils import _pytree as pytree
 
 from waterflow.errors import CaptureError, StepError
-from waterflow.partition.capture import rng_ops
+from waterflow.partition.capture import formulas, rng_ops
 from waterflow.partition.guards.guarded_places import exact
 from waterflow.partition.passes.operators import is_random, is_view, lazy_bits, storage_id, tensors_in
 
@@ -377,6 +377,24 @@ def _recurrent(mode: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
+def _eigenvalues(mode: Any, matrix: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # Those of a plain tensor without gradient come without vectors, from another kernel. Derivatives ask for both.
+    wanted = torch.is_grad_enabled() and matrix.requires_grad
+    if not wanted and torch._C._current_autograd_node() is None:
+        what = "eigenvalues or singular values of what has no gradient come from another kernel in a trace; compute them outside"
+        mode.refuse(CaptureError(what))
+    return NotImplemented
+
+
+def _as_strided(mode: Any, x: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+    # A captured step's memory goes on behind a tensor's end.
+    start = x.storage_offset() if offset is None else offset
+    end = 0 if 0 in size else start + 1 + sum((n - 1) * s for n, s in zip(size, stride))
+    if end * x.element_size() > x.untyped_storage().nbytes():
+        mode.refuse(CaptureError("as_strided reaches beyond the memory of its tensor, or of the part that the step is given"))
+    return NotImplemented
+
+
 @functools.cache
 def _state_bytes(device_type: str) -> int:
     return torch.Generator(device_type).get_state().numel()
@@ -390,6 +408,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
         aten.sigmoid.default, aten.sigmoid_backward.default, aten.tanh.default, aten.tanh_backward.default,
         aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), _like_operands),
     aten.mkldnn_rnn_layer.default: _recurrent,
+    **dict.fromkeys((aten._linalg_eigh.default, aten._linalg_svd.default, aten.linalg_eig.default), _eigenvalues),
+    aten.as_strided.default: _as_strided,
+    formulas.DERIVATIVE: lambda mode, gradient, x, *_: rows(mode, x.shape, x.dtype, x.device),
     aten._log_softmax.default: _softmax,
     aten._softmax.default: _softmax,
     aten.addmm.default: _linear,
@@ -412,7 +433,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
 class TracingMode(FakeTensorMode):
     """A FakeTensorMode with these rules, for one trace.
 
-    ``refused`` is the error that ends the trace. ``made`` refers weakly to the fake tensors that the mode made, and to
+    ``refused`` is the error that ends the trace. ``replaced`` are the nodes of autograd's whose formulas are not
+    recorded. ``made`` refers weakly to the fake tensors that the mode made, and to
     all else that must not outlive the trace. Once ``closed`` is set, every operation on a tensor of the mode raises
     StepError with that text.
     """
@@ -423,11 +445,14 @@ class TracingMode(FakeTensorMode):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.made: list[weakref.ref[Any]] = []
+        self.replaced: list[Any] = []
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on fake tensors. Raises StepError once the mode is closed."""
         if self.closed is not None and func is not torch.ops.prim.device.default:
             raise StepError(self.closed)
+        if what := formulas.refused(func, self.replaced):
+            self.refuse(CaptureError(what))
         made = super().dispatch(func, types, args, kwargs)
         for value in made if isinstance(made, (list, tuple)) else (made,):
             if isinstance(value, FakeTensor):

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from waterflow import _C
 from waterflow.errors import CaptureError
+from waterflow.partition.capture.formulas import IN_EAGER
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.guards.cache_key import Fingerprint
 
@@ -302,10 +303,12 @@ class Substitution(TorchFunctionMode):
         if any(map(self._concerns, (*args, *kwargs.values()))):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._shown, (args, kwargs))
         try:
+            if (eager := IN_EAGER.get(func)) is not None and (made := eager(*args, **kwargs)) is not None:
+                return made
             return func(*args, **kwargs)
         except Exception as error:
             # Some that only a trace raises: user code that goes on without the result would go another way.
-            if func in self._ASKS or isinstance(error, (RuntimeError, BufferError)):
+            if func in self._ASKS or isinstance(error, (RuntimeError, BufferError, CaptureError)):
                 self._refused = error
             raise
 

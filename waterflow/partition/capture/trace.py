@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition.capture import fake_rules, rng_ops
+from waterflow.partition.capture.formulas import in_eager_form
 from waterflow.partition.capture.leaks import taken_back
 from waterflow.partition.capture.optimizers import check_optimizer, fake_optimizer, state_keys, update_groups
 from waterflow.partition.capture.recorder import Asking, Recorder, constants_of
@@ -49,42 +50,43 @@ from waterflow.partition.passes.gradient_memory import sum_in_place, update_earl
 from waterflow.partition.passes.operators import storage_id, tensors_in, with_lazy_bits
 
 
-def gradients_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]:
+def gradients_of(
+    loss: torch.Tensor, leaves: Sequence[torch.Tensor], graph: fx.Graph, replaced: list[Any]
+) -> tuple[Sequence[torch.Tensor | None], list[torch.Tensor]]:
     """Return the gradients of ``leaves``, and the other leaves that an eager backward pass would leave gradients in.
+
+    Records the backward pass in ``graph``; see ``in_eager_form`` for ``replaced``.
 
     Works as ``torch.autograd.grad`` with ``allow_unused``, which would switch function modes off for the backward pass.
     A gradient is None where the loss does not depend on the leaf. Raises CaptureError where the step itself puts
     gradients into its parameters (``backward()`` inside the step): the captured step would lose them.
     """
     one = torch.ones_like(loss, memory_format=torch.preserve_format)
-    others, functions = _other_leaves(loss, leaves)
-    wanted = (*leaves, *(others if functions else ()))
-    found = _engine_run_backward((loss,), (one,), False, False, wanted, True, accumulate_grad=False)
+    nodes = _nodes_before(loss.grad_fn)
+    # The backward pass of checkpoint(use_reentrant=True) reaches parameters although no edge of the graph leads to
+    # them. It refuses to run where single gradients are asked for, so asking for the other leaves, too, makes the
+    # capture fail, and the step opaque.
+    own = set(map(id, leaves))
+    others = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in own]
+    wanted = (*leaves, *(others if any(isinstance(node, BackwardCFunction) for node in nodes) else ()))
+    with in_eager_form(nodes, graph, replaced):
+        found = _engine_run_backward((loss,), (one,), False, False, wanted, True, accumulate_grad=False)
     if any(leaf.grad is not None for leaf in leaves):
         raise CaptureError("the step calls backward() inside, whose gradients add to its own; use torch.autograd.grad")
     return found[: len(leaves)], others
 
 
-def _other_leaves(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    # Returns also whether the graph has autograd functions of users. The backward pass of
-    # checkpoint(use_reentrant=True) reaches parameters although no edge of the graph leads to them. It refuses to run
-    # where single gradients are asked for, so asking for the other leaves, too, makes the capture fail, and the step
-    # opaque.
-    waiting, seen, others = [loss.grad_fn], {loss.grad_fn}, []
-    own = set(map(id, leaves))
-    functions = False
+def _nodes_before(last: Any) -> list[Any]:
+    waiting, seen, nodes = [last], {last}, []
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
-        functions |= isinstance(node, BackwardCFunction)
-        variable = getattr(node, "variable", None)  # of a leaf
-        if variable is not None and id(variable) not in own:
-            others.append(variable)
+        nodes.append(node)
         fresh = {after for after, _ in node.next_functions} - seen
         seen |= fresh
         waiting += fresh
-    return others, functions
+    return nodes
 
 
 def check_history(inputs: Iterable[tuple[fx.Node, torch.Tensor]]) -> None:
@@ -352,7 +354,8 @@ class _StepTracer:
             leaves = [] if spec.update and spec.shards > 1 else [self.tensors[name] for name in self._trained]
             scaled = loss / spec.accumulate if spec.accumulate > 1 else loss
             with shown, self.world.watching():  # backward passes of users' functions, hooks, and what is computed again
-                gradients, others = gradients_of(scaled, leaves) if leaves else ((), [])
+                given = self._graph(), self.mode.replaced
+                gradients, others = gradients_of(scaled, leaves, *given) if leaves else ((), [])
             shown.check()
             self._carried.check()
         if self.mode.refused is not None:  # also where the user's code went on without it
