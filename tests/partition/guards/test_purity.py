@@ -30,10 +30,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import SGD, Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 import waterflow as wf
 from tests.program_runs import Eager
 from tests.support import compare, images, same_bits
+from waterflow import _C
 
 BATCHES = images(4)
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("weight", default=1.0)
@@ -466,3 +469,41 @@ def test_a_tensor_that_is_twice_in_a_batch_is_one(twice: Any) -> None:
         return [*losses, model.weight.detach()]
 
     assert all(map(same_bits, train(wf.Step), train(Eager())))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchModeThatLeaves(DispatchMode):
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+
+
+class FunctionModeThatLeaves(FunctionMode):
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+
+
+ENTERED: list[Callable[[], Any]] = [
+    torch.inference_mode, functools.partial(torch.device, "cpu"), torch._C.DisableTorchFunctionSubclass,
+    DispatchMode, FunctionMode, DispatchModeThatLeaves, FunctionModeThatLeaves,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("enter", ENTERED, ids=str)
+def test_what_a_refused_step_has_entered_is_left(enter: Callable[[], Any]) -> None:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        with enter():
+            PRINT(end="")
+        return loss
+
+    compare(make, BATCHES, opaque="print", step=step)
+    assert not _C.modes_here() and not is_in_torch_dispatch_mode() and torch._C._is_torch_function_enabled()

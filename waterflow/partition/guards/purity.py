@@ -30,7 +30,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from waterflow import _C
 from waterflow.errors import CaptureError
@@ -140,6 +142,7 @@ class ClosedWorld:
 
         Raises CaptureError in the place of the first operation that leaves the closed world.
         """
+        dispatching, functions = len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())
         try:
             rules = self._make_rules()
             with no_collections(), observing(self.is_observed, functools.partial(self._check, rules), rules) as seen:
@@ -150,6 +153,10 @@ class ClosedWorld:
             self._raise_refusal()
             raise
         finally:
+            for mode in reversed(_get_current_dispatch_mode_stack()[dispatching:]):  # whose own __exit__ was refused
+                TorchDispatchMode.__exit__(mode, None, None, None)
+            while len(_get_current_function_mode_stack()) > functions:
+                _pop_mode()
             with contextlib.suppress(UnboundLocalError):
                 self._look_back(seen)
         self._raise_refusal()
@@ -175,7 +182,7 @@ class ClosedWorld:
 
     def _check(self, rules: _Rules, event: Event) -> None:
         # Runs before each operation. A refused operation does not happen; nor does any after it, in except and finally
-        # clauses of the user.
+        # clauses of the user. But what a with statement entered is left: torch's modes would else outlive the trace.
         if self._refusal is None and not self.unread.read:
             try:
                 self.unread.operation(event.kind, event.operands)
@@ -183,7 +190,8 @@ class ClosedWorld:
                 return
             except Refused as why:
                 self._refusal = CaptureError(f"the step {why}", line_of(event))
-        raise Refused
+        if event.kind is not Kind.LEAVE:
+            raise Refused
 
     def _look_back(self, seen: observing) -> None:
         # Judges, after the block, what cannot be judged before: the frames that were entered, and the modules that an
