@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import same_bits
@@ -80,6 +81,54 @@ def test_every_draw_comes_from_the_threads_own(name: str) -> None:
         made = [draw(), draw(), torch.rand(3)]
     assert all(map(same_bits, made, expected))
     assert torch.equal(torch.get_rng_state(), stood)
+
+
+def operators() -> dict[str, Any]:
+    """Those of torch's that take a generator, and run on the CPU with what ``arguments_for`` makes."""
+    every = [name[6:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    found = {
+        name: getattr(getattr(torch.ops.aten, name.partition(".")[0]), name.partition(".")[2] or "default") for name in every
+    }
+    return {n: op for n, op in found.items() if any(a.name == "generator" for a in op._schema.arguments) and "fused" not in n}
+
+
+def arguments_for(name: str, operator: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments without defaults, by their types."""
+    out = torch.empty(0, dtype=torch.int64) if name.startswith(("multinomial", "randperm")) else torch.empty(0)
+    of_names = {"high": 50, "to": 50, "out": torch.empty_like(X) if name == "normal.Tensor_float_out" else out}
+    of_types = {"float": 0.5, "number": 0.5, "int": 5, "List[int]": [4], "Tensor": X.clone()}
+    plain, named = [], {}
+    for argument in operator._schema.arguments:
+        if not argument.has_default_value():
+            value = of_names.get(argument.name, of_types.get(str(argument.type)))
+            if argument.name == "high" and str(argument.type) == "Tensor":
+                value = torch.tensor(50)
+            if argument.kwarg_only:
+                named[argument.name] = value
+            else:
+                plain.append(value)
+    return plain, named
+
+
+def test_every_operator_that_takes_a_generator() -> None:
+    drew = set()
+    for name, operator in operators().items():
+
+        def draw(name: str = name, operator: Any = operator) -> list[torch.Tensor]:
+            plain, named = arguments_for(name, operator)
+            return [*(one.nan_to_num() for one in tree_leaves(operator(*plain, **named))), torch.get_rng_state()]
+
+        torch.manual_seed(3)
+        stood = torch.get_rng_state()
+        expected = draw()
+        torch.manual_seed(9)
+        with own_numbers(torch.Generator().manual_seed(3)):
+            made = draw()
+        assert all(map(same_bits, made, expected)), name
+        assert torch.equal(torch.get_rng_state(), torch.manual_seed(9).get_state()), name
+        if not torch.equal(made[-1], stood):
+            drew.add(name)
+    assert len(drew) > 70, drew
 
 
 def test_a_generator_that_is_given_is_drawn_from() -> None:

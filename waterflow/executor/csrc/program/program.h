@@ -141,7 +141,7 @@ struct BelowAutograd {
   // The casts of an autocast around the caller are in the graph.
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
   // A program's operations draw from the generators that it binds.
-  c10::impl::ExcludeDispatchKeyGuard no_drawing{kDrawingKey};
+  NoOwnNumbers no_own_numbers;
 };
 
 // Whether strides are those that were captured; where a dimension has one element they do not matter.

@@ -4,8 +4,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -14,28 +12,12 @@
 namespace waterflow {
 namespace {
 
-// Autograd hands the calling thread's debug info to the threads that it works on, as it does the included keys.
+// Autograd hands the calling thread's debug info to the threads that it works on.
 const auto kPlace = c10::DebugInfoKind::TEST_INFO_2;
 
 struct Own : c10::DebugInfoBase {
   std::vector<at::Generator> generators;
 };
-
-bool is_default(const at::Generator& generator) {
-  return generator == at::globalContext().defaultGenerator(generator.device());
-}
-
-// Where an operator draws: on the device of its first tensor, or on the one that it is asked to fill.
-c10::Device device_of(const c10::IValue* given, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    if (given[i].isTensor() && given[i].toTensor().defined()) return given[i].toTensor().device();
-    if (given[i].isTensorList() && !given[i].toTensorList().empty()) return given[i].toTensorVector()[0].device();
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (given[i].isDevice()) return given[i].toDevice();
-  }
-  return c10::kCPU;
-}
 
 int generator_argument(const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
@@ -45,26 +27,30 @@ int generator_argument(const c10::FunctionSchema& schema) {
   return -1;
 }
 
-// A trace on fake tensors, or of calls into a graph: nothing is drawn for anybody, and a generator does not belong
-// there.
-bool tracing() {
-  using c10::impl::TorchDispatchModeKey;
-  using c10::impl::TorchDispatchModeTLS;
-  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
-         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value();
+// The calling thread's own generator for the kernels of `keys`, which run next; null where they draw nothing of its.
+const at::Generator* own_for(c10::DispatchKeySet keys, const c10::IValue* given, size_t count) {
+  if (NoOwnNumbers::here()) return nullptr;
+  const auto backend = keys.highestBackendKey();
+  if (backend == c10::BackendComponent::CPUBit) return ThreadGenerators::of(c10::kCPU);
+  if (backend != c10::BackendComponent::CUDABit) return nullptr;
+  for (size_t i = 0; i < count; ++i) {
+    if (given[i].isTensor() && given[i].toTensor().is_cuda()) return ThreadGenerators::of(given[i].toTensor().device());
+  }
+  return nullptr;
 }
 
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDrawingKey);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
   const size_t count = op.schema().arguments().size();
   auto* given = stack->data() + (stack->size() - count);
-  if (const auto* own = tracing() ? nullptr : ThreadGenerators::of(device_of(given, count))) {
+  if (const auto* own = own_for(below, given, count)) {
     const int place = generator_argument(op.schema());
     if (place >= 0) {
       auto& generator = given[place];
-      if (generator.isNone() || is_default(generator.toGenerator())) generator = *own;
+      const auto& standard = at::globalContext().defaultGenerator(own->device());
+      if (generator.isNone() || generator.toGenerator() == standard) generator = *own;
     } else if (!own->device().is_cpu()) {  // on the CPU such operators call others, which take a generator
-      const c10::impl::ExcludeDispatchKeyGuard swapped(kDrawingKey);
+      const NoOwnNumbers swapped;
       const GeneratorSwap swap(*own);
       return op.redispatchBoxed(below, stack);
     }
@@ -72,27 +58,27 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   op.redispatchBoxed(below, stack);
 }
 
-// By torch's tags and schemas: whatever draws.
-TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, library) {
+// The last key above the kernels of all backends. Each thread includes it, and modes, traces, transforms and subclasses
+// have had their turn: none of them sees a key or a generator that it would not see without us. By torch's tags and
+// schemas what gets a kernel there is whatever draws and is not composed of such operators.
+TORCH_LIBRARY_IMPL(aten, BackendSelect, library) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (!name.name.starts_with("aten::")) continue;
     const auto op = dispatcher.findSchema(name);
-    if (!op) continue;
-    const bool takes = generator_argument(op->schema()) >= 0;
-    const bool draws =
-        op->hasTag(at::Tag::nondeterministic_seeded) && op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
-    if (!takes && !draws) continue;
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::BackendSelect)) continue;
+    const auto runs_on = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+    const bool takes = generator_argument(op->schema()) >= 0, on_gpu = runs_on(c10::DispatchKey::CUDA);
+    if (!on_gpu && !(takes && runs_on(c10::DispatchKey::CPU))) continue;
+    if (!takes && !op->hasTag(at::Tag::nondeterministic_seeded)) continue;
     const auto full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&draw>());
   }
 }
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
-
 }  // namespace
 
-ThreadGenerators::ThreadGenerators(std::vector<at::Generator> own) : any_(!own.empty()) {
+ThreadGenerators::ThreadGenerators(std::vector<at::Generator> own) {
   for (const auto& generator : own) TORCH_CHECK(generator.defined(), "a thread's generator must be a torch.Generator");
   auto made = std::make_shared<Own>();
   made->generators = std::move(own);
@@ -102,15 +88,9 @@ ThreadGenerators::ThreadGenerators(std::vector<at::Generator> own) : any_(!own.e
 void ThreadGenerators::enter() {
   TORCH_CHECK(!guard_, "generators of a thread are entered once at a time");
   guard_.emplace(kPlace, own_);
-  outer_ = c10::impl::tls_is_dispatch_key_included(kDrawingKey);
-  c10::impl::tls_set_dispatch_key_included(kDrawingKey, any_);
 }
 
-void ThreadGenerators::exit() {
-  if (!guard_) return;
-  c10::impl::tls_set_dispatch_key_included(kDrawingKey, outer_);
-  guard_.reset();
-}
+void ThreadGenerators::exit() { guard_.reset(); }
 
 const at::Generator* ThreadGenerators::of(const c10::Device& device) {
   const auto* own = static_cast<const Own*>(c10::ThreadLocalDebugInfo::get(kPlace));

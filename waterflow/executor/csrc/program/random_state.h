@@ -3,19 +3,15 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
-#include <c10/core/DispatchKey.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace waterflow {
-
-// The key of a mode that torch does not know, and that torch's own tests alone use. Operators that draw nothing fall
-// through it at no cost.
-inline constexpr auto kDrawingKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 // Between enter() and exit() the operators that the calling thread runs, or autograd's threads for it, draw from `own`,
 // one generator for each device, wherever they would draw from that device's default one: an operator that takes a
@@ -33,8 +29,21 @@ class ThreadGenerators {
 
  private:
   std::shared_ptr<c10::DebugInfoBase> own_;
-  bool any_ = false, outer_ = false;
   std::optional<c10::DebugInfoGuard> guard_;
+};
+
+// While it lives, operators that the calling thread runs draw from the default generators, whatever it has of its own.
+class NoOwnNumbers {
+ public:
+  NoOwnNumbers() : outer_(std::exchange(here_, true)) {}
+  ~NoOwnNumbers() { here_ = outer_; }
+  NoOwnNumbers(const NoOwnNumbers&) = delete;
+  NoOwnNumbers& operator=(const NoOwnNumbers&) = delete;
+  static bool here() { return here_; }
+
+ private:
+  static inline thread_local bool here_ = false;
+  const bool outer_;
 };
 
 // A job's own random numbers, shown to operations that draw from the process's default generator.
