@@ -12,7 +12,7 @@ import sys
 
 from benchmarks import report
 
-os.environ.setdefault("WATERFLOW_AUDIT", "off")  # an audit would hide what differs: the code would run eagerly
+os.environ["WATERFLOW_AUDIT"] = "off"  # an audit would hide what differs: the code would run eagerly
 from tests.operator_sweep import MOST_REFUSED, Sweep
 from tests.program_runs import quiet
 
@@ -26,8 +26,6 @@ def main() -> int:
     quiet()
     sweep = Sweep()
     seconds = report.seconds(lambda: sweep.run(arguments.samples, arguments.only))
-    for name, lines in sweep.differing.items():
-        print(f"{name} DIFFERS", *lines, sep="\n  ")
     row = {
         "operators": sweep.run_both_ways, "equal": sweep.run_both_ways - len(sweep.differing), "differing": len(sweep.differing),
         "refused": len(sweep.refused), "share refused": len(sweep.refused) / max(1, sweep.run_both_ways),
@@ -35,6 +33,7 @@ def main() -> int:
         "holds": not sweep.differing and len(sweep.refused) <= MOST_REFUSED * sweep.run_both_ways,
     }  # fmt: skip
     tables = {
+        "differing": [{"operator": name, "tensors": "; ".join(lines)} for name, lines in sweep.differing.items()],
         "refused": [{"operator": name, "reason": reason} for name, reason in sweep.refused.items()],
         "left out": [{"operator": name, "reason": reason} for name, reason in sweep.left_out.items()],
     }
