@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from waterflow._C import Admission
+from tests.native import Admission
 
 Profile = tuple[list[int], list[int]]
 

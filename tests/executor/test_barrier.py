@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from waterflow._C import CounterBarrier
+from tests.native import CounterBarrier
 
 
 def test_opens_at_the_last_arrival() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waterflow._C import CrossLaneFences, OrderFault
+from tests.native import CrossLaneFences, OrderFault
 
 SIZE = 140
 

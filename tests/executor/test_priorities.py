@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.executor.test_turns import Load, blocked
+from tests.native import Admission
 from waterflow import _C
 
 WAIT = 10.0  # seconds
@@ -108,7 +109,7 @@ def test_an_opportunistic_step_must_fit_beside_the_largest_guaranteed_one() -> N
 
 
 def test_waiting_opportunistic_jobs_do_not_hold_up_guaranteed_ones() -> None:
-    admission = _C.Admission(100)
+    admission = Admission(100)
     assert admission.try_issue(1, [60], [0])
     assert not admission.try_issue(2, [60], [0], opportunistic=True)
     admission.wait(2, opportunistic=True)
@@ -120,7 +121,7 @@ def test_waiting_opportunistic_jobs_do_not_hold_up_guaranteed_ones() -> None:
 
 
 def test_waiting_within_a_class_has_its_turn() -> None:
-    admission = _C.Admission(100)
+    admission = Admission(100)
     assert admission.try_issue(1, [60], [0], opportunistic=True)
     admission.wait(2, opportunistic=True)
     admission.complete(1)

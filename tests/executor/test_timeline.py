@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import waterflow as wf
-from waterflow import _C
+from tests.native import Admission
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.timeline import END, HELD_BY_JOB, JOB, MOST_EVENTS, START, Timeline
 from waterflow.executor.tuning import Decision
@@ -36,7 +36,7 @@ def simulated(
     random = np.random.default_rng(seed)
     reserve, claim = limit // 16, limit // (8 * jobs)
     capacity = limit - reserve - claim * jobs
-    admission = _C.Admission(capacity)
+    admission = Admission(capacity)
     heights = []
     for _ in range(jobs):
         rise = np.sort(random.integers(0, int(capacity * random.uniform(0.3, 0.9)), groups))

@@ -13,6 +13,7 @@ namespace py = pybind11;
 
 namespace waterflow {
 
+void bind_admission(py::module_& m);    // admission_bindings.cpp
 void bind_devices(py::module_& m);      // device_bindings.cpp
 void bind_pool_replay(py::module_& m);  // pool_bindings.cpp
 
@@ -200,6 +201,7 @@ void bind_counting(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace waterflow;
+  bind_admission(m);
   bind_devices(m);
   bind_errors(m);
   bind_allocator(m);

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waterflow._C import DeviceClock
+from tests.native import DeviceClock
+from waterflow._C import SimulatedStep
 
-WHOLE = DeviceClock.whole
+WHOLE = SimulatedStep.whole
 
 
 @dataclass

@@ -38,7 +38,7 @@ def launches(offsets: Offsets) -> Offsets:
 
 
 def test_work_of_operations() -> None:
-    whole = _C.DeviceClock.whole
+    whole = _C.SimulatedStep.whole
     clock = Clock(GPU("made up", 1 << 40, 0, memory_rate=4, compute_rate=8, launch_ns=10, bus_rate=1))
     assert clock.work(Cost()) == (0, 0, 0)
     assert clock.work(Cost(bytes=40)) == (10, whole, 0)

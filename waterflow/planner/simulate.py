@@ -42,13 +42,13 @@ class Clock:
     stall_ns: int = 0
 
     def work(self, cost: Cost) -> tuple[int, int, int]:
-        """Return an operation's nanoseconds alone and its shares of bandwidth and arithmetic, in ``DeviceClock.whole``."""
+        """Return an operation's nanoseconds alone and its shares of bandwidth and arithmetic, in ``SimulatedStep.whole``."""
         # Integers throughout: equal arguments must give equal runs on every machine.
         bound = max(-(-cost.bytes // self.gpu.memory_rate), -(-cost.flops // self.gpu.compute_rate))
         nanoseconds = cost.launches * self.gpu.launch_ns + bound
         if nanoseconds == 0:
             return 0, 0, 0
-        whole = _C.DeviceClock.whole
+        whole = _C.SimulatedStep.whole
         return (
             nanoseconds,
             cost.bytes * whole // (self.gpu.memory_rate * nanoseconds),

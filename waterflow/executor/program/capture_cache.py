@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import threading
 import time
 import weakref
@@ -435,14 +434,13 @@ def storage_bytes(values: Iterable[Any]) -> int:
 class CaptureCache:
     """Captured steps by key, least recently used dropped first: at most ``size``, of at most ``most_bytes`` of host memory.
 
-    A single one may be larger. One that keeps objects alive which hold others, perhaps its job, goes with the last
-    step that uses it. Thread-safe; threads with equal keys wait for the first of them to capture.
+    A single one may be larger. Thread-safe; threads with equal keys wait for the first of them to capture.
     """
 
     def __init__(self, size: int = 256, most_bytes: int = 256 << 20) -> None:
         self._size, self._most_bytes = size, most_bytes
         self.bytes = 0
-        self._entries: OrderedDict[tuple[Hashable, ...], CapturedStep | CaptureError | weakref.ref[CapturedStep]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Hashable, ...], CapturedStep | CaptureError] = OrderedDict()
         self._kinds: Counter[Hashable] = Counter()  # of batches, the second part of keys
         self._lock = threading.Lock()
         self._building: dict[Hashable, threading.Event] = {}
@@ -453,7 +451,7 @@ class CaptureCache:
         """Return the entry of ``key``, made by ``make`` if there is none. A lasting CaptureError is remembered and raised again."""
         while True:
             with self._lock:
-                entry = self._at(key)
+                entry = self._entries.get(key)
                 if entry is not None:
                     self._entries.move_to_end(key)
                     self.hits += 1
@@ -482,13 +480,10 @@ class CaptureCache:
         finally:
             with self._lock:
                 if entry is not None:
-                    if key in self._entries:
-                        self._forget(key)
-                    goes = isinstance(entry, CapturedStep) and any(map(gc.is_tracked, entry.keep))
-                    self._entries[key] = weakref.ref(entry) if goes else entry  # type: ignore[arg-type]
+                    self._entries[key] = entry
                     self._kinds[key[1]] += 1
                     self.captures += not isinstance(entry, LeafRead)  # such a trace is repeated with the leaf's value
-                    self.bytes += getattr(self._entries[key], "host_bytes", 0)
+                    self.bytes += getattr(entry, "host_bytes", 0)
                     while len(self._entries) > (self._size if self.bytes <= self._most_bytes else 1):
                         self._forget(next(iter(self._entries)))
                 self._building.pop(key).set()
@@ -500,13 +495,9 @@ class CaptureCache:
     def renew(self, key: tuple[Hashable, ...], old: CapturedStep, make: Callable[[], CapturedStep]) -> CapturedStep:
         """Return the entry of ``key``, made anew if it still is ``old``."""
         with self._lock:
-            if self._at(key) is old:
+            if self._entries.get(key) is old:
                 self._forget(key)
         return self.get(key, make)
-
-    def _at(self, key: tuple[Hashable, ...]) -> CapturedStep | CaptureError | None:
-        entry = self._entries.get(key)
-        return entry() if isinstance(entry, weakref.ref) else entry
 
     def _forget(self, key: tuple[Hashable, ...]) -> None:
         self.bytes -= getattr(self._entries.pop(key), "host_bytes", 0)

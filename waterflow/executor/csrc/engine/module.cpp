@@ -28,7 +28,6 @@ namespace waterflow {
 void bind_offsets(py::module_& m);     // partition/csrc/offsets.cpp
 void bind_memory(py::module_& m);      // allocator/csrc/allocator_bindings.cpp
 void bind_cuda(py::module_& m);        // allocator/csrc/allocator_bindings.cpp
-void bind_admission(py::module_& m);   // below
 void bind_programs(py::module_& m);    // csrc/program/program_bindings.cpp
 void bind_simulation(py::module_& m);  // below
 void bind_generators(py::module_& m);  // csrc/program/program_bindings.cpp
@@ -153,7 +152,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (!observer::add_to_module(m.ptr())) throw py::error_already_set();
   bind_cuda(m);
   bind_programs(m);
-  bind_admission(m);
   bind_memory(m);
   bind_simulation(m);
   bind_generators(m);
@@ -324,64 +322,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("atexit").attr("register")(m.attr("close_engines"));
 }
 
-// What Python sees of admission and barriers, for tests.
-
-namespace py = pybind11;
-
-namespace waterflow {
-namespace {
-
-// Admission with heights that live as long as it does, for tests of the policy alone.
-class OwnedAdmission : public Admission {
- public:
-  using Admission::Admission;
-  bool issue(Id job, std::vector<int64_t> peak, std::vector<int64_t> after, bool opportunistic) {
-    auto heights = std::make_unique<Heights>(std::move(peak), std::move(after));
-    auto& owned = heights_[job];
-    if (!in_step(job)) owned = std::move(heights);
-    return try_issue(job, owned.get(), opportunistic);
-  }
-
- private:
-  std::map<Id, std::unique_ptr<Heights>> heights_;
-};
-
-}  // namespace
-
-void bind_admission(py::module_& m) {
-  py::class_<CounterBarrier>(m, "CounterBarrier")
-      .def(py::init<int32_t>(), py::arg("parties"))
-      .def("arrive", &CounterBarrier::arrive)
-      .def("pass_", &CounterBarrier::pass)
-      .def("rearm", &CounterBarrier::rearm)
-      .def("add_party", &CounterBarrier::add_party)
-      .def("remove_party", &CounterBarrier::remove_party)
-      .def_property_readonly("open", &CounterBarrier::open)
-      .def_property_readonly("parties", &CounterBarrier::parties)
-      .def_property_readonly("waiting_for", &CounterBarrier::waiting_for);
-
-  py::class_<OwnedAdmission>(m, "Admission")
-      .def(py::init<int64_t>(), py::arg("capacity"))
-      .def("try_issue", &OwnedAdmission::issue, py::arg("job"), py::arg("peak"), py::arg("after"),
-           py::arg("opportunistic") = false)
-      .def("complete", &OwnedAdmission::complete)
-      .def("release", &OwnedAdmission::release)
-      .def("wait", &OwnedAdmission::wait, py::arg("job"), py::arg("opportunistic") = false)
-      .def("waiting", &OwnedAdmission::waiting)
-      .def("must_yield", &OwnedAdmission::must_yield, py::arg("job"), py::arg("opportunistic") = false)
-      .def("set_capacity", &OwnedAdmission::set_capacity)
-      .def("held_by", &OwnedAdmission::held_by)
-      .def("groups_left", &OwnedAdmission::groups_left)
-      .def("in_step", &OwnedAdmission::in_step)
-      .def_property_readonly("held", &OwnedAdmission::held)
-      .def_property_readonly("capacity", &OwnedAdmission::capacity)
-      .def_property_readonly("pending_capacity", &OwnedAdmission::pending_capacity)
-      .def("check", &OwnedAdmission::check);
-}
-
-}  // namespace waterflow
-
-// What Python sees of the order on the device, and of simulated runs.
+// What Python sees of simulated runs.
 
 namespace py = pybind11;
 
@@ -392,36 +333,6 @@ void bind_simulation(py::module_& m) {
       .value("none", OrderFault::none)
       .value("heights_at_events", OrderFault::heights_at_events)
       .value("dropped_waits", OrderFault::dropped_waits);
-  py::class_<CrossLaneFences>(m, "CrossLaneFences")
-      .def(py::init<OrderFault>(), py::arg("fault") = OrderFault::none)
-      .def("before", &CrossLaneFences::before, py::arg("end"), py::arg("peak"), py::arg("size"))
-      .def("after", &CrossLaneFences::after, py::arg("end"), py::arg("peak"), py::arg("event"),
-           py::arg("held_after") = 0)
-      .def("reached", &CrossLaneFences::reached, py::arg("end"), py::arg("event"))
-      .def("kept", &CrossLaneFences::kept)
-      .def("check", &CrossLaneFences::check)
-      .def_readonly_static("most", &CrossLaneFences::kMost);
-
-  py::class_<DeviceClock>(m, "DeviceClock", "Lanes that share a device's rates; see csrc/engine/simulation.h.")
-      .def(py::init<int32_t>(), py::arg("lanes"))
-      .def(
-          "add",
-          [](DeviceClock& clock, int32_t lane, int64_t nanoseconds, int64_t memory, int64_t compute,
-             const std::vector<ItemId>& after) { return clock.add(lane, {nanoseconds, memory, compute}, after); },
-          py::arg("lane"), py::arg("nanoseconds"), py::arg("memory") = 0, py::arg("compute") = 0,
-          py::arg("after") = std::vector<ItemId>{})
-      .def("next",
-           [](DeviceClock& clock) -> std::optional<std::tuple<ItemId, int32_t, int64_t>> {
-             const auto done = clock.next();
-             if (!done) return std::nullopt;
-             return std::tuple(done->item, done->lane, done->at);
-           })
-      .def_property_readonly("now", &DeviceClock::now)
-      .def("start_of", &DeviceClock::start_of, py::arg("item"))
-      .def("end_of", &DeviceClock::end_of, py::arg("item"))
-      .def("check", &DeviceClock::check)
-      .def_readonly_static("whole", &Work::kWhole);
-
   py::class_<SimulatedStep, std::shared_ptr<SimulatedStep>>(m, "SimulatedStep")
       .def(py::init([](std::vector<int64_t> peak, std::vector<int64_t> after,
                        const std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t>>>& work,
@@ -440,7 +351,8 @@ void bind_simulation(py::module_& m) {
                                                     std::move(first), std::move(made), copy_ns);
            }),
            py::arg("peak"), py::arg("after"), py::arg("work"), py::arg("first"), py::arg("touches"),
-           py::arg("copy_ns") = 0);
+           py::arg("copy_ns") = 0)
+      .def_readonly_static("whole", &Work::kWhole);
 
   py::class_<SimulatedSpan>(m, "SimulatedSpan")
       .def_readonly("job", &SimulatedSpan::job)
