@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-import types
-import unittest
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,14 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from tests.program_campaign import forget
 from tests.support import Trained, same_bits, train_eager, train_step
-
-# The module with torch's list of operators imports a package for tests of printed text, only to derive a class from its own.
-sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).__dict__.setdefault("TestCase", unittest.TestCase)
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 
 STEPS = 3
 MOST = 30  # of an operator's samples; those that are run are spread among them
