@@ -41,9 +41,9 @@ class Owner:
         """
         spec, groups = self.spec, self.spec.optimizer.param_groups
         if given.kind in ("parameter", "buffer"):
-            binding.set_input(slot, self.tensors[given.name])
+            binding.set_input(slot, self.tensors[given.name], may_resize=True)
         elif given.kind == "external":
-            binding.set_input(slot, self.fingerprint.external_tensors[given.leaf])
+            binding.set_input(slot, self.fingerprint.external_tensors[given.leaf], may_resize=True)
         elif given.kind == "state":
             binding.set_input(slot, _state_entry(spec.optimizer, self.tensors[given.name], given.key))
         elif given.kind == "accumulator":

@@ -21,7 +21,7 @@ void StepRun::let_go() {
   for (const auto& [slot, value] : inputs) frame->slots[slot] = c10::IValue();
   inputs.clear();
   frame->clear_intermediates();
-  frame->pass_on_sizes();
+  frame->pass_on_sizes(true);
 }
 
 void StepRun::call() {
@@ -56,6 +56,8 @@ void StepRun::on_stream(std::optional<c10::Stream> given) {
 }
 
 void StepRun::fill() {
+  if (!frame) return;
+  frame->pass_on_sizes(false);
   for (const auto& [slot, value] : inputs) frame->slots[slot] = value;
   if (profile) profiled = {std::vector<InstructionProfile>(frame->program->size()), {}, stream};
 }

@@ -20,12 +20,13 @@ Binding::Binding(std::shared_ptr<const Program> program) : frame_(std::make_shar
   held_.take(pybind11::cast(std::move(guards)).release().ptr());
 }
 
-void Binding::set_input(int32_t slot, PyObject* tensor) {
+void Binding::set_input(int32_t slot, PyObject* tensor, bool may_resize) {
   const at::Tensor& given = THPVariable_Unpack(tensor);
-  at::Tensor same = without_python(given, given.unsafeGetTensorImpl()->allow_tensor_metadata_change());
+  may_resize = may_resize && given.unsafeGetTensorImpl()->allow_tensor_metadata_change();
+  at::Tensor same = without_python(given, may_resize);
   same.set_requires_grad(given.requires_grad());  // some kernels ask
   frame_->slots.at(slot) = std::move(same);
-  frame_->shown.push_back({slot, Frame::Shown::Weak(given.getIntrusivePtr()), given.sizes().vec()});
+  if (may_resize) frame_->shown.emplace_back(slot, given.getIntrusivePtr());
   watch_form(tensor);
 }
 

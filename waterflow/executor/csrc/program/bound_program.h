@@ -21,7 +21,7 @@ class Binding {
   Binding(const Binding&) = delete;
   Binding& operator=(const Binding&) = delete;
 
-  void set_input(int32_t slot, PyObject* tensor);
+  void set_input(int32_t slot, PyObject* tensor, bool may_resize);
   void set_generator(at::Generator generator) { frame_->generator = std::move(generator); }
   // Python's Guards: what must stay as it is for the program to be this job's.
   PyObject* guards() const { return held_.first(); }

@@ -282,15 +282,15 @@ void Frame::mark_written() {
   }
 }
 
-void Frame::pass_on_sizes() {
-  for (auto& one : shown) {
-    const at::Tensor& now = slots[one.slot].toTensor();
-    if (now.sizes() == one.sizes) continue;
-    one.sizes = now.sizes().vec();
-    if (const auto tensor = one.tensor.lock()) {
-      tensor->set_storage_keep_dtype(now.storage());
-      tensor->set_sizes_and_strides(now.sizes(), now.strides(), now.storage_offset());
-    }
+void Frame::pass_on_sizes(bool to_python) {
+  for (auto& [slot, weak] : shown) {
+    const auto pythons = weak.lock();
+    if (!pythons) continue;
+    c10::TensorImpl* here = slots[slot].toTensor().unsafeGetTensorImpl();
+    const auto [from, to] = to_python ? std::pair(here, pythons.get()) : std::pair(pythons.get(), here);
+    if (from->sizes() == to->sizes()) continue;
+    to->set_storage_keep_dtype(from->storage());
+    to->set_sizes_and_strides(from->sizes(), from->strides(), from->storage_offset());
   }
 }
 

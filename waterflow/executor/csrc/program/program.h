@@ -219,20 +219,13 @@ struct Frame {
   std::vector<at::Tensor> finish();
   void mark_written();  // the second half of that
   void clear_intermediates();
-  // Gives the tensors that Python has the sizes of those in the slots, which a kernel may have resized.
-  void pass_on_sizes();
-
-  // A tensor that Python has, in whose place the slot has another one over the same memory.
-  struct Shown {
-    using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-    int32_t slot;
-    Weak tensor;
-    std::vector<int64_t> sizes;
-  };
+  // Slots have other tensors over the memory of those that Python has. A kernel may resize the former and user code the
+  // latter: before a step slots take the sizes of Python's tensors, behind it they give theirs.
+  void pass_on_sizes(bool to_python);
 
   std::shared_ptr<const Program> program;
   std::vector<c10::IValue> slots;
-  std::vector<Shown> shown;
+  std::vector<std::pair<int32_t, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>> shown;
   torch::jit::Stack stack;
   at::Generator generator;  // undefined: the process's own, as in eager
 };

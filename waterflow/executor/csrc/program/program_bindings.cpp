@@ -138,8 +138,12 @@ void bind_programs(py::module_& m) {
       .value("flag", Binding::Kind::flag)
       .value("rate", Binding::Kind::rate);
   binding.def(py::init<std::shared_ptr<Program>>())
-      .def("set_input",
-           [](Binding& self, int32_t slot, const py::object& tensor) { self.set_input(slot, checked(tensor)); })
+      .def(
+          "set_input",
+          [](Binding& self, int32_t slot, const py::object& tensor, bool may_resize) {
+            self.set_input(slot, checked(tensor), may_resize);
+          },
+          py::arg("slot"), py::arg("tensor"), py::arg("may_resize") = false)
       .def("set_generator",
            [](Binding& self, std::optional<at::Generator> given) {
              self.set_generator(given.value_or(at::Generator()));
