@@ -741,7 +741,7 @@ def test_what_other_processes_may_change_is_not_audited(caplog: pytest.LogCaptur
 def test_a_fault_costs_no_study(planted: Any, unlike: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of two kinds: the faulty one's run eagerly, or fail where they had taken steps on trust."""
     planted(lambda graph: other_constant(graph) if any(1.5 in node.args for node in graph.nodes) else None)
-    monkeypatch.setattr(audit, "EARLIEST", 3)
+    monkeypatch.setenv("WATERFLOW_AUDIT", "first")
     data = batches(20)
     reasons: dict[int, Any] = {}
 

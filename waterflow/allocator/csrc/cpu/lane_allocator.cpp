@@ -178,9 +178,9 @@ class HostMemory final : public Device {
   std::atomic<EventId> events_{0};
 };
 
-// What lasts is mostly small: in the free segment of a large block it would keep the whole of it from the system.
-constexpr int64_t kClasses[] = {int64_t{1} << 20, int64_t{10} << 20,
-                                NO_LIMIT};  // the largest request of each, in bytes
+// Requests have a pool by their size; each serves up to so many bytes. What lasts is mostly small: in the free segment
+// of a large block it would keep the whole of it from the system.
+constexpr int64_t kClasses[] = {int64_t{1} << 20, int64_t{10} << 20, NO_LIMIT};
 
 struct PoolClass {
   std::shared_ptr<HostMemory> memory = std::make_shared<HostMemory>();

@@ -22,7 +22,8 @@ Binding::Binding(std::shared_ptr<const Program> program) : frame_(std::make_shar
 
 void Binding::set_input(int32_t slot, PyObject* tensor, bool may_resize) {
   const at::Tensor& given = THPVariable_Unpack(tensor);
-  may_resize = may_resize && given.unsafeGetTensorImpl()->allow_tensor_metadata_change();
+  // What is trained has the size of its gradient: a kernel that would resize it fails.
+  may_resize = may_resize && !given.requires_grad() && given.unsafeGetTensorImpl()->allow_tensor_metadata_change();
   at::Tensor same = without_python(given, may_resize);
   same.set_requires_grad(given.requires_grad());  // some kernels ask
   frame_->slots.at(slot) = std::move(same);

@@ -284,11 +284,12 @@ void Frame::mark_written() {
 
 void Frame::pass_on_sizes(bool to_python) {
   for (auto& [slot, weak] : shown) {
+    c10::TensorImpl* here = slots[slot].toTensor().unsafeGetTensorImpl();
+    // Looked at without a reference, which torch would take under the interpreter lock; the weak one keeps the sizes.
+    if (weak._unsafe_get_target()->sizes() == here->sizes()) continue;
     const auto pythons = weak.lock();
     if (!pythons) continue;
-    c10::TensorImpl* here = slots[slot].toTensor().unsafeGetTensorImpl();
     const auto [from, to] = to_python ? std::pair(here, pythons.get()) : std::pair(pythons.get(), here);
-    if (from->sizes() == to->sizes()) continue;
     to->set_storage_keep_dtype(from->storage());
     to->set_sizes_and_strides(from->sizes(), from->strides(), from->storage_offset());
   }
