@@ -31,19 +31,24 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 demo: $(VENV)/.built
 	$(BIN)/python -m examples.demo
 
-test: $(VENV)/.built
+# The tests have an extension of their own.
+$(VENV)/.tests: $(VENV)/.built
+	$(BIN)/python -c 'import tests.native'
+	touch $@
+
+test: $(VENV)/.tests
 	$(PYTEST)
 
-test-changed: $(VENV)/.built
+test-changed: $(VENV)/.tests
 	files=$$($(BIN)/python -m tests.changed $(BASE)) && $(PYTEST) $$files
 
-test-all: $(VENV)/.built
+test-all: $(VENV)/.tests
 	$(PYTEST) --all
 
-test-full: $(VENV)/.built
+test-full: $(VENV)/.tests
 	$(PYTEST) --full
 
-tiers: $(VENV)/.built
+tiers: $(VENV)/.tests
 	$(BIN)/python -m pytest --tiers
 
 weight:
@@ -76,17 +81,25 @@ format: $(VENV)/.built
 
 build: $(VENV)/.built
 
-$(VENV)/.ready: constraints-cpu.txt pyproject.toml .ci/cpu_wheels.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints-cpu.txt torch numpy setuptools wheel ninja
-	$(PIP) install --no-deps $(UNBOUND)
-	$(BIN)/python .ci/cpu_wheels.py
-	$(PIP) install -c constraints-cpu.txt $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*(d for e in (p['dependencies'], *p['optional-dependencies'].values()) for d in e))")
+# The extension compiles while the other packages are installed.
+$(VENV)/.built: $(VENV)/.torch $(CPP) setup.py waterflow/sources.py pyproject.toml .ci/cpu_wheels.py
+	$(MAKE) --no-print-directory -j2 $(VENV)/.packages $(VENV)/.extension
 	touch $@
 
-$(VENV)/.built: $(VENV)/.ready $(CPP) setup.py
+$(VENV)/.torch: constraints-cpu.txt
+	@echo "Installing the packages into .venv and building the C++ extension: about three minutes on two cores, once."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints-cpu.txt torch numpy setuptools wheel ninja
+	touch $@
+
+$(VENV)/.packages: pyproject.toml .ci/cpu_wheels.py
+	$(PIP) install --no-compile --no-deps $(UNBOUND)
+	$(BIN)/python .ci/cpu_wheels.py
+	$(PIP) install --no-compile -c constraints-cpu.txt $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*(d for e in (p['dependencies'], *p['optional-dependencies'].values()) for d in e))")
+	touch $@
+
+$(VENV)/.extension: $(CPP) setup.py waterflow/sources.py
 	WATERFLOW_TEST_HOOKS=1 $(PIP) install --no-build-isolation --no-deps -e .
-	$(BIN)/python -c 'import tests.native'
 	touch $@
 
 clean:

@@ -29,6 +29,7 @@ TESTS = sorted(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py"))
 # The way of the data: each part imports only those before it.
 ORDER = [
     "errors",
+    "sources",
     "units",
     "partition",
     "allocator",

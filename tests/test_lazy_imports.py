@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import waterflow as wf
+from waterflow.sources import digest
 
 ROOT = Path(wf.__file__).parent
 MODULES = sorted(
@@ -57,13 +58,25 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
 def test_a_native_part_of_other_sources_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     native = vars(wf)["_native"]
     assert native() is wf._C
-    monkeypatch.delattr(wf._C, "metered")
+    monkeypatch.setattr(wf._C, "built_from", "an earlier commit's digest")
     kept = vars(wf)["_C"]
     try:
-        with pytest.raises(ImportError, match=r"built from other sources than these: it has no metered; build it again: make"):
+        with pytest.raises(ImportError, match="the extension was built from other sources than these: run make build, or pip"):
             native()
     finally:
         setattr(wf, "_C", kept)  # noqa: B010
+
+
+def test_each_change_of_a_source_changes_the_digest(tmp_path: Path) -> None:
+    source = tmp_path / "partition" / "csrc" / "guards.cpp"
+    source.parent.mkdir(parents=True)
+    digests = set()
+    for text in ("int a;", "int b;"):
+        source.write_text(text)
+        digests.add(digest(tmp_path))
+    digests.add(digest(tmp_path.parent))
+    source.rename(source.with_suffix(".h"))
+    assert len({*digests, digest(tmp_path)}) == 4
 
 
 def test_names_that_are_not_there() -> None:

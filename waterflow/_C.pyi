@@ -26,6 +26,7 @@ class _Enum:  # pybind11's, which is none of Python's
     def value(self) -> int: ...
 
 built_with_torch: str
+built_from: str
 
 class PlacementOrder(_Enum):
     death: ClassVar[PlacementOrder]

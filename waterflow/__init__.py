@@ -7,7 +7,6 @@ Optuna.
 from __future__ import annotations
 
 import importlib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,19 +148,15 @@ def _native() -> Any:
     # First, so that the native part finds torch's libraries loaded.
     import torch
 
+    from waterflow.sources import digest
+
     native = importlib.import_module("waterflow._C")
-    again = "build it again: make build, or pip install --no-build-isolation --force-reinstall --no-deps waterflow"
+    # A stale build fails here with its remedy, not somewhere in a run.
     if native.built_with_torch != torch.__version__:
-        globals().pop("_C", None)  # or it would be there the next time
-        raise ImportError(
-            f"waterflow was built with torch {native.built_with_torch}, and torch {torch.__version__} is installed; {again}"
-        )
-    # A stale build fails here with its remedy, not somewhere in a run with an AttributeError: every name that the C++
-    # sources define must be in the module. Hooks for tests are only in builds that ask for them.
-    made = set(dir(native)).union(*(dir(kind) for kind in vars(native).values() if isinstance(kind, type)))
-    for path in Path(__file__).parent.glob("*/csrc/**/*.cpp"):
-        text = re.sub(r"#ifdef WATERFLOW_TEST_HOOKS.*?#endif", "", path.read_text(), flags=re.DOTALL)
-        if missing := set(re.findall(r'\.def\w*\(\s*"(\w+)"', text)) - made:
-            globals().pop("_C", None)
-            raise ImportError(f"waterflow was built from other sources than these: it has no {min(missing)}; {again}")
-    return native
+        wrong = f"the extension was built with torch {native.built_with_torch}, and torch {torch.__version__} is installed"
+    elif getattr(native, "built_from", None) != digest(Path(__file__).parent):
+        wrong = "the extension was built from other sources than these"
+    else:
+        return native
+    globals().pop("_C", None)  # or it would be there the next time
+    raise ImportError(f"{wrong}: run make build, or pip install --no-build-isolation --force-reinstall --no-deps . in the clone")

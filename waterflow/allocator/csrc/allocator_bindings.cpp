@@ -1,7 +1,7 @@
 // What Python sees of planned memory.
 
 #include <c10/core/CPUAllocator.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>

@@ -1,6 +1,7 @@
 #include "waterflow/partition/csrc/offsets.h"
 
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <limits>

@@ -1,7 +1,7 @@
 // waterflow._C: what Python sees of the engine.
 
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
@@ -18,10 +18,13 @@
 #include "waterflow/executor/csrc/engine/simulation.h"
 #include "waterflow/executor/csrc/graphs/step_graphs.h"
 #include "waterflow/executor/csrc/program/bound_program.h"
+#include "waterflow/executor/csrc/program/collected.h"
 #include "waterflow/executor/csrc/program/program.h"
 #include "waterflow/partition/csrc/observer.h"
 
 namespace py = pybind11;
+
+extern const char* const waterflow_sources;  // setup.py
 
 namespace waterflow {
 
@@ -148,6 +151,7 @@ at::Tensor span_table(const std::vector<Span>& spans) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace waterflow;
   m.attr("built_with_torch") = WATERFLOW_TORCH_VERSION;
+  m.attr("built_from") = waterflow_sources;
   bind_offsets(m);
   if (!observer::add_to_module(m.ptr())) throw py::error_already_set();
   bind_cuda(m);

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <mutex>

@@ -1,7 +1,7 @@
 #include "waterflow/executor/csrc/program/bound_program.h"
 
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 

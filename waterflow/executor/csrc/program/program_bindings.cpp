@@ -4,7 +4,7 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <optional>
@@ -13,6 +13,7 @@
 
 #include "waterflow/executor/csrc/kernels/small_gemm.h"
 #include "waterflow/executor/csrc/program/bound_program.h"
+#include "waterflow/executor/csrc/program/collected.h"
 #include "waterflow/executor/csrc/program/guards.h"
 #include "waterflow/executor/csrc/program/program.h"
 #include "waterflow/executor/csrc/program/random_state.h"

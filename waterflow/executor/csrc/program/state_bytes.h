@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <vector>
