@@ -172,9 +172,9 @@ def compare(
     assert mine.step is not None and mine.step.steps == len(batches)
     assert all(p.grad is None for p in mine.model.parameters())
     if opaque is None:
-        assert mine.step.opaque_reason is None
+        assert mine.step.opaque_reason is None, mine.step.opaque_reason
     else:
-        assert mine.step.opaque_reason is not None and opaque in mine.step.opaque_reason
+        assert mine.step.opaque_reason is not None and opaque in mine.step.opaque_reason, mine.step.opaque_reason
     if engine:
         engine.native.check()
         mine.step.close()

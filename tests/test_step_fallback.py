@@ -248,3 +248,12 @@ def test_a_step_that_fills_in_a_setting_once_is_captured_behind_that(counts: boo
         assert step.opaque_reason is not None and "changes calls" in step.opaque_reason
     else:
         assert step.opaque_reason is None and step.eager_steps == 1
+
+
+def test_under_anomaly_detection_a_step_runs_eagerly(capfd: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(6, 4)
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=AdamW(model.parameters()))
+    with torch.autograd.set_detect_anomaly(True):
+        assert step(images(1)[0]).isfinite()
+    assert step.opaque_reason is not None and step.opaque_reason.startswith("anomaly detection (torch.autograd.set_detect")
+    assert "Error detected" not in capfd.readouterr().err

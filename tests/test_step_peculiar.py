@@ -200,6 +200,58 @@ def test_batches(kind: str, engine: Engine | None) -> None:
     compare(making(Net, AdamW if reason is None else SGD), batches, engine=engine, opaque=reason, step=step)
 
 
+def turned_result(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(batch[0])
+    output.t_()
+    output.mul_(2)
+    return (output * torch.arange(len(batch[0]))).mean()
+
+
+def turned_parameter(model: nn.Module, batch: Any) -> torch.Tensor:
+    weight = model.weight.detach()
+    weight.t_()
+    weight.unsqueeze_(0)
+    return (model(batch[0]) @ weight[0] * torch.arange(4)).mean()
+
+
+def turned_for_good(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.no_grad():
+        model.weight.t_()
+    return (model(batch[0]) @ model.weight * torch.arange(4)).mean()
+
+
+def turned_batch(model: nn.Module, batch: Any) -> torch.Tensor:
+    batch[1].unsqueeze_(0)
+    return F.cross_entropy(model(batch[0]), batch[1].flatten())
+
+
+def turned_beside_a_view(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(batch[0]) * 2
+    first = output[:2]
+    output.t_()
+    first.mul_(3)
+    return (output * torch.arange(len(batch[0]))).mean() + first.sum()
+
+
+def turned_view(model: nn.Module, batch: Any) -> torch.Tensor:
+    column = model(batch[0])[:, 0]
+    column.unsqueeze_(1)
+    column.mul_(2)
+    return (column * torch.arange(4)).mean()
+
+
+TURNED = {
+    turned_result: None, turned_parameter: None, turned_for_good: "a step changes the shape of a tensor that it was given",
+    turned_batch: "let it make a view, as x.t() does", turned_beside_a_view: "a step writes into a tensor with views",
+    turned_view: "a step writes into a tensor with views",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", TURNED, ids=lambda step: step.__name__)
+def test_shapes_that_are_changed_in_place(step: Callable[..., torch.Tensor]) -> None:
+    compare(making(lambda: Scaled(square(), lambda x, w: x @ w)), images(3, size=4), step=step, opaque=TURNED[step])
+
+
 def test_a_plain_batch_first(engine: Engine | None) -> None:
     """What was captured for plain tensors is not taken for others of the same shape."""
     batches = [(x.as_subclass(Doubling) if number > 1 else x, y) for number, (x, y) in enumerate(images(4))]

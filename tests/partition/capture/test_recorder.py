@@ -81,10 +81,11 @@ def with_a_constant(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
 
 
-def with_a_shape_that_changes(model: nn.Module, batch: Any) -> torch.Tensor:
+def with_a_size_that_changes(model: nn.Module, batch: Any) -> torch.Tensor:
     out = model(batch[0])
-    out.unsqueeze_(0)
-    return F.cross_entropy(out[0], batch[1])
+    weight = torch.ones(2)
+    weight.resize_(1)
+    return F.cross_entropy(out, batch[1]) * weight.sum()
 
 
 def swallowing(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -96,7 +97,7 @@ def swallowing(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [with_a_constant, with_a_shape_that_changes, swallowing])
+@pytest.mark.parametrize("loss", [with_a_constant, with_a_size_that_changes, swallowing])
 def test_what_is_not_plain_is_left_to_make_fx(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_with(loss, Net())
     leaves = list(images(1)[0])
@@ -106,6 +107,18 @@ def test_what_is_not_plain_is_left_to_make_fx(loss: Any, monkeypatch: pytest.Mon
     captured = capture_step(spec, leaves, None)
     assert left
     assert lines(captured) == lines(by_make_fx(monkeypatch, spec, leaves, None))
+
+
+def test_recurrent_layers_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They turn their results in place."""
+    monkeypatch.delattr(trace._StepTracer, "make_fx")
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0])[0].square().mean()
+
+    for kind in (nn.GRU, nn.LSTM, nn.RNN):
+        graph = capture_step(spec_with(loss, kind(3, 4, batch_first=True)), [torch.randn(2, 5, 3)], None).graph
+        assert not any(node.target is torch.ops.aten.transpose_.default for node in graph.nodes)
 
 
 def test_values_of_tensors_are_refused() -> None:

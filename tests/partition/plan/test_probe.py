@@ -61,6 +61,14 @@ def test_as_kernels_ask(kind: str) -> None:
         assert sum(hidden.results) + hidden.temporary <= peak <= sum(hidden.results) + hidden.temporary + 1024
 
 
+def test_torch_does_not_warn_of_memory_that_was_there_before(capfd: pytest.CaptureFixture[str]) -> None:
+    kept: list[torch.Tensor] = []
+    for _ in range(1000):  # it warns once in a thousand times
+        kept.append(torch.ones(100))
+        _C.metered(kept.clear)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("kind", LOSSES)
 def test_results_are_no_larger_than_they_look(kind: str) -> None:
     graph = recorded(LOSSES[kind])

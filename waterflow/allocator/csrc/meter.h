@@ -2,11 +2,15 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/util/Logging.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 
+#include <algorithm>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace waterflow {
@@ -55,6 +59,28 @@ class Meter : public torch::profiler::impl::ProfilerStateBase {
   c10::DeviceType counted = c10::DeviceType::CPU;
 };
 
+// While any of these lives, torch does not warn of freed memory that a profiler has not seen allocated, as a meter's
+// steps free much of it. The level is the process's: other warnings of torch's C++ log are lost meanwhile, errors are
+// not.
+class NoProfilerWarnings {
+ public:
+  NoProfilerWarnings() {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (living_++ == 0) before_ = std::exchange(FLAGS_caffe2_log_level, std::max(FLAGS_caffe2_log_level, kErrors));
+  }
+  ~NoProfilerWarnings() {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (--living_ == 0) FLAGS_caffe2_log_level = before_;
+  }
+  NoProfilerWarnings(const NoProfilerWarnings&) = delete;
+  NoProfilerWarnings& operator=(const NoProfilerWarnings&) = delete;
+
+ private:
+  static constexpr int kErrors = 2;
+  static inline std::mutex lock_;
+  static inline int living_ = 0, before_ = 0;
+};
+
 // While it lives, requests and releases of the calling thread are counted. Blocks that were there before
 // are not known to it, so their release does not show.
 class MeterGuard {
@@ -74,6 +100,7 @@ class MeterGuard {
   }
 
  private:
+  NoProfilerWarnings quiet_;
   std::shared_ptr<Meter> meter_;
   c10::DebugInfoGuard guard_;
 };

@@ -3,13 +3,3 @@
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
-
-#include <algorithm>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <unordered_map>
-#include <vector>

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import extract_val, get_proxy_mode, get_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from waterflow.errors import CaptureError
+from waterflow.partition.passes.cleanup import IN_PLACE_VIEWS
 
 _ASKING = ("prim", "profiler")  # where a tensor is, and marks for profilers: nothing for the graph
 _TRUTHS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -134,8 +135,8 @@ def _is_plain(func: Any) -> bool:
     # Plain: a call with a result, without sub-graphs, and neither lifted nor decomposed by torch.
     if not isinstance(func, OpOverload) or func.namespace in _ASKING or func.name().startswith("aten::lift"):
         return False
-    # An in-place view changes what its argument is, and a data-dependent result has no shape yet.
-    if torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
+    # A data-dependent result has no shape yet, and an in-place view can change more of its argument than its form.
+    if torch.Tag.data_dependent_output in func.tags or (torch.Tag.inplace_view in func.tags and func not in IN_PLACE_VIEWS):
         return False
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CPU") or has_kernel("CUDA") or not has_kernel("CompositeImplicitAutograd")

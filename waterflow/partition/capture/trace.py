@@ -180,6 +180,10 @@ def capture_step(
     Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer that is
     not known, a model that changes itself from step to step. A process captures one step at a time; other threads wait.
     """
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "anomaly detection (torch.autograd.set_detect_anomaly) watches each operation of an eager step; turn it off"
+        )
     check_optimizer(spec.optimizer)
     check_plain(("a tensor of the batch", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     if fingerprint is None:

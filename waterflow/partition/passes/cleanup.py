@@ -7,24 +7,58 @@ from typing import Any
 import torch
 from torch import fx
 
+from waterflow.errors import CaptureError
 from waterflow.partition.capture.rng_ops import drop_idle
 from waterflow.partition.guards.guarded_places import exact
-from waterflow.partition.passes.operators import has_effect, is_view, schema_name
+from waterflow.partition.passes.operators import has_effect, is_view, schema_name, storage_id, written_by
 from waterflow.partition.plan.probe import keeps_more
 
 aten = torch.ops.aten
 
 _PROFILER_MARKS = ("profiler::",)
+# What changes the form of its argument, and what gives a view of that form.
+IN_PLACE_VIEWS = {
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
 
 
 def clean_up(graph: fx.Graph) -> None:
-    """Drop detaches, profiler marks, idle random states and dead nodes of ``graph``; merge equal views; copy lean results."""
+    """Drop detaches, profiler marks, idle random states, dead nodes; make in-place views views, merge equal ones; copy lean results."""
+    _views_out_of_place(graph)
     _drop_detaches(graph)
     _merge_views(graph)
     drop_idle(graph)
     _drop_dead(graph)
     _copy_results(graph)
     graph.lint()
+
+
+def _views_out_of_place(graph: fx.Graph) -> None:
+    # Nodes behind one refer to it already, and its argument keeps its form for views that merge with it.
+    viewed: set[Any] = set()
+    alone: set[Any] = {*graph.find_nodes(op="call_function", target=aten.detach.default)}  # views that autograd does not see
+    turned: set[int] = set()  # storages of tensors that had other views then
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in IN_PLACE_VIEWS:
+            source = node.args[0]
+            if source in viewed or (is_view(source.target) and source not in alone):
+                turned.add(storage_id(source.meta["val"]))
+            else:
+                alone.add(node)
+            node.target = IN_PLACE_VIEWS[node.target]
+        elif turned and any(storage_id(one.meta["val"]) in turned for one in written_by(node)):
+            # Behind a write autograd makes views again: in a trace from what the tensor has become, else from its memory.
+            raise CaptureError("a step writes into a tensor with views whose shape it has changed in place; view it anew: x.t()")
+        if is_view(node.target):
+            viewed.add(node.args[0])
 
 
 def _drop_detaches(graph: fx.Graph) -> None:
