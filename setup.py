@@ -27,9 +27,9 @@ DIGEST = runpy.run_path("waterflow/sources.py")["digest"](Path("waterflow"))
 # Two compilers at once need about 3 GB of memory; MAX_JOBS overrides.
 os.environ.setdefault("MAX_JOBS", str(min(os.cpu_count() or 1, 8)))
 
-# Without debug information, which Python's own flags ask for. With WATERFLOW_TEST_HOOKS=1 the extension has what tests
-# plant faults with (``make build``); users' builds do not.
-FLAGS = ["-O2", "-g0", "-fvisibility=hidden", f'-DWATERFLOW_TORCH_VERSION="{torch.__version__}"']
+# torch 2.11 would take C++17, and Python's own flags ask for debug information. With WATERFLOW_TEST_HOOKS=1 the extension
+# has what tests plant faults with (``make build``); users' builds do not.
+FLAGS = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", f'-DWATERFLOW_TORCH_VERSION="{torch.__version__}"']
 if os.environ.get("WATERFLOW_TEST_HOOKS") == "1":
     FLAGS.append("-DWATERFLOW_TEST_HOOKS")
 

@@ -30,7 +30,7 @@ setup(
             "waterflow_tests_native",
             sorted([*CORE, *glob("tests/native/*.cpp")]),
             include_dirs=[str(Path(__file__).parents[2])],
-            extra_compile_args=["-O2", "-g0", "-fvisibility=hidden", "-DWATERFLOW_TEST_HOOKS"],
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-DWATERFLOW_TEST_HOOKS"],
         )
     ],
     cmdclass={"build_ext": BuildExtension},

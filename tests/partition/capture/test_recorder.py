@@ -50,7 +50,7 @@ def lines(captured: Capture) -> list[str]:
 
     return [
         f"{node.op} {node.target if node.op == 'call_function' else ''} {shown(node.args)} "
-        f"{[(k, shown(v)) for k, v in sorted(node.kwargs.items())]} {layout(node.meta.get('val'))}"
+        f"{[(k, shown(v)) for k, v in sorted(node.kwargs.items()) if v is not None]} {layout(node.meta.get('val'))}"
         for node in captured.graph.nodes
     ]
 
