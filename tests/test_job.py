@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -27,6 +28,15 @@ def make(**changes: Any) -> wf.Job:
     return wf.Job(**(settings | changes))
 
 
+def of_output(output: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+@wraps(of_output)
+def decorated(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return of_output(output)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -34,6 +44,7 @@ def make(**changes: Any) -> wf.Job:
         {"loss": nn.CrossEntropyLoss()}, {"loss": None, "step": lambda model, batch: model(batch)},
         {"seed": 3}, {"seed": torch.tensor(3).numpy()[()]}, {"scheduler": lambda o: StepLR(o, 1)},
         {"scheduler_interval": "step"}, {"epochs": 7}, {"evaluate": len},
+        {"loss": partial(F.cross_entropy, label_smoothing=0.1)}, {"loss": decorated}, {"loss": torch.dist},
     ],
     ids=lambda changes: ", ".join(changes) or "as it is",
 )  # fmt: skip
@@ -45,16 +56,24 @@ MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "no epochs": (lambda: {"epochs": 0}, "epochs must be a positive integer; got 0"),
     "half an epoch": (lambda: {"epochs": 0.5}, "epochs must be a positive integer; got 0.5"),
     "a model's name": (lambda: {"model": "resnet"}, "model must be a module or a function that makes one; got 'resnet'"),
-    "an optimizer": (lambda: {"optimizer": sgd()}, r"function of the parameters, such as lambda params:.*; got SGD"),
-    "an optimizer's name": (lambda: {"optimizer": "adam"}, "function of the parameters.*got 'adam'"),
+    "an optimizer": (lambda: {"optimizer": sgd()}, r"function of \(params\), such as optimizer=lambda params:.*; got SGD"),
+    "an optimizer's name": (lambda: {"optimizer": "adam"}, r"function of \(params\).*got 'adam'"),
     "no data": (lambda: {"data": None}, "data must be iterable or a function.*got NoneType"),
     "a data set": (lambda: {"data": TensorDataset(torch.ones(3))}, "got TensorDataset; read it through a DataLoader"),
     "a loss class": (lambda: {"loss": nn.CrossEntropyLoss}, r"class CrossEntropyLoss; pass an object.*Loss\(\)"),
-    "a loss's name": (lambda: {"loss": "mse"}, r"loss must be a function of \(output, target\); got 'mse'"),
+    "a loss's name": (lambda: {"loss": "mse"}, r"loss must be a function of \(output, target\), .* got 'mse'"),
     "loss and step": (lambda: {"step": lambda model, batch: 0}, "give loss= or step=, not both"),
-    "a scheduler": (lambda: {"scheduler": StepLR(sgd(), 1)}, "scheduler must be a function of the optimizer; got StepLR"),
+    "a scheduler": (lambda: {"scheduler": StepLR(sgd(), 1)}, r"scheduler must be a function of \(optimizer\), .* got StepLR"),
     "an unknown interval": (lambda: {"scheduler_interval": "batch"}, "must be 'epoch' or 'step'; got 'batch'"),
-    "an accuracy": (lambda: {"evaluate": 0.9}, "evaluate must be a function of the model; got 0.9"),
+    "an accuracy": (lambda: {"evaluate": 0.9}, r"evaluate must be a function of \(model\), .* got 0.9"),
+    "a step of the batch": (
+        lambda: {"loss": None, "step": lambda batch: 0},
+        r"step is called with \(model, batch\), and <lambda> \(\S+test_job.py:\d+\) takes \(batch\)\. Write for example step=lambda",
+    ),
+    "a loss of the output": (
+        lambda: {"loss": of_output},
+        r"loss is called with \(output, target\), and of_output .* takes \(output: .* Write .* F\.cross_entropy\(output, target\)",
+    ),
     "a seed in words": (lambda: {"seed": "one"}, "seed must be an integer or None; got 'one'"),
 }  # fmt: skip
 

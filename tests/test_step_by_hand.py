@@ -228,7 +228,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "no optimizer": (lambda: wf.Step(Net()), r"missing a required argument: 'optimizer'\. Write Step"),
     "a class": (lambda: wf.Step(Net(), optimizer=AdamW), r"got the class AdamW\. Make it .*AdamW\(model\.parameters"),
     "a loss's value": (lambda: a_step(loss=torch.ones(())), "got Tensor; pass the function itself"),
-    "a loss's name": (lambda: a_step(loss="ce"), r"callable with \(output, target\), as F\.cross_entropy is; got str"),
+    "a loss's name": (lambda: a_step(loss="ce"), r"function of \(output, target\), such as .*; got 'ce'"),
+    "a step of the batch": (
+        lambda: a_step(loss=None, step=lambda batch: 0),
+        r"step is called with \(model, batch\), and <lambda> \(\S+by_hand.py:\d+\) takes \(batch\)\. Write .*model\(batch\[0\]\)",
+    ),
+    "a loss of the output": (lambda: a_step(loss=lambda output: 0), r"called with \(output, target\), .* takes \(output\)\."),
     "train: by position": (lambda: wf.train([Net()], images(1)), rf"train{BY_POSITION}2\. Write train\(\["),
     "train: nothing": (lambda: wf.train(), r"train\(\) missing a required argument: 'jobs'"),
     "train: n_jobs": (lambda: trained(n_jobs=2), "no setting n_jobs: .* is max_concurrent=2"),
@@ -245,7 +250,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "Engine": (lambda: wf.Engine(memroy="2GiB"), r"Engine\(\) has no memroy; did you mean memory=\? Write Engine"),  # type: ignore[call-arg]
     "SharedData": (lambda: wf.SharedData(images(1), sed=0), r"SharedData\(\) has no sed; did you mean seed=\? Write"),  # type: ignore[call-arg]
     "max_batch_size": (lambda: wf.max_batch_size([], gpus="v100-32g"), r"has no gpus; did you mean gpu=\? Write max"),  # type: ignore[call-arg]
-    "train: no parameters": (lambda: trained(optimizer=lambda: 1), r"must take the model's parameters.* takes \(\)"),
+    "train: no parameters": (lambda: trained(optimizer=lambda: 1), r"optimizer is called with \(params\), .* takes \(\)"),
 }
 
 

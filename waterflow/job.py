@@ -112,39 +112,17 @@ class Job:
             raise InvalidJobError(
                 f"job {self.name!r}: model must be a module or a function that makes one; got {_shown(self.model)}"
             )
-        if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
-            raise InvalidJobError(
-                f"job {self.name!r}: optimizer must be a function of the parameters, such as "
-                f"lambda params: torch.optim.AdamW(params, lr=1e-3); got {_shown(self.optimizer)}"
-            )
+        for name in _CALLED_WITH:
+            if (rule := why_not_called(name, getattr(self, name))) is not None:
+                raise InvalidJobError(f"job {self.name!r}: {rule}")
         # functools.partial(torch.optim.LBFGS) has the class in func: refuse it before the model is made.
         if (rule := why_no_step(getattr(self.optimizer, "func", self.optimizer))) is not None:
             raise InvalidJobError(f"job {self.name!r}: {rule}")
-        if not _takes_one(self.optimizer):
-            raise InvalidJobError(
-                f"job {self.name!r}: optimizer must take the model's parameters, as lambda params: torch.optim.AdamW(params, lr=1e-3) "
-                f"does; this one takes {inspect.signature(self.optimizer)}"
-            )
         if not callable(self.data) and not hasattr(self.data, "__iter__") and not hasattr(self.data, "reader"):
             advice = "; read it through a DataLoader" if isinstance(self.data, Dataset) else ""
             raise InvalidJobError(
                 f"job {self.name!r}: data must be iterable or a function that makes an iterable; got {_shown(self.data)}{advice}"
             )
-        if isinstance(self.loss, type):
-            raise InvalidJobError(
-                f"job {self.name!r}: loss is the class {self.loss.__name__}; pass an object of it: {self.loss.__name__}()"
-            )
-        for name, of in (
-            ("loss", "(output, target)"),
-            ("step", "(model, batch)"),
-            ("scheduler", "the optimizer"),
-            ("evaluate", "the model"),
-            ("loss_weight", "a part of a batch"),
-        ):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                hint = "; pass the function itself, not what it returns" if isinstance(value, torch.Tensor) else ""
-                raise InvalidJobError(f"job {self.name!r}: {name} must be a function of {of}; got {_shown(value)}{hint}")
         if self.seed is not None and not isinstance(self.seed, Integral):
             raise InvalidJobError(f"job {self.name!r}: seed must be an integer or None; got {self.seed!r}")
         if self.scheduler_interval not in ("epoch", "step"):
@@ -170,15 +148,39 @@ class Job:
             raise InvalidJobError(f"job {self.name!r}: give loss= or step=, not both")
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
+_CALLED_WITH = {  # the functions of a job, with an example of each
+    "loss": ("output, target", "F.cross_entropy(output, target)"),
+    "step": ("model, batch", "F.cross_entropy(model(batch[0]), batch[1])"),
+    "optimizer": ("params", "torch.optim.AdamW(params, lr=1e-3)"),
+    "scheduler": ("optimizer", "torch.optim.lr_scheduler.StepLR(optimizer, 10)"),
+    "evaluate": ("model", "accuracy(model)"),
+    "loss_weight": ("part", "len(part[0])"),
+}
+
+
+def why_not_called(name: str, function: Any) -> str | None:
+    """Return why ``function`` cannot be the argument ``name`` of a Job or a Step, with an example; None if it can."""
+    if function is None and name != "optimizer":
+        return None
+    if name == "loss" and isinstance(function, type):
+        return f"loss is the class {function.__name__}; pass an object of it: {function.__name__}()"
+    arguments, example = _CALLED_WITH[name]
+    write = f"{name}=lambda {arguments}: {example}"
+    if not callable(function):
+        hint = "; pass the function itself, not what it returns" if isinstance(function, torch.Tensor) else ""
+        return f"{name} must be a function of ({arguments}), such as {write}; got {_shown(function)}{hint}"
     try:
-        inspect.signature(function).bind(None)
+        # Some built-in callables have no signature, and that of what a decorator wraps may be another than its own.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*arguments.split(", "))
     except TypeError:
-        return False
-    except ValueError:
-        # Some built-in callables have no signature: they get the benefit of the doubt.
-        pass
-    return True
+        called, code = getattr(function, "__name__", type(function).__name__), getattr(function, "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"{name} is called with ({arguments}), and {called}{place} takes {signature}. Write for example {write}"
+    return None
 
 
 def _shown(value: Any) -> str:

@@ -33,7 +33,7 @@ from waterflow.executor.program.reserve_step import claim
 from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.rng import thread_generator
 from waterflow.executor.stats import Account
-from waterflow.job import why_no_step
+from waterflow.job import why_no_step, why_not_called
 from waterflow.partition.capture.optimizers import parameters_of
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.capture.substitution import shown_line, surrounding_autocast
@@ -106,8 +106,8 @@ def check_arguments(
         raise InvalidJobError(f"accumulate must be a positive integer; got {accumulate!r}")
     if loss is not None and step is not None:
         raise InvalidJobError("give loss= or step=, not both")
-    if isinstance(loss, type):
-        raise InvalidJobError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
+    if (rule := why_not_called("loss", loss) or why_not_called("step", step)) is not None:
+        raise InvalidJobError(rule)
     for name, value in clips.items():
         number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (number and value > 0):

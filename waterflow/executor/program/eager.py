@@ -109,7 +109,7 @@ def _check_call(model: nn.Module, given: Any, named: Any) -> None:
 def compose(
     model: nn.Module, loss: Any, step: Callable[[nn.Module, Any], Any] | None
 ) -> tuple[nn.Module, Callable[[nn.Module, Any], Any]]:
-    """Return the module to train, and the function of (module, batch) for its loss. Raises InvalidJobError for a bad loss."""
+    """Return the module to train, and the function of (module, batch) for its loss."""
     if step is None and loss is not None and not isinstance(loss, nn.Module) and wants_model(loss):
         step = loss
     if step is not None:
@@ -118,11 +118,6 @@ def compose(
         return model, _OfOutput()
     if isinstance(loss, nn.Module) and any(True for _ in [*loss.parameters(), *loss.buffers()]):
         return ModelAndLoss(model, loss), _OfHeldLoss()
-    if not callable(loss):
-        hint = "; pass the function itself, not what it returns" if isinstance(loss, torch.Tensor) else ""
-        raise InvalidJobError(
-            f"loss must be callable with (output, target), as F.cross_entropy is; got {type(loss).__name__}{hint}"
-        )
     return model, _OfTarget(loss)
 
 
