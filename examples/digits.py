@@ -39,7 +39,7 @@ def accuracy(model):
 
 
 def make_job(width, lr=1e-3):
-    """A job for train.yaml."""
+    """A job for train.yaml, which says for how many epochs."""
     return wf.Job(
         name="cnn",
         model=lambda: cnn(width),
@@ -47,7 +47,6 @@ def make_job(width, lr=1e-3):
         loss=F.cross_entropy,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
         evaluate=accuracy,
-        epochs=3,
         seed=0,
     )
 

@@ -42,6 +42,26 @@ print([name for name in ("torch", "optuna", "waterflow._C", "numpy", "tqdm") if 
     assert run(code) == "[]"
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "study"])
+def test_what_is_wrong_in_a_config_itself_needs_no_torch(command: str, tmp_path: Path) -> None:
+    """A misspelled key, a wrong type, and no number of trials are told before torch and the user's code are imported."""
+    what = "objective: code.py:run" if command == "study" else "jobs: [{job: code.py:run}]"
+    wrong = ["epocs: 3", "memory: 4 parsecs", "max_concurrent: x", "n_trials: 0" if command == "study" else "epochs: [3]"]
+    code = f"""
+import pathlib, sys
+from waterflow.cli.main import app
+for line in [*{wrong}, *([""] if {command == "study"} else [])]:
+    path = pathlib.Path("{tmp_path}", "config.yaml")
+    path.write_text("{what}\\n" + line)
+    try:
+        app(["{command}", str(path)])
+    except SystemExit as end:
+        print(end.code)
+print([name for name in ("torch", "waterflow._C") if name in sys.modules])
+"""
+    assert run(code) == "2\n" * (4 + (command == "study")) + "[]"
+
+
 def test_public_names_are_where_they_are_said_to_be() -> None:
     tree = ast.parse((ROOT / "__init__.py").read_text())
     (checked,) = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]

@@ -1,4 +1,4 @@
-"""Parse and format bytes, times, devices and priorities. Needs no torch."""
+"""Parse and format bytes, times, devices and priorities; words that settings take. Needs no torch."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def format_bytes(count: float) -> str:
 
 
 Priority = Literal["guaranteed", "opportunistic"]
+Mode = Literal["auto", "lanes", "turns"]  # of an engine; see there
 
 
 def check_priority(what: str, priority: object) -> None:

@@ -24,6 +24,7 @@ from waterflow.training.progress import ProgressLine
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Used by the configs below.
 USER_CODE = """
+import dataclasses
 import torch
 from torch import nn
 import waterflow as wf
@@ -40,6 +41,8 @@ def number(): return 3
 def job(width=8, name="from-job"):
     return wf.Job(name=name, model=lambda: model(width), data=data, loss=nn.functional.cross_entropy,
                   optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+def long(): return dataclasses.replace(job(), epochs=50)
 
 def deep(recompute=None):
     layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
@@ -176,6 +179,12 @@ def test_settings_of_a_job(folder: Path):
     for wrong in ("timeout: -1", "train_mode: eval"):
         ended = run("train", config(folder, f"jobs:\n- {{{PIECES}, {wrong}}}\n"))
         assert ended.exit_code == 2 and wrong.split(":")[0] in ended.stderr and "must be" in ended.stderr
+
+
+@pytest.mark.parametrize(("line", "own", "trained"), [("", "", 50), ("epochs: 50", "", 50), ("epochs: 3", "epochs: 5", 5)])
+def test_the_epochs_of_a_job_that_sets_its_own(folder: Path, line: str, own: str, trained: int):
+    (job,) = load_train(config(folder, f"{line}\njobs:\n- job: code.py:long\n  {own}\n")).jobs
+    assert job.epochs == trained
 
 
 def test_train_of_the_examples(tmp_path: Path):
@@ -452,6 +461,7 @@ WRONG = [
     ("train", "jobs: [{job: code.py:number}]", "jobs[0].job must name a function that returns a waterflow.Job"),
     ("train", "jobs: [{job: code.py:job, args: {widht: 3}}]", "jobs[0].args.widht: unknown key; did you mean 'width'?"),
     ("train", "jobs: [{job: code.py:job, loss: cross_entropy}]", "jobs[0].loss cannot stand beside job"),
+    ("train", "epochs: 3\njobs: [{job: code.py:long}]", "config.yaml: epochs is 3, and code.py:long makes a job with epochs=50; keep one"),
     ("train", JOB.replace("cross_entropy", "cross_entrpy"), "did you mean 'cross_entropy'?"),
     ("train", JOB.replace("name: sgd", "name: sdg"), "jobs[0].optimizer.name must be one of"),
     ("train", JOB.replace("lr:", "rate:"), "jobs[0].optimizer.rate: unknown key"),

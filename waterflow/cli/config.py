@@ -1,7 +1,8 @@
 """YAML configs of the command line: check every key, and find the user's functions.
 
 A train config lists jobs, a study config names an objective. Functions are written ``module:function`` or
-``path/to/file.py:function``; paths and modules are relative to the config's folder.
+``path/to/file.py:function``; paths and modules are relative to the config's folder. Torch is imported only where a function is
+called or looked for: it takes seconds, and a misspelled key is told before.
 """
 
 from __future__ import annotations
@@ -15,20 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-import torch
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
-from torch import nn
 
 from waterflow.cli.references import ConfigError, call, check_arguments, find_function, make, meant
-from waterflow.executor.engine import Mode
 from waterflow.executor.memory_limit import parse_memory
-from waterflow.job import Job
-from waterflow.units import DEVICE, RULE, parse_seconds
+from waterflow.units import DEVICE, RULE, Mode, parse_seconds
 
 if TYPE_CHECKING:
     import optuna
+
+    from waterflow.job import Job
 
 _COMMANDS = {"jobs": "train", "objective": "study", "build": "study"}
 _PIECES = {"model", "data", "data_args", "loss", "optimizer", "evaluate"}
@@ -188,11 +187,11 @@ def load_study(path: Path) -> StudyConfig:
     config = _read(path, _Study, "study")
     found = _Found(config, f"{path}: ", path)
     key = found.exactly_one("objective", "build")
+    if config.n_trials is None and config.timeout is None:
+        raise ConfigError(f"{path}: n_trials: give n_trials or timeout, or the study would never end")
     function = found.function(key)
     if key == "build":
         function = functools.partial(_build, function, f"{path}: build")
-    if config.n_trials is None and config.timeout is None:
-        raise ConfigError(f"{path}: n_trials: give n_trials or timeout, or the study would never end")
     import optuna
 
     # Not made here: creating a study writes to its storage, and the device is checked before.
@@ -292,6 +291,8 @@ class _Found:
         return make(getattr(module, names[name.lower()]), first, settings, f"{self.where}{key}")
 
     def optimizer(self, parameters: Any) -> Any:
+        import torch
+
         # LBFGS needs a closure, which no step can give.
         classes = (n for n in torch.optim.__all__ if n[0].isupper() and n not in ("Optimizer", "LBFGS"))
         return self.made("optimizer", {n.lower(): n for n in classes}, torch.optim, parameters)
@@ -300,12 +301,14 @@ class _Found:
         """Return the loss: a torch function such as ``cross_entropy``, a dotted torch name, or a user's function."""
         if given is None or ":" in given:
             return given and self.function("loss")
+        import torch
+
         place, _, name = given.rpartition(".")
         # torch keeps no list of its losses: their names tell.
-        known = [n for n in dir(nn.functional) if "loss" in n or "entropy" in n or n == "kl_div"]
+        known = [n for n in dir(torch.nn.functional) if "loss" in n or "entropy" in n or n == "kl_div"]
         found = None
         if not place and name in known:
-            found = getattr(nn.functional, name)
+            found = getattr(torch.nn.functional, name)
         elif given.startswith("torch."):
             found = functools.reduce(lambda at, part: getattr(at, part, None), given.split(".")[1:], torch)
         if not callable(found):
@@ -322,9 +325,16 @@ def _job(entry: _Entry, found: _Found, number: int, epochs: int | None) -> Job:
         # Two sources for one setting would leave open which one counts.
         for key in _PIECES & entry.model_fields_set:
             raise ConfigError(f"{found.where}{key} cannot stand beside job, whose function sets it; pass it args")
-        return dataclasses.replace(
-            _checked(call(found.function("job", "args"), f"{found.where}job"), f"{found.where}job"), **given
-        )
+        made = _checked(call(found.function("job", "args"), f"{found.where}job"), f"{found.where}job")
+        if epochs is not None and entry.epochs is None and made.epochs not in (1, epochs):  # 1: the function sets none
+            raise ConfigError(
+                f"{found.path}: epochs is {epochs}, and {entry.job} makes a job with epochs={made.epochs}; keep one of them"
+            )
+        return dataclasses.replace(made, **given)
+    import torch
+
+    from waterflow.job import Job
+
     job = Job(
         **{"name": f"job-{number}", **given},
         model=found.function("model", "args"),
@@ -334,7 +344,7 @@ def _job(entry: _Entry, found: _Found, number: int, epochs: int | None) -> Job:
         evaluate=found.function("evaluate") if entry.evaluate is not None else None,
     )
     # Made once for its errors: a wrong setting is reported before anything runs.
-    found.optimizer([nn.Parameter(torch.zeros(1, 1))])
+    found.optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
     return job
 
 
@@ -343,6 +353,8 @@ def _build(function: Callable[[Any], Any], where: str, trial: Any) -> Job:
 
 
 def _checked(made: Any, where: str) -> Job:
+    from waterflow.job import Job
+
     if not isinstance(made, Job):
         raise ConfigError(f"{where} must name a function that returns a waterflow.Job; it returned {made!r}")
     return made

@@ -13,7 +13,7 @@ from rich.text import Text
 
 import waterflow
 from waterflow.cli.cluster import cluster
-from waterflow.cli.output import Pictures, Terminal, table
+from waterflow.cli.output import Pictures, Terminal, check_picture, table
 from waterflow.cli.references import ConfigError, blamed, wrong_use
 from waterflow.cli.simulate import simulate
 from waterflow.executor.memory_limit import parse_recompute
@@ -70,9 +70,10 @@ def study(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
     with Terminal(as_json, debug) as terminal, terminal.studies():
         # Imported inside each command: torch and Optuna take seconds, and --help needs neither.
         from waterflow.cli.config import load_study
-        from waterflow.study import optimize
 
         settings = load_study(config)
+        from waterflow.study import optimize
+
         _check_device(config, settings.options["device"])
         opened = settings.make_study()
         pictures = Pictures(Path(settings.output)) if settings.output is not None else None
@@ -242,10 +243,6 @@ def plan(
 ) -> None:
     """Predict the memory of jobs, and which of them fit together, without training: here, or on a GPU (--gpu)."""
     with Terminal(as_json, debug) as terminal:
-        from waterflow.cli.config import load_train
-        from waterflow.cli.plan import check_picture, job_named, plan_for_gpu, renamed, show_gpu_plan, show_plan_here
-        from waterflow.training.batch_size import device_of
-
         if config is None and not model:
             raise ConfigError("there must be jobs to plan for: name a config, or a model by --model resnet50")
         # Two kinds of plans: the jobs as they are under this machine's memory, or largest batches on a named device.
@@ -256,18 +253,21 @@ def plan(
             )
         if groups and not here:
             raise ConfigError("--groups shows plans for this machine: leave out --gpu and --memory, or --groups")
-        # All options are checked before the config is loaded and models are made, which takes a while.
         if report is not None:
             check_picture(report)
         with wrong_use("--recompute"):
             parse_recompute(recompute)
         with wrong_use("--gpu"):
             device = gpu_of(gpu) if gpu is not None else None
-        if not here:
-            with wrong_use("--memory"):
-                device_of(device, memory)
+        from waterflow.cli.config import load_train
+
         settings = load_train(config) if config is not None else None
+        from waterflow.cli.plan import job_named, plan_for_gpu, renamed, show_gpu_plan, show_plan_here
+        from waterflow.training.batch_size import device_of
+
         if not here:
+            with wrong_use("--memory"):  # before models are made, which takes a while
+                device_of(device, memory)
             named = [job_named(reference, Path()) for reference in model or ()]
             # Models may be named twice on the command line; names in tables and pictures must differ.
             jobs = renamed([*(settings.jobs if settings else ()), *named])

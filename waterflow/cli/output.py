@@ -43,6 +43,15 @@ class Pictures:
             self.files[name] = str(path)
 
 
+def check_picture(path: Path) -> None:
+    """Raise ConfigError if a picture cannot be written to this path."""
+    # Checked before the search, which takes a while.
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--report: pictures are PNG files; call it {path.with_suffix('.png').name!r}, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--report: there is no folder {path.parent}; make it, or name another")
+
+
 def table(title: str, columns: Iterable[str], left: Container[str] = (), wraps: Container[str] = ()) -> Table:
     """Return a table without rows. Columns are right-justified and do not wrap, except those in ``left`` and ``wraps``."""
     made = Table(title=title, title_justify="left", box=None)

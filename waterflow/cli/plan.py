@@ -262,15 +262,6 @@ def here_table(found: Together) -> Table:
     return made
 
 
-def check_picture(path: Path) -> None:
-    """Raise ConfigError if a picture cannot be written to this path."""
-    # Checked before the search, which takes a while.
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"--report: pictures are PNG files; call it {path.with_suffix('.png').name!r}, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--report: there is no folder {path.parent}; make it, or name another")
-
-
 def show_gpu_plan(terminal: Terminal, found: GPUPlan, report: Path | None) -> None:
     """Print the plan for a GPU, and draw it if ``report`` is a path."""
     terminal.say(gpu_table(found))

@@ -24,7 +24,8 @@ from waterflow.cluster.backend import BackendEvent, Progress
 from waterflow.cluster.group import Part, Process, RunningGroup
 from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.submission import Priority
-from waterflow.executor.engine import Engine, Mode
+from waterflow.executor.engine import Engine
+from waterflow.units import Mode
 
 logger = logging.getLogger("waterflow")
 

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from multiprocessing import popen_fork
 from numbers import Integral
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
@@ -28,7 +28,7 @@ from waterflow.executor.tuning import Decision, LanesInUse
 from waterflow.executor.virtual_clock import current_worker as current_worker
 from waterflow.executor.virtual_clock import here
 from waterflow.partition.plan.plan import Plan
-from waterflow.units import Priority, check_priority
+from waterflow.units import Mode, Priority, check_priority
 
 logger = logging.getLogger("waterflow")
 
@@ -91,7 +91,6 @@ class OneAudit(Protocol):
 
 
 MOST_AUDITS = 100_000
-Mode = Literal["auto", "lanes", "turns"]
 
 
 class Engine:

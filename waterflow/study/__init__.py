@@ -8,7 +8,7 @@ from typing import Any, Literal
 import optuna
 
 from waterflow.errors import AuditError, JobTimeoutError, StudyError, explained
-from waterflow.executor.engine import Engine, Mode
+from waterflow.executor.engine import Engine
 from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
 from waterflow.study.cluster_trials import TrialDevices, spread
@@ -16,6 +16,7 @@ from waterflow.study.coordinator import Objective, StudyCallback, StudyRunner
 from waterflow.study.optuna_compat import in_loop
 from waterflow.study.values import KeepWeights, StudySummary, check_keep_weights
 from waterflow.training.progress import ProgressLine
+from waterflow.units import Mode
 
 __all__ = ["StudySummary", "optimize"]
 

@@ -18,7 +18,7 @@ from torch import nn
 from waterflow import _C
 from waterflow.errors import AuditError, InvalidJobError, explained, told, unknown
 from waterflow.executor.cancel import BREAK_OFF_SECONDS, STOP_SECONDS, break_off_all, join_all, stop_all
-from waterflow.executor.engine import Engine, Mode, within
+from waterflow.executor.engine import Engine, within
 from waterflow.executor.interrupts import remembered_interrupts
 from waterflow.executor.rng import telling_of_shared_numbers
 from waterflow.executor.timeline import Timeline
@@ -28,6 +28,7 @@ from waterflow.training.checkpoint_dir import Checkpointing, Checkpoints
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import JobRunner, draw_seed
 from waterflow.training.shards.runner import ElasticRunner, memory_of_each
+from waterflow.units import Mode
 
 logger = logging.getLogger("waterflow")
 
