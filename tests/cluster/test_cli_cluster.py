@@ -99,12 +99,14 @@ def test_from_up_to_down(folder: Path) -> None:
 
 
 def test_submit_and_results(up: LiveCluster) -> None:
+    assert run("submit", "jobs.yaml", "--id", "both").stdout == "both: a, b\n"
     ended = run("submit", "jobs.yaml", "--wait")
     assert ended.exit_code == 0, ended.output
     assert all(word in ended.stdout for word in ("a-", "\na: completed, 4 steps", "\nb: completed, 4 steps"))
     told = json.loads(run("submit", "jobs.yaml", "--wait", "--apart", "--json").stdout)
     assert [result["name"] for result in told["jobs"][0]["results"]] == ["a", "b"] and len(told["ids"]) == 1
     (id,) = told["ids"]
+    assert told["names"] == {id: ["a", "b"]}
     assert run("logs", id).stdout.rstrip().endswith("completed")
     assert json.loads(run("result", id, "--json").stdout)["results"][0]["steps"] == 4
     assert "had ended already: completed" in run("cancel", id).stdout

@@ -244,14 +244,19 @@ def submit(
         if apart:
             if not isinstance(jobs, list) or id is not None or memory is not None or checkpoint is not None:
                 raise ConfigError("--apart takes a config, without --id, --memory and --checkpoint")
-            ids = there.submit_apart(jobs, **asked)
+            handed_in = [(list(found.jobs), asked | {"memory": found.memory}) for found in there.sets_of(jobs)]
         else:
-            ids = [there.submit(jobs, id=id, memory=memory or 0, checkpoint=checkpoint, **asked)]
-        for made in ids:
-            terminal.say(made)
+            handed_in = [(jobs, asked | {"id": id, "memory": memory or 0, "checkpoint": checkpoint})]
+        names = {}
+        for submitted, how in handed_in:
+            made = there.submit(submitted, **how)
+            names[made] = [job.name for job in submitted] if isinstance(submitted, list) else []
+            # The id of a job begins with its name; that of several with the first one's.
+            terminal.say(Text(f"{made}: {', '.join(names[made])}" if len(names[made]) > 1 else made))
+        ids = list(names)
         # Without --wait the ids are all: the job may run for days.
         if not wait:
-            return terminal.result({"ids": ids})
+            return terminal.result({"ids": ids, "names": names})
         told = []
         for made in ids:
             there.wait(made)
@@ -260,7 +265,7 @@ def submit(
             if end["state"] != "completed":
                 terminal.fail(f"job {made!r} {_how(end)}")
             told.append(end | {"results": [result.to_dict() for result in results]})
-        terminal.result({"ids": ids, "jobs": told})
+        terminal.result({"ids": ids, "names": names, "jobs": told})
 
 
 @cluster.command()

@@ -22,6 +22,7 @@ from waterflow.executor.memory_limit import parse_memory
 from waterflow.units import parse_seconds
 
 if TYPE_CHECKING:  # these need torch, which most requests do not
+    from waterflow.cluster.hand_in import JobSet
     from waterflow.cluster.payload import Jobs
     from waterflow.job import Job, JobResult, Results
 
@@ -137,12 +138,14 @@ class Cluster:
         hand_in.packed(jobs)
 
     def submit_apart(self, jobs: Sequence[Job], **asked: Any) -> list[str]:
-        """Submit jobs in sets that, by the planner, fit on one device together; return an id for each set.
+        """Submit each of ``sets_of(jobs)``; return its id. ``asked`` is as in ``submit``, without ``id`` and ``memory``."""
+        return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in self.sets_of(jobs)]
 
-        Builds each model and reads one of its batches, in this process. ``asked`` is as in ``submit``, without ``id`` and
-        ``memory``.
+    def sets_of(self, jobs: Sequence[Job]) -> list[JobSet]:
+        """Return jobs in sets that, by the planner, fit on one device together.
 
-        Raises MemoryLimitError for a job that fits on no device alone.
+        Builds each model and reads one of its batches, in this process. Raises MemoryLimitError for a job that fits on no
+        device alone.
         """
         from waterflow.cluster.hand_in import sets_that_fit
 
@@ -150,7 +153,7 @@ class Cluster:
         most = min((node["memory"] for node in self.status()["nodes"] if node["memory"]), default=0)
         if not most:
             raise ClusterError("no device of the cluster reports its memory; submit the jobs one by one")
-        return [self.submit(list(found.jobs), memory=found.memory, **asked) for found in sets_that_fit(jobs, most)]
+        return sets_that_fit(jobs, most)
 
     def status(self, id: str | None = None, *, ended: int | None = None, waiting: int | None = None) -> dict[str, Any]:
         """Return the cluster's nodes, tenants and jobs, or one job. Memory is bytes, times are seconds since 1970.
