@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 import weakref
 from collections import Counter, deque
@@ -53,6 +54,23 @@ def default_name(model: Any) -> str:
     """Return the model's class, and the trial of a study that trains it."""
     name, trial = type(model).__name__, current_worker()
     return name if trial is None else f"{name} of trial {trial}"
+
+
+_told_of_studies = False
+
+
+def tell_of_plain_study() -> None:
+    """Tell, once in a process, that a trial of plain ``study.optimize`` makes a step."""
+    global _told_of_studies
+    frame = None if _told_of_studies or "optuna" not in sys.modules else sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "optuna.study._optimize":
+        frame = frame.f_back
+    if frame is not None:
+        _told_of_studies = True
+        logger.warning(
+            "study.optimize runs the wf.Step of each trial alone; wf.optimize(study, objective, ...) in its place runs steps of "
+            "several trials side by side"
+        )
 
 
 def own_generator(given: torch.Generator | None, device: torch.device, engine: Engine | None) -> torch.Generator | None:
@@ -244,7 +262,9 @@ class Step:
         self.opaque_reason: str | None = None
         holder, compute_loss = eager.compose(model, loss, step)
         self._hold: Hold | None = None
-        if self.engine is not None:
+        if self.engine is None:
+            tell_of_plain_study()
+        else:
             # Before anything reads the model's tensors: while another thread captures the model, it has stand-ins for them.
             self._hold = Hold(self.name, self.engine.over)
             self._release = weakref.finalize(self, self._hold.release)

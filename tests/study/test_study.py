@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import shutil
@@ -681,6 +682,7 @@ MISTAKES: dict[str, tuple[Callable[[optuna.Study], Any], str]] = {
     "text for a number": (lambda s: wf.optimize(s, looping, n_trials="10"), "n_trials must be a whole number.*'10'"),
     "a negative number": (lambda s: wf.optimize(s, looping, n_trials=-1), "n_trials cannot be negative; got -1"),
     "no trial at a time": (lambda s: run(looping, max_concurrent=0), "'auto' or a positive integer; got 0"),
+    "a name to catch": (lambda s: run(looping, catch="ValueError"), r"kinds of exceptions, such as .*; got 'ValueError'"),
     "half a trial at a time": (lambda s: run(looping, max_concurrent=1.5), "positive integer; got 1.5"),
     "one callback": (lambda s: run(looping, callbacks=print), "callbacks takes a list"),
     "deterministic and auto": (lambda s: repeatable(looping, max_concurrent="auto"), "whole number.*max_concurrent=4"),
@@ -697,11 +699,57 @@ def test_mistakes_are_explained(kind: str) -> None:
     assert study.trials == []
 
 
-def test_a_study_inside_itself_is_refused() -> None:
+@pytest.mark.parametrize("outer", ["objective", "callback", "plain"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_study_inside_itself_is_refused(outer: str, plain: bool) -> None:
     study = new_study()
-    with pytest.raises(wf.StudyError, match="inside an objective or a callback of the same study"):
-        run(lambda trial: wf.optimize(study, looping, n_trials=1), study=study)
-    assert states(study)[0] is TrialState.FAIL
+    inner: Any = study.optimize if plain else functools.partial(wf.optimize, study)
+
+    def nested(*_: Any) -> Any:
+        inner(looping, n_trials=1)
+
+    with pytest.raises(
+        RuntimeError, match="isn't allowed" if plain else "inside an objective or a callback of the same"
+    ) as caught:
+        if outer == "plain":
+            study.optimize(nested, n_trials=1)
+        elif outer == "callback":
+            run(looping, study=study, callbacks=[nested])
+        else:
+            run(nested, study=study)
+    assert isinstance(caught.value, wf.StudyError) or plain
+    assert len(study.trials) <= 2 and (outer == "callback" or states(study)[0] is TrialState.FAIL)
+
+
+def test_nothing_to_catch_is_a_wrong_type_as_for_optuna() -> None:
+    for catch in (None, 3, (ValueError, None)):
+        with pytest.raises(
+            TypeError, match=r"catch must hold kinds of exceptions, such as \(ValueError,\), or be left out"
+        ) as caught:
+            run(looping, catch=catch)
+        assert isinstance(caught.value, wf.StudyError)
+
+
+@pytest.mark.parametrize("storage", ["sqlite:///:memory:", "sqlite://"])
+def test_a_database_that_threads_do_not_share_is_refused(storage: str) -> None:
+    study = new_study(storage=storage)
+    with pytest.raises(wf.StudyError, match="belongs to one thread.*create_study.* or name a file: storage='sqlite:///"):
+        run(looping, study=study)
+    assert study.trials == []
+
+
+def test_a_step_in_a_plain_study_tells_of_this_one_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="waterflow")
+    monkeypatch.setattr("waterflow.step._told_of_studies", False)
+    run(looping)
+    run(lambda trial: new_study().optimize(looping, n_trials=1) or 1.0, n_trials=1)
+    wf.Step(model := perceptron(4), loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters()))
+    assert "study.optimize" not in caplog.text
+    for jobs in (2, 1):
+        new_study().optimize(looping, n_trials=2, n_jobs=jobs)
+    assert caplog.text.count("wf.optimize(study, objective, ...) in its place runs steps of several trials side by side") == 1
 
 
 # -- from outside

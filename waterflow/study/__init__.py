@@ -13,8 +13,8 @@ from waterflow.executor.timeline import Timeline
 from waterflow.job import Job, why_no_limit
 from waterflow.study.cluster_trials import TrialDevices, spread
 from waterflow.study.coordinator import Objective, StudyCallback, StudyRunner
-from waterflow.study.optuna_compat import in_loop
-from waterflow.study.values import KeepWeights, StudySummary, check_keep_weights
+from waterflow.study.optuna_compat import check_threads, in_loop
+from waterflow.study.values import KeepWeights, NestedStudyError, StudySummary, StudyTypeError, check_keep_weights
 from waterflow.training.progress import ProgressLine
 from waterflow.units import Mode
 
@@ -90,7 +90,8 @@ def optimize(
 
     Raises:
         StudyError: Settings contradict each other; or, before it trains and whatever ``catch`` names, a job has no
-            ``evaluate=`` in a study that maximizes or has several objectives.
+            ``evaluate=`` in a study that maximizes or has several objectives. It is a TypeError for a wrong ``catch``, and a
+            RuntimeError inside an objective or a callback of the same study, as in ``study.optimize``.
         Exception: A trial raised an error that ``catch`` does not name; running trials end first.
     """
     caught = tuple(catch) if isinstance(catch, Iterable) and not isinstance(catch, str) else (catch,)
@@ -131,6 +132,7 @@ def optimize(
             keep_weights,
             trial_timeout,
         )
+    check_threads(study)
     with Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode) as engine, engine.reservations.retain_pages():
         if timeline is not None:
             engine.native.record_spans(True)
@@ -175,7 +177,7 @@ def _check(
         raise StudyError(f"timeout must be a number of seconds or None; got {timeout!r}")
     for kind in catch:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise StudyError(f"catch must hold kinds of exceptions, such as (ValueError,); got {kind!r}")
+            raise StudyTypeError(f"catch must hold kinds of exceptions, such as (ValueError,), or be left out; got {kind!r}")
     if callable(callbacks):
         raise StudyError("callbacks takes a list; put the one you have into brackets")
     whole = isinstance(max_concurrent, int) and not isinstance(max_concurrent, bool)
@@ -191,7 +193,7 @@ def _check(
     if deterministic and timeout is not None:
         raise StudyError("deterministic=True and timeout= contradict each other; limit the study with n_trials=")
     if in_loop(study):
-        raise StudyError(
+        raise NestedStudyError(
             "optimize() was called inside an objective or a callback of the same study; call it after the first has "
             "returned, or give the inner one a study of its own"
         )

@@ -209,6 +209,19 @@ def take_turns(trial: Trial, clock: VirtualClock) -> None:
     trial._waterflow_clock = clock  # type: ignore[attr-defined]
 
 
+def check_threads(study: optuna.Study) -> None:
+    """Raise StudyError for a storage that the threads of trials do not share: a SQLite database in memory."""
+    storage: Any = study._storage
+    url: Any = getattr(getattr(getattr(storage, "_backend", storage), "engine", None), "url", None)
+    # It belongs to its connection, and each thread has a connection of its own, to an empty database.
+    if url is not None and url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise StudyError(
+            f"trials run on threads of their own, which cannot share the study's storage {url}: a SQLite database in memory belongs "
+            "to one thread. Leave storage= out, as optuna.create_study() keeps trials in memory, or name a file: "
+            "storage='sqlite:///study.sqlite3'"
+        )
+
+
 def shareable(study: optuna.Study) -> optuna.Study:
     """Return a copy of the study that other processes can open: paths of its storage are absolute.
 

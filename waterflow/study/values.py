@@ -12,6 +12,14 @@ from waterflow.errors import StudyError
 from waterflow.job import Job, JobResult, Results, RunStats
 
 
+class StudyTypeError(StudyError, TypeError):
+    """A setting of a study has a type for which Optuna raises a TypeError."""
+
+
+class NestedStudyError(StudyError, RuntimeError):
+    """A study was run inside itself, for which Optuna raises a RuntimeError."""
+
+
 class UnfitJobError(StudyError):
     """A job's value would not be what its study optimizes. Ends the study, whatever ``catch`` names."""
 
