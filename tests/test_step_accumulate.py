@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -247,4 +248,32 @@ def test_clipping_goes_through_groups_in_their_order(
 
     given = [(torch.randn(16, 8, generator=torch.Generator().manual_seed(n)),) for n in range(6)]
     step = compare(make, given, STEPS[kind], count=count, norm=clip[0], value=clip[1])
+    assert (step.opaque_reason is None) == (kind == "captured")
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("clip", [0.003, math.inf])
+@pytest.mark.parametrize("own", [False, True])
+def test_the_norm_before_clipping_is_a_metric_of_calls_that_update(kind: str, count: int, clip: float, own: bool) -> None:
+    def compute(model: nn.Module, batch: Any) -> Any:
+        return STEPS[kind](model, batch), {"grad_norm": batch[0].sum()} if own else {}
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Mixed(False))
+    optimizer = groups(models[0])
+    step = wf.Step(models[1], optimizer=groups(models[1]), step=compute, accumulate=count, clip_grad_norm=clip, audit=1)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for call in range(1, 7):
+        batch = (torch.randn(16 if call < 5 else 5, 8, generator=torch.Generator().manual_seed(call)),)
+        (STEPS[kind](models[0], batch) / count).backward()
+        expected = {"grad_norm": batch[0].sum()} if own else {}
+        if call % count == 0:
+            expected = {"grad_norm": nn.utils.clip_grad_norm_(trained, clip)} | expected
+            optimizer.step()
+            optimizer.zero_grad()
+        _, metrics = step(batch)
+        assert metrics.keys() == expected.keys() and all(same_bits(metrics[name], expected[name]) for name in expected)
     assert (step.opaque_reason is None) == (kind == "captured")

@@ -202,7 +202,8 @@ class Step:
         step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
         optimizer: A ``torch.optim`` optimizer over the model's parameters. Its groups' numbers, and its state, are read at each call.
         accumulate: Update at every n-th call, with the mean of the n gradients.
-        clip_grad_norm: Largest total norm of the gradients of an update, over the optimizer's groups in their order.
+        clip_grad_norm: Largest total norm of the gradients of an update, over the optimizer's groups in their order. If the step
+            function returns metrics, those of a call that updates have the norm before that, ``grad_norm``; ``math.inf`` clips nothing.
         clip_grad_value: Largest absolute value of a gradient's entry in an update.
         autocast: A data type (``torch.bfloat16``) to run forward and loss in, as under ``torch.autocast``.
         early_updates: Update parameters as soon as their gradients are complete, if gradients would else be live at the step's peak.

@@ -258,7 +258,9 @@ class EagerStep:
         if update:
             reached = [p for p in trained if p.grad is not None]
             if spec.clip_norm is not None:
-                nn.utils.clip_grad_norm_(reached, spec.clip_norm)
+                norm = nn.utils.clip_grad_norm_(reached, spec.clip_norm)
+                if metrics is not None:
+                    metrics = {**metrics, "grad_norm": metrics.get("grad_norm", norm)}
             if spec.clip_value is not None:
                 nn.utils.clip_grad_value_(reached, spec.clip_value)
             with captured_form(spec.optimizer):

@@ -370,8 +370,10 @@ class _StepTracer:
         self.gradients = tuple(by_name)
         results = [loss.detach(), *(value.detach() for value in (metrics or {}).values())]
         with torch.no_grad():
-            self._update(by_name, results)
+            norm = self._update(by_name, results)
         self.metric_names = None if metrics is None else tuple(metrics)
+        if norm is not None and self.metric_names is not None and "grad_norm" not in self.metric_names:
+            self.metric_names, results = (*self.metric_names, "grad_norm"), [*results, norm]
         return results
 
     def _reached_by(self, others: Sequence[torch.Tensor]) -> Iterator[GraphInput]:
@@ -401,14 +403,14 @@ class _StepTracer:
     def _mark(self) -> None:
         self._marks.append(len(self._graph().nodes))
 
-    def _update(self, gradients: dict[str, torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        spec = self.spec
+    def _update(self, gradients: dict[str, torch.Tensor], results: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        spec, norm = self.spec, None
         if spec.has_sums:
             for name, gradient in gradients.items():
                 self.accumulators[name].add_(gradient)
             gradients = {name: self.accumulators[name] for name in {*gradients, *spec.gathered} & {*self.accumulators}}
         if not spec.update:
-            return
+            return None
         # As a loop over the optimizer's parameters has them: a norm of all is a sum in this order.
         gradients = {name: gradients[name] for names in self.group_names for name in names if name in gradients}
         parameters = {name: self.tensors[name] for name in gradients}
@@ -417,7 +419,7 @@ class _StepTracer:
         for name, parameter in parameters.items():
             parameter.grad = gradients[name]
         if spec.clip_norm is not None:
-            nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
+            norm = nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
         if spec.clip_value is not None:
             nn.utils.clip_grad_value_(list(parameters.values()), spec.clip_value)
         members = ([self.tensors[name] for name in names] for names in self.group_names)
@@ -429,6 +431,7 @@ class _StepTracer:
                 gradient.fill_(no_gradient(gradient))
         for parameter in parameters.values():
             parameter.grad = None
+        return norm
 
     # -- tracing
 
