@@ -111,7 +111,9 @@ def train_eager(
         results.append(pytree.tree_map(lambda t: t.detach().clone(), result))
         if (number + 1) % accumulate == 0:
             if clip_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+                if isinstance(result, tuple):
+                    results[-1][1].setdefault("grad_norm", norm)
             if clip_grad_value is not None:
                 nn.utils.clip_grad_value_(model.parameters(), clip_grad_value)
             optimizer.step()
