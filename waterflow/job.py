@@ -353,10 +353,12 @@ MOST_CAUSES = 3  # causes of eager steps that are printed
 FIRST = {
     "eager steps": (0.2, "mend the causes above"),
     "capturing": (0.25, "train longer with each kind of model and batch; fewer kinds, by padding and drop_last=True"),
-    "loading": (0.3, "DataLoader(num_workers=1) or more, or Job(read_ahead=True)"),
+    "loading": (0.3, "Job(read_ahead=True), or one wf.SharedData for jobs that begin together"),
+    "the loader": (0.3, "load rows once, before the study; or return a wf.Job(read_ahead=True), which loads while its steps run"),
+    "a loader of tensors": (0.3, "index the tensors: for i in torch.randperm(n).split(256): step((x[i], y[i]))"),
     "evaluation": (0.3, "evaluate on larger batches, on fewer rows, or after more steps"),
     "waiting for memory": (0.2, "raise memory=, or take smaller batches"),
-    "the rest": (0.4, "see what your code does beside step(batch); for loading there is DataLoader(num_workers=1)"),
+    "the rest": (0.4, "see what your code does beside step(batch), evaluation included"),
 }
 
 
@@ -366,7 +368,8 @@ class RunStats:
 
     ``captured_again`` of the ``captures`` repeated one for the same kind of batch, because the step now computes with something
     else. ``eager`` counts, by cause, the ``jobs`` with eager steps. ``shares`` divides the time of jobs or trials; steps
-    include their waits for lanes. ``peak`` is the most bytes that jobs could hold at a time by their claims, ``limit`` the engine's limit.
+    include their waits for lanes, and the rest is what objectives do beside steps and torch's loaders. ``peak`` is the most bytes
+    that jobs could hold at a time by their claims, ``limit`` the engine's limit.
     """
 
     jobs: int
@@ -422,5 +425,6 @@ def _shares(spent: Mapping[str, float]) -> dict[str, float]:
     parts = {what: spent[what] for what in ("loading", "capturing", "evaluation", "waiting for memory")}
     # In a study the time of trials is the whole, as their own code counts, too; else the time of jobs.
     all_, in_steps = max(spent["trials"], spent["jobs"], 1e-9), spent["calls"] + spent["jobs"]
-    parts |= {"steps": in_steps - sum(parts.values()), "the rest": all_ - in_steps}
+    loaders = {what: spent[what] for what in ("the loader", "a loader of tensors")}  # of loops of their own
+    parts |= {"steps": in_steps - sum(parts.values()), "the rest": all_ - in_steps - sum(loaders.values()), **loaders}
     return {what: max(0.0, seconds) / all_ for what, seconds in parts.items()}

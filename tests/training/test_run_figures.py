@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import waterflow as wf
 from waterflow.executor.program import capture_cache
 from waterflow.executor.program.capture_cache import captures
-from waterflow.job import MOST_CAUSES, RunStats
+from waterflow.job import FIRST, MOST_CAUSES, RunStats
 
 BATCHES = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(5)]
 
@@ -96,7 +98,9 @@ def test_results_say_it_of_jobs_those_that_failed_first() -> None:
 @pytest.mark.parametrize(
     ("shares", "eager_steps", "said"),
     [
-        ({"loading": 0.6}, 0, "loading, 60 % of the time: DataLoader(num_workers=1)"),
+        ({"loading": 0.6}, 0, "loading, 60 % of the time: Job(read_ahead=True)"),
+        ({"the loader": 0.6, "loading": 0.35}, 0, "the loader, 60 % of the time: load rows once"),
+        ({"a loader of tensors": 0.5, "the rest": 0.5}, 0, "a loader of tensors, 50 % of the time: index the tensors: for i in"),
         ({"steps": 0.8}, 50, "eager steps, 40 % of the time: mend"),
         ({"capturing": 0.4, "loading": 0.3}, 0, "capturing, 40 % of the time"),
         ({"waiting for memory": 0.3}, 0, "raise memory="),
@@ -104,7 +108,7 @@ def test_results_say_it_of_jobs_those_that_failed_first() -> None:
     ],
 )
 def test_one_thing_to_change_first(shares: dict[str, float], eager_steps: int, said: str | None) -> None:
-    all_ = dict.fromkeys(("loading", "capturing", "evaluation", "waiting for memory", "steps", "the rest"), 0.0)
+    all_ = dict.fromkeys((*FIRST, "steps"), 0.0)
     causes = Counter({f"cause {n}": 9 - n for n in range(5)})
     figures = RunStats(9, 100, eager_steps, 4, 2, causes, all_ | shares, 2**20, 2**30)
     lines = figures.lines("jobs")
@@ -112,6 +116,32 @@ def test_one_thing_to_change_first(shares: dict[str, float], eager_steps: int, s
     assert lines[1 + MOST_CAUSES] == "  and others for other causes"
     last = lines[-1]
     assert last == "memory: at most 1.0 MiB of 1.0 GiB claimed" if said is None else said in last
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [(TensorDataset(*BATCHES[0]), "a loader of tensors"), (Subset(TensorDataset(*BATCHES[0]), [0, 1]), "a loader of tensors"),
+     (list(zip(*BATCHES[0])), "the loader")],
+)  # fmt: skip
+def test_loaders_of_own_loops_are_no_rest(data: Any, part: str) -> None:
+    def train(trial: optuna.Trial) -> Any:
+        loader = DataLoader(data, batch_size=2)
+        if trial.number == 2:
+            return wf.Job("job", lambda: nn.Linear(3, 2), loader, lambda p: torch.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
+        assert DataLoader.__iter__ is not reads[0]
+        list(loader)
+        return 0.0
+
+    reads = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    for first, found in ((0, {part}), (2, {"loading"})):  # two loops side by side; a job, whose loading counts once
+        study = optuna.create_study()
+        for _ in range(first):
+            study.tell(study.ask(), 0.0)
+        stats = wf.optimize(study, train, n_trials=2 - first // 2, max_concurrent=2).stats
+        assert stats is not None
+        assert {what for what in ("loading", "the loader", "a loader of tensors") if stats.shares[what]} == found
+        assert sum(stats.shares.values()) == pytest.approx(1.0, abs=0.05)
+        assert (DataLoader.__iter__, _BaseDataLoaderIter.__next__) == reads
 
 
 def test_no_more_is_claimed_than_there_is() -> None:

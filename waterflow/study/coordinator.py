@@ -30,6 +30,7 @@ from waterflow.executor.cancel import (
     limited,
     stop_all,
 )
+from waterflow.executor.data.loader import loaders_timed
 from waterflow.executor.engine import Engine, within
 from waterflow.executor.interrupts import remembered_interrupts, uninterrupted
 from waterflow.executor.program.ownership import cancel_steps, close_steps_of_thread, made_here
@@ -55,6 +56,7 @@ class _Worker:
 
     trial: Trial
     seed: int  # of its own random numbers, and of a job that has none
+    account: Account
     thread: threading.Thread | None = None
     code: UserCode = field(default_factory=UserCode)
     runner: JobRunner | None = None
@@ -184,7 +186,7 @@ class StudyRunner:
             with uninterrupted():
                 # Ctrl-C between the two lines would leave a RUNNING trial in the storage that nothing ends.
                 trial = self._ask()
-                worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds))
+                worker = self._running[trial.number] = _Worker(trial, draw_seed(self._seeds), Account(trial.number))
             self._asked += 1
             if self._clock is not None:
                 self._clock.join(trial.number, time_)
@@ -225,9 +227,8 @@ class StudyRunner:
     def _work(self, worker: _Worker) -> None:
         trial = worker.trial
         set_in_loop(self._study, True)
-        account = Account(trial.number)
-        self._engine.accounts.append(account)
-        with contextlib.suppress(JobCancelled), within(self._engine, trial.number), account.spending("trials"):
+        self._engine.accounts.append(worker.account)
+        with contextlib.suppress(JobCancelled), within(self._engine, trial.number), worker.account.spending("trials"):
             try:
                 _C.set_threads_here(self._engine.threads_per_lane)  # or eager code would take the cores of lanes
                 with heartbeat(trial, self._study):
@@ -264,9 +265,13 @@ class StudyRunner:
             raise
 
     def _value(self, worker: _Worker) -> Any:
-        with self._own_numbers(worker), worker.code.here():
-            value = self._objective(worker.trial)
-            return self._train(worker, value) if isinstance(value, Job) else value
+        with self._own_numbers(worker):
+            with loaders_timed(worker.account), worker.code.here():
+                value = self._objective(worker.trial)
+            if not isinstance(value, Job):
+                return value
+            with worker.code.here():
+                return self._train(worker, value)
 
     def _turn(self, worker: _Worker) -> contextlib.AbstractContextManager[None]:
         return self._clock.turn(worker.trial.number) if self._clock is not None else contextlib.nullcontext()

@@ -24,13 +24,54 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.cancel import Turn, doing
 from waterflow.executor.data.copies import OwnBatches, copied
 from waterflow.executor.rng import own_numbers
+from waterflow.executor.stats import Account
 
 _SAMPLERS = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+_READS: tuple[tuple[Any, str], ...] = ((DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__"))
+_reads_lock = threading.Lock()
+_timed: dict[int, Account] = {}  # by the thread that an objective runs on
+_untimed: list[Callable[[Any], Any]] = []  # what stood in the place of _READS
+
+
+@contextlib.contextmanager
+def loaders_timed(account: Account) -> Iterator[None]:
+    """Add the time that the calling thread spends in torch's loaders to ``account``: those over tensors, and others."""
+    thread = threading.get_ident()
+    with _reads_lock:
+        if not _timed:
+            _untimed[:] = [getattr(owner, name) for owner, name in _READS]
+            for (owner, name), read in zip(_READS, _untimed):
+                setattr(owner, name, _timing(read))
+        _timed[thread] = account
+    try:
+        yield
+    finally:
+        with _reads_lock:
+            del _timed[thread]
+            if not _timed:
+                for (owner, name), read in zip(_READS, _untimed):
+                    setattr(owner, name, read)
+
+
+def _timing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @doing("reading its data", interruptible=True)
+    def timed(self: Any) -> Any:
+        if (account := _timed.get(threading.get_ident())) is None:
+            return read(self)
+        data = vars(self).get("dataset", vars(self).get("_dataset"))
+        while isinstance(data, Subset):
+            data = data.dataset
+        with account.spending("a loader of tensors" if isinstance(data, TensorDataset) else "the loader"):
+            return read(self)
+
+    return timed
 
 
 def in_workers(source: Any) -> bool:
