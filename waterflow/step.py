@@ -36,8 +36,9 @@ from waterflow.executor.rng import thread_generator
 from waterflow.executor.stats import Account
 from waterflow.job import why_no_step, why_not_called
 from waterflow.partition.capture.optimizers import parameters_of
+from waterflow.partition.capture.reasons import shown_line
 from waterflow.partition.capture.spec import StepSpec
-from waterflow.partition.capture.substitution import shown_line, surrounding_autocast
+from waterflow.partition.capture.substitution import surrounding_autocast
 from waterflow.partition.guards.batch_reads import CHECK
 from waterflow.partition.guards.step_key import flatten, of_torch
 from waterflow.partition.passes.rematerialize import Recomputed

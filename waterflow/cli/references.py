@@ -87,7 +87,7 @@ def one_line(error: BaseException | None) -> str:
         return text
     if getattr(error, "__notes__", ()):  # they have the line
         return f"{type(error).__name__}: {text}"
-    from waterflow.partition.capture.substitution import user_line  # needs torch
+    from waterflow.partition.capture.reasons import user_line  # needs torch
 
     line = user_line(error.__traceback__)
     return f"{type(error).__name__}: {text}" + (f" ({line})" if line and "importlib" not in line else "")

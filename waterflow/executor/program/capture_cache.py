@@ -190,7 +190,9 @@ class CaptureBudget:
 
 def described(batch: Any) -> dict[str, str]:
     """Describe the leaves of a batch, by path: shapes of tensors, and other values as text."""
-    return {pytree.keystr(path): _one(leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
+    with contextlib.suppress(ValueError):  # of a class that is registered without names for its parts
+        return {pytree.keystr(path): _one(leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0]}
+    return {f"[{number}]": _one(leaf) for number, leaf in enumerate(pytree.tree_leaves(batch))}
 
 
 def _one(leaf: Any) -> str:

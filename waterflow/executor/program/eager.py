@@ -17,8 +17,9 @@ from waterflow.executor.cancel import doing
 from waterflow.executor.program.capture_cache import persistent_bytes, storage_bytes
 from waterflow.executor.rng import own_numbers
 from waterflow.partition.capture.optimizers import WATCHER, captured_form, hooks_of, parameters_of
+from waterflow.partition.capture.reasons import user_place
 from waterflow.partition.capture.spec import StepSpec, split_result
-from waterflow.partition.capture.substitution import in_forward, user_place
+from waterflow.partition.capture.substitution import in_forward
 from waterflow.partition.guards.step_key import flat_leaves
 from waterflow.partition.plan.plan import Plan, opaque_plan
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import linecache
 import logging
 import os
 import random
 import sys
 import threading
-import traceback
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +31,7 @@ from torch.utils import _pytree as pytree
 from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition.capture.formulas import IN_EAGER
+from waterflow.partition.capture.reasons import DRAWN, ReadsValues, is_users_file
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.guards.cache_key import Fingerprint
 
@@ -77,9 +74,6 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.requires_grad, tensor.shape, *laid
 
 
-_INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[2]) + os.sep)
-
-
 class ChangesItself(CaptureError):
     """The step changes an object that its code reads; some do so only in their first calls, while they fill caches."""
 
@@ -112,9 +106,11 @@ def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor])
                 write(state)
                 changed = changed or label
     if changed.startswith(("Python's", "NumPy's", "the random")):
-        raise CaptureError(f"a step draws from {changed}; draw outside, and pass what was drawn in the batch")
+        raise CaptureError(f"a step draws from {changed}; {DRAWN}")
     if changed:
-        raise ChangesItself(f"a step changes {changed}; make a tensor a buffer of the model, and count after the step")
+        raise ChangesItself(
+            f"a step changes {changed}; return a metric, make a tensor a buffer of the model, count after the step"
+        )
 
 
 # Hooks of torch's that put a tensor into an attribute before each forward pass, and what does without one.
@@ -301,7 +297,7 @@ class Substitution(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._READS:
-            self._refused = RuntimeError(f"{func.__name__}() reads the values of a tensor")
+            self._refused = ReadsValues(f"{func.__name__}() reads the values of a tensor")
             raise self._refused
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             self._refused = RuntimeError("the step gives a tensor other memory (x.data = ...)")
@@ -395,39 +391,3 @@ def noting_lines(graph: fx.Graph, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del graph.create_node
-
-
-@functools.lru_cache(maxsize=4096)
-def is_users_file(name: str) -> bool:
-    """Return whether code of this file is neither torch's nor waterflow's."""
-    return not name.startswith(_INSIDE) and "<frozen" not in name
-
-
-def shown_line(line: tuple[str, int, str]) -> str:
-    """Format a line as ``file:line, in function: code``."""
-    file, number, function = line
-    return f"{file}:{number}, in {function}: {linecache.getline(file, number).strip()}"
-
-
-def user_place(trace: types.TracebackType | None, model: nn.Module) -> list[str]:
-    """Return the innermost module of ``model`` that a traceback passed, by its path, and the innermost line of user code."""
-    paths = {id(module): f"module {path!r} ({type(module).__name__})" for path, module in model.named_modules() if path}
-    passed = [paths.get(id(frame.f_locals.get("self")), "") for frame, _ in traceback.walk_tb(trace)]
-    return list(filter(None, [next(filter(None, reversed(passed)), ""), user_line(trace)]))
-
-
-def user_line(trace: types.TracebackType | None) -> str:
-    """Return the innermost line of user code in a traceback whose source can be read; empty if there is none."""
-    for frame in reversed(traceback.extract_tb(trace)):
-        if is_users_file(frame.filename) and frame.line:
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-    return ""
-
-
-def reason_of(error: BaseException) -> str:
-    """Return one line that says why an error stops a capture."""
-    name = type(error).__name__
-    if name in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException"):
-        return "the step reads the values of its tensors (if, .item(), shapes by data); return metrics, read them after it"
-    text = str(error).strip().splitlines()
-    return f"{name}: {text[0] if text else ''}"

@@ -25,6 +25,7 @@ from waterflow.partition.capture import fake_rules, rng_ops
 from waterflow.partition.capture.formulas import in_eager_form
 from waterflow.partition.capture.leaks import taken_back
 from waterflow.partition.capture.optimizers import check_optimizer, fake_optimizer, state_keys, update_groups
+from waterflow.partition.capture.reasons import reason_of, user_place
 from waterflow.partition.capture.recorder import Asking, Recorder, constants_of
 from waterflow.partition.capture.spec import GraphInput, StepSpec, split_result
 from waterflow.partition.capture.substitution import (
@@ -35,10 +36,8 @@ from waterflow.partition.capture.substitution import (
     in_forward,
     no_reports,
     noting_lines,
-    reason_of,
     substituted,
     undisturbed,
-    user_line,
 )
 from waterflow.partition.guards.batch_reads import Question, StandIn, Unread, question_of
 from waterflow.partition.guards.cache_key import Fingerprint
@@ -448,7 +447,7 @@ class _StepTracer:
             except Exception as error:
                 if way is _StepTracer.record:
                     raise
-                raise CaptureError(reason_of(error), user_line(error.__traceback__)) from error
+                raise CaptureError(reason_of(error), ", ".join(user_place(error.__traceback__, self.spec.model))) from error
 
     def record(self) -> Traced:
         """Trace with the Recorder, which suffices for most steps. Raises NotPlain, or what the step raises."""

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from waterflow.errors import CaptureError
+from waterflow.partition.capture.reasons import is_users_file
 from waterflow.partition.capture.spec import GraphInput
-from waterflow.partition.capture.substitution import is_users_file
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.code_refs import in_library
 from waterflow.partition.guards.guarded_places import exact

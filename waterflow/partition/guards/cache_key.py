@@ -35,6 +35,7 @@ from torch import nn
 
 from waterflow import _C
 from waterflow.errors import CaptureError
+from waterflow.partition.capture.reasons import advised
 from waterflow.partition.guards.code_refs import bodies, in_library, layout_of, mutable_bases, reads_of, slots_of
 from waterflow.partition.guards.guarded_places import (
     MEMO,
@@ -344,11 +345,12 @@ class Fingerprint:
             return ("enum", self.identity(kind), value._name_, exact(value._value_))
         if issubclass(kind, threading.local):
             where = self._where() or "the step"
-            raise CaptureError(f"{where} is a threading.local, which differs between threads")
+            raise CaptureError(advised(f"{where} is a threading.local, which differs between threads"))
         # A step could draw from it, and a captured one would not.
         if issubclass(kind, Iterator):
             where = self._where() or "the step"
-            raise CaptureError(f"{where} holds a {kind.__name__}, and could draw from it; draw outside the step")
+            holds = f"{where} holds a {kind.__module__}.{kind.__qualname__}, and could draw from it"
+            raise CaptureError(advised(holds, "draw outside the step"))
         return self._object(value, kind)
 
     def _check_generator(self, value: Any) -> None:

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from waterflow import _C
 from waterflow.errors import CaptureError
+from waterflow.partition.capture.reasons import advised
 from waterflow.partition.capture.substitution import no_collections
 from waterflow.partition.guards import code_refs, reads, settings
 from waterflow.partition.guards.batch_reads import StandIn, Unread
@@ -79,38 +80,14 @@ class ClosedWorld:
 
     def _make_rules(self) -> _Rules:
         works = (
-            Kind.SUPER,
-            Kind.ITEM,
-            Kind.DELETE_ITEM,
-            Kind.SLICE,
-            Kind.NEXT,
-            Kind.SEND,
-            Kind.AWAIT,
-            Kind.LENGTH,
-            Kind.CONTAINS,
-            Kind.COMPARE,
-            Kind.BINARY,
-            Kind.UNARY,
-            Kind.TEST,
-            Kind.HASH,
-            Kind.FORMAT,
-            Kind.LEAVE,
-            Kind.RAISE,
-            Kind.EXCEPT,
+            Kind.SUPER, Kind.ITEM, Kind.DELETE_ITEM, Kind.SLICE, Kind.NEXT, Kind.SEND, Kind.AWAIT, Kind.LENGTH, Kind.CONTAINS,
+            Kind.COMPARE, Kind.BINARY, Kind.UNARY, Kind.TEST, Kind.HASH, Kind.FORMAT, Kind.LEAVE, Kind.RAISE, Kind.EXCEPT,
             Kind.INTRINSIC,
-        )
+        )  # fmt: skip
         harmless = (
-            Kind.CELLS,
-            Kind.CELL,
-            Kind.DEREF,
-            Kind.SET_DEREF,
-            Kind.DELETE_DEREF,
-            Kind.SET_NAME,
-            Kind.DELETE_NAME,
-            Kind.FUNCTION,
-            Kind.BUILD_CLASS,
-            Kind.IMPORT,
-        )
+            Kind.CELLS, Kind.CELL, Kind.DEREF, Kind.SET_DEREF, Kind.DELETE_DEREF, Kind.SET_NAME, Kind.DELETE_NAME,
+            Kind.FUNCTION, Kind.BUILD_CLASS, Kind.IMPORT,
+        )  # fmt: skip
         return {
             **dict.fromkeys(works, self._operates),
             **dict.fromkeys(harmless, self._harmless),
@@ -189,7 +166,7 @@ class ClosedWorld:
                 rules[event.kind](event.operands)
                 return
             except Refused as why:
-                self._refusal = CaptureError(f"the step {why}", line_of(event))
+                self._refusal = CaptureError(advised(f"the step {why}"), line_of(event))
         if event.kind is not Kind.LEAVE:
             raise Refused
 
@@ -203,9 +180,9 @@ class ClosedWorld:
                 elif event.kind is Kind.IMPORT:
                     self.reads.imported(event.result)
             except Refused as why:
-                self._refusal = self._refusal or CaptureError(f"the step {why}", line_of(event))
+                self._refusal = self._refusal or CaptureError(advised(f"the step {why}"), line_of(event))
         if not seen.complete:
-            self._refusal = self._refusal or CaptureError(f"not all that the step does could be seen: {seen.why_not}")
+            self._refusal = self._refusal or CaptureError(advised(f"not all that the step does could be seen: {seen.why_not}"))
         for line in seen.drop():
             self._refusal = self._refusal or CaptureError("the step runs code when it releases an object", line)
 
@@ -434,6 +411,8 @@ class ClosedWorld:
             self.reads.read(called)
         if isinstance(called, _Cached) and not code_refs.is_pure_module(called.__module__):
             raise Refused(f"calls {name_of(called)}, which keeps its results (a cache)")
+        if kind.__name__ == "cython_function_or_method" and given:  # as NumPy's methods are
+            reads.check_generator(given[0], called.__name__)
         if isinstance(called, operator.methodcaller):
             raise Refused("calls an operator.methodcaller, whose method cannot be seen")
         if isinstance(called, nn.Module):

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -115,11 +116,14 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
         elif isinstance(leaf, _VALUES):
             key.append(type(leaf) if place in free else exact(leaf))  # type: ignore[arg-type]
         else:
-            others.append(type(leaf).__name__)
-            advice = "; pass dict(batch)" if isinstance(leaf, Mapping) else ""
+            others.append(leaf)
     _check_bare(leaves)
     if others:
-        raise CaptureError(f"the batch holds a {others[0]}, into which a capture cannot look{advice}")
+        name, advice = type(others[0]).__qualname__, "pass dict(batch)"
+        if not isinstance(others[0], Mapping):
+            how = f"export.register_dataclass({name})" if is_dataclass(others[0]) else "utils._pytree.register_pytree_node"
+            advice = f"pass a tuple or dict of its tensors, or register the class by torch.{how}"
+        raise CaptureError(f"the batch holds a {name}, into which a capture cannot look; {advice}")
     if not tensors:
         advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
         raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
