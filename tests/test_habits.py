@@ -128,7 +128,7 @@ def text_by_a_transformer() -> Habit:
 
 @habit
 def text_that_is_packed() -> Habit:
-    return Habit(lambda: Sentiment("packed"), sentences(4), read, eager=LOOKS)
+    return Habit(lambda: Sentiment("packed"), sentences(4), read, eager="torch's pack_padded_sequence")
 
 
 class Graphs(nn.Module):
@@ -159,7 +159,7 @@ def nodes_by_a_mask() -> Habit:
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0], batch[1])[batch[3]], batch[2][batch[3]])
 
-    return Habit(Graphs, graphs([9] * 4), step, eager=LOOKS)
+    return Habit(Graphs, graphs([9] * 4), step, eager="x[mask]")
 
 
 @habit

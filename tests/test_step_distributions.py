@@ -66,7 +66,7 @@ def test_a_check_that_goes_another_way_runs_eagerly() -> None:
         out = model(batch[0])
         return -MultivariateNormal(out, out.T @ out + 9 * torch.eye(4)).log_prob(torch.zeros(4)).mean()
 
-    compare(made, images(3), step=step, opaque="step reads the values")
+    compare(made, images(3), step=step, opaque="torch's MultivariateNormal checks values")
 
 
 def test_errors_that_the_step_catches_are_looked_for_eagerly() -> None:
@@ -77,7 +77,7 @@ def test_errors_that_the_step_catches_are_looked_for_eagerly() -> None:
         except ValueError:
             return F.cross_entropy(out, batch[1])
 
-    compare(made, images(3), step=step, opaque="step reads the values")
+    compare(made, images(3), step=step, opaque="torch's Categorical checks values")
 
 
 # -- arguments that are not valid

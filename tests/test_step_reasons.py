@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize
+from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
@@ -170,7 +171,8 @@ def test_batches_of_classes() -> None:
         assert reason(nn.Linear(6, 4), batch, step, steps=2) == "None"
 
 
-def test_what_torch_compiled() -> None:
+def test_what_torch_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Distribution, "_validate_args", Distribution._validate_args)  # which torch.compile switches off
     model, batch = torch.compile(nn.Linear(6, 4), backend="eager"), images(1)[0]
     says(model, batch, None, "torch.compile", "as they are")
     double = torch.compile(lambda x: 2 * x, backend="eager")
@@ -219,4 +221,4 @@ def test_what_looks_at_a_loss_in_the_step(tmp_path: Any) -> None:
     says(nn.Linear(6, 4), batch, telling(lambda loss: writer.add_scalar("loss", loss)), "tensorboard", METRIC)
     writer.close()
     says(nn.Linear(6, 4), batch, telling(lambda loss: kept.update(loss=loss)), "kept", "metric", steps=4)
-    says(nn.Linear(6, 4), batch, telling(lambda loss: 1 if loss > 9 else 2), "branches", "torch.where", METRIC, HERE)
+    says(nn.Linear(6, 4), batch, telling(lambda loss: 1 if loss > 9 else 2), "by if", "torch.where", METRIC, HERE)

@@ -108,9 +108,9 @@ def reason_of(error: BaseException) -> str:
     if dynamic:
         return f"the shape of what {name}() returns depends on values; compute it before the step, and pass it in the batch"
     if name == "__bool__":
-        return f"the step branches by the values of its tensors (if, while, assert); choose by torch.where, or {_TOLD}"
+        return f"the step reads the values of its tensors by if, while or assert; choose by torch.where, or {_TOLD}"
     if name in ("__index__", "__getitem__"):
-        return f"the step takes an index or a size from the values of its tensors; {_SIZE}"
+        return f"the step reads the values of its tensors for an index or a size; {_SIZE}"
     whole = isinstance(given := next(iter(found.get("args", ())), None), torch.Tensor) and not given.is_floating_point()
     advice = f"{_SIZE}, or {_TOLD}" if whole else f"compute with the tensor itself, or {_TOLD}"
     return f"the step reads the values of its tensors by {name.strip('_')}(); {advice}"
@@ -120,4 +120,4 @@ def _reader(frames: Sequence[types.FrameType]) -> str:
     # The class or function of torch's that asks for values: the innermost object, else the function that the user called.
     torchs = [one for one in frames if not one.f_code.co_filename.removeprefix(_INSIDE[0]).startswith(_BETWEEN)]
     names = [type(one.f_locals["self"]).__name__ for one in reversed(torchs) if "self" in one.f_locals]
-    return next(iter((*names, *(one.f_code.co_name for one in torchs if one.f_code.co_name[0] != "_"))), "")
+    return next((name for name in (*names, *(one.f_code.co_name for one in torchs)) if name[0] != "_"), "")
