@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import random
 from collections.abc import Callable
@@ -192,6 +193,21 @@ DRAWS: dict[str, Callable[[], float]] = {
 @pytest.mark.parametrize("draw", DRAWS)
 def test_draws_outside_of_torch(draw: str) -> None:
     says(nn.Linear(6, 4), images(1)[0], lambda m, b: m(b[0]).sum() * DRAWS[draw](), draw, DRAWN, HERE)
+
+
+def test_a_library_that_reads_and_the_line_that_calls_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "telling.py").write_text("def tell(value):\n    return float(value)\n")
+    monkeypatch.syspath_prepend(folder)
+    telling = importlib.import_module("telling")
+
+    def step(m: Any, b: Any) -> torch.Tensor:
+        loss = F.cross_entropy(m(b[0]), b[1])
+        telling.tell(loss)
+        return loss
+
+    says(nn.Linear(6, 4), images(1)[0], step, "telling.py:2, in tell: return float(value), from ", "in step: telling.tell(loss)")
 
 
 log = logging.getLogger("tests.reasons")

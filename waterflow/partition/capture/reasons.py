@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 _INSIDE = (torch.__path__[0] + os.sep, str(Path(__file__).parents[2]) + os.sep)
+_INSTALLED = (os.path.dirname(os.__file__) + os.sep, "site-packages", "dist-packages")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,11 +38,14 @@ def user_place(trace: types.TracebackType | None, model: nn.Module) -> list[str]
 
 
 def user_line(trace: types.TracebackType | None) -> str:
-    """Return the innermost line of user code in a traceback whose source can be read; empty if there is none."""
-    for frame in reversed(traceback.extract_tb(trace)):
-        if is_users_file(frame.filename) and frame.line:
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-    return ""
+    """Return the innermost line of user code in a traceback whose source can be read; empty if there is none.
+
+    Behind a line of an installed library stands the innermost of the user's own.
+    """
+    found = [one for one in reversed(traceback.extract_tb(trace)) if is_users_file(one.filename) and one.line]
+    own = [one for one in found if not any(place in one.filename for place in _INSTALLED)]
+    lines = (f"{one.filename}:{one.lineno}, in {one.name}: {one.line}" for one in (*found[:1], *own[:1]))
+    return ", from ".join(dict.fromkeys(lines))
 
 
 class ReadsValues(RuntimeError):
@@ -89,8 +93,7 @@ def reason_of(error: BaseException) -> str:
     """Return one line that says why an error stops a capture, and what helps."""
     dynamic = type(error).__name__ == "DynamicOutputShapeException"
     if not dynamic and type(error).__name__ not in ("DataDependentOutputException", "GuardOnDataDependentSymNode", "ReadsValues"):
-        text = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {text[0] if text else ''}"
+        return ": ".join((type(error).__name__, str(error).strip().partition("\n")[0]))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = max((n for n, frame in enumerate(frames) if is_users_file(frame.f_code.co_filename)), default=-1)
     frames = frames[last + 1 :]
