@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from waterflow.cluster.backend import (
     BackendError,
@@ -366,3 +369,43 @@ def _together(run: _Run) -> Progress:
         utilization=sum(part.utilization for part in parts) / len(parts),
         seconds=max(part.seconds for part in parts),
     )
+
+
+class OwnLedger(Ledger):
+    """A ``Ledger`` that has its folder to itself: the one it is given, or a temporary one, which goes at the end."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self._temporary = folder is None
+        super().__init__(SharedFolder(Path(folder or tempfile.mkdtemp(prefix="waterflow-")).absolute()))
+        self.folder.make()
+        self._lock_file = self.folder.lock()
+        self._closed = False
+
+    @abstractmethod
+    def _leave(self, end: bool) -> None:
+        """Let go of all nodes. ``end``: their processes end; else they wait for another backend."""
+
+    def close(self) -> None:
+        """See ``Backend``."""
+        self._end_all(end=True)
+        if self._temporary:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+
+    def detach(self) -> None:
+        """See ``Backend``."""
+        self._end_all(end=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _end_all(self, end: bool) -> None:
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            self._runs.clear()
+            self._leave(end)
+            os.close(self._lock_file)

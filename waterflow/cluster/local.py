@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from waterflow.cluster.backend import BackendError
-from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.ledger import OwnLedger
 from waterflow.cluster.losses import Silence
-from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.worker import Hello, WorkerSettings, settings_as_text
 from waterflow.executor.memory_limit import DEFAULT_MEMORY
 
@@ -56,7 +55,7 @@ class _Child:
     again: float = 0.0  # when to start it again
 
 
-class LocalBackend(Ledger):
+class LocalBackend(OwnLedger):
     """A ``Backend`` over the devices of this machine.
 
     Each is a node, ``device-0``, ``device-1``, ... or as ``devices`` names them.
@@ -85,14 +84,9 @@ class LocalBackend(Ledger):
             raise BackendError(f"devices needs a positive number, or names that differ; got {devices!r}")
         if cores is not None and len(cores) != len(names):
             raise BackendError(f"cores has {len(cores)} entries for {len(names)} devices; give one for each")
-        self._temporary = folder is None
-        path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
-        super().__init__(SharedFolder(path.absolute()))
-        self.folder.make()
-        self._lock_file = self.folder.lock()
+        super().__init__(folder)
         self._silent = silent_seconds
         self._outlive = outlive
-        self._closed = False
         if settings.memory is None and settings.device == "cpu":  # all of them have the same
             settings = replace(settings, memory=DEFAULT_MEMORY / len(names))
         self._children = {
@@ -108,22 +102,6 @@ class LocalBackend(Ledger):
             self.close()
             raise
         self._all_joined()
-
-    def close(self) -> None:
-        """See ``Backend``."""
-        self._hang_up(end=True)
-        if self._temporary:
-            shutil.rmtree(self.folder.path, ignore_errors=True)
-
-    def detach(self) -> None:
-        """See ``Backend``."""
-        self._hang_up(end=False)
-
-    def __enter__(self) -> LocalBackend:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def process(self, node: str) -> int:
         """Return the process id of a node."""
@@ -318,26 +296,20 @@ class LocalBackend(Ledger):
             child.popen.wait()
         child.popen, child.began = None, ""  # the system may give its process id to another process
 
-    def _hang_up(self, end: bool) -> None:
-        with self._guard:
-            if self._closed:
-                return
-            self._closed = True
-            children = list(self._children.values())
-            for child in children:
-                if child.connection is not None and end:
-                    with contextlib.suppress(OSError):
-                        child.connection.send(("end", {}))
-            for child in children:
-                if end:
-                    _wait_for_end(child)
-                    self._finish(child)
-                elif child.connection is not None:
-                    child.connection.close()
-                    os.close(child.alive)
-                    child.connection, child.alive = None, -1
-            self._runs.clear()
-            os.close(self._lock_file)
+    def _leave(self, end: bool) -> None:
+        children = list(self._children.values())
+        for child in children:
+            if child.connection is not None and end:
+                with contextlib.suppress(OSError):
+                    child.connection.send(("end", {}))
+        for child in children:
+            if end:
+                _wait_for_end(child)
+                self._finish(child)
+            elif child.connection is not None:
+                child.connection.close()
+                os.close(child.alive)
+                child.connection, child.alive = None, -1
 
 
 def _connected(path: str) -> Connection:

@@ -25,10 +25,9 @@ from typing import Any
 
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.device_actor import DeviceActor
-from waterflow.cluster.ledger import Ledger
+from waterflow.cluster.ledger import OwnLedger
 from waterflow.cluster.losses import Silence
 from waterflow.cluster.ray_share import HEALTH, RayEnvironment, RayShare
-from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
 
 logger = logging.getLogger("waterflow")
@@ -51,7 +50,7 @@ class _Actor:
     again: float = 0.0  # the time of the next call, after one that failed
 
 
-class RayBackend(Ledger):
+class RayBackend(OwnLedger):
     """A ``Backend`` over the devices of a Ray cluster: each is a node, ``device-0``, ``device-1``, ...
 
     Ray reserves for each device what it trains on; see ``RayShare``. ``address`` is that of a running cluster, ``host:port``;
@@ -76,16 +75,11 @@ class RayBackend(Ledger):
         outlive: float = 0.0,
         token: str | Path | None = None,
     ) -> None:
-        self._temporary = folder is None
-        path = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="waterflow-"))
-        super().__init__(SharedFolder(path.absolute()))
-        self.folder.make()
-        self._lock_file = self.folder.lock()
+        super().__init__(folder)
         self._cores = [tuple(c) for c in cores] if cores is not None else None
         self._silent, self._outlive, self._devices = silent_seconds, outlive, devices
         self._namespace = "waterflow-" + hashlib.sha256(str(self.folder.path).encode()).hexdigest()[:12]
         self._actors: dict[str, _Actor] = {}
-        self._closed = False
         self._next_look = 0.0
         self._own_cluster: LoopbackCluster | None = None
         self._environment: RayEnvironment | None = None
@@ -104,22 +98,6 @@ class RayBackend(Ledger):
             self.close()
             raise
         self._all_joined()
-
-    def close(self) -> None:
-        """See ``Backend``."""
-        self._leave(end=True)
-        if self._temporary:
-            shutil.rmtree(self.folder.path, ignore_errors=True)
-
-    def detach(self) -> None:
-        """See ``Backend``."""
-        self._leave(end=False)
-
-    def __enter__(self) -> RayBackend:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def process(self, node: str) -> int:
         """Return the process id of a node, on its machine."""
@@ -251,23 +229,17 @@ class RayBackend(Ledger):
                 self._ray.wait(answers, timeout=0.1, fetch_local=False)
 
     def _leave(self, end: bool) -> None:
-        with self._guard:
-            if self._closed:
-                return
-            self._closed = True
-            for actor in self._actors.values():
-                if end:
-                    self._ray.kill(actor.handle, no_restart=True)
-                    if actor.hello is not None:
-                        self.folder.fence(actor.hello.epoch)
-            self._runs.clear()
-            if self._ray is not None:
-                self._ray.shutdown()
-            if self._environment is not None:
-                self._environment.put_back()
-            if self._own_cluster is not None:
-                self._own_cluster.close()
-            os.close(self._lock_file)
+        for actor in self._actors.values():
+            if end:
+                self._ray.kill(actor.handle, no_restart=True)
+                if actor.hello is not None:
+                    self.folder.fence(actor.hello.epoch)
+        if self._ray is not None:
+            self._ray.shutdown()
+        if self._environment is not None:
+            self._environment.put_back()
+        if self._own_cluster is not None:
+            self._own_cluster.close()
 
 
 class LoopbackCluster:
