@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from tests import support, test_planted_leaks
 from tests.allocator import oracle, test_arena, test_fuzz, test_planted_bugs
-from tests.executor import test_admission
-from tests.executor import test_cross_lane_fences as test_device_order
+from tests.executor import test_admission, test_cross_lane_fences as test_device_order
 from tests.native import SimulatedDevice, StreamAllocator, run_fuzz
 from tests.support import assert_same, images, train_eager, train_step
 from waterflow import _C

@@ -10,83 +10,47 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from waterflow import errors
+
 if TYPE_CHECKING:
     from waterflow import _C as _C
-    from waterflow.cluster.client import Cluster
+    from waterflow.cluster.client import Cluster as Cluster
     from waterflow.errors import (
-        AuditError,
-        CaptureError,
-        CheckpointError,
-        ClusterError,
-        InvalidJobError,
-        JobCancelled,
-        JobTimeoutError,
-        MemoryLimitError,
-        NonFiniteLossError,
-        StepError,
-        StepIndexError,
-        StepValueError,
-        StudyError,
-        SubmissionError,
-        WaterflowError,
-        WorkloadError,
+        AuditError as AuditError,
+        CaptureError as CaptureError,
+        CheckpointError as CheckpointError,
+        ClusterError as ClusterError,
+        InvalidJobError as InvalidJobError,
+        JobCancelled as JobCancelled,
+        JobTimeoutError as JobTimeoutError,
+        MemoryLimitError as MemoryLimitError,
+        NonFiniteLossError as NonFiniteLossError,
+        StepError as StepError,
+        StepIndexError as StepIndexError,
+        StepValueError as StepValueError,
+        StudyError as StudyError,
+        SubmissionError as SubmissionError,
+        WaterflowError as WaterflowError,
+        WorkloadError as WorkloadError,
     )
-    from waterflow.executor.data.shared import SharedData
-    from waterflow.executor.engine import Engine, within
-    from waterflow.executor.engine import current_device as device
-    from waterflow.executor.timeline import Timeline
-    from waterflow.job import Job, JobResult, Results
-    from waterflow.partition.passes.rematerialize import Recomputed
-    from waterflow.partition.plan.offsets import Offsets
-    from waterflow.partition.plan.plan import Plan
-    from waterflow.step import Step
-    from waterflow.study import optimize
-    from waterflow.training.batch_size import max_batch_size
-    from waterflow.training.checkpoint import Checkpoint
-    from waterflow.training.checkpoint_dir import Checkpoints
-    from waterflow.training.runner import JobRunner
-    from waterflow.training.train import Callback, train
+    from waterflow.executor.data.shared import SharedData as SharedData
+    from waterflow.executor.engine import Engine as Engine, current_device, within as within
+    from waterflow.executor.timeline import Timeline as Timeline
+    from waterflow.job import Job as Job, JobResult as JobResult, Results as Results
+    from waterflow.partition.passes.rematerialize import Recomputed as Recomputed
+    from waterflow.partition.plan.offsets import Offsets as Offsets
+    from waterflow.partition.plan.plan import Plan as Plan
+    from waterflow.step import Step as Step
+    from waterflow.study import optimize as optimize
+    from waterflow.training.batch_size import max_batch_size as max_batch_size
+    from waterflow.training.checkpoint import Checkpoint as Checkpoint
+    from waterflow.training.checkpoint_dir import Checkpoints as Checkpoints
+    from waterflow.training.runner import JobRunner as JobRunner
+    from waterflow.training.train import Callback as Callback, train as train
+
+    device = current_device
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AuditError",
-    "Callback",
-    "CaptureError",
-    "Checkpoint",
-    "CheckpointError",
-    "Checkpoints",
-    "Cluster",
-    "ClusterError",
-    "Engine",
-    "InvalidJobError",
-    "Job",
-    "JobCancelled",
-    "JobResult",
-    "JobRunner",
-    "JobTimeoutError",
-    "MemoryLimitError",
-    "NonFiniteLossError",
-    "Offsets",
-    "Plan",
-    "Recomputed",
-    "Results",
-    "SharedData",
-    "Step",
-    "StepError",
-    "StepIndexError",
-    "StepValueError",
-    "StudyError",
-    "SubmissionError",
-    "Timeline",
-    "WaterflowError",
-    "WorkloadError",
-    "device",
-    "max_batch_size",
-    "optimize",
-    "train",
-    "within",
-]
 
 _MODULES = {  # of public names; errors are in errors
     "Callback": "training.train",
@@ -111,6 +75,9 @@ _MODULES = {  # of public names; errors are in errors
     "within": "executor.engine",
 }
 _OTHERWISE_CALLED = {"device": "current_device"}
+
+_ERRORS = [name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.WaterflowError)]
+__all__ = sorted([*_MODULES, *_ERRORS])
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.cluster.simulated import Checked, cluster, simulate
 from waterflow.cluster.policies import POLICIES, FifoBackfill, Las, Srsf, Srtf

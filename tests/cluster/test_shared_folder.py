@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from waterflow.cluster.backend import BackendError
 from waterflow.cluster.shared_folder import Fenced, SharedFolder

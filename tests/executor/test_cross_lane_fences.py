@@ -6,8 +6,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.native import CrossLaneFences, OrderFault
 

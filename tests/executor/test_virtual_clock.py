@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from waterflow.executor.virtual_clock import VirtualClock
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.native import DeviceClock
 from waterflow._C import SimulatedStep

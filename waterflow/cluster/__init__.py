@@ -3,30 +3,47 @@
 import importlib
 from typing import Any
 
-from waterflow.cluster.book import Book, Entry
-from waterflow.cluster.devices import Device
-from waterflow.cluster.interference import Interference, Resident, gavel_models, read_gandiva_models, read_gavel_pairs
-from waterflow.cluster.model_profiles import ANTMAN_MIX, KNOWN_MODELS, ModelProfile, draw_models
-from waterflow.cluster.policies import POLICIES
-from waterflow.cluster.policies.base import Policy
-from waterflow.cluster.scaling import LINEAR, Scaling, TableScaling
-from waterflow.cluster.scheduler import Scheduler
-from waterflow.cluster.simulator import JobRecord, Overheads, Simulated, Simulator, Speeds
-from waterflow.cluster.submission import (
-    Action,
-    Move,
-    Node,
-    Place,
-    Priority,
-    Report,
-    Resize,
-    SetPriority,
-    Start,
-    Stop,
-    Submission,
-    Tenant,
+from waterflow.cluster.book import Book as Book, Entry as Entry
+from waterflow.cluster.devices import Device as Device
+from waterflow.cluster.interference import (
+    Interference as Interference,
+    Resident as Resident,
+    gavel_models as gavel_models,
+    read_gandiva_models as read_gandiva_models,
+    read_gavel_pairs as read_gavel_pairs,
 )
-from waterflow.cluster.workload import Workload, read_workload
+from waterflow.cluster.model_profiles import (
+    ANTMAN_MIX as ANTMAN_MIX,
+    KNOWN_MODELS as KNOWN_MODELS,
+    ModelProfile as ModelProfile,
+    draw_models as draw_models,
+)
+from waterflow.cluster.policies import POLICIES as POLICIES
+from waterflow.cluster.policies.base import Policy as Policy
+from waterflow.cluster.scaling import LINEAR as LINEAR, Scaling as Scaling, TableScaling as TableScaling
+from waterflow.cluster.scheduler import Scheduler as Scheduler
+from waterflow.cluster.simulator import (
+    JobRecord as JobRecord,
+    Overheads as Overheads,
+    Simulated as Simulated,
+    Simulator as Simulator,
+    Speeds as Speeds,
+)
+from waterflow.cluster.submission import (
+    Action as Action,
+    Move as Move,
+    Node as Node,
+    Place as Place,
+    Priority as Priority,
+    Report as Report,
+    Resize as Resize,
+    SetPriority as SetPriority,
+    Start as Start,
+    Stop as Stop,
+    Submission as Submission,
+    Tenant as Tenant,
+)
+from waterflow.cluster.workload import Workload as Workload, read_workload as read_workload
 
 # Imported when they are first used: a simulation needs neither torch nor processes, a client needs no NumPy, and Ray may
 # not be installed.
@@ -53,67 +70,6 @@ _PUBLIC = {
     "share_ratios": "summary",
     "summarize": "summary",
 }
-
-__all__ = [
-    "ANTMAN_MIX",
-    "KNOWN_MODELS",
-    "LINEAR",
-    "POLICIES",
-    "Action",
-    "BackendError",
-    "Book",
-    "Checkpointed",
-    "Cluster",
-    "Device",
-    "Ended",
-    "Entry",
-    "Interference",
-    "JobRecord",
-    "LocalBackend",
-    "LoopbackCluster",
-    "ModelProfile",
-    "Move",
-    "Node",
-    "NodeInfo",
-    "NodeJoined",
-    "NodeLost",
-    "Overheads",
-    "Place",
-    "Policy",
-    "Priority",
-    "Progress",
-    "RayBackend",
-    "Report",
-    "Resident",
-    "Resize",
-    "Scaling",
-    "Scheduler",
-    "Service",
-    "SetPriority",
-    "Simulated",
-    "Simulator",
-    "Speeds",
-    "Start",
-    "Started",
-    "Stop",
-    "Store",
-    "Submission",
-    "Summary",
-    "TableScaling",
-    "Tenant",
-    "WorkerSettings",
-    "Workload",
-    "draw_models",
-    "gavel_models",
-    "load_results",
-    "pack",
-    "read_gandiva_models",
-    "read_gavel_pairs",
-    "read_workload",
-    "save_pictures",
-    "share_ratios",
-    "summarize",
-]
 
 
 def __getattr__(name: str) -> Any:

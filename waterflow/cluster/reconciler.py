@@ -14,8 +14,7 @@ from typing import Any
 
 from waterflow.cluster.backend import Backend, BackendEvent, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
 from waterflow.cluster.journal import JournaledScheduler
-from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES
-from waterflow.cluster.losses import Losses
+from waterflow.cluster.losses import MOST_LOSSES as MOST_LOSSES, Losses
 from waterflow.cluster.store import ENDED, NOT_NOW, JobRecord, Store
 from waterflow.cluster.stuck import Ask, Stuck
 from waterflow.cluster.submission import Action, Node, Place, Report

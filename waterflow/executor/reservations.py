@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
-from waterflow.executor.memory_limit import Claim, Need
-from waterflow.executor.memory_limit import needed as needed_by
+from waterflow.executor.memory_limit import Claim, Need, needed as needed_by
 from waterflow.executor.policy import GUARANTEED, Preempted, ResourcePolicy
 from waterflow.executor.virtual_clock import VirtualClock, current_worker
 from waterflow.partition.plan.plan import Plan, format_bytes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from waterflow.executor.memory_limit import Need as Need
-from waterflow.executor.memory_limit import needed as needed
+from waterflow.executor.memory_limit import Need as Need, needed as needed
 
 
 @dataclass(frozen=True)

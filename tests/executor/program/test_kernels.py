@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.support import Trained, train_eager, train_step
-from tests.support import assert_same as assert_same_runs
+from tests.support import Trained, assert_same as assert_same_runs, train_eager, train_step
 from waterflow.executor.engine import Engine
 from waterflow.executor.program.kernel_selection import aliases, bypassed, masks, short_form
 

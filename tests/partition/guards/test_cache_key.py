@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, fx
 
 from tests.partition.graphs import capture_of, instructions_of, interpret
