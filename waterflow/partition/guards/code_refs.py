@@ -390,7 +390,7 @@ def module_of(function: Any) -> str:
 
 def is_pure_class(cls: type) -> bool:
     """Return whether a library's class, and the methods of its objects, may be called."""
-    if cls in TYPES or cls in _ITERTOOLS or issubclass(cls, (BaseException, torch.Tensor)):
+    if cls in TYPES or cls in _ITERTOOLS or issubclass(cls, (BaseException, torch.Tensor, torch.autograd.Function)):
         return True
     if issubclass(cls, (torch.Generator, torch.jit.ScriptModule)) or cls.__module__ == "builtins":
         return False

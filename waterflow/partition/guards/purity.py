@@ -376,6 +376,8 @@ class ClosedWorld:
                 self._classes(given[1])
             return
         owner = called.__self__
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            given = (owner, *given)  # where ``apply`` finds the user's code; before torch 2.15 it was no builtin
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             if not (code_refs.is_pure_function(called) or (isinstance(owner, type) and code_refs.is_pure_class(owner))):
                 raise Refused(f"calls {name_of(called)}, which is not known to depend on its arguments alone")
