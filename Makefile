@@ -32,7 +32,7 @@ demo: $(VENV)/.built
 	$(BIN)/python -m examples.demo
 
 # The tests have an extension of their own.
-$(VENV)/.tests: $(VENV)/.built
+$(VENV)/.tests: $(VENV)/.built tests/native/setup.py
 	$(BIN)/python -c 'import tests.native'
 	touch $@
 
