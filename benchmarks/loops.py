@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Adagrad, AdamW, Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import waterflow as wf
 from benchmarks import report
@@ -397,6 +397,11 @@ def slow(computes: bool = False) -> DataLoader:
     return DataLoader(SlowRows(512, computes), 32, shuffle=True)
 
 
+def tensors() -> DataLoader:
+    """A loader of 3,200 rows that lie in memory."""
+    return DataLoader(TensorDataset(torch.randn(3200, 64), torch.randint(10, (3200,))), 32, shuffle=True)
+
+
 def loops() -> list[Loop | OwnLoop]:
     """All kinds, in the order of the table."""
     adamw, row = partial(AdamW, lr=1e-3), (32, 64)
@@ -404,6 +409,7 @@ def loops() -> list[Loop | OwnLoop]:
     return [
         Loop("8 small MLPs", 8, mlp, memory(300, *row), adamw, cross_entropy),
         Loop("4 small CNNs", 4, cnn, memory(100, 32, 1, 16, 16), adamw, cross_entropy),
+        Loop("4 MLPs, loader of tensors", 4, mlp, tensors, adamw, cross_entropy),
         Loop("4 MLPs, loader computes", 4, mlp, partial(slow, computes=True), adamw, cross_entropy),
         Loop("4 MLPs, slow loader", 4, mlp, slow, adamw, cross_entropy),
         Loop("4 MLPs, slow loader, shared", 4, mlp, slow, adamw, cross_entropy, shared=True),

@@ -267,9 +267,9 @@ def main(arguments: list[str] | None = None) -> None:
         seconds, steps = one_by_one(study, asked.seed)
         print(f"wf.optimize: {done.steps:,} steps in {done.seconds:.1f} s; {len(done.lane_busy)} lanes of one thread each")
         print(f"study.optimize: {steps:,} steps in {seconds:.1f} s; {torch.get_num_threads()} threads, fused optimizers")
-        print(f"{seconds / done.seconds:.2f} times as fast; the pruner decides by what it has seen, so that steps may differ")
-        if load > 0.2 * (os.cpu_count() or 1):
-            print(f"other programs were busy (a load of {load:.1f}): compare again when the machine is quiet")
+        busy = f", but other programs were busy (a load of {load:.1f}): compare again when the machine is quiet"
+        print(f"{seconds / done.seconds:.2f} times as fast{busy if load > 0.2 * (os.cpu_count() or 1) else ''}")
+        print("the pruner decides by what it has seen, so that steps may differ")
     print(f"memory over time: {asked.out / 'memory.png'}; trace: {asked.out / 'trace.json'} (https://ui.perfetto.dev)")
 
 

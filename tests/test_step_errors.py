@@ -444,3 +444,18 @@ def test_the_line_of_an_error_is_one_of_the_step() -> None:
     made[0]((torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)))
     with pytest.raises(wf.StepError, match=r"Target 9 is out of bounds\.$"):
         made[1]((torch.randn(4, 8), torch.full((4,), 9)))
+
+
+def test_a_step_function_that_trains_by_itself_is_told_what_it_is_for() -> None:
+    model = nn.Linear(6, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def trains(model: nn.Module, batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError) as raised:
+        wf.Step(model, step=trains, optimizer=optimizer)(images(1)[0])
+    assert "a step function returns its loss: leave out backward() and update" in raised.value.__notes__[0]

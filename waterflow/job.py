@@ -406,7 +406,10 @@ class RunStats:
         """Return lines for people; ``jobs`` is the word for the jobs, such as ``trials``."""
         share = self.eager_steps / max(1, self.steps)
         again = f", {self.captured_again} of them anew" if self.captured_again else ""
-        told = [f"{self.steps:,} steps, {100 * share:.0f} % of them eager; {self.captures} captures{again}"]
+        # Rounded up: 0 % are none.
+        told = [
+            f"{self.steps:,} steps, {-(-100 * self.eager_steps // max(1, self.steps))} % of them eager; {self.captures} captures{again}"
+        ]
         told += [f"  {count} of {self.jobs} {jobs} ran eagerly: {cause}" for cause, count in self.eager.most_common(MOST_CAUSES)]
         told += ["  and others for other causes"] * (len(self.eager) > MOST_CAUSES)
         order = sorted(self.shares.items(), key=lambda part: -part[1])

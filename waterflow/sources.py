@@ -8,7 +8,5 @@ from pathlib import Path
 
 def digest(package: Path) -> str:
     """Of all C++ sources in the package's folder: ``setup.py`` writes it into the extension, the first import compares it."""
-    found = hashlib.sha256()
-    for path in sorted(package.glob("*/csrc/**/*.*")):
-        found.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+    parts = (f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes() for path in package.glob("*/csrc/**/*.*"))
+    return hashlib.sha256(b"\0".join(sorted(parts))).hexdigest()[:16]

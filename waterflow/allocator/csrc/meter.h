@@ -60,23 +60,21 @@ class Meter : public torch::profiler::impl::ProfilerStateBase {
 };
 
 // While any of these lives, torch does not warn of freed memory that a profiler has not seen allocated, as a meter's
-// steps free much of it. The level is the process's: other warnings of torch's C++ log are lost meanwhile, errors are
-// not.
+// steps free much of it: from level 2 on only errors. The level is the process's: other warnings of torch's C++ log are
+// lost meanwhile, errors are not.
 class NoProfilerWarnings {
  public:
   NoProfilerWarnings() {
     std::lock_guard<std::mutex> guard(lock_);
-    if (living_++ == 0) before_ = std::exchange(FLAGS_caffe2_log_level, std::max(FLAGS_caffe2_log_level, kErrors));
+    if (living_++ == 0) before_ = std::exchange(FLAGS_caffe2_log_level, std::max(FLAGS_caffe2_log_level, 2));
   }
   ~NoProfilerWarnings() {
     std::lock_guard<std::mutex> guard(lock_);
     if (--living_ == 0) FLAGS_caffe2_log_level = before_;
   }
   NoProfilerWarnings(const NoProfilerWarnings&) = delete;
-  NoProfilerWarnings& operator=(const NoProfilerWarnings&) = delete;
 
  private:
-  static constexpr int kErrors = 2;
   static inline std::mutex lock_;
   static inline int living_ = 0, before_ = 0;
 };

@@ -234,6 +234,10 @@ class EagerStep:
             place = list(user_place(error.__traceback__, self._spec.model))
             if not (place or isinstance(error, WaterflowError)) and isinstance(self._spec.compute_loss, (_OfTarget, _OfHeldLoss)):
                 place = [f"given a batch of which {_shown(batch[:-1])} goes to the model and {_shown(batch[-1])} is the target"]
+            if "backward through the graph a second time" in str(error):
+                place += [
+                    "a step function returns its loss: leave out backward() and update, and detach() what it keeps for the next"
+                ]
             note = ", ".join([f"in step {self._name!r}", *place])
             if not isinstance(error, WaterflowError) and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
