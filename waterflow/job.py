@@ -404,19 +404,16 @@ class RunStats:
 
     def lines(self, jobs: str) -> list[str]:
         """Return lines for people; ``jobs`` is the word for the jobs, such as ``trials``."""
-        share = self.eager_steps / max(1, self.steps)
+        percent = -(-100 * self.eager_steps // max(1, self.steps))  # rounded up: 0 are none
         again = f", {self.captured_again} of them anew" if self.captured_again else ""
-        # Rounded up: 0 % are none.
-        told = [
-            f"{self.steps:,} steps, {-(-100 * self.eager_steps // max(1, self.steps))} % of them eager; {self.captures} captures{again}"
-        ]
+        told = [f"{self.steps:,} steps, {percent} % of them eager; {self.captures} captures{again}"]
         told += [f"  {count} of {self.jobs} {jobs} ran eagerly: {cause}" for cause, count in self.eager.most_common(MOST_CAUSES)]
         told += ["  and others for other causes"] * (len(self.eager) > MOST_CAUSES)
         order = sorted(self.shares.items(), key=lambda part: -part[1])
         told.append(f"time: {', '.join(f'{100 * part:.0f} % {what}' for what, part in order if part >= 0.005)}")
         told.append(f"memory: at most {format_bytes(self.peak)} of {format_bytes(self.limit)} claimed")
         # The time of eager steps is not measured apart: it is estimated by their share of the steps.
-        shares = {**self.shares, "eager steps": share * self.shares["steps"]}
+        shares = {**self.shares, "eager steps": percent / 100 * self.shares["steps"]}
         # Advise on the one part that is furthest above its threshold; a list of advice would not be read.
         what = max(FIRST, key=lambda what: shares[what] - FIRST[what][0])
         if shares[what] >= FIRST[what][0]:
