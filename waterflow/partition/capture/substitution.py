@@ -40,7 +40,7 @@ class Carried:
     """Copies the attributes of real tensors to their stand-ins, and notices when a step changes one."""
 
     def __init__(self) -> None:
-        self._given: list[tuple[torch.Tensor, dict[str, Any], frozenset[str], tuple[Any, ...]]] = []
+        self._given: list[tuple[torch.Tensor, dict[str, Any], frozenset[str], bool]] = []
 
     def give(self, stand_in: torch.Tensor, real: torch.Tensor) -> None:
         """Copy attributes of ``real`` to its stand-in. Raises CaptureError for a name that the fake tensor itself needs."""
@@ -54,24 +54,17 @@ class Carried:
         if taken:
             raise CaptureError(f"a tensor has an attribute {min(taken)}; a fake tensor has another of this name; rename it")
         here.update(attributes)
-        self._given.append((stand_in, attributes, own, _form(stand_in)))
+        self._given.append((stand_in, attributes, own, stand_in.requires_grad))
 
     def check(self) -> None:
-        """Raise CaptureError where the step changed an attribute, ``requires_grad`` or the shape of a tensor that it was given."""
-        for stand_in, before, own, (wanted, *form) in self._given:
+        """Raise CaptureError where the step changed an attribute or ``requires_grad`` of a tensor that it was given."""
+        for stand_in, before, own, wanted in self._given:
             if stand_in.requires_grad != wanted:
                 raise CaptureError("a step changes requires_grad of a tensor that it was given")
-            if _form(stand_in)[1:] != tuple(form):
-                raise CaptureError("a step changes the shape of a tensor that it was given; let it make a view, as x.t() does")
             now = {name: value for name, value in vars(stand_in).items() if name not in own}
             for name in {**before, **now}:
                 if name not in now or name not in before or now[name] is not before[name]:
                     raise CaptureError(f"a step changes the attribute {name} of a tensor")
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    laid = (tensor.stride(), tensor.storage_offset()) if tensor.layout == torch.strided else ()
-    return tensor.requires_grad, tensor.shape, *laid
 
 
 class ChangesItself(CaptureError):

@@ -49,6 +49,8 @@ def _views_out_of_place(graph: fx.Graph) -> None:
             continue
         if node.target in IN_PLACE_VIEWS:
             source = node.args[0]
+            if source.op == "placeholder":
+                raise CaptureError("a step changes the shape of a tensor that it was given; let it make a view, as x.t() does")
             if source in viewed or (is_view(source.target) and source not in alone):
                 turned.add(storage_id(source.meta["val"]))
             else:
