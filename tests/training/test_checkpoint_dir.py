@@ -148,21 +148,22 @@ def test_a_module_that_was_trained_already(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import pathlib, signal, sys, time
+import pathlib, signal, sys, threading, time
 import torch
 from tests.training.test_checkpoint_dir import jobs_of
 import waterflow as wf
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 folder, every = sys.argv[1], None if sys.argv[2] == "None" else int(sys.argv[2])
-told, said = [], []
+told, first = [], threading.Lock()
 def act(name, step):
     time.sleep(0.01)
     told.append(name)
     # A job that the machine has kept behind the others may not have been written yet.
-    if len(told) >= 45 and not said and (every is None or len({path.parent for path in pathlib.Path(folder).glob("*/step-*.state")}) == 3):
-        said.append(print("under way", flush=True))
-        time.sleep(0.01)
+    if len(told) >= 45 and (every is None or len({path.parent for path in pathlib.Path(folder).glob("*/step-*.state")}) == 3):
+        if first.acquire(blocking=False):
+            print("under way", flush=True)
+            time.sleep(0.01)
 
 torch.manual_seed(0)
 try:
