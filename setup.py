@@ -45,7 +45,7 @@ class Build(BuildExtension):
         ext.sources.append(self.digest())
         try:
             ext.extra_compile_args += ["-include", self.precompiled(ext)]
-        except CompileError as error:
+        except (CompileError, RuntimeError, OSError) as error:  # of distutils, of torch's call of ninja, of hard links
             self.warn(f"the build takes longer: {PRECOMPILED} is compiled with each file, not once ({error})")
         super().build_extension(ext)
 

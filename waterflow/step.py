@@ -60,7 +60,7 @@ def default_name(model: Any) -> str:
 _told_of_studies = False
 
 
-def tell_of_plain_study() -> None:
+def _tell_of_plain_study() -> None:
     """Tell, once in a process, that a trial of plain ``study.optimize`` makes a step."""
     global _told_of_studies
     frame = None if _told_of_studies or "optuna" not in sys.modules else sys._getframe()
@@ -265,7 +265,7 @@ class Step:
         holder, compute_loss = eager.compose(model, loss, step)
         self._hold: Hold | None = None
         if self.engine is None:
-            tell_of_plain_study()
+            _tell_of_plain_study()
         else:
             # Before anything reads the model's tensors: while another thread captures the model, it has stand-ins for them.
             self._hold = Hold(self.name, self.engine.over)

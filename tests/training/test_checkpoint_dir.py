@@ -185,8 +185,10 @@ def test_goes_on_in_another_process(how: signal.Signals, every: int | None, tmp_
         try:
             assert process.stdout is not None and process.stderr is not None
             assert process.stdout.readline() == "under way\n"
+            began = time.monotonic()
             process.send_signal(how)
             process.wait(timeout=10)
+            assert time.monotonic() - began < 3
             if how is signal.SIGINT:
                 assert process.stdout.read() == "interrupted\n" and process.stderr.read() == ""
         finally:
