@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
         seconds, steps = one_by_one(study, asked.seed)
         print(f"wf.optimize: {done.steps:,} steps in {done.seconds:.1f} s; {len(done.lane_busy)} lanes of one thread each")
         print(f"study.optimize: {steps:,} steps in {seconds:.1f} s; {torch.get_num_threads()} threads, fused optimizers")
-        busy = f", but other programs were busy (a load of {load:.1f}): compare again when the machine is quiet"
+        busy = f", but the machine was busy (a load of {load:.1f}; a build just before counts): compare again when it is quiet"
         print(f"{seconds / done.seconds:.2f} times as fast{busy if load > 0.2 * (os.cpu_count() or 1) else ''}")
         print("the pruner decides by what it has seen, so that steps may differ")
     print(f"memory over time: {asked.out / 'memory.png'}; trace: {asked.out / 'trace.json'} (https://ui.perfetto.dev)")
