@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import optuna
@@ -147,10 +149,20 @@ def test_loaders_of_own_loops_are_no_rest(data: Any, part: str) -> None:
 def test_no_more_is_claimed_than_there_is() -> None:
     """Two jobs of the largest batch that fits twice: one step has the memory, and the other waits for it."""
 
+    class Data:
+        def __init__(self, size: int) -> None:
+            self.batch = torch.randn(size, 3), torch.randint(2, (size,))
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(6):  # more than are read ahead of a step: neither job ends before the other has had steps
+                yield self.batch
+                both.wait(60)
+
     def job(size: int, name: str) -> wf.Job:
-        data = [(torch.randn(size, 3), torch.randint(2, (size,)))] * 2
+        data = Data(size)
         return wf.Job(name, lambda: nn.Linear(3, 2), data=data, loss=F.cross_entropy, optimizer=torch.optim.SGD, seed=0)
 
+    both = threading.Barrier(2)
     size = wf.max_batch_size(job(64, "one"), copies=2, memory="2MiB").jobs[0].size
     for lanes in (1, 2):
         stats = wf.train([job(size, "one"), job(size, "other")], memory="2MiB", lanes=lanes).stats
