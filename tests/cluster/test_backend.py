@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,14 @@ import torch
 import waterflow as wf
 from tests.cluster.jobs import equal, jobs
 from waterflow.cluster.backend import BackendError, BackendEvent, Checkpointed, Ended, NodeJoined, NodeLost, Progress, Started
+from waterflow.cluster.group import Part, Process, RunningGroup
 from waterflow.cluster.ledger import Ledger
 from waterflow.cluster.local import LocalBackend
 from waterflow.cluster.payload import load_results, pack
+from waterflow.cluster.shared_folder import SharedFolder
 from waterflow.cluster.worker import WorkerSettings
+from waterflow.executor.engine import Engine
+from waterflow.training.runner import JobRunner
 
 pytestmark = pytest.mark.needs_time("the contract of every backend, with jobs that last long enough to be stopped")
 
@@ -400,3 +405,35 @@ def _descendants(pid: int) -> set[int]:
 def test_torch_threads() -> None:
     """What is compared here was trained with one thread inside of operations, as workers do."""
     assert torch.get_num_threads() == 1
+
+
+def test_an_end_comes_behind_a_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hears of the end finds no checkpoint that is written later."""
+    folder = SharedFolder(tmp_path)
+    folder.make()
+    epoch = folder.new_epoch()
+    folder.new_run("a")
+    folder.send("a", 1, pack(jobs(batches=3, epochs=1)))
+    told: list[object] = []
+    begun = threading.Event()
+    run = JobRunner.run
+
+    def run_during_a_save(runner: JobRunner) -> wf.JobResult:
+        threading.Thread(target=group.save).start()
+        assert begun.wait(60)
+        return run(runner)
+
+    def write(_: RunningGroup, *state: object) -> None:
+        begun.set()
+        group._thread.join(0.5)  # until the job is over, and its end would be told
+        told.append("written")
+
+    monkeypatch.setattr(JobRunner, "run", run_during_a_save)
+    monkeypatch.setattr(JobRunner, "snapshot", lambda _: SimpleNamespace(steps=0))
+    monkeypatch.setattr(RunningGroup, "_write", write)
+    with Engine(lanes=1) as engine:
+        process = Process("here", epoch, folder, engine)
+        group = RunningGroup(Part("a", 1), False, process, lambda _, event: told.append(type(event)), lambda: None)
+        group.start()
+        group._thread.join(60)
+    assert told == [Started, "written", Checkpointed, Ended]

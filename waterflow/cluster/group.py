@@ -242,6 +242,8 @@ class RunningGroup:
                 how = "cancelled"
             except Exception as error:
                 how, reason = "failed", f"{type(error).__name__}: {error}"
+            with self._saving:  # a save under way leaves nothing behind the end; later ones find no job
+                pass
             # The end is written to the shared folder, where a backend finds it that takes over after this process has
             # ended.
             note = folder.own(epoch) / f"{next(_count)}.ended"
