@@ -5,12 +5,17 @@
 # make tiers  which tests of the short tier need time, and why
 # make weight  the package's lines of code by folder, and their budget
 # make check  format, lint, types and make test, as before a commit on main
+# make cuda-check  the CUDA code on a stand-in for a GPU, eight minutes (CUDA_CHECK=all: all of it, by parts of ten minutes)
 # make sanitize  the allocator's random runs under the address, undefined behaviour and thread sanitizers
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+# Torch for CUDA, whose steps are checked without a GPU, on a stand-in.
+CUDA_VENV   := .venv-cuda
+CUDA_PYTHON ?= python3.12
 
 # Not from their own requirements: torchvision and timm would bring another torch. Two of them are built for CUDA, and
 # .ci/cpu_wheels.py makes their Python code import beside a torch without it.
@@ -26,7 +31,7 @@ FUZZ_ROWS := 6000
 # Two processes: the suite is written for two cores. Tests of one file stay together as far as that fills both.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-changed test-all test-full tiers weight check format lint types build sanitize clean
+.PHONY: demo test test-changed test-all test-full tiers weight check format lint types build sanitize cuda-env cuda-check clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m examples.demo
@@ -102,5 +107,22 @@ $(VENV)/.extension: $(CPP) setup.py waterflow/sources.py
 	WATERFLOW_TEST_HOOKS=1 $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 
+# An environment of its own with torch for CUDA, some 7 GB; no GPU is needed.
+cuda-env: $(CUDA_VENV)/.built
+
+$(CUDA_VENV)/.packages: constraints-cpu.txt pyproject.toml
+	test -x $(CUDA_VENV)/bin/python || $(CUDA_PYTHON) -m venv $(CUDA_VENV)
+	grep -v '^torch==' constraints-cpu.txt > $(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-compile -c $(CUDA_VENV)/constraints.txt \
+	  torch==2.11.0 setuptools wheel ninja $$($(CUDA_PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['test'])")
+	touch $@
+
+$(CUDA_VENV)/.built: $(CUDA_VENV)/.packages $(CPP) setup.py waterflow/sources.py
+	WATERFLOW_TEST_HOOKS=1 $(CUDA_VENV)/bin/python setup.py -q build_ext --inplace
+	touch $@
+
+cuda-check: $(CUDA_VENV)/.built
+	$(CUDA_VENV)/bin/python -m tests.gpu.standin $(CUDA_CHECK)
+
 clean:
-	rm -rf $(VENV) build *.egg-info waterflow/*.so
+	rm -rf $(VENV) $(CUDA_VENV) build *.egg-info waterflow/*.so

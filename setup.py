@@ -39,7 +39,7 @@ class Build(BuildExtension):
 
     def finalize_options(self):
         super().finalize_options()
-        self.build_temp = os.path.join("build", "objects")
+        self.build_temp = os.path.join("build", f"objects-{sys.implementation.cache_tag}-{torch.__version__}")
 
     def build_extension(self, ext):
         ext.sources.append(self.digest())

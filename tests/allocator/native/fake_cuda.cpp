@@ -1,11 +1,16 @@
 // A stand-in for libcuda.so.1: the functions that waterflow looks up, over memory of the host. It keeps books, refuses
-// what the driver would refuse, records every call, and can be told to fail or to have little memory.
+// what the driver would refuse, records every call, and can be told to fail, to have little memory, or to be late.
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -15,7 +20,7 @@
 namespace {
 
 constexpr int OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_STARTED = 3, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_READY = 600,
-              IN_CAPTURE = 900, SPOILED = 901;
+              IN_CAPTURE = 900, SPOILED = 901, UNJOINED = 904, CAPTURED_EVENT = 907;
 constexpr size_t GRANULE = size_t{2} << 20;
 constexpr int DEVICES = 2;
 
@@ -38,53 +43,70 @@ struct Mapping {
   uint64_t handle;
   bool accessible = false;
 };
+// What a stream has to do next: a piece of work, or to wait until another stream has come so far.
+using Work = std::shared_ptr<std::function<void()>>;
+struct Item {
+  Work work;
+  uint64_t other = 0;
+  int64_t until = 0;
+};
 struct Stream {
   unsigned long long id;
-  int64_t issued = 0;
+  std::deque<Item> items = {};
+  int64_t issued = 0, done = 0;
   bool stalled = false;
-  std::map<int64_t, std::set<std::pair<uint64_t, int64_t>>> waits =
-      {};  // by position: (stream, position) that come before
 };
 struct Event {
   uint64_t stream = 0;
   int64_t position = -1;  // never recorded
+  uint64_t capture = 0;   // where it was recorded in one: its origin
 };
 
-struct Node {
-  void (*function)(void*);
-  void* data;
-};
 struct Capture {
   std::thread::id thread;
   int mode;
   bool spoiled = false;
-  std::vector<Node> nodes = {};
+  std::vector<Work> nodes = {};
+  // By stream that takes part, also by way of events: what was issued there, and how much of that the origin waits for.
+  std::map<uint64_t, std::pair<int64_t, int64_t>> streams = {};
 };
 
-std::mutex lock;
+// When streams do their work.
+enum class Schedule {
+  once,   // as soon as it is issued, unless the stream is stalled or waits
+  late,   // when somebody waits for it
+  first,  // one stream at once, and what that waits for; the others late
+};
+
+std::recursive_mutex lock;  // work may call the driver
 bool started = false;
 size_t total = size_t{1} << 30, used = 0;
 uint64_t next_handle = 0x1000;
 unsigned long long next_stream_id = 1;
 int retained[DEVICES];
+int devices = DEVICES;
 std::map<uint64_t, size_t> reservations, plain;
 std::map<uint64_t, Physical> physical;
 std::map<uint64_t, Mapping> mappings;
 std::map<uint64_t, Stream> streams;
 std::map<uint64_t, Event> events;
 std::map<uint64_t, Capture> captures;  // by stream
-std::map<uint64_t, std::vector<Node>> graphs, executables;
+std::map<uint64_t, std::vector<Work>> graphs, executables;
 std::map<std::string, int64_t> counts;
 std::string calls, failing;
 int64_t failing_at = 0;
 int failing_with = 0;
+Schedule schedule = Schedule::once;
+int64_t favoured = 0;        // stream, by number, where one comes first
+bool waits_dropped = false;  // a planted fault: streams do not wait for each other
+bool keeps_calls = true;
 int64_t stream_handle_shift = 0;  // 0: handles are fresh; otherwise the last destroyed one comes back
 uint64_t last_destroyed = 0;
 thread_local uint64_t context = 0;
 thread_local int capture_mode = 0;  // 0: global, 1: of the thread, 2: relaxed
 
 int called(const char* name, const std::string& with = {}) {
-  calls += std::string(name) + "(" + with + ")\n";
+  if (keeps_calls) calls += std::string(name) + "(" + with + ")\n";
   const int64_t nth = ++counts[name];
   if (failing == name && nth == failing_at) return failing_with;
   return OK;
@@ -92,14 +114,15 @@ int called(const char* name, const std::string& with = {}) {
 
 std::string text(uint64_t number) { return std::to_string(number); }
 
-#define CALL(...)                          \
-  std::lock_guard<std::mutex> guard(lock); \
-  if (!started) return NOT_STARTED;        \
+#define CALL(...)                                    \
+  std::lock_guard<std::recursive_mutex> guard(lock); \
+  if (!started) return NOT_STARTED;                  \
   if (const int failed = called(__VA_ARGS__)) return failed;
 #define NEEDS_CONTEXT \
   if (context == 0) return NO_CONTEXT;
 
-// A call that a capture cannot stand: it fails, and the capture with it.
+// A call that is not safe beside a capture fails, and the capture with it: where the mode is global for any thread's
+// capture, where it is the thread's own for that thread's.
 bool spoils() {
   bool any = false;
   for (auto& [stream, capture] : captures) {
@@ -111,11 +134,25 @@ bool spoils() {
 }
 #define NOT_IN_CAPTURE \
   if (spoils()) return IN_CAPTURE;
-// Nobody but the capturing thread may know of a stream that is captured.
-#define NOT_CAPTURED(stream)                                                                     \
-  if (auto found = captures.find(reinterpret_cast<uint64_t>(stream)); found != captures.end()) { \
-    found->second.spoiled = true;                                                                \
-    return IN_CAPTURE;                                                                           \
+
+// "CUDA Graphs, Prohibited and Unhandled Operations": a broader handle that takes in a capturing stream, as the context
+// does, may not be synchronized either. Whoever does so, in whatever mode: the call fails, and each capture with it.
+bool spoils_all() {
+  for (auto& [stream, capture] : captures) capture.spoiled = true;
+  return !captures.empty();
+}
+
+Capture* capture_of(void* stream) {
+  for (auto& [origin, capture] : captures) {
+    if (capture.streams.count(reinterpret_cast<uint64_t>(stream)) > 0) return &capture;
+  }
+  return nullptr;
+}
+// A stream that is captured may not be asked or waited for.
+#define NOT_CAPTURED(stream)                         \
+  if (Capture* const capture = capture_of(stream)) { \
+    capture->spoiled = true;                         \
+    return IN_CAPTURE;                               \
   }
 
 Stream* stream_of(void* handle) {
@@ -126,15 +163,61 @@ Stream* stream_of(void* handle) {
 
 bool done(uint64_t stream, int64_t position) {
   auto found = streams.find(stream);
-  if (found == streams.end()) return true;  // destroyed: the driver finishes its work
-  if (found->second.stalled) return false;
-  for (const auto& [at, before] : found->second.waits) {
-    if (at > position) break;
-    for (const auto& [other, until] : before) {
-      if (!done(other, until)) return false;
+  return found == streams.end() || found->second.done >= position;
+}
+
+void take(Stream& stream) {
+  const Item item = std::move(stream.items.front());
+  stream.items.pop_front();
+  if (item.work) (*item.work)();
+  ++stream.done;
+}
+
+// A stream's work up to a position, with all that it waits for.
+void force(uint64_t handle, int64_t position) {
+  auto found = streams.find(handle);
+  if (found == streams.end()) return;
+  Stream& stream = found->second;
+  stream.stalled = false;
+  while (stream.done < position && !stream.items.empty()) {
+    const Item& next = stream.items.front();
+    if (!next.work) force(next.other, next.until);
+    take(stream);
+  }
+}
+
+void force_all() {
+  for (auto& [handle, stream] : streams) force(handle, stream.issued);
+}
+
+// What the schedule lets streams do now.
+void go_on() {
+  for (bool any = true; any;) {
+    any = false;
+    for (auto& [handle, stream] : streams) {
+      if (schedule == Schedule::first && static_cast<int64_t>(stream.id) == favoured) force(handle, stream.issued);
+      if (schedule != Schedule::once) continue;
+      while (!stream.stalled && !stream.items.empty()) {
+        const Item& next = stream.items.front();
+        if (!next.work && !done(next.other, next.until)) break;
+        take(stream);
+        any = true;
+      }
     }
   }
-  return true;
+}
+
+void issue(Stream& stream, Item item) {
+  stream.items.push_back(std::move(item));
+  ++stream.issued;
+  go_on();
+}
+
+// Whoever asks again and again whether work is done sees some of it done.
+bool asked(uint64_t handle, int64_t position) {
+  if (done(handle, position)) return true;
+  if (schedule != Schedule::once) force(handle, streams.at(handle).done + 1);
+  return false;
 }
 
 bool reserved(uint64_t at, size_t bytes) {
@@ -170,10 +253,48 @@ void drop_if_unused(uint64_t handle) {
 
 }  // namespace
 
+namespace {
+
+uint64_t origin_of(const Capture& capture) {
+  for (const auto& [origin, one] : captures) {
+    if (&one == &capture) return origin;
+  }
+  return 0;
+}
+
+// Work in a stream's order, or kept where that is captured.
+void run_on(void* handle, const Work& work) {
+  {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    if (Capture* const capture = capture_of(handle)) {
+      capture->nodes.push_back(work);
+      ++capture->streams[reinterpret_cast<uint64_t>(handle)].first;
+      return;
+    }
+    Stream& stream = *stream_of(handle);
+    if (schedule != Schedule::once || stream.stalled || !stream.items.empty()) return issue(stream, {work});
+  }
+  (*work)();  // without the lock: it may wait for others
+}
+
+// "once", "late", or the number of the stream that comes first.
+void read_environment() {
+  const std::string asked = std::getenv("STANDIN_SCHEDULE");
+  schedule = asked == "once" ? Schedule::once : asked == "late" ? Schedule::late : Schedule::first;
+  if (schedule == Schedule::first) favoured = std::stoll(asked);
+  waits_dropped = std::getenv("STANDIN_DROPS_WAITS") != nullptr;
+  total = size_t{8} << 30;
+  devices = 1;
+  keeps_calls = false;
+}
+
+}  // namespace
+
 #define FAKE extern "C" __attribute__((visibility("default")))
 
 FAKE int cuInit(unsigned) {
-  std::lock_guard<std::mutex> guard(lock);
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  if (!started && std::getenv("STANDIN_SCHEDULE") != nullptr) read_environment();
   started = true;
   return called("cuInit");
 }
@@ -187,11 +308,11 @@ FAKE int cuGetErrorName(int error, const char** out) {
 }
 FAKE int cuDeviceGetCount(int* count) {
   CALL("cuDeviceGetCount");
-  return *count = DEVICES, OK;
+  return *count = devices, OK;
 }
 FAKE int cuDeviceGet(int* device, int index) {
   CALL("cuDeviceGet", text(index));
-  if (index < 0 || index >= DEVICES) return 101;
+  if (index < 0 || index >= devices) return 101;
   return *device = index, OK;
 }
 FAKE int cuDeviceGetAttribute(int* value, int attribute, int) {
@@ -219,10 +340,9 @@ FAKE int cuCtxGetCurrent(void** out) { return *out = reinterpret_cast<void*>(con
 FAKE int cuCtxSetCurrent(void* made) { return context = reinterpret_cast<uint64_t>(made), OK; }
 FAKE int cuCtxSynchronize() {
   CALL("cuCtxSynchronize");
-  NOT_IN_CAPTURE
+  if (spoils_all()) return IN_CAPTURE;
   NEEDS_CONTEXT
-  for (auto& [id, stream] : streams) stream.stalled = false;
-  return OK;
+  return force_all(), OK;
 }
 FAKE int cuMemGetInfo_v2(size_t* free, size_t* all) {
   CALL("cuMemGetInfo");
@@ -327,6 +447,7 @@ FAKE int cuMemFree_v2(unsigned long long at) {
   NEEDS_CONTEXT
   auto found = plain.find(at);
   if (found == plain.end()) return INVALID;
+  force_all();
   munmap(reinterpret_cast<void*>(at), found->second);
   used -= found->second;
   plain.erase(found);
@@ -345,6 +466,7 @@ FAKE int cuStreamDestroy_v2(void* stream) {
   CALL("cuStreamDestroy");
   if (stream == nullptr || stream_of(stream) == nullptr) return BAD_HANDLE;
   last_destroyed = reinterpret_cast<uint64_t>(stream);
+  force(last_destroyed, streams.at(last_destroyed).issued);  // the driver would finish it
   streams.erase(last_destroyed);
   return OK;
 }
@@ -355,13 +477,28 @@ FAKE int cuStreamGetId(void* stream, unsigned long long* id) {
 }
 FAKE int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
   CALL("cuStreamWaitEvent", text(reinterpret_cast<uint64_t>(stream)) + "," + text(reinterpret_cast<uint64_t>(event)));
-  NOT_CAPTURED(stream)
   Stream* const on = stream_of(stream);
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (on == nullptr || found == events.end()) return BAD_HANDLE;
   if (flags != 0) return INVALID;
-  if (found->second.position >= 0) on->waits[++on->issued].insert({found->second.stream, found->second.position});
-  return OK;
+  const Event& after = found->second;
+  Capture* const capture = capture_of(stream);
+  if (after.capture != 0) {  // the waiting stream takes part from here on
+    auto begun = captures.find(after.capture);
+    if (begun == captures.end() || (capture != nullptr && capture != &begun->second)) return IN_CAPTURE;
+    auto& parts = begun->second.streams;
+    parts[reinterpret_cast<uint64_t>(stream)];
+    auto& [issued, joined] = parts[after.stream];
+    if (reinterpret_cast<uint64_t>(stream) == after.capture) joined = std::max(joined, after.position);
+    return OK;
+  }
+  if (capture != nullptr) {  // what is not captured cannot come before what is
+    if (after.position < 0) return OK;
+    capture->spoiled = true;
+    return IN_CAPTURE;
+  }
+  if (after.position < 0 || waits_dropped) return OK;
+  return issue(*on, {nullptr, after.stream, after.position}), OK;
 }
 FAKE int cuEventCreate(void** event, unsigned flags) {
   CALL("cuEventCreate", text(flags));
@@ -372,11 +509,17 @@ FAKE int cuEventCreate(void** event, unsigned flags) {
 }
 FAKE int cuEventRecord(void* event, void* stream) {
   CALL("cuEventRecord", text(reinterpret_cast<uint64_t>(event)) + "," + text(reinterpret_cast<uint64_t>(stream)));
-  NOT_CAPTURED(stream)
   Stream* const on = stream_of(stream);
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (on == nullptr || found == events.end()) return BAD_HANDLE;
-  found->second = Event{reinterpret_cast<uint64_t>(stream), ++on->issued};
+  const auto handle = reinterpret_cast<uint64_t>(stream);
+  if (Capture* const capture = capture_of(stream)) {
+    if (capture->thread != std::this_thread::get_id()) return capture->spoiled = true, IN_CAPTURE;
+    found->second = Event{handle, capture->streams[handle].first, origin_of(*capture)};
+    return OK;
+  }
+  issue(*on, {std::make_shared<std::function<void()>>([] {})});
+  found->second = Event{handle, on->issued};
   return OK;
 }
 FAKE int cuEventQuery(void* event) {
@@ -384,18 +527,17 @@ FAKE int cuEventQuery(void* event) {
   NOT_IN_CAPTURE
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (found == events.end()) return BAD_HANDLE;
-  return done(found->second.stream, found->second.position) ? OK : NOT_READY;
+  if (found->second.capture != 0) return CAPTURED_EVENT;
+  return asked(found->second.stream, found->second.position) ? OK : NOT_READY;
 }
 FAKE int cuEventSynchronize(void* event) {
   CALL("cuEventSynchronize");
   NOT_IN_CAPTURE
   auto found = events.find(reinterpret_cast<uint64_t>(event));
   if (found == events.end()) return BAD_HANDLE;
-  // The host would sit there until the work is done; so it is done.
-  if (!done(found->second.stream, found->second.position)) {
-    for (auto& [id, stream] : streams) stream.stalled = false;
-  }
-  return OK;
+  if (found->second.capture != 0) return CAPTURED_EVENT;
+  force(found->second.stream, found->second.position);  // the host would sit there until it is done
+  return go_on(), OK;
 }
 FAKE int cuEventDestroy_v2(void* event) {
   CALL("cuEventDestroy");
@@ -409,10 +551,13 @@ FAKE int cuStreamBeginCapture_v2(void* stream, int mode) {
   CALL("cuStreamBeginCapture", text(reinterpret_cast<uint64_t>(stream)) + "," + text(static_cast<uint64_t>(mode)));
   const auto on = reinterpret_cast<uint64_t>(stream);
   if (stream == nullptr || stream_of(stream) == nullptr) return IN_CAPTURE;
-  return captures.emplace(on, Capture{std::this_thread::get_id(), mode}).second ? OK : INVALID;
+  if (capture_of(stream) != nullptr) return INVALID;
+  captures[on] = Capture{std::this_thread::get_id(), mode};
+  captures[on].streams[on];
+  return OK;
 }
 FAKE int cuStreamEndCapture(void* stream, void** graph) {
-  std::lock_guard<std::mutex> guard(lock);
+  std::lock_guard<std::recursive_mutex> guard(lock);
   auto found = captures.find(reinterpret_cast<uint64_t>(stream));
   if (found == captures.end() || found->second.thread != std::this_thread::get_id()) return INVALID;
   const Capture done = found->second;
@@ -420,6 +565,9 @@ FAKE int cuStreamEndCapture(void* stream, void** graph) {
   *graph = nullptr;
   if (const int failed = called("cuStreamEndCapture", text(reinterpret_cast<uint64_t>(stream)))) return failed;
   if (done.spoiled) return SPOILED;
+  for (const auto& [part, issued] : done.streams) {
+    if (part != reinterpret_cast<uint64_t>(stream) && issued.first > issued.second) return UNJOINED;
+  }
   *graph = reinterpret_cast<void*>(next_handle);
   graphs.emplace(next_handle++, done.nodes);
   return OK;
@@ -433,7 +581,7 @@ FAKE int cuGraphInstantiateWithFlags(void** made, void* graph, unsigned long lon
   return OK;
 }
 FAKE int cuGraphLaunch(void* graph, void* stream) {
-  std::vector<Node> nodes;
+  std::vector<Work> nodes;
   {
     CALL("cuGraphLaunch", text(reinterpret_cast<uint64_t>(graph)) + "," + text(reinterpret_cast<uint64_t>(stream)));
     NOT_CAPTURED(stream)
@@ -441,7 +589,7 @@ FAKE int cuGraphLaunch(void* graph, void* stream) {
     if (found == executables.end() || stream_of(stream) == nullptr) return BAD_HANDLE;
     nodes = found->second;
   }
-  for (const Node& node : nodes) node.function(node.data);
+  for (const auto& node : nodes) run_on(stream, node);
   return OK;
 }
 FAKE int cuGraphExecDestroy(void* graph) {
@@ -456,10 +604,8 @@ FAKE int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
   {
     CALL("cuLaunchHostFunc");
     if (stream_of(stream) == nullptr) return BAD_HANDLE;
-    auto found = captures.find(reinterpret_cast<uint64_t>(stream));
-    if (found != captures.end()) return found->second.nodes.push_back({function, data}), OK;
   }
-  function(data);
+  run_on(stream, std::make_shared<std::function<void()>>([=] { function(data); }));
   return OK;
 }
 
@@ -473,7 +619,11 @@ FAKE void fake_fail(const char* name, int64_t nth, int code) {
   failing_with = code;
 }
 FAKE int64_t fake_count(const char* name) { return counts[name]; }
-FAKE void fake_stall(void* stream, int on) { stream_of(stream)->stalled = on != 0; }
+FAKE void fake_stall(void* stream, int on) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  stream_of(stream)->stalled = on != 0;
+  go_on();
+}
 FAKE void fake_reuse_streams(int on) { stream_handle_shift = on; }
 FAKE const char* fake_calls() { return calls.c_str(); }
 FAKE void fake_forget_calls() { calls.clear(), counts.clear(); }

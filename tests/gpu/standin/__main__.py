@@ -1,0 +1,49 @@
+"""``python -m tests.gpu.standin [all | PART ...]``: the tests of a GPU, on the stand-in; ``make cuda-check`` calls it.
+
+Each part runs in processes of its own, and takes less than ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from tests.gpu import standin
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests under one order of the streams."""
+
+    schedule: str
+    tests: tuple[str, ...]
+
+
+BITS = ("tests/gpu/test_as_cpu.py", "tests/gpu/test_engine.py")
+PARTS = {
+    "late": Part("late", ("tests/gpu",)),
+    "once": Part("once", BITS),
+    **{f"stream {number} first": Part(str(number), BITS) for number in range(1, 7)},
+}
+USUAL = ("late",)
+
+
+def main(asked: list[str]) -> int:
+    """Run the parts; return 0 if all passed."""
+    standin.build()
+    failed = []
+    for name in PARTS if asked == ["all"] else asked or USUAL:
+        if name not in PARTS:
+            sys.exit(f"there is no part {name!r}; there are: {', '.join(PARTS)}")
+        part, began = PARTS[name], time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--all", *part.tests]
+        status = subprocess.run(command, cwd=standin.ROOT, env=standin.environment(part.schedule)).returncode
+        failed += [name] if status else []
+        print(f"{name}: {'failed' if status else 'passed'}, {time.monotonic() - began:.0f} s", flush=True)
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
