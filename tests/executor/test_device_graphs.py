@@ -437,10 +437,11 @@ def test_other_threads_go_on_while_one_captures(fake: FakeCuda) -> None:
 
 def test_what_a_capture_cannot_stand_ends_it(fake: FakeCuda) -> None:
     device = _C.CudaDevice(0, 0, fake.path)
-    stream = device.add_stream()
+    stream, other = device.add_stream(), device.add_stream()
+    before = device.record(other)
     device.begin_capture(stream)
-    with pytest.raises(_C.CudaError, match="cuEventRecord"):
-        device.record(stream)
+    with pytest.raises(_C.CudaError, match="cuStreamWaitEvent"):
+        device.wait(stream, before)
     with pytest.raises(_C.CudaError, match=r"cuStreamEndCapture\(stream \d+\) failed.*cannot be done while a CUDA graph"):
         device.end_capture(stream)
     device.begin_capture(stream)

@@ -20,7 +20,8 @@
 namespace {
 
 constexpr int OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_STARTED = 3, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_READY = 600,
-              IN_CAPTURE = 900, SPOILED = 901, UNJOINED = 904, CAPTURED_EVENT = 907;
+              ILLEGAL_ADDRESS = 700, IN_CAPTURE = 900, SPOILED = 901, UNJOINED = 904, ISOLATED = 905,
+              CAPTURED_EVENT = 907;
 constexpr size_t GRANULE = size_t{2} << 20;
 constexpr int DEVICES = 2;
 
@@ -44,7 +45,11 @@ struct Mapping {
   bool accessible = false;
 };
 // What a stream has to do next: a piece of work, or to wait until another stream has come so far.
-using Work = std::shared_ptr<std::function<void()>>;
+struct Piece {
+  std::function<void()> run;
+  std::vector<std::pair<uint64_t, uint64_t>> touches = {};  // memory, from and to; where that is known
+};
+using Work = std::shared_ptr<Piece>;
 struct Item {
   Work work;
   uint64_t other = 0;
@@ -169,7 +174,7 @@ bool done(uint64_t stream, int64_t position) {
 void take(Stream& stream) {
   const Item item = std::move(stream.items.front());
   stream.items.pop_front();
-  if (item.work) (*item.work)();
+  if (item.work) item.work->run();
   ++stream.done;
 }
 
@@ -220,6 +225,19 @@ bool asked(uint64_t handle, int64_t position) {
   return false;
 }
 
+// Whether work that is not done uses this memory: a GPU would fault there once it is gone.
+bool in_use(uint64_t at, size_t bytes) {
+  for (const auto& [handle, stream] : streams) {
+    for (const auto& item : stream.items) {
+      if (!item.work) continue;
+      for (const auto& [from, to] : item.work->touches) {
+        if (from < at + bytes && at < to) return true;
+      }
+    }
+  }
+  return false;
+}
+
 bool reserved(uint64_t at, size_t bytes) {
   auto found = reservations.upper_bound(at);
   if (found == reservations.begin()) return false;
@@ -241,6 +259,15 @@ bool whole_mappings(uint64_t at, size_t bytes) {
     covered += next->second.bytes;
   }
   return covered == at + bytes;
+}
+
+[[maybe_unused]] bool mapped(uint64_t at, size_t bytes) {
+  for (uint64_t here = at; here < at + bytes;) {
+    auto found = mappings.upper_bound(here);
+    if (found == mappings.begin() || (--found)->first + found->second.bytes <= here) return false;
+    here = found->first + found->second.bytes;
+  }
+  return true;
 }
 
 void drop_if_unused(uint64_t handle) {
@@ -274,7 +301,7 @@ void run_on(void* handle, const Work& work) {
     Stream& stream = *stream_of(handle);
     if (schedule != Schedule::once || stream.stalled || !stream.items.empty()) return issue(stream, {work});
   }
-  (*work)();  // without the lock: it may wait for others
+  work->run();  // without the lock: it may wait for others
 }
 
 // "once", "late", or the number of the stream that comes first.
@@ -413,6 +440,7 @@ FAKE int cuMemUnmap(unsigned long long at, size_t bytes) {
   CALL("cuMemUnmap", text(bytes));
   NOT_IN_CAPTURE
   if (!whole_mappings(at, bytes)) return INVALID;
+  if (in_use(at, bytes)) return ILLEGAL_ADDRESS;
   for (auto next = mappings.find(at); next != mappings.end() && next->first < at + bytes;) {
     mmap(reinterpret_cast<void*>(next->first), next->second.bytes, PROT_NONE,
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
@@ -495,7 +523,7 @@ FAKE int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
   if (capture != nullptr) {  // what is not captured cannot come before what is
     if (after.position < 0) return OK;
     capture->spoiled = true;
-    return IN_CAPTURE;
+    return ISOLATED;
   }
   if (after.position < 0 || waits_dropped) return OK;
   return issue(*on, {nullptr, after.stream, after.position}), OK;
@@ -518,7 +546,7 @@ FAKE int cuEventRecord(void* event, void* stream) {
     found->second = Event{handle, capture->streams[handle].first, origin_of(*capture)};
     return OK;
   }
-  issue(*on, {std::make_shared<std::function<void()>>([] {})});
+  issue(*on, {std::make_shared<Piece>([] {})});
   found->second = Event{handle, on->issued};
   return OK;
 }
@@ -605,7 +633,7 @@ FAKE int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
     CALL("cuLaunchHostFunc");
     if (stream_of(stream) == nullptr) return BAD_HANDLE;
   }
-  run_on(stream, std::make_shared<std::function<void()>>([=] { function(data); }));
+  run_on(stream, std::make_shared<Piece>([=] { function(data); }));
   return OK;
 }
 

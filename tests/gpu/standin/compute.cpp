@@ -22,7 +22,8 @@
 #include <vector>
 
 extern "C" {  // runtime.cpp
-void standin_run(void* stream, std::function<void()>* work);
+void standin_run(void* stream, std::function<void()>* work, const std::vector<std::pair<uint64_t, uint64_t>>* touches);
+void standin_fill(void* stream, void* at, size_t bytes);
 void standin_finish(void* stream);
 void standin_wait(void* stream, void* other);
 bool standin_capturing(void* stream);
@@ -140,6 +141,12 @@ struct Issued {
   std::unordered_set<c10::TensorImpl*> aliases;  // among them
   std::vector<std::pair<void*, size_t>> places;  // of fresh results, in their order
   at::Generator generator;
+  std::vector<std::pair<uint64_t, uint64_t>> touches;  // memory of the device
+
+  void touch(const void* at, size_t bytes) {
+    const auto from = reinterpret_cast<uint64_t>(at);
+    if (at != nullptr) touches.emplace_back(from, from + bytes);
+  }
 
   void run() const {
     c10::impl::ForceDispatchKeyGuard below(
@@ -190,6 +197,7 @@ Issued issue(const c10::OperatorHandle& op, const Stack& given) {
       }
       const auto alias = bytes_on_cpu(tensor);
       made.aliases.insert(alias.unsafeGetTensorImpl());
+      made.touch(tensor.is_cuda() ? tensor.const_data_ptr() : nullptr, bytes_of(tensor));
       return alias;
     }));
   }
@@ -256,9 +264,11 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
   issued.generator = generator;
   for (auto& [tensor, place] : fresh) {
     issued.places.emplace_back(tensor.numel() > 0 ? place.mutable_data_ptr() : nullptr, bytes_of(tensor));
+    issued.touch(issued.places.back().first, issued.places.back().second);
   }
+  const auto touches = issued.touches;
   std::function<void()> work = [issued = std::make_shared<const Issued>(std::move(issued))] { issued->run(); };
-  standin_run(stream, &work);
+  standin_run(stream, &work, &touches);
 }
 
 // -- operators that no CPU kernel stands for
@@ -370,13 +380,14 @@ STANDIN void standin_free(void* at, size_t bytes, int device, void* stream) {
     if (!standin_capturing(stream)) {
       for (void* const other : others) standin_wait(stream, other);
     }
-    std::function<void()> fill = [at, bytes] { std::memset(at, 0xff, bytes); };
-    standin_run(stream, &fill);
+    standin_fill(stream, at, bytes);
   }
   real_free(at, bytes, device, stream);
 }
 
 STANDIN void standin_record_stream(void* at, void* stream) {
+  static const bool forgets = std::getenv("STANDIN_FORGETS_USERS") != nullptr;  // a planted fault
+  if (forgets) return;
   {
     const std::lock_guard<std::mutex> guard(recorded_lock);
     recorded[at].insert(stream);
@@ -393,7 +404,8 @@ STANDIN void standin_memory(void* malloc, void* free, void* record) {
 
 STANDIN void standin_sleep() {
   std::function<void()> nothing = [] {};
-  standin_run(stream_here(), &nothing);
+  const std::vector<std::pair<uint64_t, uint64_t>> touches;
+  standin_run(stream_here(), &nothing, &touches);
 }
 
 // Puts itself in the place of torch's CUDA kernels; returns how many.

@@ -20,7 +20,7 @@ void begin() {
 }
 
 void later(cudaStream_t stream, std::function<void()> work) {
-  run_on(stream, std::make_shared<std::function<void()>>(std::move(work)));
+  run_on(stream, std::make_shared<Piece>(std::move(work)));
 }
 
 cudaStreamCaptureStatus status_of(cudaStream_t stream) {
@@ -48,8 +48,21 @@ bool lies_in(const std::map<uint64_t, size_t>& blocks, const void* address) {
 
 // -- for compute.cpp
 
-FAKE void standin_run(void* stream, std::function<void()>* work) {
-  run_on(stream, std::make_shared<std::function<void()>>(std::move(*work)));
+FAKE void standin_run(void* stream, std::function<void()>* work,
+                      const std::vector<std::pair<uint64_t, uint64_t>>* touches) {
+  run_on(stream, std::make_shared<Piece>(std::move(*work), *touches));
+}
+// NaN in memory that was given back, behind what its stream has to do; at once where that is nothing.
+FAKE void standin_fill(void* stream, void* at, size_t bytes) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  const auto from = reinterpret_cast<uint64_t>(at);
+  const auto fill = [=] {
+    if (lies_in(plain, at) || mapped(from, bytes)) std::memset(at, 0xff, bytes);
+  };
+  Stream* const on = stream_of(stream);
+  if (on == nullptr) return;
+  if (capture_of(stream) == nullptr && on->items.empty()) return fill();
+  later(static_cast<cudaStream_t>(stream), fill);
 }
 FAKE bool standin_capturing(void* stream) {
   return status_of(static_cast<cudaStream_t>(stream)) != cudaStreamCaptureStatusNone;

@@ -231,8 +231,9 @@ class _Lowering:
 
     def _add(self, program: _C.Program, node: fx.Node, results: list[int], drops: set[int], *, view: bool) -> None:
         target = node.target
-        given = {a.name: value for a, value in zip(target._schema.arguments, node.args)} | dict(node.kwargs)
-        random = is_random(target)
+        given = {a.name: a.default_value for a in target._schema.arguments}
+        given |= {a.name: value for a, value in zip(target._schema.arguments, node.args)} | dict(node.kwargs)
+        random = is_random(target) and given.get("dropout_p") != 0.0  # attention counts as random, and may drop nothing
         if random:
             target = taking_generator(target) or target
         schema = target._schema

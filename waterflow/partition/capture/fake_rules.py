@@ -430,6 +430,24 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+def _keep_device_guard() -> None:
+    # torch for CUDA, where there is no GPU: the first trace sets a guard in its place, which all threads use, and which is gone
+    # with the thread that set it. This one does not end.
+    is_set = threading.Event()
+
+    def stay() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        is_set.set()
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="waterflow-device-guard", daemon=True).start()
+    is_set.wait()
+
+
+if torch.version.cuda is not None and not torch.cuda.is_available():
+    _keep_device_guard()
+
+
 class TracingMode(FakeTensorMode):
     """A FakeTensorMode with these rules, for one trace.
 

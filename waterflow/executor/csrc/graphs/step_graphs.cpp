@@ -112,10 +112,21 @@ void RecordedCall::make_memory(const torch::jit::Stack& learnt, int32_t index, P
       return tensor;
     });
   }
-  if (fresh_.empty()) return;
+  const auto ask = [](int64_t bytes, c10::Device device) {
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  };
+  if (placer->memory() == PlacedIn::device) {
+    for (auto& one : fresh_) {
+      if (one.device.is_cpu()) in_host_.push_back(one.memory = ask(one.bytes, one.device));
+    }
+  }
+  const auto planned =
+      std::find_if(fresh_.begin(), fresh_.end(), [](const auto& one) { return !one.memory.defined(); });
+  if (planned == fresh_.end()) return;
   const int32_t first = plan.first(index), last = plan.first(index + 1), over = plan.end(index);
   std::vector<Fresh*> whose(static_cast<size_t>(last - first), nullptr);
   for (auto& one : fresh_) {
+    if (one.memory.defined()) continue;
     Fresh** found = nullptr;
     for (int32_t i = first; i < last; ++i) {
       const auto& request = plan.request(i);
@@ -126,9 +137,6 @@ void RecordedCall::make_memory(const torch::jit::Stack& learnt, int32_t index, P
     }
     if (found != nullptr) *found = &one;
   }
-  const auto ask = [](int64_t bytes, c10::Device device) {
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
-  };
   const LaneScope scope(placer);
   placer->instruction(index);
   std::vector<std::pair<int32_t, at::Tensor>> temporaries;  // by death
@@ -136,7 +144,7 @@ void RecordedCall::make_memory(const torch::jit::Stack& learnt, int32_t index, P
     const auto& request = plan.request(i);
     std::erase_if(temporaries, [&](const auto& one) { return one.first < request.birth; });
     Fresh* const mine = whose[static_cast<size_t>(i - first)];
-    auto memory = ask(request.bytes, mine != nullptr ? mine->device : fresh_[0].device);
+    auto memory = ask(request.bytes, mine != nullptr ? mine->device : planned->device);
     if (mine != nullptr) {
       mine->memory = std::move(memory);
     } else {
@@ -387,11 +395,17 @@ void StepGraphs::capture_group(StepRun& run, Placer& placer, int32_t begin, int3
   Frame& frame = *run.frame;
   const Program& program = *frame.program;
   for (int32_t i = begin; i < end; ++i) {
-    if (program.instruction(i).draws) {
+    const auto& instruction = program.instruction(i);
+    if (instruction.draws || reads_host(instruction)) {
       close();
       const c10::OptionalStreamGuard on(lane_.current);
       groups_.back().push_back(
           {nullptr, std::make_shared<RecordedCall>(program, i, frame, &placer, *run.plan->requests)});
+      for (const int32_t slot : instruction.results) {
+        const bool there = !on_host() && slot >= 0 && frame.slots[slot].isTensor();
+        if (there && frame.slots[slot].toTensor().defined() && frame.slots[slot].toTensor().is_cpu())
+          in_host_.insert(slot);
+      }
     } else if (on_host()) {
       add_host_node(run, i, placer);
     } else {
@@ -401,6 +415,12 @@ void StepGraphs::capture_group(StepRun& run, Placer& placer, int32_t begin, int3
       program.run(frame, i, i + 1, &placer);
     }
   }
+}
+
+bool StepGraphs::reads_host(const Instruction& instruction) const {
+  return std::any_of(instruction.arguments.begin(), instruction.arguments.end(), [&](const Argument& argument) {
+    return argument.kind == Argument::Kind::slot && in_host_.count(argument.slot) > 0;
+  });
 }
 
 void StepGraphs::add_host_node(StepRun& run, int32_t index, Placer& placer) {

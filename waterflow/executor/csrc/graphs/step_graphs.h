@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -25,8 +26,8 @@
 namespace waterflow {
 
 // One operation at the addresses that it has in a step's plan: learnt without running it there, run again and again.
-// Between device graphs it runs what they cannot hold: random operations. In the stand-in for a GPU it is what a graph
-// is made of.
+// Between device graphs it runs what they cannot hold: random operations, and what reads such a one's seeds in host
+// memory. In the stand-in for a GPU it is what a graph is made of.
 class RecordedCall {
  public:
   // Puts into the frame what running the instruction would put there, asks `placer` for what `plan` says that it asks
@@ -53,6 +54,7 @@ class RecordedCall {
   at::Generator random_;             // stands in for the default one, where the operator takes none
   torch::jit::Stack arguments_;      // none of them holds memory
   std::vector<at::Tensor> results_;  // where they belong; undefined for what lies in an argument
+  std::vector<at::Tensor> in_host_;  // what it returns there beside a device, as attention does with its seeds
   // While it is made: its arguments, and the memory of what it returns.
   std::vector<Given> given_;
   struct Fresh {
@@ -122,6 +124,7 @@ class StepGraphs {
   void place_inputs(const StepRun& run, int64_t room);
   void capture(StepRun& run, Placer& placer);
   void capture_group(StepRun& run, Placer& placer, int32_t begin, int32_t end);
+  bool reads_host(const Instruction& instruction) const;
   void add_host_node(StepRun& run, int32_t index, Placer& placer);
   void open();
   void close();
@@ -132,7 +135,8 @@ class StepGraphs {
   std::vector<at::Tensor> outputs_;
   std::vector<std::vector<Piece>> groups_;
   std::vector<std::shared_ptr<HostNode>> host_nodes_;
-  std::exception_ptr failure_;  // of a call of the host
+  std::unordered_set<int32_t> in_host_;  // slots of what calls between graphs return there: no kernel can read it
+  std::exception_ptr failure_;           // of a call of the host
   bool open_ = false;
   int64_t graphs_ = 0, bytes_ = 0;
 };

@@ -1,0 +1,107 @@
+"""Jobs side by side at a limit at which their steps must meet, as each alone, and nothing reserved beyond the limit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import waterflow as wf
+
+STEPS = 6
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(256, 512), nn.GELU(), nn.Dropout(0.5), nn.Linear(512, 512), nn.Dropout(0.1), nn.Linear(512, 10)
+    )
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 16, 16)), nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 256, 10),
+    )  # fmt: skip
+
+
+class Language(nn.Module):
+    """GPT-2 with two layers, and its dropout, that names the next of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x[:, :32].mul(8).long().remainder(64)
+        return self.model(input_ids=tokens, use_cache=False).logits[:, -1, :10]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"dropout": dropout, "convolutions": convolutions, "language": Language}
+Result = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def job(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, list[Batch], torch.Generator]:
+    torch.manual_seed(seed)
+    model = MODELS[name]().cuda()
+    numbers = torch.Generator().manual_seed(seed)
+    batches = [(torch.randn(64, 256, generator=numbers), torch.randint(0, 10, (64,), generator=numbers)) for _ in range(STEPS)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, optimizer, [(x.cuda(), y.cuda()) for x, y in batches], torch.Generator("cuda").manual_seed(100 + seed)
+
+
+def train(names: dict[int, str], lanes: int, memory: str, graphs: bool) -> dict[int, Result]:
+    """Steps of several jobs, by seed, each on a thread of its own."""
+    held = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    results: dict[int, Any] = {}
+    with wf.Engine("cuda", memory=memory, lanes=lanes, device_graphs=graphs) as engine:
+
+        def work(seed: int, name: str) -> None:
+            try:
+                model, optimizer, batches, generator = job(name, seed)
+                step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, generator=generator, name=name)
+                losses = [float(step(batch).detach()) for batch in batches]
+                assert step.opaque_reason is None
+                results[seed] = losses, {key: value.cpu() for key, value in model.state_dict().items()}
+            except BaseException as error:
+                results[seed] = error
+
+        threads = [threading.Thread(target=work, args=one) for one in names.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results.values():
+            if isinstance(result, BaseException):
+                raise result
+        engine.native.check()
+        assert engine.native.placed[0] > 0
+        assert (engine.stats().graphs["launched"] > 0) is graphs
+        assert torch.cuda.max_memory_reserved() - before <= engine.limit, (before, held, engine.limit)
+    return results
+
+
+def same(one: Result, other: Result) -> bool:
+    return one[0] == other[0] and all(torch.equal(one[1][key], other[1][key]) for key in one[1])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("count", [2, 4])
+def test_bits_as_alone_where_lanes_meet(count: int, name: str, graphs: bool) -> None:
+    others = [other for other in MODELS if other != name]
+    names = {seed: name if seed % 2 == 0 else others[seed // 2] for seed in range(count)}
+    together = train(names, count, "192MiB", graphs)
+    for seed, which in names.items():
+        if which == name:
+            assert same(together[seed], train({seed: which}, 1, "1GiB", False)[seed]), f"{which} with seed {seed}"
