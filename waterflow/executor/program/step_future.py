@@ -6,9 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from waterflow import _C
 from waterflow.executor.engine import Engine
 from waterflow.executor.program.bound_step import Begun, BoundStep
+
+
+def taken(result: Any) -> Any:
+    """Return a step's result, whose memory is given to no other step before the calling thread's stream has read it."""
+    # The step has ended, so that nothing need wait for it; but its memory is known to be of its lane's stream alone.
+    if torch.cuda.is_initialized():
+        for one in pytree.tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.is_cuda and one.layout == torch.strided:
+                one.record_stream(torch.cuda.current_stream(one.device))
+    return result
 
 
 @dataclass(eq=False)
@@ -32,7 +45,7 @@ class StepFuture:
 
     def result(self) -> Any:
         """Wait; return the loss, or ``(loss, metrics)`` if the step function returned both. Raises what the step raised."""
-        return self.finish(self)
+        return taken(self.finish(self))
 
 
 @dataclass(frozen=True)
@@ -46,4 +59,4 @@ class Done:
 
     def result(self) -> Any:
         """Return the loss, or ``(loss, metrics)``."""
-        return self.returned
+        return taken(self.returned)

@@ -234,7 +234,7 @@ void CudaMemory::record_stream(void* address, cu::Stream stream) {
   try {
     heap->use(reinterpret_cast<uintptr_t>(address), id);
   } catch (const UsageError&) {
-    // Planned memory is for its lane alone, and a graph's for the graph: neither goes to another stream.
+    // Planned memory is for its lane alone, and a graph's for the graph: what a step hands out is neither.
   }
 }
 

@@ -568,6 +568,7 @@ void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t grou
     const int64_t start = now_ns();
     try {
       run->run_group(group);
+      if (group + 1 == run->plan->heights.groups()) run->finish();
     } catch (const NodeError& failure) {
       run->failed_node = failure.node;
       run->failure = std::current_exception();
@@ -604,12 +605,6 @@ void Engine::drain(Lane& lane, StepRun& run, std::exception_ptr& error) {
     if (!error) error = std::current_exception();  // a device that is lost
   }
   if (!error) error = run.failure;
-  if (error) return;
-  try {
-    run.finish();
-  } catch (...) {
-    error = std::current_exception();
-  }
 }
 
 void Engine::detach(Lane& lane, StepRun& run) {

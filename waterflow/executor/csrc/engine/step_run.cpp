@@ -38,10 +38,11 @@ void StepRun::call() {
 }
 
 void StepRun::finish() {
+  const c10::OptionalStreamGuard current(stream);
   if (graphs) {
     frame->mark_written();
   } else {
-    outputs = frame->finish();
+    outputs = frame->finish(stream ? placer : nullptr);
   }
 }
 

@@ -58,7 +58,7 @@ struct StepRun {
   void fill();                    // puts the inputs into their slots
   void run_group(int32_t group);  // on the calling thread
   void call();                    // the callable
-  void finish();                  // behind the last group: what the user gets
+  void finish();                  // behind the last group, and on its stream: what the user gets
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
   int visit(visitproc visit, void* arg) const { return work.visit(visit, arg) || told.visit(visit, arg); }
   void clear() { work.clear(), told.clear(); }

@@ -257,7 +257,7 @@ void Program::make_views(Frame& frame) const {
   for (const auto& view : views_) execute(view, frame);
 }
 
-std::vector<at::Tensor> Frame::finish() {
+std::vector<at::Tensor> Frame::finish(const Placer* arena) {
   BelowAutograd below;
   mark_written();
   std::vector<at::Tensor> outputs;
@@ -269,8 +269,10 @@ std::vector<at::Tensor> Frame::finish() {
       continue;
     }
     at::Tensor value = slots[slot].toTensor();
-    // What a user may keep owns its memory, and no more of it than it shows.
-    const bool copy = program->shared()[i] || value.storage().nbytes() > value.nbytes();
+    // What a user may keep owns its memory, and no more of it than it shows. An operation that asks for memory in
+    // another order than in its profile may have a result where a temporary of the same size was planned.
+    const bool copy = program->shared()[i] || value.storage().nbytes() > value.nbytes() ||
+                      (arena != nullptr && arena->contains(value.const_data_ptr()));
     outputs.push_back(copy ? value.detach().clone() : value);
   }
   return outputs;

@@ -215,8 +215,9 @@ class Program {
 struct Frame {
   explicit Frame(std::shared_ptr<const Program> program_) : program(std::move(program_)), slots(program->slots()) {}
 
-  // After the last group: what the user gets, in memory of its own; marks changed inputs as changed.
-  std::vector<at::Tensor> finish();
+  // After the last group: what the user gets, in memory of its own, and not of `arena`; marks changed inputs as
+  // changed.
+  std::vector<at::Tensor> finish(const Placer* arena = nullptr);
   void mark_written();  // the second half of that
   void clear_intermediates();
   // Slots have other tensors over the memory of those that Python has. A kernel may resize the former and user code the
