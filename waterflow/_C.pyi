@@ -389,7 +389,6 @@ class Engine:
         fault: OrderFault = OrderFault.none,
         cuda: CudaDevice | None = None,
         handles: Sequence[int] = [],
-        streams: Sequence[tuple[int, int, int]] = [],  # id, device index, device type
         graphs: int = 0,
     ) -> None: ...
     def add_job(self) -> int: ...

@@ -158,7 +158,35 @@ def test_no_memory_for_an_arena_falls_back_to_the_pool(on_cuda: list[Any], fake:
 
 def test_streams_and_lanes_must_be_as_many(fake: FakeCuda) -> None:
     with pytest.raises(ValueError, match="an engine of 2 lanes needs as many streams"):
-        _C.Engine(lanes=2, threads_per_lane=1, capacity=1 << 20, cuda=_C.CudaDevice(0, 0, fake.path), handles=[])
+        _C.Engine(lanes=2, threads_per_lane=1, capacity=1 << 20, cuda=_C.CudaDevice(0, 0, fake.path), handles=[1])
+
+
+def test_streams_are_lent_to_one_engine_after_the_other(fake: FakeCuda) -> None:
+    device = _C.CudaDevice(0, 0, fake.path)
+
+    def opened() -> Any:
+        return _C.Engine(lanes=2, threads_per_lane=1, capacity=1 << 20, cuda=device)
+
+    def made() -> int:
+        return fake.count("cuStreamCreate")
+
+    fake.fail("cuStreamGetId", 2)
+    with pytest.raises(_C.CudaError, match="cuStreamGetId"):
+        opened()
+    first = opened()
+    assert made() == 4, "one for each lane, and one for its captures; an engine that failed has given them back"
+    second = opened()
+    assert made() == 8, "the first engine still has its own"
+    first.close()
+    third = opened()
+    assert made() == 8
+    del second
+    gc.collect()
+    fourth = opened()
+    assert made() == 8, "one that was not closed has given them back, too"
+    third.close()
+    fourth.close()
+    assert fake.count("cuStreamDestroy") == 0 and fake.held()["streams"] == made()
 
 
 def test_without_cuda_the_engine_says_so() -> None:

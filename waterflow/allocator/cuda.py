@@ -211,14 +211,8 @@ def prepare(device: torch.device) -> CudaLanes:
     return CudaLanes(torch.device("cuda", index), _C.cuda_device(index).free_memory, planned)
 
 
-def native_settings(lanes: CudaLanes, count: int, limit: int) -> dict[str, Any]:
-    """Return ``_C.Engine``'s arguments for a GPU with ``count`` lanes; ``limit`` bounds in bytes the unplanned memory."""
-    # The handles stay valid: torch never destroys its streams.
+def native_settings(lanes: CudaLanes, limit: int) -> dict[str, Any]:
+    """Return ``_C.Engine``'s arguments for a GPU; ``limit`` bounds in bytes the unplanned memory."""
     if lanes.planned:
         install(lanes.device, limit)
-    streams = [torch.cuda.Stream(lanes.device) for _ in range(2 * count)]
-    return {
-        "cuda": _C.cuda_device(lanes.device.index),
-        "handles": [stream.cuda_stream for stream in streams],
-        "streams": [(stream.stream_id, stream.device_index, stream.device_type) for stream in streams],
-    }
+    return {"cuda": _C.cuda_device(lanes.device.index)}

@@ -165,7 +165,7 @@ class Engine:
             "graphs": graphs,
         }
         if gpu is not None:
-            settings |= {"async_host": None, **cuda.native_settings(gpu, self.lanes, limit)}
+            settings |= {"async_host": None, **cuda.native_settings(gpu, limit)}
             arenas = arenas and gpu.planned
         self.native = _native(settings, arenas)
         self.limit = limit

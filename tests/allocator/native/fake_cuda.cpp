@@ -484,6 +484,7 @@ FAKE int cuMemFree_v2(unsigned long long at) {
 FAKE int cuStreamCreate(void** stream, unsigned flags) {
   CALL("cuStreamCreate", text(flags));
   NEEDS_CONTEXT
+  next_handle = (next_handle | 15) + 1;  // as an address is: torch tells streams that it has not made by their last bit
   const uint64_t handle = stream_handle_shift && last_destroyed ? last_destroyed : next_handle++;
   last_destroyed = 0;
   streams.emplace(handle, Stream{next_stream_id++});

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
@@ -377,13 +378,33 @@ cu::Event CudaDevice::handle_of_event(EventId event) const {
   throw std::invalid_argument("there is no event " + std::to_string(event) + ", or it was forgotten");
 }
 
-StreamId CudaDevice::add_stream() {
+cu::Stream CudaDevice::make_stream() const {
   Current current(*this);
   cu::Stream handle = nullptr;
   if (const auto result = driver_.create_stream(&handle, cu::NON_BLOCKING)) driver_.fail(result, "cuStreamCreate()");
+  return handle;
+}
+
+StreamId CudaDevice::add_stream() {
+  cu::Stream const handle = make_stream();
   Guard guard(lock_);
   streams_.emplace(next_stream_, Stream{handle, true});
   return next_stream_++;
+}
+
+CudaDevice::Lent CudaDevice::lend_streams(const std::shared_ptr<CudaDevice>& device, size_t count) {
+  std::shared_ptr<std::vector<cu::Stream>> lent(new std::vector<cu::Stream>, [device](auto* given_back) {
+    Guard guard(device->lock_);
+    device->to_lend_.insert(device->to_lend_.begin(), given_back->begin(), given_back->end());
+    delete given_back;
+  });
+  Guard guard(device->lock_);
+  auto& there = device->to_lend_;
+  const auto known = there.begin() + static_cast<ptrdiff_t>(std::min(count, there.size()));
+  lent->assign(there.begin(), known);
+  there.erase(there.begin(), known);
+  while (lent->size() < count) lent->push_back(device->make_stream());
+  return lent;
 }
 
 StreamId CudaDevice::adopt_stream(cu::Stream handle) {

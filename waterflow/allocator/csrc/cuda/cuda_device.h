@@ -32,6 +32,10 @@ class CudaDevice : public LaneDevice {
   // One that somebody else made and keeps, as torch does. The same stream has the same number for as long as it lives.
   StreamId adopt_stream(cu::Stream stream);
   void remove_stream(StreamId stream) override;
+  // Streams of the device's own, nobody else's for as long as what is returned is held. They are never destroyed, and
+  // lent again: libraries keep what they have made for a stream.
+  using Lent = std::shared_ptr<const std::vector<cu::Stream>>;
+  static Lent lend_streams(const std::shared_ptr<CudaDevice>& device, size_t count);
   EventId record(StreamId stream) override;
   void wait(StreamId stream, EventId event) override;
   bool complete(EventId event) override;
@@ -82,6 +86,7 @@ class CudaDevice : public LaneDevice {
 
   cu::Stream handle_of(StreamId stream) const;
   cu::Event handle_of_event(EventId event) const;
+  cu::Stream make_stream() const;
   cu::AllocationProp prop() const;
   bool create(int64_t bytes, cu::Handle* page);
   void undo(uintptr_t from, uintptr_t to);
@@ -102,6 +107,7 @@ class CudaDevice : public LaneDevice {
   std::unordered_map<unsigned long long, StreamId> adopted_;  // by what identifies a stream
   std::unordered_map<EventId, cu::Event> events_;
   std::vector<cu::Event> spare_;  // a wait that was issued for an event stands when the event is recorded anew
+  std::vector<cu::Stream> to_lend_;
   StreamId next_stream_ = 0;
   EventId next_event_ = 1;
 };

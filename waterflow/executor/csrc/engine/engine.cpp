@@ -13,6 +13,16 @@
 #include "waterflow/executor/csrc/graphs/step_graphs.h"
 
 namespace waterflow {
+namespace {
+
+// A stream that torch has not made, as it knows it (torch.cuda.ExternalStream): by the driver's handle.
+c10::Stream as_torchs(const CudaDevice& device, cu::Stream handle) {
+  const c10::Device where(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device.index()));
+  return c10::Stream(c10::Stream::UNSAFE, where, reinterpret_cast<c10::StreamId>(handle));
+}
+
+}  // namespace
+
 Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
                std::optional<AsyncHost> async_host, std::optional<OnCuda> cuda)
     : process_(getpid()), capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
@@ -28,7 +38,7 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
   } else if (arenas) {
     make_arena = [](int64_t most) { return std::make_unique<CpuArena>(most); };
   }
-  if (cuda && cuda->handles.size() != static_cast<size_t>(lanes)) {
+  if (cuda && !cuda->for_torch() && cuda->given.size() != static_cast<size_t>(lanes)) {
     throw std::invalid_argument("an engine of " + std::to_string(lanes) + " lanes needs as many streams");
   }
   for (int32_t i = 0; i < lanes; i += 2) {
@@ -44,6 +54,7 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
     throw std::invalid_argument("asynchronous= is for tests: build waterflow with WATERFLOW_TEST_HOOKS=1");
 #endif
   if (cuda) device_ = cuda->device;
+  if (cuda && cuda->for_torch()) streams_ = CudaDevice::lend_streams(cuda->device, 2 * static_cast<size_t>(lanes));
   if (arenas && !(cuda && cuda->for_torch())) installed_ = std::make_unique<LaneAllocatorInstalled>();
   for (int32_t i = 0; i < lanes; ++i) {
     auto lane = std::make_unique<Lane>();
@@ -51,8 +62,9 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
     lane->shared_arena = shared_arenas_[i / 2].get();
     lane->end = i % 2;
     if (cuda) {
-      lane->stream = cuda->device->adopt_stream(cuda->handles[i]);
-      if (cuda->for_torch()) lane->current = cuda->streams[i];
+      cu::Stream const handle = streams_ ? streams_->at(i) : cuda->given[i];
+      lane->stream = cuda->device->adopt_stream(handle);
+      if (streams_) lane->current = as_torchs(*cuda->device, handle);
     } else if (device_) {
       lane->stream = device_->add_stream();
       device_->enqueue(lane->stream, [threads_per_lane] { set_threads_here(threads_per_lane); });
@@ -110,6 +122,7 @@ void Engine::close() {
   }
   if (graphs_) graphs_->close();
   device_.reset();
+  streams_.reset();
   std::lock_guard<std::mutex> guard(lock_);
   const auto error = std::make_exception_ptr(Cancelled("the engine is shutting down"));
   for (auto& [id, job] : jobs_) fail_queue(*job, error, dropped);
@@ -1010,27 +1023,15 @@ void Engine::keep_pages_within() {
 
 // The streams of an engine's device graphs.
 
-void OnCuda::take_captures(int32_t lanes, int64_t bytes) {
-  graph_bytes = bytes;
-  const auto count = static_cast<size_t>(lanes);
-  if (!for_torch() || handles.size() != 2 * count || streams.size() != 2 * count) return;
-  capture_handles.assign(handles.begin() + lanes, handles.end());
-  capture_streams.assign(streams.begin() + lanes, streams.end());
-  handles.resize(count);
-  streams.erase(streams.begin() + lanes, streams.end());
-}
-
 void Engine::make_graph_lanes(const OnCuda& cuda) {
-  if (cuda.for_torch() && cuda.capture_handles.size() != lanes_.size()) return;
   std::vector<GraphLane> made;
   for (const auto& lane : lanes_) {
     GraphLane one{cuda.device, lane->stream};
     one.current = lane->current;
-    if (cuda.for_torch()) {
-      const auto index = static_cast<size_t>(lane->index);
-      one.capture_handle = cuda.capture_handles[index];
+    if (streams_) {
+      one.capture_handle = streams_->at(lanes_.size() + static_cast<size_t>(lane->index));
       one.capture = cuda.device->adopt_stream(one.capture_handle);
-      one.capturing = cuda.capture_streams[index];
+      one.capturing = as_torchs(*cuda.device, one.capture_handle);
       one.pool = {~0ull, reinterpret_cast<uintptr_t>(lane.get())};
     } else {
       one.capture = cuda.device->add_stream();

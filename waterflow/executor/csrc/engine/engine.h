@@ -83,18 +83,12 @@ struct AsyncHost {
   OrderFault fault = OrderFault::none;
 };
 
-// Lanes on a GPU: a stream of torch's for each. In tests, without torch's streams, host memory is planned there.
+// Lanes on a GPU, on streams that the device lends. In tests, which give the streams, host memory is planned there.
 struct OnCuda {
   std::shared_ptr<CudaDevice> device;
-  std::vector<cu::Stream> handles;
-  std::vector<c10::Stream> streams;
-  // Device graphs: bytes that copies of inputs may take, 0 for none; and on torch's streams another one for each lane.
-  int64_t graph_bytes = 0;
-  std::vector<cu::Stream> capture_handles;
-  std::vector<c10::Stream> capture_streams;
-  bool for_torch() const { return !streams.empty(); }
-  // The streams behind those of lanes are for captures.
-  void take_captures(int32_t lanes, int64_t bytes);
+  std::vector<cu::Stream> given;
+  int64_t graph_bytes = 0;  // that copies of inputs of device graphs may take, 0 for none
+  bool for_torch() const { return given.empty(); }
 };
 
 class Engine {
@@ -252,6 +246,7 @@ class Engine {
   std::unique_ptr<LaneAllocatorInstalled> installed_;
   std::shared_ptr<LaneDevice> device_;  // where groups run behind the host
   std::shared_ptr<GraphCache> graphs_;
+  CudaDevice::Lent streams_;  // of lanes, and then of their captures
   bool arenas_;
   bool on_cuda_;
   std::vector<std::unique_ptr<Lane>> lanes_;

@@ -216,19 +216,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
                        std::optional<uint64_t> async_host, OrderFault fault, std::shared_ptr<CudaDevice> cuda,
-                       std::vector<uintptr_t> handles,
-                       const std::vector<std::tuple<int64_t, int64_t, int64_t>>& streams, int64_t graphs) {
+                       const std::vector<uintptr_t>& handles, int64_t graphs) {
              std::optional<AsyncHost> how;
              if (async_host) how = AsyncHost{{*async_host, 0.2, 2000}, fault};
              std::optional<OnCuda> on_cuda;
              if (cuda) {
-               on_cuda = OnCuda{std::move(cuda), {}, {}};
-               for (const uintptr_t handle : handles) on_cuda->handles.push_back(reinterpret_cast<cu::Stream>(handle));
-               for (const auto& [id, index, type] : streams) {
-                 on_cuda->streams.push_back(c10::Stream::unpack3(id, static_cast<c10::DeviceIndex>(index),
-                                                                 static_cast<c10::DeviceType>(type)));
-               }
-               on_cuda->take_captures(lanes, graphs);
+               on_cuda = OnCuda{std::move(cuda), {}, graphs};
+               for (const uintptr_t handle : handles) on_cuda->given.push_back(reinterpret_cast<cu::Stream>(handle));
              }
              // Its last owner may hold the interpreter lock, which a lane may be waiting for, or be one of its lanes.
              std::shared_ptr<Engine> made(new Engine(lanes, threads_per_lane, capacity, arenas, how, on_cuda),
@@ -249,12 +243,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            py::arg("lanes"), py::arg("threads_per_lane"), py::arg("capacity"), py::arg("arenas") = true,
            py::arg("async_host") = std::nullopt, py::arg("fault") = OrderFault::none, py::arg("cuda") = nullptr,
-           py::arg("handles") = std::vector<uintptr_t>{},
-           py::arg("streams") = std::vector<std::tuple<int64_t, int64_t, int64_t>>{}, py::arg("graphs") = 0,
-           "With `cuda`, a CudaDevice: lanes on the driver's streams `handles`, which are torch's `streams` (id, "
-           "device index "
-           "and type); without those, for tests, the host's memory is planned in the device's arenas. `graphs`: bytes "
-           "that copies of inputs of device graphs may take; torch's streams are then two for each lane.")
+           py::arg("handles") = std::vector<uintptr_t>{}, py::arg("graphs") = 0,
+           "With `cuda`, a CudaDevice: lanes on streams that it lends until the engine is closed, two for each. With "
+           "`handles`, for tests: on these of the driver's, and the host's memory is planned in the device's arenas. "
+           "`graphs`: bytes that copies of inputs of device graphs may take.")
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,
