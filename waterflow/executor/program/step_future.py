@@ -17,7 +17,7 @@ from waterflow.executor.program.bound_step import Begun, BoundStep
 def taken(result: Any) -> Any:
     """Return a step's result, whose memory is given to no other step before the calling thread's stream has read it."""
     # The step has ended, so that nothing need wait for it; but its memory is known to be of its lane's stream alone.
-    if torch.cuda.is_initialized():
+    if torch.cuda._initialized:
         for one in pytree.tree_leaves(result):
             if isinstance(one, torch.Tensor) and one.is_cuda and one.layout == torch.strided:
                 one.record_stream(torch.cuda.current_stream(one.device))
