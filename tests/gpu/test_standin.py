@@ -115,7 +115,7 @@ def test_efficient_attention_is_plain_attention() -> None:
 @pytest.mark.parametrize(
     "fault, test",
     [
-        ("STANDIN_DROPS_WAITS", "tests/gpu/test_together.py::test_bits_as_alone_where_lanes_meet[2-dropout-False]"),
+        ("STANDIN_DROPS_WAITS", "tests/gpu/test_together.py::test_bits_as_alone_where_lanes_meet[2-convolutions-False]"),
         ("STANDIN_FORGETS_USERS", "tests/gpu/test_memory.py::test_a_block_that_another_stream_reads_is_not_given_away"),
     ],
 )

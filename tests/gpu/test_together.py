@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ class Language(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"dropout": dropout, "convolutions": convolutions, "language": Language}
 Result = tuple[list[float], dict[str, torch.Tensor]]
+RESERVE = 24 << 20
 
 
 def job(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, list[Batch], torch.Generator]:
@@ -57,38 +59,50 @@ def job(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, list[Ba
     return model, optimizer, [(x.cuda(), y.cuda()) for x, y in batches], torch.Generator("cuda").manual_seed(100 + seed)
 
 
-def train(names: dict[int, str], lanes: int, memory: str, graphs: bool) -> dict[int, Result]:
+@dataclass
+class Trained:
+    """Losses and state of jobs, by seed, with what their steps need in bytes: what stays, and what is theirs alone."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    stays: int = 0
+    height: int = 0
+
+
+def train(names: dict[int, str], lanes: int, memory: int, graphs: bool) -> Trained:
     """Steps of several jobs, by seed, each on a thread of its own."""
-    held = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    results: dict[int, Any] = {}
-    with wf.Engine("cuda", memory=memory, lanes=lanes, device_graphs=graphs) as engine:
+    made = Trained()
+    with wf.Engine("cuda", memory=memory, lanes=lanes, reserve=RESERVE, device_graphs=graphs) as engine:
+        jobs = {seed: job(name, seed) for seed, name in names.items()}
 
         def work(seed: int, name: str) -> None:
             try:
-                model, optimizer, batches, generator = job(name, seed)
+                model, optimizer, batches, generator = jobs[seed]
                 step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, generator=generator, name=name)
                 losses = [float(step(batch).detach()) for batch in batches]
                 assert step.opaque_reason is None
-                results[seed] = losses, {key: value.cpu() for key, value in model.state_dict().items()}
+                made.stays += step.plan.persistent + step.plan.batch
+                made.height = max(made.height, step.plan.height)
+                made.results[seed] = losses, {key: value.cpu() for key, value in model.state_dict().items()}
             except BaseException as error:
-                results[seed] = error
+                made.results[seed] = error
 
         threads = [threading.Thread(target=work, args=one) for one in names.items()]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        for result in results.values():
+        for result in made.results.values():
             if isinstance(result, BaseException):
                 raise result
         engine.native.check()
         assert engine.native.placed[0] > 0
         assert (engine.stats().graphs["launched"] > 0) is graphs
-        assert torch.cuda.max_memory_reserved() - before <= engine.limit, (before, held, engine.limit)
-    return results
+        assert torch.cuda.max_memory_reserved() - before <= engine.limit
+    return made
 
 
 def same(one: Result, other: Result) -> bool:
@@ -101,7 +115,10 @@ def same(one: Result, other: Result) -> bool:
 def test_bits_as_alone_where_lanes_meet(count: int, name: str, graphs: bool) -> None:
     others = [other for other in MODELS if other != name]
     names = {seed: name if seed % 2 == 0 else others[seed // 2] for seed in range(count)}
-    together = train(names, count, "192MiB", graphs)
+    alone = {seed: train({seed: which}, 1, 1 << 30, False) for seed, which in names.items()}
+    # Room for the highest step, and for a quarter of another: steps must meet in their arena.
+    height = max(one.height for one in alone.values())
+    limit = sum(one.stays for one in alone.values()) + height + max(height // 4, 4 << 20) + RESERVE
+    together = train(names, count, limit, graphs)
     for seed, which in names.items():
-        if which == name:
-            assert same(together[seed], train({seed: which}, 1, "1GiB", False)[seed]), f"{which} with seed {seed}"
+        assert same(together.results[seed], alone[seed].results[seed]), f"{which} with seed {seed}"

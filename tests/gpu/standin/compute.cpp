@@ -226,9 +226,9 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
     generator = drawn_from(own, &seed, &offset);
   }
   Stack inner;
-  for (const IValue& value : given) {
-    inner.push_back(changed(value, [&](const Tensor& tensor) {
-      if (!tensor.is_cuda() && (!tensor.is_cpu() || !later)) return tensor;
+  for (size_t i = 0; i < count; ++i) {
+    inner.push_back(changed(given[i], [&](const Tensor& tensor) {
+      if (!tensor.is_cuda() && !(later && writes(op, i))) return tensor;
       const auto alias = later ? zeros_on_cpu(tensor) : bytes_on_cpu(tensor);
       origin.emplace(alias.unsafeGetTensorImpl(), tensor);
       if (tensor.numel() == 0) resized.emplace_back(alias, tensor);
