@@ -152,7 +152,7 @@ class EagerStep:
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
         """Run the step as ``__call__`` does; return its result, and the most bytes that it took at once."""
-        return _C.metered(lambda: self(batch, update, surrounding))
+        return _C.metered(lambda: self(batch, update, surrounding), self._spec.device.type == "cuda")
 
     def now_and_then_metered(self, batch: Any, update: bool, surrounding: torch.dtype | None, size: int) -> tuple[Any, int]:
         """Run the step; return its result and its bytes: 0, not metered, for most batches (``size`` bytes) no larger than before."""
