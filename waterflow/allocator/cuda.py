@@ -33,6 +33,7 @@ def install(device: int | torch.device | None = None, limit: int = 0) -> bool:
     """Make waterflow serve torch's requests for GPU memory, for the rest of the process; call it before CUDA starts.
 
     ``limit`` bounds in bytes the memory that is not planned (0: all that the device has); a second call changes only that.
+    Engines bound what they take themselves, beside it.
     Returns False, with a warning, if CUDA runs already: torch's allocator then stays. Raises InvalidJobError without a GPU.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -206,13 +207,6 @@ class CudaLanes:
 def prepare(device: torch.device) -> CudaLanes:
     """Install the allocator for ``device``, and ask it for its free bytes. Raises InvalidJobError if it cannot be used."""
     check_settings()
-    planned = install(device)
+    planned = _index(device) in _installed or install(device)
     index = device.index if device.index is not None else torch.cuda.current_device()
     return CudaLanes(torch.device("cuda", index), _C.cuda_device(index).free_memory, planned)
-
-
-def native_settings(lanes: CudaLanes, limit: int) -> dict[str, Any]:
-    """Return ``_C.Engine``'s arguments for a GPU; ``limit`` bounds in bytes the unplanned memory."""
-    if lanes.planned:
-        install(lanes.device, limit)
-    return {"cuda": _C.cuda_device(lanes.device.index)}

@@ -157,7 +157,7 @@ class Engine:
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])
         graphs = reserve // 4 if device_graphs and os.environ.get("WATERFLOW_DEVICE_GRAPHS") != "0" else 0
-        settings = {
+        settings: dict[str, Any] = {
             "lanes": self.lanes,
             "threads_per_lane": threads_per_lane,
             "capacity": limit - reserve,
@@ -165,9 +165,11 @@ class Engine:
             "graphs": graphs,
         }
         if gpu is not None:
-            settings |= {"async_host": None, **cuda.native_settings(gpu, limit)}
+            settings |= {"async_host": None, "cuda": _C.cuda_device(gpu.device.index)}
             arenas = arenas and gpu.planned
         self.native = _native(settings, arenas)
+        if gpu is not None and gpu.planned:
+            self.native.limit_memory(limit)
         self.limit = limit
         self.reservations = Reservations(self.native, limit, reserve)
         self.names = self.reservations.names

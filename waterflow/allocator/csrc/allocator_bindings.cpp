@@ -1,6 +1,7 @@
 // What Python sees of planned memory.
 
 #include <c10/core/CPUAllocator.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -150,6 +151,11 @@ void bind_cuda_memory(py::module_& m) {
     made["others"] = now.others;
     return made;
   });
+  py::class_<CudaLimit>(m, "CudaLimit")
+      .def(py::init<int, int64_t, const std::vector<StreamId>&, std::function<void()>>(), py::arg("device"),
+           py::arg("bytes"), py::arg("lanes"), py::arg("give_back"))
+      .def("claim", &CudaLimit::claim, py::arg("bytes"));
+  m.def("cuda_give_back", [](int device) { CudaMemory::of(device).give_back(); }, unlocked());
   m.def("cuda_reset_peaks", [](int device) { CudaMemory::of(device).reset_peaks(); });
   m.def("cuda_trim", [](int device) { return CudaMemory::of(device).trim(); }, unlocked());
   m.def("cuda_map", [](int device) { return CudaMemory::of(device).map(); });

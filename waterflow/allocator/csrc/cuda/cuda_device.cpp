@@ -228,7 +228,7 @@ bool CudaDevice::grow(uintptr_t at, int64_t bytes) {
   if (before || (next != pieces_.end() && next->first < end)) {
     throw std::invalid_argument(range(bytes, at) + " have memory behind them already, or a part of them has");
   }
-  if (bytes > capacity_ - grown_) return false;
+  if (bytes > room_locked()) return false;
   Current current(*this);
   CaptureAllowed capture(driver_);
   uintptr_t done = at;
@@ -246,7 +246,7 @@ bool CudaDevice::grow(uintptr_t at, int64_t bytes) {
         driver_.fail(result, "cuMemMap(" + range(piece, done) + ")");
       }
       pieces_.emplace(done, std::pair{piece, handle});
-      grown_ += piece;
+      count(grown_, piece);
       done += static_cast<uintptr_t>(piece);
     }
     allow(at, bytes);
@@ -277,11 +277,11 @@ void CudaDevice::shrink(uintptr_t at, int64_t bytes) {
 bool CudaDevice::make_page(int64_t bytes, cu::Handle* page) {
   Guard guard(lock_);
   aligned(0, bytes);
-  if (bytes > capacity_ - grown_) return false;
+  if (bytes > room_locked()) return false;
   Current current(*this);
   CaptureAllowed capture(driver_);
   if (!create(bytes, page)) return false;
-  grown_ += bytes;
+  count(grown_, bytes);
   return true;
 }
 
@@ -327,7 +327,7 @@ uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
   if (result) driver_.fail(result, "cuMemAlloc(" + std::to_string(bytes) + " bytes)");
   Guard guard(lock_);
   plain_.emplace(at, bytes);
-  plain_total_ += bytes;
+  count(plain_total_, bytes);
   return at;
 }
 
@@ -347,6 +347,27 @@ bool CudaDevice::free_plain(uintptr_t at) {
 int64_t CudaDevice::grown() const {
   Guard guard(lock_);
   return grown_;
+}
+
+int64_t CudaDevice::peak(bool reset) {
+  Guard guard(lock_);
+  if (reset) peak_ = grown_ + plain_total_;
+  return peak_;
+}
+
+void CudaDevice::count(int64_t& kind, int64_t bytes) {
+  kind += bytes;
+  peak_ = std::max(peak_, grown_ + plain_total_);
+}
+
+int64_t CudaDevice::room() const {
+  Guard guard(lock_);
+  return room_locked();
+}
+
+int64_t CudaDevice::room_locked() const {
+  const int64_t room = capacity_ - grown_;
+  return most_ ? std::min(room, most_(plain_total_) - grown_ - plain_total_) : room;
 }
 
 int64_t CudaDevice::plain() const {

@@ -1,6 +1,7 @@
 // A GPU as a device: addresses reserved once, physical memory behind them on demand, the driver's streams and events.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -70,6 +71,11 @@ class CudaDevice : public LaneDevice {
   int index() const { return index_; }
   int64_t capacity() const { return capacity_; }
   int64_t grown() const;
+  // All that it has grown, with plain memory, grows no further than `most(plain bytes)`, which must not ask the device.
+  // Set before anything grows.
+  void bound(std::function<int64_t(int64_t plain)> most) { most_ = std::move(most); }
+  int64_t room() const;              // bytes that it may grow by; below 0 where the bound has come down
+  int64_t peak(bool reset = false);  // the most bytes at once, plain ones included, since the last reset
   int64_t plain() const;
   int64_t free_memory() const;  // of the whole device, as the driver says
   const CudaDriver& driver() const { return driver_; }
@@ -89,6 +95,8 @@ class CudaDevice : public LaneDevice {
   cu::Stream make_stream() const;
   cu::AllocationProp prop() const;
   bool create(int64_t bytes, cu::Handle* page);
+  int64_t room_locked() const;
+  void count(int64_t& kind, int64_t bytes);
   void undo(uintptr_t from, uintptr_t to);
   void aligned(uintptr_t at, int64_t bytes) const;
   void within_reserved(uintptr_t at, int64_t bytes) const;
@@ -99,7 +107,8 @@ class CudaDevice : public LaneDevice {
   cu::Context context_ = nullptr;
   int64_t capacity_, granularity_ = 0;
   mutable std::mutex lock_;
-  int64_t grown_ = 0, plain_total_ = 0;
+  int64_t grown_ = 0, plain_total_ = 0, peak_ = 0;
+  std::function<int64_t(int64_t)> most_;
   std::map<uintptr_t, uintptr_t> reserved_;                     // begin to end
   std::map<uintptr_t, std::pair<int64_t, cu::Handle>> pieces_;  // what `grow` put behind addresses: bytes, handle
   std::unordered_map<uintptr_t, int64_t> plain_;

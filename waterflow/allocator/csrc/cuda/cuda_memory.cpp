@@ -65,6 +65,7 @@ void GraphPools::drop_if_over(GraphPoolId id) {
   for (const auto& segment : found->second.segments) {
     device_->shrink(segment.base, segment.bytes);
     device_->unreserve(segment.base, segment.bytes);
+    if (id.first != kEnginesGraphs) of_users_ -= segment.bytes;
   }
   pools_.erase(found);
 }
@@ -92,7 +93,10 @@ uintptr_t GraphPools::allocate(int64_t bytes, cu::Stream stream, bool* mine) {
       const int64_t whole = up(std::max(size, pool.segment), device_->granularity());
       const uintptr_t base = device_->reserve(whole);
       if (base == 0) return 0;
+      const int64_t users = id.first == kEnginesGraphs ? 0 : whole;
+      of_users_ += users;
       if (!device_->grow(base, whole)) {
+        of_users_ -= users;
         device_->unreserve(base, whole);
         return 0;
       }
@@ -154,7 +158,50 @@ CudaMemory& CudaMemory::of(int device) {
 }
 
 CudaMemory::CudaMemory(int device)
-    : device_(std::make_shared<CudaDevice>(CudaDriver::load(), device)), graphs_(device_) {}
+    : device_(std::make_shared<CudaDevice>(CudaDriver::load(), device)), graphs_(device_) {
+  device_->bound([this](int64_t plain) { return most(plain); });
+}
+
+int64_t CudaMemory::most(int64_t plain) const {
+  const int64_t limit = limit_;
+  if (limit == 0) return NO_LIMIT;
+  const StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+  const int64_t others = plain + graphs_.of_users() + (heap != nullptr ? heap->held_by_others() : 0);
+  return limit + std::max<int64_t>(0, others - claimed_);
+}
+
+CudaLimit::CudaLimit(int device, int64_t bytes, const std::vector<StreamId>& lanes, std::function<void()> give_back)
+    : memory_(CudaMemory::of(device)), bytes_(bytes), lanes_(lanes), give_back_(std::move(give_back)) {
+  StreamAllocator* const heap = memory_.heap_.load();
+  if (heap == nullptr || bytes < 1) throw std::invalid_argument("a limit is of a pool, and of at least 1 byte");
+  for (const auto lane : lanes_) heap->set_lane(memory_.told(*heap, lane), true);
+  Guard guard(memory_.limits_lock_);
+  memory_.limits_.push_back(this);
+  memory_.limit_ += bytes_;
+}
+
+CudaLimit::~CudaLimit() {
+  Guard guard(memory_.limits_lock_);
+  std::erase(memory_.limits_, this);
+  for (const auto lane : lanes_) memory_.heap_.load()->set_lane(lane, false);
+  memory_.limit_ -= bytes_;
+  memory_.claimed_ -= claimed_;
+}
+
+void CudaLimit::claim(int64_t bytes) { memory_.claimed_ += bytes - std::exchange(claimed_, bytes); }
+
+void CudaMemory::give_back() {
+  if (StreamAllocator* const heap = heap_.load(std::memory_order_acquire)) heap->give_back();
+}
+
+// A request has found nothing, although the pool has given back what it had.
+bool CudaMemory::make_room() {
+  const int64_t before = room();
+  give_back();
+  Guard guard(limits_lock_);
+  for (auto* limit : limits_) limit->give_back_();
+  return room() > before;
+}
 
 void CudaMemory::pool(int64_t limit) {
   std::lock_guard<std::mutex> guard(lock_);
@@ -171,8 +218,7 @@ void CudaMemory::pool(int64_t limit) {
   heap_.store(new StreamAllocator(device_, options));
 }
 
-StreamId CudaMemory::stream_of(StreamAllocator& heap, cu::Stream stream) {
-  const StreamId id = device_->adopt_stream(stream);
+StreamId CudaMemory::told(StreamAllocator& heap, StreamId id) {
   std::lock_guard<std::mutex> guard(lock_);
   if (static_cast<size_t>(id) >= told_.size()) told_.resize(static_cast<size_t>(id) + 1);
   if (!told_[static_cast<size_t>(id)]) heap.add_stream(id);
@@ -196,19 +242,32 @@ void* CudaMemory::allocate(size_t bytes, cu::Stream stream) {
   }
   const auto size = static_cast<int64_t>(bytes);
   bool captured = false;
-  uintptr_t at = graphs_.allocate(size, stream, &captured);
-  if (!captured) {
-    StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
-    if (heap != nullptr) {
-      at = heap->allocate(size, stream_of(*heap, stream));
-    } else if ((at = device_->allocate_plain(size)) != 0) {
-      ++plain_blocks_;
-    }
-  }
+  uintptr_t at = serve(size, stream, &captured);
   if (at == 0) return nullptr;
   count(captured ? pooled_ : others_, bytes);
-  raise(peak_reserved_, device_->grown() + device_->plain());
   return reinterpret_cast<void*>(at);
+}
+
+uintptr_t CudaMemory::serve(int64_t bytes, cu::Stream stream, bool* captured) {
+  for (bool again = false;; again = true) {
+    try {
+      const uintptr_t at = graphs_.allocate(bytes, stream, captured);
+      StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+      if (!*captured && heap != nullptr) return heap->allocate(bytes, told(*heap, device_->adopt_stream(stream)));
+      if (!*captured) {
+        const uintptr_t plain = device_->allocate_plain(bytes);
+        plain_blocks_ += plain != 0;
+        return plain;
+      }
+      if (at != 0 || again || !make_room()) return at;
+    } catch (const OutOfMemory& error) {
+      if (!again && make_room()) continue;
+      const int64_t limit = limit_;
+      if (limit == 0 || room() >= bytes) throw;
+      throw OutOfMemory("memory= of the engines on the device is " + bytes_text(limit) + " together: " + error.what(),
+                        error.needed, limit);
+    }
+  }
 }
 
 void CudaMemory::release(void* address, size_t bytes) {
@@ -230,7 +289,7 @@ void CudaMemory::release(void* address, size_t bytes) {
 void CudaMemory::record_stream(void* address, cu::Stream stream) {
   StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
   if (address == nullptr || heap == nullptr) return;  // giving a plain block back waits for the device
-  const StreamId id = stream_of(*heap, stream);
+  const StreamId id = told(*heap, device_->adopt_stream(stream));
   try {
     heap->use(reinterpret_cast<uintptr_t>(address), id);
   } catch (const UsageError&) {
@@ -251,8 +310,7 @@ CudaStats CudaMemory::stats() {
   now.allocated = allocated_;
   now.peak_allocated = peak_;
   now.reserved = device_->grown() + device_->plain();
-  raise(peak_reserved_, now.reserved);
-  now.peak_reserved = peak_reserved_;
+  now.peak_reserved = device_->peak();
   now.planned = planned_;
   now.pooled = pooled_;
   now.others = others_;
@@ -261,7 +319,7 @@ CudaStats CudaMemory::stats() {
 
 void CudaMemory::reset_peaks() {
   peak_ = allocated_.load();
-  peak_reserved_ = device_->grown() + device_->plain();
+  device_->peak(true);
 }
 
 std::string CudaMemory::map() const {

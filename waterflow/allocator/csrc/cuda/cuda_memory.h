@@ -41,7 +41,8 @@ class GraphPools {
 
   // False in `*mine`: not for a pool. 0 where the device has no memory left.
   uintptr_t allocate(int64_t bytes, cu::Stream stream, bool* mine);
-  bool free(uintptr_t at);  // false where it lies in no pool
+  bool free(uintptr_t at);                        // false where it lies in no pool
+  int64_t of_users() const { return of_users_; }  // bytes of the pools that are no engine's
 
  private:
   struct Segment {
@@ -67,9 +68,12 @@ class GraphPools {
   std::map<GraphPoolId, Pool> pools_;
   std::vector<std::pair<GraphPoolId, GraphFilter>> active_;
   std::map<uintptr_t, Block> live_;
+  std::atomic<int64_t> of_users_{0};
   // So that whoever captures nothing takes no lock.
   std::atomic<int64_t> capturing_{0}, blocks_{0};
 };
+
+constexpr auto kEnginesGraphs = ~0ull;  // first number of the pools of engines' lanes
 
 // Who serves torch's requests for a GPU's memory: the step on the calling thread, a graph that is captured, or the
 // multi-stream allocator.
@@ -81,6 +85,8 @@ struct CudaStats {
   int64_t reserved = 0, peak_reserved = 0;      // bytes of the device, arenas and graphs included
   int64_t planned = 0, pooled = 0, others = 0;  // requests by who served them
 };
+
+class CudaLimit;
 
 // One per device and process, made when it is first asked for and never destroyed: blocks outlive everything.
 // Thread-safe. Until it is told to pool memory every request is one of the driver's, which is slow and always right.
@@ -102,16 +108,24 @@ class CudaMemory {
   // `stream` uses it, too, until it is released.
   void record_stream(void* address, cu::Stream stream);
   int64_t trim();  // gives back what is free; bytes
+  // The pool gives back what is free, in the end, without a wait for the whole device.
+  void give_back();
 
   GraphPools& graphs() { return graphs_; }
   const std::shared_ptr<CudaDevice>& device() const { return device_; }
+  // Bytes that it may take from the device; below 0 where limits have come down since.
+  int64_t room() const { return device_->room(); }
   CudaStats stats();
   void reset_peaks();
   std::string map() const;  // of what the multi-stream allocator holds
 
  private:
+  friend CudaLimit;
   explicit CudaMemory(int device);
-  StreamId stream_of(StreamAllocator& heap, cu::Stream stream);
+  int64_t most(int64_t plain) const;
+  bool make_room();
+  uintptr_t serve(int64_t bytes, cu::Stream stream, bool* captured);
+  StreamId told(StreamAllocator& heap, StreamId stream);
   void count(std::atomic<int64_t>& kind, size_t bytes);
 
   const std::shared_ptr<CudaDevice> device_;
@@ -119,8 +133,35 @@ class CudaMemory {
   std::mutex lock_;
   std::atomic<StreamAllocator*> heap_{nullptr};
   std::vector<char> told_;  // by stream: the multi-stream allocator knows it
+  std::mutex limits_lock_;
+  std::vector<CudaLimit*> limits_;
+  std::atomic<int64_t> limit_{0}, claimed_{0};  // of all limits; limits without a claim are none
   std::atomic<int64_t> plain_blocks_{0};
-  std::atomic<int64_t> allocated_{0}, peak_{0}, peak_reserved_{0}, planned_{0}, pooled_{0}, others_{0};
+  std::atomic<int64_t> allocated_{0}, peak_{0}, planned_{0}, pooled_{0}, others_{0};
+};
+
+// The limit of an engine, while it lives. With all limits of a device together: what waterflow has of the device beside
+// what is the user's own is at most their sum, at every moment. The user's own is what others than lanes hold, less
+// what jobs have claimed. Memory that is free is given back before memory is refused. Thread-safe.
+class CudaLimit {
+ public:
+  // `lanes`: streams on which none but its steps ask for memory. `give_back` gives back the pages of its arenas on
+  // which nothing stands; called without locks of its memory, on any thread.
+  CudaLimit(int device, int64_t bytes, const std::vector<StreamId>& lanes, std::function<void()> give_back);
+  ~CudaLimit();
+  CudaLimit(const CudaLimit&) = delete;
+  CudaLimit& operator=(const CudaLimit&) = delete;
+
+  void claim(int64_t bytes);  // jobs hold up to so many bytes between steps, from now on
+  CudaMemory& memory() { return memory_; }
+
+ private:
+  friend CudaMemory;
+  CudaMemory& memory_;
+  const int64_t bytes_;
+  const std::vector<StreamId> lanes_;
+  const std::function<void()> give_back_;
+  int64_t claimed_ = 0;
 };
 
 }  // namespace waterflow

@@ -89,9 +89,10 @@ struct Chunk {
   Chunk *before = nullptr, *after = nullptr;  // neighbours in the segment
   Chunk *older = nullptr, *newer = nullptr;   // in the order in which they came into the set
   Segment* segment = nullptr;
-  Slot stream = -1;  // that asked for it
-  int64_t id = 0;    // of the request
-  Uses uses;         // free: the last of each stream, none of which happens before another
+  Slot stream = -1;   // that asked for it
+  bool lane = false;  // for a lane, as that stream was one
+  int64_t id = 0;     // of the request
+  Uses uses;          // free: the last of each stream, none of which happens before another
 };
 
 // Chunk descriptors never move and are used again.

@@ -23,6 +23,11 @@ AllocatorOptions checked(AllocatorOptions options) {
   return options;
 }
 
+// The lock is held, so that this is no more than an addition.
+void add(std::atomic<int64_t>& sum, int64_t bytes) {
+  sum.store(sum.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 StreamAllocator::StreamAllocator(std::shared_ptr<Device> device, AllocatorOptions options)
@@ -56,8 +61,25 @@ StreamAllocator::~StreamAllocator() {
 void StreamAllocator::add_stream(StreamId stream) {
   Guard guard(lock_);
   clocks_.poll();
-  sets_.add_slot(clocks_.add(stream));
+  const Slot slot = clocks_.add(stream);
+  sets_.add_slot(slot);
   sets_.promote();
+  lanes_.resize(static_cast<size_t>(clocks_.slots()));
+  lanes_[static_cast<size_t>(slot)] = 0;
+}
+
+void StreamAllocator::set_lane(StreamId stream, bool lane) {
+  Guard guard(lock_);
+  const Slot slot = clocks_.slot_of(stream);
+  int32_t& count = lanes_[static_cast<size_t>(slot)];
+  count += lane ? 1 : -1;
+  if (count > 0) return;
+  sets_.settle();
+  live_.each([&](Chunk* chunk) {
+    if (chunk->set == LIVE && chunk->stream == slot && std::exchange(chunk->lane, false)) {
+      add(held_by_lanes_, -chunk->size);
+    }
+  });
 }
 
 void StreamAllocator::remove_stream(StreamId stream) {
@@ -104,8 +126,10 @@ uintptr_t StreamAllocator::hand_out(Chunk* chunk, const Request& request, bool p
   if (!stale) chunk->uses.set({request.stream, OPEN});
   ++chunk->segment->live;
   if (!put_aside) live_.insert(chunk);
-  held_ += chunk->size;
-  peak_ = std::max(peak_, held_);
+  chunk->lane = lanes_[static_cast<size_t>(request.stream)] > 0;
+  add(held_, chunk->size);
+  if (chunk->lane) add(held_by_lanes_, chunk->size);
+  peak_ = std::max(peak_, held_.load(std::memory_order_relaxed));
   clocks_.held(request.stream) += chunk->size;
   return chunk->address;
 }
@@ -154,7 +178,8 @@ void StreamAllocator::release(uintptr_t address) {
   Guard guard(lock_);
   Chunk* chunk = live_chunk(address);
   --chunk->segment->live;
-  held_ -= chunk->size;
+  add(held_, -chunk->size);
+  if (chunk->lane) add(held_by_lanes_, -chunk->size);
   clocks_.held(chunk->stream) -= chunk->size;
   find_owner(chunk);
 }
@@ -343,8 +368,12 @@ Chunk* StreamAllocator::grow(const Request& request) {
   } else if (request.size <= options_.medium_segment / 2) {
     wanted = std::max(exact, whole(options_.medium_segment));
   }
+  // The device may look at what is held without it, and others than lanes have no limit there.
+  const int64_t others = lanes_[static_cast<size_t>(request.stream)] > 0 ? 0 : exact;
+  asked_ = others;
   Chunk* chunk = new_segment(wanted);
   if (chunk == nullptr && wanted > exact) chunk = new_segment(exact);
+  asked_ = 0;
   return chunk == nullptr ? nullptr : cut(chunk, request, request.stream);
 }
 
@@ -352,7 +381,10 @@ Chunk* StreamAllocator::grow(const Request& request) {
 // until whole segments are complete, and grows a new one in their place.
 Chunk* StreamAllocator::sync_and_coalesce(const Request& request, Lock& lock) {
   if (Chunk* chunk = coalesce(request)) return chunk;
-  if (!reclaim(request, lock)) return nullptr;
+  const StreamId stream = clocks_.stream(request.stream);
+  const int64_t whole = (request.size + granularity_ - 1) / granularity_ * granularity_;
+  if (!reclaim(whole - (limit_ - grown_), lock)) return nullptr;
+  must_still_be(request, stream);
   // Others may have come while the lock was open.
   sets_.settle();
   if (Chunk* chunk = from_own(request)) return chunk;
@@ -382,7 +414,9 @@ Chunk* StreamAllocator::coalesce(const Request& request) {
   return nullptr;
 }
 
-bool StreamAllocator::reclaim(const Request& request, Lock& lock) {
+// Waits until all segments that are free are complete, and gives them back, where those are so many bytes; the lock is
+// open meanwhile.
+bool StreamAllocator::reclaim(int64_t least, Lock& lock) {
   int64_t given = 0;
   Uses uses;
   for (const auto& segment : segments_) {
@@ -392,9 +426,7 @@ bool StreamAllocator::reclaim(const Request& request, Lock& lock) {
       for (int32_t i = 0; i < chunk->uses.size(); ++i) clocks_.add_use(uses, chunk->uses[i]);
     }
   }
-  const int64_t room = limit_ - grown_ + given;
-  if (given == 0 || (request.size + granularity_ - 1) / granularity_ * granularity_ > room) return false;
-  const StreamId stream = clocks_.stream(request.stream);
+  if (given == 0 || given < least) return false;
   std::vector<EventId> events;
   for (int32_t i = 0; i < uses.size(); ++i) events.push_back(clocks_.pin(uses[i]));
   lock.unlock();
@@ -404,10 +436,15 @@ bool StreamAllocator::reclaim(const Request& request, Lock& lock) {
   lock.lock();
   clocks_.poll();
   for (size_t i = 0; i < events.size(); ++i) clocks_.unpin();
-  must_still_be(request, stream);
   sets_.promote();
   trim_locked();
   return true;
+}
+
+void StreamAllocator::give_back() {
+  Lock lock(lock_);
+  sets_.settle();
+  reclaim(0, lock);
 }
 
 void StreamAllocator::fail(const Request& request) {
@@ -592,7 +629,7 @@ void StreamAllocator::check() const {
   sets_.settle();
   clocks_.check();
   sets_.check();
-  int64_t grown = 0, held = 0;
+  int64_t grown = 0, held = 0, lanes = 0;
   for (const auto& segment : segments_) {
     check_segment(*segment);
     grown += segment->bytes;
@@ -600,10 +637,11 @@ void StreamAllocator::check() const {
   std::vector<int64_t> by_slot(static_cast<size_t>(clocks_.slots()));
   live_.each([&](const Chunk* chunk) {
     held += chunk->size;
+    lanes += chunk->lane ? chunk->size : 0;
     by_slot[static_cast<size_t>(chunk->stream)] += chunk->size;
   });
   must(grown == grown_ && grown_ <= limit_, "the sum of segments is wrong");
-  must(held == held_, "the sum of what is held is wrong");
+  must(held == held_ && lanes == held_by_lanes_, "the sum of what is held is wrong");
   must(sets_.free_bytes() + held_ == grown_, "free and held do not make up the segments");
   for (Slot slot = 0; slot < clocks_.slots(); ++slot) {
     must(by_slot[static_cast<size_t>(slot)] == clocks_.held(slot), "a stream's sum is wrong");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -74,13 +75,20 @@ class StreamAllocator {
   void wait(StreamId stream, Mark mark);
   void waited(StreamId stream, Mark mark);
 
+  // Requests of this stream are a lane's from now on, or are no more: what one left behind is then counted as others'.
+  // Calls may be nested.
+  void set_lane(StreamId stream, bool lane);
+
   // Gives segments that are free and complete back to the device; returns bytes.
   int64_t trim();
+  void give_back();  // all segments that are free: waits until they are complete
   void set_limit(int64_t bytes);
 
   AllocatorReport report() const;
   int64_t held() const;
   int64_t idle() const;  // taken from the device and not handed out
+  // By others than lanes, with what is asked for at the moment. Takes no lock.
+  int64_t held_by_others() const { return held_ - held_by_lanes_ + asked_; }
   int64_t limit() const;
   // A line per segment: # held, . free for all, a digit free for that stream, ? free and apart.
   std::string map(int32_t width = 64) const;
@@ -109,7 +117,7 @@ class StreamAllocator {
   Chunk* new_segment(int64_t bytes);
   void wait_for_uses(const Request& request, const Uses& uses);
   Chunk* coalesce(const Request& request);
-  bool reclaim(const Request& request, Lock& lock);
+  bool reclaim(int64_t least, Lock& lock);
   uintptr_t hand_out(Chunk* chunk, const Request& request, bool put_aside);
   void find_owner(Chunk* chunk);
 
@@ -132,7 +140,9 @@ class StreamAllocator {
   mutable FreeSets sets_;  // questions may merge what releases have put off: that changes no answer but sizes of pieces
   std::vector<std::unique_ptr<Segment>> segments_;
   int64_t limit_;
-  int64_t held_ = 0, peak_ = 0, grown_ = 0, requests_ = 0;
+  std::atomic<int64_t> held_{0}, held_by_lanes_{0}, asked_{0};  // written under the lock alone
+  std::vector<int32_t> lanes_;                                  // by slot: how many say that it is one
+  int64_t peak_ = 0, grown_ = 0, requests_ = 0;
   std::array<int64_t, TIERS> tiers_{};
 };
 

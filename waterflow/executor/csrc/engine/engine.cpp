@@ -9,6 +9,7 @@
 #include "waterflow/allocator/csrc/cpu/cpu_arena.h"
 #include "waterflow/allocator/csrc/cpu/lane_allocator.h"
 #include "waterflow/allocator/csrc/cuda/cuda_arena.h"
+#include "waterflow/allocator/csrc/cuda/cuda_memory.h"
 #include "waterflow/allocator/csrc/planned/arena.h"
 #include "waterflow/executor/csrc/graphs/step_graphs.h"
 
@@ -25,7 +26,7 @@ c10::Stream as_torchs(const CudaDevice& device, cu::Stream handle) {
 
 Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
                std::optional<AsyncHost> async_host, std::optional<OnCuda> cuda)
-    : process_(getpid()), capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
+    : process_(getpid()), room_(capacity), capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (threads_per_lane < 1)
     throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(threads_per_lane));
@@ -45,6 +46,10 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
     shared_arenas_.push_back(std::make_unique<SharedArena>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity,
                                                            make_arena, async_host || cuda,
                                                            async_host ? async_host->fault : OrderFault::none));
+    shared_arenas_.back()->make_room = [this] {
+      if (limit_) limit_->memory().give_back();
+      discard_pages();
+    };
   }
   share_out();
 #ifdef WATERFLOW_TEST_HOOKS
@@ -105,6 +110,7 @@ void Engine::Dropped::let_go() {
 void Engine::close() {
   if (inherited()) return;
   if (on_a_lane()) throw std::logic_error("an engine cannot be closed by a step that it runs");
+  std::unique_ptr<CudaLimit> ended;  // without the lock
   Dropped dropped;
   std::lock_guard<std::mutex> one_at_a_time(closing_);
   {
@@ -128,6 +134,7 @@ void Engine::close() {
   for (auto& [id, job] : jobs_) fail_queue(*job, error, dropped);
   for (auto& shared_arena : shared_arenas_) shared_arena->give_back();
   installed_.reset();
+  ended = std::move(limit_);
 }
 
 thread_local const Engine::Inside* Engine::Inside::innermost = nullptr;
@@ -357,6 +364,7 @@ bool Engine::set_capacity(int64_t bytes) {
   std::lock_guard<std::mutex> guard(lock_);
   if (bytes < 0) throw std::invalid_argument("capacity cannot be negative: " + std::to_string(bytes));
   capacity_ = bytes;
+  if (limit_) limit_->claim(std::max<int64_t>(0, room_ - bytes));
   share_out();
   for (auto& [id, job] : jobs_) {
     // A step that is larger than what is left would wait for ever, and those behind it with it.
@@ -1014,11 +1022,33 @@ void Engine::keep_pages_within() {
     bytes += shared_arena->pages_in_use() + shared_arena->held_elsewhere();
     limit += shared_arena->admission.capacity() + shared_arena->rounding();
   }
-  // The pool serves what is held elsewhere; what it keeps beside that is on top.
-  if (bytes + CpuPool::idle() <= limit) return;
-  CpuPool::trim();
-  if (bytes + CpuPool::idle() <= limit) return;
+  // The pool serves what is held elsewhere; what it keeps beside that is on top. That of a GPU gives it back when
+  // asked.
+  const auto too_much = [&] {
+    return limit_ ? bytes > limit || limit_->memory().room() < 0 : bytes + CpuPool::idle() > limit;
+  };
+  if (!too_much()) return;
+  if (!limit_) {
+    CpuPool::trim();
+  } else if (limit_->memory().room() < 0) {
+    limit_->memory().give_back();
+  }
+  if (too_much()) discard_pages();
+}
+
+void Engine::discard_pages() {
   for (auto& shared_arena : shared_arenas_) shared_arena->discard();
+}
+
+void Engine::limit_memory(int64_t bytes) {
+  std::vector<StreamId> streams;
+  for (const auto& lane : lanes_) streams.push_back(lane->stream);
+  auto limit = std::make_unique<CudaLimit>(lanes_[0]->current.value().device_index(), bytes, streams, [this] {
+    std::lock_guard<std::mutex> guard(lock_);
+    discard_pages();
+  });
+  std::lock_guard<std::mutex> guard(lock_);
+  limit_ = std::move(limit);
 }
 
 // The streams of an engine's device graphs.
@@ -1032,7 +1062,7 @@ void Engine::make_graph_lanes(const OnCuda& cuda) {
       one.capture_handle = streams_->at(lanes_.size() + static_cast<size_t>(lane->index));
       one.capture = cuda.device->adopt_stream(one.capture_handle);
       one.capturing = as_torchs(*cuda.device, one.capture_handle);
-      one.pool = {~0ull, reinterpret_cast<uintptr_t>(lane.get())};
+      one.pool = {kEnginesGraphs, reinterpret_cast<uintptr_t>(lane.get())};
     } else {
       one.capture = cuda.device->add_stream();
     }

@@ -38,6 +38,7 @@ struct StepTime {
 
 struct EngineJob;
 class GraphCache;  // step_graphs.h
+class CudaLimit;   // cuda_memory.h
 
 // A place for one step at a time, with a thread of its own for steps that no caller runs.
 struct Lane {
@@ -112,6 +113,9 @@ class Engine {
   bool inherited() const { return getpid() != process_; }  // by a forked child, in which its threads are not
   // Whether the calling thread is one of its lanes, or runs one of its steps: it cannot wait for lanes and memory.
   bool on_a_lane() const;
+
+  // On torch's streams, before the first job: all that it takes of the device is at most `bytes`. See CudaLimit.
+  void limit_memory(int64_t bytes);
 
   Id add_job();
   // Cancels what is queued, waits for a group in flight to end, and forgets the job. On a lane, where a garbage
@@ -230,6 +234,7 @@ class Engine {
   int64_t held_by_all() const;
   void leave_ground(Job& job);
   void keep_pages_within();
+  void discard_pages();
   void make_graph_lanes(const OnCuda& cuda);
   void issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group);
   void detach(Lane& lane, StepRun& run);
@@ -241,9 +246,11 @@ class Engine {
   mutable std::mutex lock_;
   std::mutex closing_;
   const pid_t process_;
-  int64_t capacity_;  // of all shared arenas together, once each has come down to its share
+  const int64_t room_;  // the capacity that is left while no job has claimed anything
+  int64_t capacity_;    // of all shared arenas together, once each has come down to its share
   std::vector<std::unique_ptr<SharedArena>> shared_arenas_;
   std::unique_ptr<LaneAllocatorInstalled> installed_;
+  std::unique_ptr<CudaLimit> limit_;    // null where torch's requests are not served from a GPU
   std::shared_ptr<LaneDevice> device_;  // where groups run behind the host
   std::shared_ptr<GraphCache> graphs_;
   CudaDevice::Lent streams_;  // of lanes, and then of their captures

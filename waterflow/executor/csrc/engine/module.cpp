@@ -247,6 +247,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            "With `cuda`, a CudaDevice: lanes on streams that it lends until the engine is closed, two for each. With "
            "`handles`, for tests: on these of the driver's, and the host's memory is planned in the device's arenas. "
            "`graphs`: bytes that copies of inputs of device graphs may take.")
+      .def("limit_memory", &Engine::limit_memory, py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("add_job", &Engine::add_job, py::call_guard<py::gil_scoped_release>())
       .def("remove_job", &Engine::remove_job, py::call_guard<py::gil_scoped_release>())
       .def("submit", &Engine::submit, py::arg("job"), py::arg("run"), py::arg("after") = nullptr,

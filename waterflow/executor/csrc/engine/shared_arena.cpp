@@ -35,8 +35,11 @@ void SharedArena::begin(int32_t index, int64_t job, const GroupPlan& plan, bool 
     mine.planned = mine.largest + beside <= pages_->size() || admission.capacity() <= pages_->size();
     if (mine.planned && pages_->backs()) {
       const int64_t height = std::min(mine.largest, pages_->size());
-      mine.planned = pages_->back(index, height);
-      mine.touched = std::max(mine.touched, whole_pages(height));  // also what was backed before there was no more
+      mine.touched = std::max(mine.touched, whole_pages(height));  // also what is backed before there is no more
+      if (!pages_->back(index, height)) {
+        make_room();
+        mine.planned = pages_->back(index, height);
+      }
     }
   }
   grow(index);

@@ -34,7 +34,8 @@ class SharedArena {
               OrderFault fault);
 
   Admission admission;
-  CrossLaneFences order;  // between its two ends, on a device that runs behind the host
+  std::function<void()> make_room;  // gives back what nobody needs; asked where the device has no page left
+  CrossLaneFences order;            // between its two ends, on a device that runs behind the host
   int32_t lanes() const { return lanes_; }
   ArenaEnd& end(int32_t index) { return ends_[index]; }
   Placer& placer(int32_t end) { return pages_->placer(end); }
