@@ -35,7 +35,8 @@ def mlp(width=64):
 
 def accuracy(model):
     """Called after each epoch, in evaluation mode and without gradients."""
-    return (model(_images[TEST]).argmax(dim=1) == _labels[TEST]).float().mean()
+    device = next(model.parameters()).device
+    return (model(_images[TEST].to(device)).argmax(dim=1) == _labels[TEST].to(device)).float().mean()
 
 
 def make_job(width, lr=1e-3):
@@ -53,7 +54,7 @@ def make_job(width, lr=1e-3):
 
 def objective(trial):
     """An ordinary objective with a Step in its loop, for study.yaml."""
-    model = cnn(trial.suggest_categorical("width", [8, 16, 32]))
+    model = cnn(trial.suggest_categorical("width", [8, 16, 32])).to(wf.device())  # the device that is trained on
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True))
     step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer)
     batches = loader(trial.suggest_categorical("batch_size", [16, 32, 64]))

@@ -8,6 +8,8 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from waterflow.errors import JobTimeoutError, NonFiniteLossError
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.step import Step
@@ -55,10 +57,18 @@ def result_of(
                 "missed_requests": step.missed_requests,
                 "recomputed": step.recomputed,
                 "offloaded": step.most_offloaded,
-                "state_dict": step.model.state_dict(),
+                "state_dict": _on_host(step.model.state_dict()),
             }
         ),
     )
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    # Of a model on a GPU: results are kept beside the memory limit, and are loaded on machines without a GPU.
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            state[name] = value.cpu()
+    return state
 
 
 def over_limit(made: Any, error: JobTimeoutError) -> Any:

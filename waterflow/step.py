@@ -22,7 +22,7 @@ from waterflow import _C
 from waterflow.errors import CaptureError, InvalidJobError, JobCancelled, StepError, StepIndexError, StepValueError, explained
 from waterflow.executor.audit import Audit
 from waterflow.executor.cancel import LentLane, has_limit
-from waterflow.executor.data.copies import OwnBatches
+from waterflow.executor.data.copies import OwnBatches, brought
 from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import eager, ownership
@@ -81,6 +81,11 @@ def own_generator(given: torch.Generator | None, device: torch.device, engine: E
     in the state of the process's generator.
     """
     if given is not None and given is not torch.default_generator:
+        if given.device.type != device.type:
+            raise InvalidJobError(
+                f"the generator is on {given.device} and the model on {device}, whose numbers it cannot draw; pass "
+                f"generator=torch.Generator({str(device)!r})"
+            )
         return given
     if (own := thread_generator(device)) is not None:
         return own
@@ -88,9 +93,8 @@ def own_generator(given: torch.Generator | None, device: torch.device, engine: E
         return given
     # A copy of the process's generator: lanes run steps in any order, and a shared one would hand out other numbers
     # from run to run.
-    on_cpu = engine.device.type == "cpu"
-    own = torch.Generator(engine.device)
-    own.set_state(torch.get_rng_state() if on_cpu else torch.cuda.get_rng_state(engine.device))
+    own = torch.Generator(device)
+    own.set_state(torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device))
     return own
 
 
@@ -287,6 +291,10 @@ class Step:
         )
         check_device(self.name, self._spec.device, self.engine)
         self.generator = generator = own_generator(generator, self._spec.device, self.engine)
+        # What the user's code in an eager step draws on the CPU; None if that is the generator above, or the process's.
+        self._on_gpu = self._spec.device.type == "cuda"
+        on_host = own_generator(None, torch.device("cpu"), self.engine) if self._on_gpu else None
+        self.generators = [one for one in (on_host, generator) if one is not None]
         self._threads = threads = self.engine.threads_per_lane if self.engine is not None else torch.get_num_threads()
         # In a deterministic study what a job claims follows from its own steps, not from a neighbour's profile.
         ordered = self.engine is not None and self.engine.reservations.clock is not None
@@ -298,7 +306,7 @@ class Step:
         self._under_way: deque[StepFuture] = deque()
         self._micro = 0
         self._told: Counter[str] = Counter() if self.engine is None else self.engine.told
-        self._eager_step = eager.EagerStep(self._spec, generator, self.name)
+        self._eager_step = eager.EagerStep(self._spec, self.generators, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
         self._eager_claim = (-1, 0)  # the engine's changes, and the batches ahead, when an eager step last claimed
@@ -345,15 +353,15 @@ class Step:
         Raises CaptureError if the step would run as an opaque job, which has no plan before it has run, and MemoryLimitError if
         it cannot be lowered to that height; its ``needed`` is the lowest height that was found.
         """
-        return self._bound_steps.plan(*flatten(batch), recompute).renamed(self.name)
+        return self._bound_steps.plan(*flatten(self._brought(batch)), recompute).renamed(self.name)
 
     def footprint_for(self, batch: Batch, recompute: int | None = None) -> Footprint:
         """Return the memory requests of such a step; its ``offsets()`` places them. Arguments and errors as ``plan_for``."""
-        return self._bound_steps.captured(*flatten(batch), recompute).footprint()
+        return self._bound_steps.captured(*flatten(self._brought(batch)), recompute).footprint()
 
     def recomputed_for(self, batch: Batch, recompute: int | None = None) -> Recomputed | None:
         """Return what a step on batches like this one would recompute; None for nothing. Otherwise as ``plan_for``."""
-        return self._bound_steps.captured(*flatten(batch), recompute).recomputed
+        return self._bound_steps.captured(*flatten(self._brought(batch)), recompute).recomputed
 
     def close(self) -> None:
         """Leave the engine: cancel queued steps and release the memory. Idempotent.
@@ -417,15 +425,18 @@ class Step:
         # The virtual clock of a deterministic study counts steps that were begun.
         if self._worker is not None and self.engine is not None and self.engine.reservations.clock is not None:
             self.engine.reservations.clock.advance(self._worker)
+        own = self.own_batches
+        if (there := self._brought(batch)) is not batch:
+            batch, own = there, None
         if self.opaque_reason is not None:
-            return self._submit_opaque(batch, update, by_caller)
+            return self._submit_opaque(batch, own, update, by_caller)
         refused = done = None
         try:
             leaves, batch_spec, key = flatten(batch)
             bound_step = self._bound_steps.find(leaves, batch_spec, key, update)
             given = batch
-            if self.own_batches is not None and bound_step.captured.changed_leaves:
-                leaves = pytree.tree_leaves(given := self.own_batches.of(batch))
+            if own is not None and bound_step.captured.changed_leaves:
+                leaves = pytree.tree_leaves(given := own.of(batch))
             bound_step = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which runs the step
             self._will_write(bound_step.captured.written_buffers)
             done = self._audited(bound_step, leaves, given) if self.audit.due(bound_step) else None
@@ -434,10 +445,13 @@ class Step:
             refused.__context__ = refused.__cause__ = None
         if refused is not None:
             # Only after it has run eagerly is the step opaque; if that fails, too, the batch was at fault.
-            return self._submit_opaque(batch, update, by_caller, refused)
+            return self._submit_opaque(batch, own, update, by_caller, refused)
         if done is not None:
             return self._hand_in_captured(*done, bound_step, update)
         return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
+
+    def _brought(self, batch: Batch) -> Batch:
+        return brought(batch, self._spec.device) if self._on_gpu else batch
 
     def _audited(self, bound_step: BoundStep, leaves: list[Any], batch: Batch) -> tuple[_C.StepRun, bool] | None:
         """Audit a step that is about to be submitted. Returns its run, and if it was profiled, if the audit ran the step."""
@@ -598,7 +612,7 @@ class Step:
             engine.reservations.clock is not None or claimed != (engine.reservations.changes, self.batches_ahead)
         ):
             return False
-        return not self._under_way and self.own_batches is None and self._eager_step.is_as_before(batch)
+        return not self._under_way and self._eager_step.is_as_before(batch)
 
     def _eagerly(self, batch: Batch, update: bool, tries_again: bool) -> Any:
         surrounding = surrounding_autocast(self._spec.device.type)
@@ -626,7 +640,7 @@ class Step:
             self.engine.runs_eagerly(self.job)
 
     def _submit_opaque(
-        self, batch: Batch, update: bool, by_caller: bool, refused: CaptureError | None = None
+        self, batch: Batch, own: OwnBatches | None, update: bool, by_caller: bool, refused: CaptureError | None = None
     ) -> StepFuture | Done:
         new_kind = isinstance(refused, NewKind)
         self._will_write(name for name, _ in self._spec.model.named_buffers())
@@ -634,7 +648,7 @@ class Step:
             self._tell_eager(refused, self._told)
         lends = self.engine is not None and self.engine.lends_lanes()
         by_caller = by_caller and not lends
-        if by_caller and (refused is None or new_kind) and self._is_ordinary(batch):
+        if by_caller and own is None and (refused is None or new_kind) and self._is_ordinary(batch):
             return Done(self._eagerly(batch, update, new_kind))
         given = of_torch(batch)
         surrounding = surrounding_autocast(self._spec.device.type)
@@ -648,7 +662,7 @@ class Step:
         def work() -> None:
             if refused is not None:
                 self._eager_step.put_sums(self._bound_steps.before_eager())
-            made, height = train(given) if self.own_batches is None else self.own_batches.run(train, batch)
+            made, height = train(given) if own is None else own.run(train, batch)
             returned.append(made)
             self.measured_height = max(self.measured_height, height)
             if refused is not None and self._bound_steps.may_try_again(refused):

@@ -22,12 +22,21 @@ def missing(device: str, count: int = 1) -> str | None:
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not there:
-        return f"{device!r} needs a GPU, and torch finds none on this machine; take device 'cpu', or a CUDA build of torch"
+        built = "was built without CUDA" if torch.version.cuda is None else "finds no GPU (see nvidia-smi)"
+        return f"device {device!r} cannot be used: this torch ({torch.__version__}) {built}; use 'cpu'"
     last = int(device.partition(":")[2]) if ":" in device else count - 1
     if last >= there:
         asked = f"{device!r}" if ":" in device else f"{count} devices"
         return f"{asked} of {there} GPU(s) on this machine cannot be; ask for at most {there}, the last is 'cuda:{there - 1}'"
     return None
+
+
+def check_device(device: object) -> None:
+    """Raise InvalidJobError unless ``device``, a ``torch.device`` or its name, can be trained on, on this machine."""
+    if DEVICE.fullmatch(str(device)) is None:
+        raise InvalidJobError(f"device {str(device)!r} is not supported; waterflow trains on 'cpu' and 'cuda': pass device='cpu'")
+    if (why := missing(str(device))) is not None:
+        raise InvalidJobError(why)
 
 
 RULE = "must be a positive number of seconds, or text like '90s', '30min' or '2h'"

@@ -268,7 +268,7 @@ def test_putting_it_into_torch(tmp_path: Path) -> None:
         torch.version.cuda = "13.0"
         with pytest.raises(InvalidJobError, match="finds no GPU"):
             cuda.install()
-        torch.cuda.is_available = lambda: True
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
         torch.cuda.is_initialized = lambda: True
         own = torch.cuda.memory_allocated
         assert not cuda.install(0) and "To do better call waterflow.allocator.cuda.install()" in said[-1]

@@ -11,6 +11,7 @@ import torch
 
 from waterflow import _C
 from waterflow.errors import InvalidJobError
+from waterflow.units import check_device
 
 logger = logging.getLogger("waterflow")
 
@@ -36,10 +37,8 @@ def install(device: int | torch.device | None = None, limit: int = 0) -> bool:
     Engines bound what they take themselves, beside it.
     Returns False, with a warning, if CUDA runs already: torch's allocator then stays. Raises InvalidJobError without a GPU.
     """
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        built = "was built without CUDA" if torch.version.cuda is None else "finds no GPU (see nvidia-smi)"
-        raise InvalidJobError(f"device 'cuda' cannot be used: this torch ({torch.__version__}) {built}; use 'cpu'")
     index = _index(device)
+    check_device(f"cuda:{index}")
     if not _installed:
         # torch refuses to change an allocator that is initialized, which starting CUDA does.
         if torch.cuda.is_initialized():

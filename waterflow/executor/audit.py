@@ -110,7 +110,7 @@ class BothWays:
         kind: Any = type(spec.optimizer)
         self._twin = kind.__new__(kind)
         self._numbers = torch.Generator()
-        self._eager = EagerStep(replace(spec, optimizer=self._twin), self._numbers, self.name)
+        self._eager = EagerStep(replace(spec, optimizer=self._twin), [self._numbers], self.name)
         gradients = sum(p.nbytes for p in spec.updated().values())
         # Two copies of the state, and the higher of both steps; an eager one has all gradients at once.
         self.bytes = 2 * self._before.bytes + self.captured.predicted.height * 9 // 8 + gradients

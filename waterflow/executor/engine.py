@@ -27,7 +27,7 @@ from waterflow.executor.stats import Account, EngineStats
 from waterflow.executor.tuning import Decision, LanesInUse
 from waterflow.executor.virtual_clock import current_worker as current_worker, here
 from waterflow.partition.plan.plan import Plan
-from waterflow.units import Mode, Priority, check_priority
+from waterflow.units import Mode, Priority, check_device, check_priority
 
 logger = logging.getLogger("waterflow")
 
@@ -132,10 +132,7 @@ class Engine:
     ) -> None:
         fork_in_turns()
         self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise InvalidJobError(
-                f"device {str(self.device)!r} is not supported; waterflow trains on 'cpu' and 'cuda': pass device='cpu'"
-            )
+        check_device(self.device)
         if not isinstance(exact, bool):
             raise InvalidJobError(f"exact must be True or False; got {exact!r}")
         if mode not in get_args(Mode):

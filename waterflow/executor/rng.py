@@ -7,7 +7,7 @@ import functools
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,23 @@ def thread_generator(device: torch.device) -> torch.Generator | None:
 
 
 def generators_for(device: torch.device, seed: int) -> list[torch.Generator]:
-    """Return new generators with ``seed`` for a thread whose models lie on ``device``: one for it, and one for the CPU."""
+    """Return new generators with ``seed`` for a thread whose models lie on ``device``: the CPU's, and last the device's."""
     kinds = {torch.device("cpu"), device}
     return [torch.Generator(kind).manual_seed(seed) for kind in sorted(kinds, key=str)]
+
+
+def state_of(generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Return the states of ``generators_for`` a device, one behind the other."""
+    return torch.cat([generator.get_state() for generator in generators])
+
+
+def set_state_of(generators: Sequence[torch.Generator], state: torch.Tensor) -> None:
+    """Set the states that ``state_of`` returned. On another kind of device only the CPU's is there; the other stays as it is."""
+    for generator in generators:
+        size = generator.get_state().numel()
+        if len(state) >= size:
+            generator.set_state(state[:size].clone())  # torch does not mind where a slice begins
+        state = state[size:]
 
 
 class _DefaultGenerator(torch.Generator):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -79,22 +79,34 @@ _building = Turn()  # one at a time: builders patch globals of the process, as t
 
 
 @doing("making its model or optimizer")
-def model_of(job: Job, numbers: torch.Generator | None = None) -> nn.Module:
-    """Return the job's model, ready to train. A function that makes it draws from ``numbers``, or else from torch's generator.
+def model_of(job: Job, numbers: Sequence[torch.Generator] = (), device: torch.device | None = None) -> nn.Module:
+    """Return the job's model, ready to train, on ``device`` if that is given, as is its loss module.
+
+    A function that makes it draws from ``numbers``, or else from torch's generators.
 
     Raises InvalidJobError if the function returns no module.
     """
     if isinstance(job.model, nn.Module):
         model = job.model
-    elif numbers is None:
+    elif not numbers:
         model = job.model()
     else:
-        with own_numbers(numbers), _building:
+        with own_numbers(*numbers), _building:
             model = _made(job)
     if not isinstance(model, nn.Module):
         raise InvalidJobError(f"job {job.name!r}: model() made a {type(model).__name__}, not a module")
     begin_training(job, model)
+    for module in (model, job.loss):
+        if device is not None and isinstance(module, nn.Module):
+            _move(module, device)
     return model
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(one.device != device for one in tensors) and not any(one.is_meta for one in tensors):
+        with _building:  # or two jobs would each move a tensor that they share
+            module.to(device)
 
 
 def _made(job: Job) -> nn.Module:

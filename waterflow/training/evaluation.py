@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
 from waterflow.executor.cancel import UserCode, doing
+from waterflow.executor.data.copies import brought
 from waterflow.executor.engine import Engine
 from waterflow.executor.rng import own_numbers
 from waterflow.job import Job, Metrics, as_metrics
@@ -20,6 +23,27 @@ from waterflow.step import Step
 from waterflow.training.build import evaluation_mode
 
 _local = threading.local()
+
+
+class Bringing(TorchFunctionMode):
+    """Inside it an operation that torch refuses, as only some of its tensors are on ``device``, is given copies there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``operation``; again, if it was refused and does not write to what it is given."""
+        given = args, kwargs or {}
+        try:
+            return operation(*args, **given[1])
+        except RuntimeError:
+            name, there = getattr(operation, "__name__", ""), brought(given, self._device)
+            on_both = any(isinstance(one, torch.Tensor) and one.device == self._device for one in tree_leaves(given))
+            writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in given[1]
+            if there is given or not on_both or writes:
+                raise
+        return operation(*there[0], **there[1])
 
 
 def evaluating() -> bool:
@@ -50,16 +74,18 @@ class Evaluation:
             self._model = None
 
     def _evaluate(self, step: Step) -> Any:
-        evaluate, engine, generator = self._job.evaluate, self._engine, step.generator
+        evaluate, engine, generators = self._job.evaluate, self._engine, step.generators
+        device = engine.device if engine is not None else torch.device("cpu")
 
         @doing("evaluating")
         def work() -> Any:
             model = self._model
             assert model is not None and evaluate is not None
-            numbers = own_numbers(generator) if generator is not None else contextlib.nullcontext()
+            bringing = Bringing(device) if device.type == "cuda" else contextlib.nullcontext()
+            numbers = own_numbers(*generators) if generators else contextlib.nullcontext()
             _local.evaluating = True
             try:
-                with evaluation_mode(model), torch.no_grad(), numbers, self._code.here():
+                with evaluation_mode(model), torch.no_grad(), numbers, bringing, self._code.here():
                     return evaluate(model)
             finally:
                 _local.evaluating = False

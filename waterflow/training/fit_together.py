@@ -19,7 +19,7 @@ from waterflow.partition.passes.rematerialize import Recomputed
 from waterflow.partition.plan.plan import Plan, format_bytes
 from waterflow.planner.feasibility import Feasibility, Need, needed
 from waterflow.planner.search import what_fits
-from waterflow.step import Step
+from waterflow.step import Step, device_of
 from waterflow.training.build import model_of, optimizer_of
 from waterflow.training.shards.step import ShardedStep
 from waterflow.training.step_queue import STEPS_AHEAD, step_of
@@ -187,7 +187,9 @@ def step_and_batch(job: Job) -> tuple[Step, Any]:
     # Values do not matter here, but a prediction must not draw from the process's generator.
     numbers = torch.Generator().manual_seed(job.seed or 0)
     model = model_of(job)
-    step = step_of(job, model, optimizer_of(job, model), numbers, engine=None)
+    optimizer = optimizer_of(job, model)
+    generator = torch.Generator(device) if (device := device_of(model, optimizer)).type == "cuda" else numbers
+    step = step_of(job, model, optimizer, generator, engine=None)
     data = job.data
     source = data.reader() if isinstance(data, SharedData) else Batches(job.name, data, numbers)
     with contextlib.closing(source) as batches:

@@ -20,7 +20,7 @@ from waterflow.executor.data.sharded import ShardedBatches
 from waterflow.executor.data.shared import Reader, SharedData
 from waterflow.executor.engine import Engine
 from waterflow.executor.program.step_future import Done, StepFuture
-from waterflow.executor.rng import own_numbers
+from waterflow.executor.rng import generators_for, own_numbers, set_state_of, state_of
 from waterflow.executor.stats import Account
 from waterflow.job import Job, JobResult, Metrics, Status
 from waterflow.results import check_finite, over_limit, result_of
@@ -107,8 +107,9 @@ class JobRunner:
         self.lease = EngineLease(job, engine, self._safepoint)
         self._between = False  # the job's own thread is between two steps
         self._steps = StepQueue()
-        self._numbers, self._data_numbers = torch.Generator(), torch.Generator()
-        self._setting_numbers = torch.Generator()  # for the scheduler, as queued steps draw from _numbers
+        self._device = engine.device if engine is not None else torch.device("cpu")
+        # The third for the scheduler, as queued steps draw from the first.
+        self._numbers, self._data_numbers, self._setting_numbers = (generators_for(self._device, 0) for _ in range(3))
         if resume is not None:
             seed = self._start_at(resume)
         elif job.seed is not None or seed is None:
@@ -246,21 +247,22 @@ class JobRunner:
     def _build(self) -> None:
         job = self.job
         self._check_stop()
-        model = model_of(job, self._numbers)
-        with own_numbers(self._setting_numbers):
+        model = model_of(job, self._numbers, self._device)
+        with own_numbers(*self._setting_numbers):
             optimizer = optimizer_of(job, model)
             self._scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
         self._state = JobState(job, model, optimizer, self._scheduler)
         if not isinstance(job.data, SharedData):
-            given = job.name, job.data, self._data_numbers
+            given, on_device = (job.name, job.data, self._data_numbers[0]), self._data_numbers[1:]
             if job.shards > 1:
-                self._batches = ShardedBatches(*given, shards=job.shards, seed=self._seed)
+                self._batches = ShardedBatches(*given, shards=job.shards, seed=self._seed, on_device=on_device)
             else:
-                self._batches = Batches(*given, read_ahead=job.read_ahead)
+                self._batches = Batches(*given, read_ahead=job.read_ahead, on_device=on_device)
         self._make_step(model, optimizer)
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        step = step_of(self.job, model, optimizer, self._numbers, self.engine, self._seed)
+        with own_numbers(*self._numbers):  # the step draws from all of them
+            step = step_of(self.job, model, optimizer, self._numbers[-1], self.engine, self._seed)
         assert self._batches is not None
         step.own_batches = self._batches.own
         self.lease.enter(step)
@@ -282,8 +284,8 @@ class JobRunner:
             "seed": self._seed,
             "shared": isinstance(batches, Reader),
             "data": place,
-            "numbers": self._numbers.get_state(),
-            "setting_numbers": self._setting_numbers.get_state(),
+            "numbers": state_of(self._numbers),
+            "setting_numbers": state_of(self._setting_numbers),
             "step": progress_of(step),
             "losses": torch.tensor(self._losses, dtype=torch.float64),
             "metrics": [dict(metrics) for metrics in self._metrics],
@@ -305,9 +307,8 @@ class JobRunner:
 
     def _set_seed(self, seed: int) -> None:
         self._seed = seed
-        self._numbers.manual_seed(seed)
-        self._data_numbers.manual_seed(seed)
-        self._setting_numbers.manual_seed(seed)
+        for generator in (*self._numbers, *self._data_numbers, *self._setting_numbers):
+            generator.manual_seed(seed)
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         state, step = checkpoint.state, self.step
@@ -315,9 +316,9 @@ class JobRunner:
         self._state.put(state["job"])
         if isinstance(self._batches, Batches):
             self._batches.go_on_from(state["data"])
-        self._numbers.set_state(state["numbers"])
+        set_state_of(self._numbers, state["numbers"])
         if "setting_numbers" in state:  # an older version had none
-            self._setting_numbers.set_state(state["setting_numbers"])
+            set_state_of(self._setting_numbers, state["setting_numbers"])
         put_progress(step, state["step"])
 
     def _serve(self) -> None:
@@ -359,7 +360,7 @@ class JobRunner:
             metrics = self._evaluate() or {"loss": sum(losses) / len(losses)}
             self._metrics.append(metrics)
             if self._scheduler is not None and self.job.scheduler_interval == "epoch":
-                with own_numbers(self._setting_numbers):
+                with own_numbers(*self._setting_numbers):
                     step_scheduler(self._scheduler, metrics)
             self._epoch, self._epoch_began = epoch + 1, len(self._losses)
             if self._on_epoch is not None:
@@ -402,7 +403,7 @@ class JobRunner:
                 if self._scheduler is not None and self.job.scheduler_interval == "step":
                     # The update is queued; without the flag schedulers warn of a missing optimizer.step().
                     self.step.optimizer._opt_called = True  # type: ignore[attr-defined]
-                    with own_numbers(self._setting_numbers):
+                    with own_numbers(*self._setting_numbers):
                         self._scheduler.step()
                 if len(steps) >= ahead:
                     if ahead == STEPS_AHEAD:

@@ -28,7 +28,7 @@ from waterflow.training.checkpoint_dir import Checkpointing, Checkpoints
 from waterflow.training.progress import ProgressLine
 from waterflow.training.runner import JobRunner, draw_seed
 from waterflow.training.shards.runner import ElasticRunner, memory_of_each
-from waterflow.units import Mode
+from waterflow.units import Mode, check_device
 
 logger = logging.getLogger("waterflow")
 
@@ -106,19 +106,20 @@ def train(
     _check_together(given)
     if not given:
         return Results()
+    if engine is None:  # before there is a folder of checkpoints
+        check_device(torch.device(device))
+    limit, parts = memory_of_each(given, devices, memory, max_concurrent)
     with contextlib.ExitStack() as stack:
         if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
             checkpoint = Checkpoints(checkpoint)
         if checkpoint is not None:
             stack.enter_context(checkpoint.opened(given))
-        limit = memory_of_each(given, devices, memory, max_concurrent)
         if engine is None:
-            memory = limit if devices is not None else memory
-            engine = stack.enter_context(Engine(device, memory, lanes, threads_per_lane, exact=exact, mode=mode))
+            engine = stack.enter_context(Engine(device, limit, lanes, threads_per_lane, exact=exact, mode=mode))
         if timeline is not None:
             engine.native.record_spans(True)
         with ProgressLine(len(given), "jobs", show_progress_bar) as progress:
-            on = (devices, limit) if devices is not None else None
+            on = (devices, limit, parts) if devices is not None else None
             results = _Training(given, engine, max_concurrent, on_error, callbacks, progress, checkpoint, on).run()
         if timeline is not None:
             timeline(Timeline.of(engine))
@@ -137,7 +138,7 @@ class _Training:
         callbacks: Sequence[Callback | Callable[[JobResult], None]],
         progress: ProgressLine,
         checkpoints: Checkpoints | None,
-        on_devices: tuple[Sequence[str], int] | None = None,
+        on_devices: tuple[Sequence[str], int | float | str | None, int] | None = None,
     ) -> None:
         self._on_devices = on_devices  # and the memory of each
         self._checkpoints = checkpoints

@@ -1,7 +1,7 @@
 """Copies of batches, and the address ranges of tensors.
 
-Batches are copied for a step that changes a batch that other jobs read, or whose batch lies in memory that it changes; for
-checkpoints; and for shared data, if the user's data may write to the memory of an earlier batch again.
+Batches are copied to the device of a step; for a step that changes a batch that other jobs read, or whose batch lies in memory that
+it changes; for checkpoints; and for shared data, if the user's data may write to the memory of an earlier batch again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from waterflow.partition.guards.step_key import extent_bytes, of_torch, ranges_of
@@ -28,6 +29,29 @@ def copied(batch: Any) -> Any:
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     copies = dict(zip(tensors, copies_of([*tensors.values()])))
     return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], form)
+
+
+def brought(batch: Any, device: torch.device) -> Any:
+    """Return the batch with copies on ``device``, a GPU, of what lies elsewhere; the batch itself if all of it is there.
+
+    Returns before the copies are made: the caller's current stream makes them, from pinned memory.
+    """
+    leaves, form = pytree.tree_flatten(of_torch(batch), is_leaf=lambda part: isinstance(part, PackedSequence))
+    there = {id(leaf): _on(leaf, device) for leaf in leaves}  # a tensor that occurs twice has one copy
+    if all(there[id(leaf)] is leaf for leaf in leaves):
+        return batch
+    return pytree.tree_unflatten([there[id(leaf)] for leaf in leaves], form)
+
+
+def _on(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf.to(device) if hasattr(leaf, "to") else leaf  # a packed sequence keeps a part on the CPU
+    if leaf.device == device:
+        return leaf
+    host = leaf.detach()
+    if device.type == "cuda" and host.device.type == "cpu" and host.layout == torch.strided:
+        host = host.pin_memory()  # torch keeps it until the copy is made
+    return host.to(device, non_blocking=True).requires_grad_(leaf.requires_grad)
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.cancel import Turn, doing
 from waterflow.executor.data.copies import OwnBatches, copied
-from waterflow.executor.rng import own_numbers
+from waterflow.executor.rng import own_numbers, set_state_of, state_of
 from waterflow.executor.stats import Account
 
 _SAMPLERS = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -131,7 +131,8 @@ class Batches:
     ``generator``. A data set that several jobs read is read by one thread at a time, as it may keep a file and a place in it.
 
     With ``read_ahead`` a batch may be read while steps on earlier ones still run; None lets ``may_read_ahead`` decide. Without
-    a ``name`` the batches belong to no job. ``passes`` is the number of passes made over the data before.
+    a ``name`` the batches belong to no job. ``passes`` is the number of passes made over the data before. What the data draws on
+    a GPU comes from ``on_device``.
 
     Raises InvalidJobError if a function given as ``data`` returns something that cannot be iterated.
     """
@@ -143,9 +144,10 @@ class Batches:
         generator: torch.Generator,
         passes: int = 0,
         read_ahead: bool | None = None,
+        on_device: Sequence[torch.Generator] = (),
     ) -> None:
         self._what = "shared data" if name is None else f"data of job {name!r}"
-        self._generator = generator
+        self._generators = [generator, *on_device]
         self._given = data
         order = self._order = torch.Generator()
         order.set_state(generator.get_state())
@@ -293,13 +295,13 @@ class Batches:
     def _numbers(self) -> dict[str, Any]:
         # The states of all generators from which the order or the values of batches may come.
         return {
-            "own": self._generator.get_state(),
+            "own": state_of(self._generators),
             "order": self._order.get_state(),
             "others": [generator.get_state() for generator in self._other_generators()],
         }
 
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
-        self._generator.set_state(numbers["own"])
+        set_state_of(self._generators, numbers["own"])
         self._order.set_state(numbers["order"])
         for generator, state in zip(self._other_generators(), numbers["others"]):
             generator.set_state(state)
@@ -332,7 +334,7 @@ class Batches:
         return f"{self._what} is empty: there is nothing to train on"
 
     def _own_numbers(self) -> contextlib.AbstractContextManager[Any]:
-        return own_numbers(self._generator)
+        return own_numbers(*self._generators)
 
 
 _turns: dict[int, Turn] = {}  # by the identity of what is read

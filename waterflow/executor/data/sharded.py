@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,8 +119,19 @@ class ShardedBatches(Batches):
     at any batch without reading those before. Other data is read whole and cut.
     """
 
-    def __init__(self, name: str | None, data: Any, generator: torch.Generator, *, shards: int, seed: int) -> None:
-        super().__init__(name, data, generator, read_ahead=True)  # each step has ended before the next batch is read
+    def __init__(
+        self,
+        name: str | None,
+        data: Any,
+        generator: torch.Generator,
+        *,
+        shards: int,
+        seed: int,
+        on_device: Sequence[torch.Generator] = (),
+    ) -> None:
+        super().__init__(
+            name, data, generator, read_ahead=True, on_device=on_device
+        )  # each step has ended before the next batch is read
         self.mine = range(shards)
         self._shards = shards
         self._parts: _Parts | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,9 +140,9 @@ class EagerStep:
     ``.grad`` of the optimizer's parameters, from another backward pass, are dropped.
     """
 
-    def __init__(self, spec: StepSpec, generator: torch.Generator | None, name: str) -> None:
+    def __init__(self, spec: StepSpec, generators: Sequence[torch.Generator], name: str) -> None:
         self._spec = spec
-        self._numbers = own_numbers(generator) if generator is not None else _NOTHING
+        self._numbers = own_numbers(*generators) if generators else _NOTHING
         self._name = name
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self._calls, self._largest = 0, -1

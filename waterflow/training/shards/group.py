@@ -96,9 +96,9 @@ class Group:
     def _at_once(self) -> Iterator[list[Any]]:
         works: list[Any] = []
         if self._device.type == "cuda":  # NCCL's sends and receives must be issued together
-            self._sums._start_coalescing(self._device)
+            self._sums._start_coalescing()
             yield works
-            works = [self._sums._end_coalescing(self._device)]
+            works = [self._sums._end_coalescing()]
         else:
             yield works
         for work in works:

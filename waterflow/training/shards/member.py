@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from waterflow import _C
+from waterflow.allocator import cuda
 from waterflow.executor.data.sharded import ShardedBatches
 from waterflow.executor.engine import Engine, within
+from waterflow.executor.memory_limit import parse_memory
 from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.job import Job, Metrics
 from waterflow.training.checkpoint import Checkpoint
@@ -28,14 +30,18 @@ from waterflow.training.shards.step import ShardedStep
 
 @dataclass
 class Start:
-    """The first message to a new process. ``cores`` are the ones that it may run on; ``joins`` others that train already."""
+    """The first message to a new process. ``cores`` are the ones that it may run on; ``joins`` others that train already.
+
+    Its limit is one of ``parts`` of ``memory``.
+    """
 
     job: Job
     member: int
     device: str
     cores: list[int] | None
     threads: int
-    memory: int
+    memory: int | float | str | None
+    parts: int
     exact: bool
     port: int
     joins: bool
@@ -163,7 +169,10 @@ def main() -> None:
     torch.set_num_threads(start.threads)
     device = torch.device(start.device if start.device.startswith("cuda") else "cpu")
     link = Link(connection, start.member, start.port, device)
-    with Engine(device, start.memory, 1, start.threads, exact=start.exact, mode="turns") as engine, within(engine):
+    memory = start.memory
+    if start.parts > 1:
+        memory = parse_memory(memory, cuda.prepare(device).free) // start.parts
+    with Engine(device, memory, 1, start.threads, exact=start.exact, mode="turns") as engine, within(engine):
         _C.set_threads_here(start.threads)
         runner = link.runner = MemberRunner(start, engine, link)
         result = runner.run()

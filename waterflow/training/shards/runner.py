@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -39,6 +38,7 @@ from waterflow.training.runner import OnEpoch, StopJob
 from waterflow.training.safepoint import JobEnded
 from waterflow.training.shards.group import HOST
 from waterflow.training.shards.member import Start
+from waterflow.units import check_device
 
 logger = logging.getLogger("waterflow")
 
@@ -88,10 +88,8 @@ def check_devices(job: Job, devices: Sequence[str]) -> tuple[str, ...]:
         kind, _, number = name.partition(":")
         if kind not in ("cpu", "cuda") or not number.isdigit():
             raise InvalidJobError(f"a device is 'cpu:0', 'cuda:0' and so on, each with its number; got {name!r}")
-        if kind == "cuda" and int(number) >= torch.cuda.device_count():
-            raise InvalidJobError(
-                f"{name!r} is not here: torch sees {torch.cuda.device_count()} GPUs; name those, or 'cpu:0' and so on"
-            )
+        if kind == "cuda":
+            check_device(name)
     if len(set(names)) < len(names) or len({name.partition(":")[0] for name in names}) > 1:
         raise InvalidJobError(f"each device can be named once, and all are of one kind; got {list(names)}")
     if len(names) > job.shards:
@@ -104,20 +102,22 @@ def check_devices(job: Job, devices: Sequence[str]) -> tuple[str, ...]:
 
 def memory_of_each(
     jobs: Sequence[Job], devices: Sequence[str] | None, memory: int | float | str | None, at_once: int | None
-) -> int:
-    """Return the limit of each job on each device in bytes, of ``at_once`` jobs; the devices' limits are ``memory``.
+) -> tuple[int | float | str | None, int]:
+    """Return a limit, and of how many parts it one is what each of ``at_once`` jobs has on each device. ``memory`` is a device's.
 
-    Raises InvalidJobError if no job can train on several devices.
+    A process on a GPU asks that one what is free there. Raises InvalidJobError if no job can train on several devices.
     """
     if devices is None:
-        return 0
+        return memory, 1
     sharded = [job for job in jobs if job.shards > 1]
     if not sharded:
         raise InvalidJobError("devices= is for jobs whose batches are cut: give them shards, as in wf.Job(..., shards=2)")
     names = check_devices(min(sharded, key=lambda job: job.shards), devices)
+    parts, others = min(len(sharded), at_once or len(sharded)), len(sharded) < len(jobs)
+    if names[0].startswith("cuda"):
+        return memory, parts
     limit = parse_memory(memory, free_memory())
-    on_host = sum(name.startswith("cpu") for name in names) + (len(sharded) < len(jobs))
-    return (limit // max(1, on_host) if memory is None else limit) // min(len(sharded), at_once or len(sharded))
+    return (limit // (len(names) + others) if memory is None else limit) // parts, 1
 
 
 def packed(start: Start) -> bytes:
@@ -151,7 +151,8 @@ class ElasticRunner:
         job: Job,
         engine: Engine,
         devices: Sequence[str],
-        memory: int,
+        memory: int | float | str | None,
+        parts: int,
         on_epoch: OnEpoch | None = None,
         *,
         seed: int,
@@ -161,7 +162,7 @@ class ElasticRunner:
         job.check()
         self.job, self.engine = job, engine
         self._on_epoch, self._seed, self._resume, self._last_checkpoint = on_epoch, seed, resume, last_checkpoint
-        self._memory = memory
+        self._memory, self._parts = memory, parts
         if (why := why_not_again(f"data of job {job.name!r}", job.data, job.data)) is not None:
             raise InvalidJobError(f"{why}. Every device reads the data")
         self._asked = self._wanted = check_devices(job, devices)  # those that have not died of the ones that were asked for
@@ -379,6 +380,7 @@ class ElasticRunner:
                 cores=_cores(device, self.engine.threads_per_lane),
                 threads=self.engine.threads_per_lane,
                 memory=self._memory,
+                parts=self._parts,
                 exact=self.engine.exact,
                 port=self._store.port,
                 joins=self._entered >= 0,
