@@ -51,12 +51,13 @@ class Job:
         scheduler_interval: The scheduler steps after each ``epoch`` (default) or after each ``step``.
         evaluate: A function of the model that returns a number or a dict of numbers. It is called after each epoch
             with the model in evaluation mode and without gradients. The first number is the job's ``value``. Afterwards every
-            module has its training flag of before; a module that ``evaluate`` added has the flag of its parent.
+            module has its training flag of before; a module that ``evaluate`` added has the flag of its parent. On a GPU an
+            operation that gets tensors of the CPU beside the model's is given copies on the GPU.
         read_ahead: True if a batch may be read while earlier steps still run: it depends on no model, and the next batch is not
             written to its memory. ``None`` reads ahead only data of which that is known: lists, tensors, torch's own data
             sets in a DataLoader, and a DataLoader with workers.
         epochs: The number of passes over the data.
-        seed: Seed of initialization, shuffling and dropout. Default: drawn from torch's generator.
+        seed: Seed of initialization, shuffling and dropout, on the CPU and on a GPU. Default: drawn from torch's generator.
         accumulate, clip_grad_norm, clip_grad_value, autocast, recompute: As in ``Step``.
         allow_non_finite: Train on after a NaN or infinite loss; else the job fails at the end of that epoch.
         priority: ``"opportunistic"`` runs on lanes and memory that guaranteed jobs leave, at a rate that does not slow their steps. It is
@@ -198,8 +199,8 @@ class JobResult:
     its backward pass; ``offloaded`` the most bytes that a step held in host memory between forward and backward pass.
     ``eager_steps`` ran eagerly since the job was last resumed on its device; ``opaque_reason`` says why, if all steps do from
     some step on. ``state_dict`` is the model's, also after a failure or an early stop. Like every state_dict of torch it shares
-    memory with the model: copy it before training the model again. In a study ``optimize(keep_weights=)`` decides which results
-    keep it.
+    memory with the model: copy it before training the model again; that of a model on a GPU is a copy in host memory. In a study
+    ``optimize(keep_weights=)`` decides which results keep it.
     """
 
     name: str

@@ -191,7 +191,8 @@ class Step:
     Calling it with a batch returns the loss, an ordinary scalar tensor that the caller may keep, or ``(loss, metrics)`` if the step
     function returns a dict of tensors beside the loss. On the CPU the call returns when the step is done; it releases the
     interpreter lock meanwhile. Parameters, buffers and optimizer state are changed in place. ``p.grad`` is ignored, and is None
-    afterwards: do not call ``loss.backward()``, ``optimizer.step()`` or a GradScaler beside a step (see ``clip_grad_norm``).
+    afterwards: do not call ``loss.backward()``, ``optimizer.step()`` or a GradScaler beside a step (see ``clip_grad_norm``). Batches are
+    brought to the GPU on which the model is.
 
     The step is captured at the first call with a batch of a new shape; steps of equal models share captures. SGD, Adam and AdamW run
     in their fused form unless made with ``fused=False`` or ``foreach=``. A step that cannot be captured runs eagerly; then
@@ -225,7 +226,7 @@ class Step:
         engine: The step runs on this engine's lanes. Default: the calling thread's engine, if any.
 
     Raises:
-        InvalidJobError: Settings contradict each other, or the model is on another device.
+        InvalidJobError: Settings contradict each other, or the model, or ``generator``, is on another device.
     """
 
     steps = property(lambda self: int(self.account["steps"]), doc="Steps that have completed.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import subprocess
@@ -262,6 +263,27 @@ def test_shared_data_and_a_loss_with_tensors() -> None:
     assert_same(beside[0], wf.train(jobs(1), **ON_GPU)[0])
 
 
+def test_jobs_over_one_frozen_base() -> None:
+    """By tensors that they share, as of LoRA's adapters, and by a module: each is moved once."""
+    torch.manual_seed(0)
+    base, layer = net().requires_grad_(False).eval(), nn.Linear(4, 4).requires_grad_(False)
+    memo = {id(tensor): tensor for tensor in base.parameters()}
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        made.append(nn.Sequential(copy.deepcopy(base, memo.copy()), layer, nn.Linear(4, 4)))
+        return made[-1]
+
+    def jobs(count: int) -> list[wf.Job]:
+        adam: Any = lambda p: torch.optim.Adam([one for one in p if one.requires_grad], lr=2**-4, fused=True)  # noqa: E731
+        return [job(seed, model=model, optimizer=adam, train_mode="as_is") for seed in range(count)]
+
+    beside = wf.train(jobs(4), **ON_GPU)
+    assert len({one[0][0].weight.data_ptr() for one in made}) == len({id(one[1]) for one in made}) == 1
+    assert base[0].weight.device == DEVICE
+    assert_same(wf.train(jobs(1), **ON_GPU)[0], beside[0])
+
+
 # -- results and checkpoints
 
 WITHOUT_GPU = """
@@ -301,7 +323,7 @@ def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
         def on_epoch_end(self, job: wf.Job, epoch: int, metrics: Any) -> None:
             raise KeyboardInterrupt
 
-    jobs = [job(seed, epochs=3) for seed in range(2)]
+    jobs = [job(0, epochs=3), job(1, epochs=3, shards=2)]
     with pytest.raises(KeyboardInterrupt):
         wf.train(jobs, checkpoint=tmp_path, callbacks=[Stop()], **ON_GPU)
     for resumed, whole in zip(wf.train(jobs, checkpoint=tmp_path, **ON_GPU), wf.train(jobs, **ON_GPU)):

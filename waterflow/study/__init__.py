@@ -64,7 +64,7 @@ def optimize(
         max_concurrent: The most trials at the same time. ``"auto"``: as many as measured throughput allows, if all of them fit
             in memory together. Earlier trials use the lanes first, later ones what these leave.
         memory: The limit for all trials together: bytes, a share of the free memory, or text like ``"4GiB"``.
-        device, lanes, threads_per_lane: As in ``train``.
+        device, lanes, threads_per_lane: As in ``train``. In a loop of its own an objective moves the model, to ``wf.device()``.
         catch: Exceptions that fail a trial without ending the study, as in ``study.optimize``. An ``AuditError`` and a passed
             ``trial_timeout`` always do.
         callbacks: Called with (study, trial) after each trial, on the calling thread.

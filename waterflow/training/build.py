@@ -15,6 +15,7 @@ from waterflow.errors import InvalidJobError
 from waterflow.executor.cancel import Turn, doing
 from waterflow.executor.rng import own_numbers
 from waterflow.job import Job
+from waterflow.partition.capture.trace import one_at_a_time
 
 logger = logging.getLogger("waterflow")
 
@@ -105,7 +106,8 @@ def model_of(job: Job, numbers: Sequence[torch.Generator] = (), device: torch.de
 def _move(module: nn.Module, device: torch.device) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     if any(one.device != device for one in tensors) and not any(one.is_meta for one in tensors):
-        with _building:  # or two jobs would each move a tensor that they share
+        # Jobs may share frozen modules: two would each move a tensor, and while one is captured its modules have stand-ins.
+        with _building, one_at_a_time:
             module.to(device)
 
 

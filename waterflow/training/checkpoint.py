@@ -36,6 +36,8 @@ class Checkpoint:
     Data with a ``state_dict`` is trusted to know its position (torchdata's loaders do, except random transforms in their
     workers). Other data is read again from the beginning of the epoch up to the position, which takes as long as reading does.
 
+    A job of a GPU can go on on the CPU, and the other way round, with other bits.
+
     Not included: attributes of objects beside parameters, buffers and ``get_extra_state``, such as a data set's own state, and
     the random numbers of Python and NumPy. If steps may round differently from run to run (``exact=False``), resumed ones may.
 

@@ -71,7 +71,8 @@ def train(
     Args:
         jobs: Jobs, or one, or plain modules that share ``loss=``, ``optimizer=``, ``data=`` (and ``epochs=``, ``evaluate=``
             and the other settings of ``Job``), passed as further keyword arguments. No job: no result.
-        device: Where to train. This version trains on ``"cpu"``.
+        device: Where to train: ``"cpu"``, or a GPU: ``"cuda"``, ``"cuda:1"``. There a job's model, made anywhere, is moved to it
+            before its optimizer is made, and stays there; batches are brought ahead of their steps.
         devices: Where to train jobs that have ``shards``, a process for each: ``["cpu:0", "cpu:1"]`` are two cores (each of
             ``threads_per_lane``) of the ones that this process may run on. ``set_devices()`` of a job's runner changes them meanwhile.
             A device whose process dies is left out. No bit of a result depends on any of that. Other jobs train on ``device``.
@@ -95,7 +96,7 @@ def train(
             callbacks are called only for what happens now. ``Checkpoint`` says what ends bitwise equal.
 
     Raises:
-        InvalidJobError: Jobs cannot be trained as given: two share a module, or a name.
+        InvalidJobError: Jobs cannot be trained as given: two share a module, or a name; or this machine lacks ``device``.
         MemoryLimitError: A job does not fit (with ``on_error="raise"``).
         CheckpointError: Checkpoints are damaged or of other jobs, or a job could not be resumed from one.
     """

@@ -127,7 +127,7 @@ def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape) if size > 1)
 
 
-_one_at_a_time = threading.RLock()  # tracing patches torch's globals
+one_at_a_time = threading.RLock()  # tracing patches torch's globals
 
 Traced = tuple[fx.Graph, dict[str, torch.Tensor]]  # with the constants that it gets by name
 
@@ -188,7 +188,7 @@ def capture_step(
     if fingerprint is None:
         _, fingerprint = structure_key(spec)
     check_hooks(fingerprint.modules())
-    with _one_at_a_time, _C.ThreadGenerators([]):  # not this thread's generators: any job may run the graph
+    with one_at_a_time, _C.ThreadGenerators([]):  # not this thread's generators: any job may run the graph
         start = time.perf_counter()
         given = spec, leaves, batch_spec, fingerprint
         try:

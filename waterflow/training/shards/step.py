@@ -129,6 +129,7 @@ class ShardedStep(Step):
         super().__init__(*given, **settings)
         if self.generator is None:
             self.generator = torch.Generator(self._spec.device)
+            self.generators = [self.generator]
 
     def _as_run(self, spec: StepSpec) -> StepSpec:
         # Sums that are put aside on the way along the tree, and over the batches of an update; and the optimizer's state, so that an
@@ -221,10 +222,9 @@ class ShardedStep(Step):
         return reached
 
     def _part(self, shard: int, given: _Given, reached: set[str]) -> set[str]:
-        assert self.generator is not None
         sums = self._laid_out()
         self._put_sums(sums, reached)
-        self.generator.manual_seed(stream_seed(self._seed, shard, self.calls))
+        self._seed_numbers(shard)
         self._load_buffers(shard)
         weighted = given.batch.parts[shard], torch.tensor(given.weights[shard], device=self._spec.device)
         given.losses[shard] = float(self._submit(weighted, True, update=False).result())
@@ -250,8 +250,11 @@ class ShardedStep(Step):
 
     def seed_evaluation(self) -> None:
         """Let an evaluation draw numbers that follow from the seed and the number of batches so far."""
-        assert self.generator is not None
-        self.generator.manual_seed(stream_seed(self._seed, self.shards, self.calls))
+        self._seed_numbers(self.shards)
+
+    def _seed_numbers(self, stream: int) -> None:
+        for generator in self.generators:
+            generator.manual_seed(stream_seed(self._seed, stream, self.calls))
 
     def _will_write(self, buffers: Iterable[str]) -> None:
         fresh = [name for name in buffers if name not in self.buffers[0]]
