@@ -361,7 +361,7 @@ def test_devices_that_the_machine_does_not_have_are_refused(tmp_path: Path, monk
     made: list[WorkerSettings] = []
     monkeypatch.setattr(daemon, "LocalBackend", lambda *_, settings, **__: made.append(settings))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for count, there, said in ((1, 0, "torch finds none on this machine"), (3, 2, "3 devices of 2 GPU")):
+    for count, there, said in ((1, 0, "cannot be used: this torch"), (3, 2, "3 devices of 2 GPU")):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there > 0)
         monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
         config = launch.ClusterConfig(tuple(f"device-{n}" for n in range(count)), device="cuda")
