@@ -292,8 +292,8 @@ class Step:
         )
         check_device(self.name, self._spec.device, self.engine)
         self.generator = generator = own_generator(generator, self._spec.device, self.engine)
-        # What the user's code in an eager step draws on the CPU; None if that is the generator above, or the process's.
         self._on_gpu = self._spec.device.type == "cuda"
+        # For what the user's code in an eager step draws on the CPU.
         on_host = own_generator(None, torch.device("cpu"), self.engine) if self._on_gpu else None
         self.generators = [one for one in (on_host, generator) if one is not None]
         self._threads = threads = self.engine.threads_per_lane if self.engine is not None else torch.get_num_threads()
@@ -427,7 +427,7 @@ class Step:
         if self._worker is not None and self.engine is not None and self.engine.reservations.clock is not None:
             self.engine.reservations.clock.advance(self._worker)
         own = self.own_batches
-        if (there := self._brought(batch)) is not batch:
+        if self._on_gpu and (there := brought(batch, self._spec.device)) is not batch:
             batch, own = there, None
         if self.opaque_reason is not None:
             return self._submit_opaque(batch, own, update, by_caller)
@@ -664,7 +664,7 @@ class Step:
             if refused is not None:
                 self._eager_step.put_sums(self._bound_steps.before_eager())
             made, height = train(given) if own is None else own.run(train, batch)
-            returned.append(made)
+            returned.extend((made, given))  # the batch stays until the device has read it
             self.measured_height = max(self.measured_height, height)
             if refused is not None and self._bound_steps.may_try_again(refused):
                 self._bound_steps.after_eager(self._eager_step.take_sums())

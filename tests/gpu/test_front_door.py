@@ -210,6 +210,30 @@ def test_numbers_are_the_jobs_own_wherever_they_are_drawn(eager: bool) -> None:
 # -- batches
 
 
+def test_a_batch_is_copied_behind_what_the_stream_has_to_do() -> None:
+    """From memory that nobody else writes: the caller goes on at once, and may overwrite its batch."""
+    x, expected = X.clone(), X.clone()
+    torch.cuda._sleep(200_000_000)
+    there = brought((x, 3), DEVICE)[0]
+    assert not torch.cuda.current_stream().query()
+    x.zero_()
+    assert torch.equal(there.cpu(), expected)
+
+
+def test_eager_steps_that_are_read_ahead() -> None:
+    """The job's thread is ahead of the lane that runs the step, and the lane ahead of the device: a batch stays until then."""
+
+    def rmsprop(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(parameters, lr=2**-7)
+
+    def run(data: Any) -> wf.JobResult:
+        result = wf.train([job(0, data=data, optimizer=rmsprop, read_ahead=True, epochs=3)], **ON_GPU)[0]
+        assert result.opaque_reason is not None
+        return result
+
+    assert_same(run(BATCHES), run([(x.to("cuda"), y.to("cuda")) for x, y in BATCHES]))
+
+
 def test_batches_of_any_form() -> None:
     x, y = BATCHES[0]
     nested = brought({"x": [x, x, x.t()], "n": 3, "y": (np.arange(4), y.to("cuda"))}, DEVICE)

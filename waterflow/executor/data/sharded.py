@@ -129,9 +129,8 @@ class ShardedBatches(Batches):
         seed: int,
         on_device: Sequence[torch.Generator] = (),
     ) -> None:
-        super().__init__(
-            name, data, generator, read_ahead=True, on_device=on_device
-        )  # each step has ended before the next batch is read
+        # Each step has ended before the next batch is read.
+        super().__init__(name, data, generator, read_ahead=True, on_device=on_device)
         self.mine = range(shards)
         self._shards = shards
         self._parts: _Parts | None = None
