@@ -115,12 +115,13 @@ def test_efficient_attention_is_plain_attention() -> None:
 @pytest.mark.parametrize(
     "fault, test",
     [
-        ("STANDIN_DROPS_WAITS", "tests/gpu/test_together.py::test_bits_as_alone_where_lanes_meet[2-convolutions-False]"),
+        ("STANDIN_DROPS_WAITS", "tests/gpu/test_together.py"),
         ("STANDIN_FORGETS_USERS", "tests/gpu/test_memory.py::test_a_block_that_another_stream_reads_is_not_given_away"),
+        ("STANDIN_FORGETS_USERS", "tests/gpu/test_results.py"),
     ],
 )
 def test_a_planted_fault_is_found(fault: str, test: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--all", "-p", "no:cacheprovider", test]
     done = subprocess.run(
         command, cwd=standin.ROOT, env=standin.environment(**{fault: "1"}), capture_output=True, text=True, timeout=280
     )

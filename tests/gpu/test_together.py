@@ -48,6 +48,7 @@ class Language(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {"dropout": dropout, "convolutions": convolutions, "language": Language}
 Result = tuple[list[float], dict[str, torch.Tensor]]
 RESERVE = 24 << 20
+PAGE = 2 << 20
 
 
 def job(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, list[Batch], torch.Generator]:
@@ -72,11 +73,11 @@ def train(names: dict[int, str], lanes: int, memory: int, graphs: bool) -> Train
     """Steps of several jobs, by seed, each on a thread of its own."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
     made = Trained()
     with wf.Engine("cuda", memory=memory, lanes=lanes, reserve=RESERVE, device_graphs=graphs) as engine:
         jobs = {seed: job(name, seed) for seed, name in names.items()}
+        users = torch.cuda.memory_reserved()  # until their steps claim it
+        torch.cuda.reset_peak_memory_stats()
 
         def work(seed: int, name: str) -> None:
             try:
@@ -101,7 +102,8 @@ def train(names: dict[int, str], lanes: int, memory: int, graphs: bool) -> Train
         engine.native.check()
         assert engine.native.placed[0] > 0
         assert (engine.stats().graphs["launched"] > 0) is graphs
-        assert torch.cuda.max_memory_reserved() - before <= engine.limit
+        # A tensor of the user's that needs a new page has it whole.
+        assert torch.cuda.max_memory_reserved() - users <= engine.limit + PAGE
     return made
 
 

@@ -135,6 +135,15 @@ const std::set<std::string> WAITS = {"aten::_local_scalar_dense",
 
 std::set<std::string> missing;  // operators without a CPU kernel
 
+// Memory that torch has of the device.
+struct Block {
+  size_t bytes;
+  bool used = false;            // by an operator: a rehearsal of a step asks for memory that is still a neighbour's
+  std::set<void*> others = {};  // streams that use it, too
+};
+std::mutex blocks_lock;
+std::map<uint64_t, Block> blocks;
+
 struct Issued {
   const c10::OperatorHandle op;
   Stack arguments;                               // of the CPU, over the same bytes
@@ -145,7 +154,13 @@ struct Issued {
 
   void touch(const void* at, size_t bytes) {
     const auto from = reinterpret_cast<uint64_t>(at);
-    if (at != nullptr) touches.emplace_back(from, from + bytes);
+    if (at == nullptr) return;
+    touches.emplace_back(from, from + bytes);
+    const std::lock_guard<std::mutex> guard(blocks_lock);
+    const auto next = blocks.upper_bound(from);
+    if (next == blocks.begin()) return;
+    auto& [begin, block] = *std::prev(next);
+    block.used = block.used || from < begin + block.bytes;
   }
 
   void run() const {
@@ -356,30 +371,27 @@ using Record = void (*)(void*, void*);
 Malloc real_malloc = nullptr;
 Free real_free = nullptr;
 Record real_record = nullptr;
-std::mutex recorded_lock;
-std::map<void*, std::set<void*>> recorded;  // streams that use a block, too
-
 std::unique_ptr<torch::Library> library;
 
 }  // namespace
 
 #define STANDIN extern "C" __attribute__((visibility("default")))
 
-STANDIN void* standin_malloc(size_t bytes, int device, void* stream) { return real_malloc(bytes, device, stream); }
+STANDIN void* standin_malloc(size_t bytes, int device, void* stream) {
+  void* const at = real_malloc(bytes, device, stream);
+  const std::lock_guard<std::mutex> guard(blocks_lock);
+  if (at != nullptr) blocks[reinterpret_cast<uint64_t>(at)] = {bytes};
+  return at;
+}
 
 STANDIN void standin_free(void* at, size_t bytes, int device, void* stream) {
-  std::set<void*> others;
+  Block block{bytes};
   {
-    const std::lock_guard<std::mutex> guard(recorded_lock);
-    if (const auto found = recorded.find(at); found != recorded.end()) {
-      others = std::move(found->second);
-      recorded.erase(found);
-    }
+    const std::lock_guard<std::mutex> guard(blocks_lock);
+    if (auto found = blocks.extract(reinterpret_cast<uint64_t>(at))) block = std::move(found.mapped());
   }
-  if (at != nullptr) {
-    if (!standin_capturing(stream)) {
-      for (void* const other : others) standin_wait(stream, other);
-    }
+  if (block.used) {
+    for (void* const other : block.others) standin_wait(stream, other);
     standin_fill(stream, at, bytes);
   }
   real_free(at, bytes, device, stream);
@@ -389,8 +401,10 @@ STANDIN void standin_record_stream(void* at, void* stream) {
   static const bool forgets = std::getenv("STANDIN_FORGETS_USERS") != nullptr;  // a planted fault
   if (forgets) return;
   {
-    const std::lock_guard<std::mutex> guard(recorded_lock);
-    recorded[at].insert(stream);
+    const std::lock_guard<std::mutex> guard(blocks_lock);
+    if (const auto found = blocks.find(reinterpret_cast<uint64_t>(at)); found != blocks.end()) {
+      found->second.others.insert(stream);
+    }
   }
   real_record(at, stream);
 }

@@ -76,6 +76,7 @@ FAKE bool standin_late() { return schedule != Schedule::once; }
 // Whatever was issued on one stream so far comes before what is issued on the other from now on.
 FAKE void standin_wait(void* stream, void* other) {
   std::lock_guard<std::recursive_mutex> guard(lock);
+  if (capture_of(stream) != nullptr || stream_of(stream) == nullptr || stream_of(other) == nullptr) return;
   issue(*stream_of(stream), {nullptr, reinterpret_cast<uint64_t>(other), stream_of(other)->issued});
 }
 FAKE bool standin_pinned(const void* address) {

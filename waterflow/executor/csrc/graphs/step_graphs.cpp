@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -113,7 +114,9 @@ void RecordedCall::make_memory(const torch::jit::Stack& learnt, int32_t index, P
     });
   }
   const auto ask = [](int64_t bytes, c10::Device device) {
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+    // at::empty fills what it returns under deterministic algorithms, and here may still be a neighbour's memory.
+    const auto none = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device));
+    return at::detail::empty_generic({bytes}, none.storage().allocator(), none.key_set(), at::kByte, std::nullopt);
   };
   if (placer->memory() == PlacedIn::device) {
     for (auto& one : fresh_) {
