@@ -5,7 +5,7 @@
 # make tiers  which tests of the short tier need time, and why
 # make weight  the package's lines of code by folder, and their budget
 # make check  format, lint, types and make test, as before a commit on main
-# make cuda-check  the CUDA code on a stand-in for a GPU, eight minutes (CUDA_CHECK=all: all of it, by parts of ten minutes)
+# make cuda-check  the CUDA code on a stand-in for a GPU, some minutes (CUDA_CHECK=all: in all orders of streams)
 # make sanitize  the allocator's random runs under the address, undefined behaviour and thread sanitizers
 
 PYTHON ?= python3
@@ -107,7 +107,7 @@ $(VENV)/.extension: $(CPP) setup.py waterflow/sources.py
 	WATERFLOW_TEST_HOOKS=1 $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 
-# An environment of its own with torch for CUDA, some 7 GB; no GPU is needed.
+# An environment of its own with torch for CUDA, some 5 GB; no GPU is needed.
 cuda-env: $(CUDA_VENV)/.built
 
 $(CUDA_VENV)/.packages: constraints-cpu.txt pyproject.toml

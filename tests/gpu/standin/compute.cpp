@@ -7,7 +7,6 @@
 #include <ATen/cuda/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDAStream.h>
-#include <dlfcn.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -27,7 +26,6 @@ void standin_fill(void* stream, void* at, size_t bytes);
 void standin_finish(void* stream);
 void standin_wait(void* stream, void* other);
 bool standin_capturing(void* stream);
-bool standin_late();
 bool standin_pinned(const void* address);
 }
 
@@ -300,27 +298,12 @@ Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double sc
 
 // Efficient attention, by plain mathematics. Its seed and offset are numbers that the host has, as the real one returns
 // them where nothing is captured; the mask is drawn from them, forward and backward.
-struct Weights {
-  Tensor probabilities, dropped, scaled_query;
-  double scale;
-};
-Weights weights_of(const Tensor& query, const Tensor& key, const std::optional<Tensor>& bias, double p, int64_t seed,
-                   int64_t offset, bool causal, std::optional<double> scale) {
-  Weights made;
-  made.scale = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))));
-  auto scores = at::matmul(query, key.transpose(-2, -1)).mul_(made.scale);
-  if (bias && bias->defined()) scores = scores + *bias;
-  if (causal) {
-    const auto hidden = at::ones({query.size(-2), key.size(-2)}, query.options().dtype(at::kBool)).triu_(1);
-    scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
-  }
-  made.probabilities = at::softmax(scores, -1);
-  if (p > 0) {
-    auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed) * 31 + static_cast<uint64_t>(offset));
-    const auto kept = at::empty(scores.sizes(), at::TensorOptions().dtype(at::kFloat)).bernoulli_(1 - p, generator);
-    made.dropped = kept.to(scores.options()).div_(1 - p);
-  }
-  return made;
+std::optional<Tensor> kept(const Tensor& query, const Tensor& key, double p, uint64_t seed, uint64_t offset) {
+  if (p == 0) return std::nullopt;
+  auto generator = at::detail::createCPUGenerator(seed * 31 + offset);
+  const auto mask =
+      at::empty({query.size(0), query.size(1), query.size(2), key.size(2)}, at::TensorOptions().dtype(at::kBool));
+  return mask.bernoulli_(1 - p, generator).to(query.device());
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(const Tensor& query, const Tensor& key,
@@ -329,9 +312,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(const Tensor& que
                                                                std::optional<double> scale) {
   uint64_t seed = 0, offset = 0;
   if (p > 0) drawn_from(std::nullopt, &seed, &offset);
-  const auto weights =
-      weights_of(query, key, bias, p, static_cast<int64_t>(seed), static_cast<int64_t>(offset), causal, scale);
-  const auto made = at::matmul(p > 0 ? weights.probabilities * weights.dropped : weights.probabilities, value);
+  const auto mask = kept(query, key, p, seed, offset);
+  const auto made =
+      std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, p, causal, mask, scale));
   // As the real one: (batch, heads, length), and heads lie behind the length in memory.
   const auto sums =
       at::zeros({query.size(0), query.size(1), wants_sums ? query.size(2) : 0}, query.options().dtype(at::kFloat));
@@ -342,19 +325,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(const Tensor& que
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
-    const Tensor& grad_, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, const Tensor&,
+    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, const Tensor&,
     const Tensor&, const Tensor& seed, const Tensor& offset, double p, std::array<bool, 4> wanted, bool causal,
     std::optional<double> scale) {
-  if (!grad_.defined()) return {};
+  if (!grad.defined()) return {};
   const std::optional<Tensor> given = bias.defined() ? std::optional(bias) : std::nullopt;
-  const auto weights = weights_of(query, key, given, p, seed.item<int64_t>(), offset.item<int64_t>(), causal, scale);
-  const auto used = p > 0 ? weights.probabilities * weights.dropped : weights.probabilities;
-  auto to_weights = at::matmul(grad_, value.transpose(-2, -1));
-  if (p > 0) to_weights = to_weights * weights.dropped;
-  const auto inner = (to_weights * weights.probabilities).sum(-1, true);
-  const auto to_scores = weights.probabilities * (to_weights - inner);
-  return {at::matmul(to_scores, key).mul_(weights.scale),
-          at::matmul(to_scores.transpose(-2, -1), query).mul_(weights.scale), at::matmul(used.transpose(-2, -1), grad_),
+  const auto mask = kept(query, key, p, seed.item<int64_t>(), offset.item<int64_t>());
+  const auto weights =
+      std::get<1>(at::_scaled_dot_product_attention_math(query, key, value, given, p, causal, mask, scale));
+  const auto dropped = [&](const Tensor& tensor) { return mask ? tensor * *mask / (1 - p) : tensor; };
+  const auto to_weights = dropped(at::matmul(grad, value.transpose(-2, -1)));
+  const auto to_scores = weights * (to_weights - (to_weights * weights).sum(-1, true));
+  const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))));
+  return {at::matmul(to_scores, key).mul_(factor), at::matmul(to_scores.transpose(-2, -1), query).mul_(factor),
+          at::matmul(dropped(weights).transpose(-2, -1), grad),
           wanted[3] && bias.defined() ? at::sum_to(to_scores, bias.sizes()) : Tensor()};
 }
 
@@ -414,12 +398,6 @@ STANDIN void standin_memory(void* malloc, void* free, void* record) {
   real_malloc = reinterpret_cast<Malloc>(malloc);
   real_free = reinterpret_cast<Free>(free);
   real_record = reinterpret_cast<Record>(record);
-}
-
-STANDIN void standin_sleep() {
-  std::function<void()> nothing = [] {};
-  const std::vector<std::pair<uint64_t, uint64_t>> touches;
-  standin_run(stream_here(), &nothing, &touches);
 }
 
 // Puts itself in the place of torch's CUDA kernels; returns how many.

@@ -19,10 +19,6 @@ void begin() {
   if (context == 0) context = 0xc0;
 }
 
-void later(cudaStream_t stream, std::function<void()> work) {
-  run_on(stream, std::make_shared<Piece>(std::move(work)));
-}
-
 cudaStreamCaptureStatus status_of(cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   const Capture* const capture = capture_of(stream);
@@ -62,7 +58,7 @@ FAKE void standin_fill(void* stream, void* at, size_t bytes) {
   Stream* const on = stream_of(stream);
   if (on == nullptr) return;
   if (capture_of(stream) == nullptr && on->items.empty()) return fill();
-  later(static_cast<cudaStream_t>(stream), fill);
+  run_on(stream, std::make_shared<Piece>(fill));
 }
 FAKE bool standin_capturing(void* stream) {
   return status_of(static_cast<cudaStream_t>(stream)) != cudaStreamCaptureStatusNone;
@@ -72,7 +68,6 @@ FAKE void standin_finish(void* stream) {
   Stream* const on = stream_of(stream);
   if (on != nullptr) force(reinterpret_cast<uint64_t>(stream), on->issued);
 }
-FAKE bool standin_late() { return schedule != Schedule::once; }
 // Whatever was issued on one stream so far comes before what is issued on the other from now on.
 FAKE void standin_wait(void* stream, void* other) {
   std::lock_guard<std::recursive_mutex> guard(lock);
@@ -87,21 +82,18 @@ FAKE bool standin_pinned(const void* address) {
 // -- the runtime
 
 #define RUNTIME extern "C" __attribute__((visibility("default"))) cudaError_t
+#define FORWARD(name, parameters, call)    \
+  RUNTIME name parameters {                \
+    begin();                               \
+    return static_cast<cudaError_t>(call); \
+  }
 
 RUNTIME cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 RUNTIME cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 RUNTIME cudaSetDevice(int device) { return begin(), device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 RUNTIME cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
-RUNTIME cudaRuntimeGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 RUNTIME cudaGetLastError() { return cudaSuccess; }
 RUNTIME cudaPeekAtLastError() { return cudaSuccess; }
-extern "C" __attribute__((visibility("default"))) const char* cudaGetErrorString(cudaError_t error) {
-  static thread_local char text[64];
-  return std::snprintf(text, sizeof text, "error %d of the stand-in", static_cast<int>(error)), text;
-}
-extern "C" __attribute__((visibility("default"))) const char* cudaGetErrorName(cudaError_t error) {
-  return cudaGetErrorString(error);
-}
 RUNTIME cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   static const std::map<int, int> known = {{cudaDevAttrMultiProcessorCount, 132},
                                            {cudaDevAttrComputeCapabilityMajor, 9},
@@ -118,17 +110,12 @@ RUNTIME cudaGetDeviceProperties(cudaDeviceProp* made, int) {
   made->multiProcessorCount = 132;
   made->warpSize = 32;
   made->maxThreadsPerBlock = 1024;
-  made->maxThreadsPerMultiProcessor = 2048;
-  made->sharedMemPerBlock = 49152;
   made->totalGlobalMem = total;
   return cudaSuccess;
 }
-RUNTIME cudaDeviceSynchronize() { return begin(), as_runtime(cuCtxSynchronize()); }
-RUNTIME cudaMemGetInfo(size_t* free, size_t* all) { return begin(), as_runtime(cuMemGetInfo_v2(free, all)); }
-RUNTIME cudaMalloc(void** at, size_t bytes) {
-  begin();
-  return as_runtime(cuMemAlloc_v2(reinterpret_cast<unsigned long long*>(at), bytes));
-}
+FORWARD(cudaDeviceSynchronize, (), cuCtxSynchronize())
+FORWARD(cudaMemGetInfo, (size_t* free, size_t* all), cuMemGetInfo_v2(free, all))
+FORWARD(cudaMalloc, (void** at, size_t bytes), cuMemAlloc_v2(reinterpret_cast<unsigned long long*>(at), bytes))
 RUNTIME cudaFree(void* at) {
   begin();
   return at == nullptr ? cudaSuccess : as_runtime(cuMemFree_v2(reinterpret_cast<unsigned long long>(at)));
@@ -153,23 +140,11 @@ RUNTIME cudaPointerGetAttributes(cudaPointerAttributes* made, const void* at) {
   made->devicePointer = const_cast<void*>(at);
   return cudaSuccess;
 }
-RUNTIME cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
-  later(stream, [=] { std::memcpy(to, from, bytes); });
-  const bool waits = kind != cudaMemcpyDeviceToDevice && !standin_pinned(to) && !standin_pinned(from);
-  if (waits && status_of(stream) == cudaStreamCaptureStatusNone) standin_finish(stream);
-  return cudaSuccess;
-}
-RUNTIME cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
-  return later(stream, [=] { std::memset(at, value, bytes); }), cudaSuccess;
-}
-
 RUNTIME cudaDeviceGetStreamPriorityRange(int* least, int* most) { return *least = 0, *most = -5, cudaSuccess; }
-RUNTIME cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
-  begin();
-  return as_runtime(cuStreamCreate(reinterpret_cast<void**>(stream), flags));
-}
-RUNTIME cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-RUNTIME cudaStreamDestroy(cudaStream_t stream) { return as_runtime(cuStreamDestroy_v2(stream)); }
+FORWARD(cudaStreamCreateWithPriority, (cudaStream_t * stream, unsigned flags, int),
+        cuStreamCreate(reinterpret_cast<void**>(stream), flags))
+FORWARD(cudaStreamCreate, (cudaStream_t * stream), cuStreamCreate(reinterpret_cast<void**>(stream), 0))
+FORWARD(cudaStreamDestroy, (cudaStream_t stream), cuStreamDestroy_v2(stream))
 RUNTIME cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 RUNTIME cudaStreamSynchronize(cudaStream_t stream) {
   if (spoiled(stream)) return cudaErrorStreamCaptureUnsupported;
@@ -182,9 +157,7 @@ RUNTIME cudaStreamQuery(cudaStream_t stream) {
   if (on == nullptr) return cudaErrorInvalidResourceHandle;
   return asked(reinterpret_cast<uint64_t>(stream), on->issued) ? cudaSuccess : cudaErrorNotReady;
 }
-RUNTIME cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  return as_runtime(cuStreamWaitEvent(stream, event, 0));
-}
+FORWARD(cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned), cuStreamWaitEvent(stream, event, 0))
 RUNTIME cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   return *status = status_of(stream), cudaSuccess;
 }
@@ -199,45 +172,25 @@ RUNTIME cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   cuThreadExchangeStreamCaptureMode(&value);
   return *mode = static_cast<cudaStreamCaptureMode>(value), cudaSuccess;
 }
-RUNTIME cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
-  return as_runtime(cuStreamBeginCapture_v2(stream, static_cast<int>(mode)));
-}
-RUNTIME cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  return as_runtime(cuStreamEndCapture(stream, reinterpret_cast<void**>(graph)));
-}
-RUNTIME cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
-  return as_runtime(cuGraphInstantiateWithFlags(reinterpret_cast<void**>(made), graph, 0));
-}
-RUNTIME cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) { return as_runtime(cuGraphLaunch(graph, stream)); }
-RUNTIME cudaGraphDestroy(cudaGraph_t graph) { return as_runtime(cuGraphDestroy(graph)); }
-RUNTIME cudaGraphExecDestroy(cudaGraphExec_t graph) { return as_runtime(cuGraphExecDestroy(graph)); }
+FORWARD(cudaStreamBeginCapture, (cudaStream_t stream, cudaStreamCaptureMode mode),
+        cuStreamBeginCapture_v2(stream, static_cast<int>(mode)))
+FORWARD(cudaStreamEndCapture, (cudaStream_t stream, cudaGraph_t* graph),
+        cuStreamEndCapture(stream, reinterpret_cast<void**>(graph)))
+FORWARD(cudaGraphInstantiateWithFlags, (cudaGraphExec_t * made, cudaGraph_t graph, unsigned long long),
+        cuGraphInstantiateWithFlags(reinterpret_cast<void**>(made), graph, 0))
+FORWARD(cudaGraphLaunch, (cudaGraphExec_t graph, cudaStream_t stream), cuGraphLaunch(graph, stream))
+FORWARD(cudaGraphDestroy, (cudaGraph_t graph), cuGraphDestroy(graph))
+FORWARD(cudaGraphExecDestroy, (cudaGraphExec_t graph), cuGraphExecDestroy(graph))
 RUNTIME cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) { return *count = 1, cudaSuccess; }
 
-RUNTIME cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  begin();
-  return as_runtime(cuEventCreate(reinterpret_cast<void**>(event), flags));
-}
-RUNTIME cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-RUNTIME cudaEventDestroy(cudaEvent_t event) { return as_runtime(cuEventDestroy_v2(event)); }
-RUNTIME cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return as_runtime(cuEventRecord(event, stream)); }
-RUNTIME cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
-  return cudaEventRecord(event, stream);
-}
-RUNTIME cudaEventQuery(cudaEvent_t event) { return as_runtime(cuEventQuery(event)); }
-RUNTIME cudaEventSynchronize(cudaEvent_t event) { return as_runtime(cuEventSynchronize(event)); }
-RUNTIME cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { return *milliseconds = 1, cudaSuccess; }
-
-// -- what must not happen: a kernel of the GPU's own. An operator that comes here has no kernel in compute.cpp.
-
-RUNTIME cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return cudaErrorNotSupported; }
-RUNTIME __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
-RUNTIME __cudaGetKernel(void** kernel, const void* function) {
-  return *kernel = const_cast<void*>(function), cudaSuccess;
-}
-RUNTIME cudaFuncGetAttributes(cudaFuncAttributes* made, const void*) {
-  std::memset(made, 0, sizeof *made);
-  return cudaErrorNotSupported;
-}
+FORWARD(cudaEventCreateWithFlags, (cudaEvent_t * event, unsigned flags),
+        cuEventCreate(reinterpret_cast<void**>(event), flags))
+FORWARD(cudaEventCreate, (cudaEvent_t * event), cuEventCreate(reinterpret_cast<void**>(event), 0))
+FORWARD(cudaEventDestroy, (cudaEvent_t event), cuEventDestroy_v2(event))
+FORWARD(cudaEventRecord, (cudaEvent_t event, cudaStream_t stream), cuEventRecord(event, stream))
+FORWARD(cudaEventRecordWithFlags, (cudaEvent_t event, cudaStream_t stream, unsigned), cuEventRecord(event, stream))
+FORWARD(cudaEventQuery, (cudaEvent_t event), cuEventQuery(event))
+FORWARD(cudaEventSynchronize, (cudaEvent_t event), cuEventSynchronize(event))
 RUNTIME cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
                                          cudaDriverEntryPointQueryResult* result) {
   *function = nullptr;
@@ -245,21 +198,13 @@ RUNTIME cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
   return cudaSuccess;
 }
 // Torch's libraries are linked to these, and call none of them here.
-#define ABSENT(name) \
+#define ABSENT(X)                                                                                         \
+  X(cuFuncGetAttribute)                                                                                   \
+  X(cuFuncSetAttribute)                                                                                   \
+  X(cuFuncSetCacheConfig)                                                                                 \
+  X(cuLaunchCooperativeKernel) X(cuLaunchKernel) X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) \
+      X(cuModuleGetFunction) X(cuModuleLoad) X(cuModuleLoadData) X(cuModuleLoadDataEx) X(cuModuleUnload)  \
+          X(cuOccupancyMaxActiveBlocksPerMultiprocessor) X(cuPointerGetAttribute) X(cuTensorMapEncodeTiled)
+#define X(name) \
   FAKE int name() { return cudaErrorNotSupported; }
-ABSENT(cuFuncGetAttribute)
-ABSENT(cuFuncSetAttribute)
-ABSENT(cuFuncSetCacheConfig)
-ABSENT(cuLaunchCooperativeKernel)
-ABSENT(cuLaunchKernel)
-ABSENT(cuLinkAddData_v2)
-ABSENT(cuLinkComplete)
-ABSENT(cuLinkCreate_v2)
-ABSENT(cuModuleGetFunction)
-ABSENT(cuModuleLoad)
-ABSENT(cuModuleLoadData)
-ABSENT(cuModuleLoadDataEx)
-ABSENT(cuModuleUnload)
-ABSENT(cuOccupancyMaxActiveBlocksPerMultiprocessor)
-ABSENT(cuPointerGetAttribute)
-ABSENT(cuTensorMapEncodeTiled)
+ABSENT(X)
