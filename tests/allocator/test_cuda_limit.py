@@ -18,7 +18,7 @@ arena = _C.CudaArena(device, 20 * PAGE, PAGE)
 arena.resize(20 * PAGE)
 
 def limit_of(pages, stream):
-    return _C.CudaLimit(0, pages * PAGE, [device.adopt_stream(stream)], lambda: arena.discard(0, 0, 20 * PAGE))
+    return _C.CudaLimit(0, pages * PAGE, [device.adopt_stream(stream)], arena)
 
 def reserved(kind="reserved"):
     return _C.cuda_stats(0)[kind] // PAGE

@@ -23,6 +23,7 @@ HOLDS_NO_PYTHON = {
     "Binding.Kind": NUMBERS,
     "CudaArena": NATIVE,
     "CudaDevice": NATIVE,
+    "CudaLimit": NATIVE,
     "Engine": "its jobs' steps, as long as they are to be run: what they hold must live until then",
     "GroupPlan": NUMBERS,
     "OrderFault": NUMBERS,

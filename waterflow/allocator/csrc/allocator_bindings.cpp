@@ -1,7 +1,6 @@
 // What Python sees of planned memory.
 
 #include <c10/core/CPUAllocator.h>
-#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -152,8 +151,11 @@ void bind_cuda_memory(py::module_& m) {
     return made;
   });
   py::class_<CudaLimit>(m, "CudaLimit")
-      .def(py::init<int, int64_t, const std::vector<StreamId>&, std::function<void()>>(), py::arg("device"),
-           py::arg("bytes"), py::arg("lanes"), py::arg("give_back"))
+      .def(py::init([](int device, int64_t bytes, const std::vector<StreamId>& lanes, CudaArena& arena) {
+             const auto give_back = [&arena] { arena.discard(0, 0, arena.size()); };
+             return std::make_unique<CudaLimit>(device, bytes, lanes, give_back);
+           }),
+           py::arg("device"), py::arg("bytes"), py::arg("lanes"), py::arg("arena"), py::keep_alive<1, 5>())
       .def("claim", &CudaLimit::claim, py::arg("bytes"));
   m.def("cuda_give_back", [](int device) { CudaMemory::of(device).give_back(); }, unlocked());
   m.def("cuda_reset_peaks", [](int device) { CudaMemory::of(device).reset_peaks(); });
