@@ -102,8 +102,8 @@ def train(names: dict[int, str], lanes: int, memory: int, graphs: bool) -> Train
         engine.native.check()
         assert engine.native.placed[0] > 0
         assert (engine.stats().graphs["launched"] > 0) is graphs
-        # A tensor of the user's that needs a new page has it whole.
-        assert torch.cuda.max_memory_reserved() - users <= engine.limit + PAGE
+        # A tensor of the user's that needs a new page has it whole: one for each thread.
+        assert torch.cuda.max_memory_reserved() - users <= engine.limit + len(names) * PAGE
     return made
 
 

@@ -22,6 +22,8 @@ USUAL = ("late",)
 
 def main(asked: list[str]) -> int:
     """Run the parts; return 0 if all passed."""
+    import waterflow._C  # noqa: F401  # or else each process fails by itself
+
     standin.build()
     failed = []
     for name in PARTS if asked == ["all"] else asked or USUAL:

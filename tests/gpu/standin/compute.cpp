@@ -136,11 +136,19 @@ std::set<std::string> missing;  // operators without a CPU kernel
 // Memory that torch has of the device.
 struct Block {
   size_t bytes;
-  bool used = false;            // by an operator: a rehearsal of a step asks for memory that is still a neighbour's
+  bool used = false;            // by work that was issued: what is captured asks for memory that is still a neighbour's
   std::set<void*> others = {};  // streams that use it, too
 };
 std::mutex blocks_lock;
 std::map<uint64_t, Block> blocks;
+
+void mark_used(uint64_t at) {
+  const std::lock_guard<std::mutex> guard(blocks_lock);
+  const auto next = blocks.upper_bound(at);
+  if (next == blocks.begin()) return;
+  auto& [begin, block] = *std::prev(next);
+  block.used = block.used || at < begin + block.bytes;
+}
 
 struct Issued {
   const c10::OperatorHandle op;
@@ -152,13 +160,7 @@ struct Issued {
 
   void touch(const void* at, size_t bytes) {
     const auto from = reinterpret_cast<uint64_t>(at);
-    if (at == nullptr) return;
-    touches.emplace_back(from, from + bytes);
-    const std::lock_guard<std::mutex> guard(blocks_lock);
-    const auto next = blocks.upper_bound(from);
-    if (next == blocks.begin()) return;
-    auto& [begin, block] = *std::prev(next);
-    block.used = block.used || from < begin + block.bytes;
+    if (at != nullptr) touches.emplace_back(from, from + bytes);
   }
 
   void run() const {
@@ -280,6 +282,9 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
     issued.touch(issued.places.back().first, issued.places.back().second);
   }
   const auto touches = issued.touches;
+  for (const auto& [from, to] : touches) {
+    if (!capturing) mark_used(from);
+  }
   std::function<void()> work = [issued = std::make_shared<const Issued>(std::move(issued))] { issued->run(); };
   standin_run(stream, &work, &touches);
 }
