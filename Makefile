@@ -114,7 +114,9 @@ $(CUDA_VENV)/.packages: constraints-cpu.txt pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(CUDA_PYTHON) -m venv $(CUDA_VENV)
 	grep -v '^torch==' constraints-cpu.txt > $(CUDA_VENV)/constraints.txt
 	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-compile -c $(CUDA_VENV)/constraints.txt \
-	  torch==2.11.0 setuptools wheel ninja $$($(CUDA_PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['test'])")
+	  torch==2.11.0 setuptools wheel ninja $$($(CUDA_PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['test'], *p['optional-dependencies']['metrics'])")
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-compile --no-deps $(UNBOUND)
+	$(CUDA_VENV)/bin/python .ci/cpu_wheels.py
 	touch $@
 
 $(CUDA_VENV)/.built: $(CUDA_VENV)/.packages $(CPP) setup.py waterflow/sources.py

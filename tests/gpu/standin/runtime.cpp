@@ -42,8 +42,6 @@ bool lies_in(const std::map<uint64_t, size_t>& blocks, const void* address) {
 
 }  // namespace
 
-// -- for compute.cpp
-
 FAKE void standin_run(void* stream, std::function<void()>* work,
                       const std::vector<std::pair<uint64_t, uint64_t>>* touches) {
   run_on(stream, std::make_shared<Piece>(std::move(*work), *touches));
@@ -93,7 +91,6 @@ RUNTIME cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 RUNTIME cudaSetDevice(int device) { return begin(), device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 RUNTIME cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 RUNTIME cudaGetLastError() { return cudaSuccess; }
-RUNTIME cudaPeekAtLastError() { return cudaSuccess; }
 RUNTIME cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   static const std::map<int, int> known = {{cudaDevAttrMultiProcessorCount, 132},
                                            {cudaDevAttrComputeCapabilityMajor, 9},
@@ -140,12 +137,12 @@ RUNTIME cudaPointerGetAttributes(cudaPointerAttributes* made, const void* at) {
   made->devicePointer = const_cast<void*>(at);
   return cudaSuccess;
 }
+RUNTIME cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 RUNTIME cudaDeviceGetStreamPriorityRange(int* least, int* most) { return *least = 0, *most = -5, cudaSuccess; }
 FORWARD(cudaStreamCreateWithPriority, (cudaStream_t * stream, unsigned flags, int),
         cuStreamCreate(reinterpret_cast<void**>(stream), flags))
 FORWARD(cudaStreamCreate, (cudaStream_t * stream), cuStreamCreate(reinterpret_cast<void**>(stream), 0))
 FORWARD(cudaStreamDestroy, (cudaStream_t stream), cuStreamDestroy_v2(stream))
-RUNTIME cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 RUNTIME cudaStreamSynchronize(cudaStream_t stream) {
   if (spoiled(stream)) return cudaErrorStreamCaptureUnsupported;
   return standin_finish(stream), cudaSuccess;
@@ -198,14 +195,16 @@ RUNTIME cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
   return cudaSuccess;
 }
 // Torch's libraries are linked to these, and call none of them here.
-#define ABSENT(X)                                                                                                   \
-  X(cuFuncGetAttribute)                                                                                             \
-  X(cuFuncSetAttribute)                                                                                             \
-  X(cuFuncSetCacheConfig)                                                                                           \
-  X(cuLaunchCooperativeKernel)                                                                                      \
-  X(cuLaunchKernel) X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) X(cuModuleGetFunction) X(cuModuleLoad) \
-      X(cuModuleLoadData) X(cuModuleLoadDataEx) X(cuModuleUnload) X(cuOccupancyMaxActiveBlocksPerMultiprocessor)    \
-          X(cuPointerGetAttribute) X(cuTensorMapEncodeTiled)
+#define ABSENT(X)                                                                                                     \
+  X(cuFuncGetAttribute)                                                                                               \
+  X(cuFuncSetAttribute)                                                                                               \
+  X(cuFuncSetCacheConfig)                                                                                             \
+  X(cuLaunchCooperativeKernel)                                                                                        \
+  X(cuLaunchKernel)                                                                                                   \
+  X(cuLinkAddData_v2)                                                                                                 \
+  X(cuLinkComplete) X(cuLinkCreate_v2) X(cuModuleGetFunction) X(cuModuleLoad) X(cuModuleLoadData)                     \
+      X(cuModuleLoadDataEx) X(cuModuleUnload) X(cuOccupancyMaxActiveBlocksPerMultiprocessor) X(cuPointerGetAttribute) \
+          X(cuTensorMapEncodeTiled)
 #define X(name) \
   FAKE int name() { return cudaErrorNotSupported; }
 ABSENT(X)
