@@ -195,16 +195,13 @@ RUNTIME cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
   return cudaSuccess;
 }
 // Torch's libraries are linked to these, and call none of them here.
-#define ABSENT(X)                                                                                                     \
-  X(cuFuncGetAttribute)                                                                                               \
-  X(cuFuncSetAttribute)                                                                                               \
-  X(cuFuncSetCacheConfig)                                                                                             \
-  X(cuLaunchCooperativeKernel)                                                                                        \
-  X(cuLaunchKernel)                                                                                                   \
-  X(cuLinkAddData_v2)                                                                                                 \
-  X(cuLinkComplete) X(cuLinkCreate_v2) X(cuModuleGetFunction) X(cuModuleLoad) X(cuModuleLoadData)                     \
-      X(cuModuleLoadDataEx) X(cuModuleUnload) X(cuOccupancyMaxActiveBlocksPerMultiprocessor) X(cuPointerGetAttribute) \
-          X(cuTensorMapEncodeTiled)
+// clang-format off
+#define ABSENT(X) \
+  X(cuFuncGetAttribute) X(cuFuncSetAttribute) X(cuFuncSetCacheConfig) X(cuLaunchCooperativeKernel) \
+  X(cuLaunchKernel) X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) X(cuModuleGetFunction) \
+  X(cuModuleLoad) X(cuModuleLoadData) X(cuModuleLoadDataEx) X(cuModuleUnload) \
+  X(cuOccupancyMaxActiveBlocksPerMultiprocessor) X(cuPointerGetAttribute) X(cuTensorMapEncodeTiled)
+// clang-format on
 #define X(name) \
   FAKE int name() { return cudaErrorNotSupported; }
 ABSENT(X)
