@@ -64,7 +64,7 @@ check: lint types test
 lint: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/clang-format --dry-run -Werror $(CPP) tests/gpu/standin/*.cpp
 	$(BIN)/python -m tests.docstrings
 
 types: $(VENV)/.built
@@ -82,7 +82,7 @@ build/fuzz-%: $(CORE) $(wildcard waterflow/allocator/csrc/*.h waterflow/allocato
 format: $(VENV)/.built
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix -q .
-	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/clang-format -i $(CPP) tests/gpu/standin/*.cpp
 
 build: $(VENV)/.built
 

@@ -664,7 +664,9 @@ class Step:
             if refused is not None:
                 self._eager_step.put_sums(self._bound_steps.before_eager())
             made, height = train(given) if own is None else own.run(train, batch)
-            returned.extend((made, given))  # the batch stays until the device has read it
+            returned.append(made)
+            if self._on_gpu:
+                returned.append(given)  # until the GPU has read it
             self.measured_height = max(self.measured_height, height)
             if refused is not None and self._bound_steps.may_try_again(refused):
                 self._bound_steps.after_eager(self._eager_step.take_sums())
