@@ -329,7 +329,7 @@ class Step:
         """Train on one batch and return the loss, or ``(loss, metrics)``; see the class."""
         ahead, began = len(self._under_way), time.perf_counter()
         try:
-            return ownership.handed_out(self._submit(batch, torch.get_num_threads() == self._threads).result())
+            return ownership.handed_out(self._submit(batch, self._on_gpu or torch.get_num_threads() == self._threads).result())
         except BaseException:
             # Ctrl-C may arrive after the step was submitted and before it is waited for: cancel it.
             if len(self._under_way) > ahead:

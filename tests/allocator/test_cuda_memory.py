@@ -85,7 +85,7 @@ def test_blocks_from_before_the_pool_go_back_to_the_driver(tmp_path: Path) -> No
         free(early, 1000, 0, None)
         assert fake.held().get("plain") is None
         free(late, 1000, 0, None)
-        assert _C.cuda_trim(0) > 0 and fake.held() == {"contexts": 1, "streams": 0} or fake.used == 0
+        assert _C.cuda_give_back(0) > 0 and fake.held() == {"contexts": 1, "streams": 0} or fake.used == 0
     """)  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def test_many_threads(tmp_path: Path) -> None:
         for thread in threads: thread.start()
         for thread in threads: thread.join()
         assert not wrong and _C.cuda_stats(0)["allocated"] == 0
-        _C.cuda_trim(0)
+        _C.cuda_give_back(0)
         assert fake.used == 0
     """)  # fmt: skip
 

@@ -133,18 +133,24 @@ def test_device_graphs_are_bitwise_as_without(name: str) -> None:
     assert counts["launched"] > 0 and not any(none.values())
 
 
-def test_bitwise_as_eager_without_random_numbers() -> None:
+@pytest.mark.parametrize("rate", ["of a tensor", "constant", "schedule"])
+def test_bitwise_as_eager_without_random_numbers(rate: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
         model, _, batches, _ = job("convolutions", 3)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        rate = torch.tensor(1e-3, device="cuda")
-        return model, torch.optim.Adam(model.parameters(), lr=rate, fused=True), batches
+        given = torch.tensor(1e-3, device="cuda") if rate == "of a tensor" else 1e-3
+        return model, torch.optim.Adam(model.parameters(), lr=given, fused=True), batches
+
+    def schedule(optimizer: torch.optim.Optimizer, index: int) -> None:
+        if rate == "schedule":
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + index)
 
     model, optimizer, batches = make()
     expected = []
-    for images, labels in batches:
+    for index, (images, labels) in enumerate(batches):
+        schedule(optimizer, index)
         optimizer.zero_grad(set_to_none=True)
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
@@ -153,7 +159,11 @@ def test_bitwise_as_eager_without_random_numbers() -> None:
     other, optimizer, batches = make()
     with wf.Engine("cuda", memory="2GiB", lanes=2) as engine:
         step = wf.Step(other, loss=F.cross_entropy, optimizer=optimizer, engine=engine)
-        got = [float(step(batch)) for batch in batches]
+        got = []
+        for index, batch in enumerate(batches):
+            schedule(optimizer, index)
+            got.append(float(step(batch)))
+        assert engine.stats().graphs["launched"] > 0
     assert got == expected
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
 

@@ -1,7 +1,9 @@
-"""Jobs side by side at a limit at which their steps must meet, as each alone, and nothing reserved beyond the limit."""
+"""Jobs side by side at a limit at which their steps must meet, as each alone and as torch's own loop, with nothing reserved
+beyond the limit."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +47,36 @@ class Language(nn.Module):
         return self.model(input_ids=tokens, use_cache=False).logits[:, -1, :10]
 
 
+class Sentences(nn.Module):
+    """BERT with two layers, that names the class of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 10}
+        config = BertConfig(vocab_size=64, max_position_embeddings=32, intermediate_size=128, **sizes)
+        self.model = BertForSequenceClassification(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=x[:, :32].mul(8).long().remainder(64)).logits
+
+
+def residual() -> nn.Module:
+    from torchvision.models import resnet18
+
+    return nn.Sequential(nn.Unflatten(1, (1, 16, 16)), nn.Conv2d(1, 3, 1), resnet18(num_classes=10))
+
+
+def patches() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    vision = VisionTransformer(16, 4, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128, dropout=0.1, num_classes=10)
+    return nn.Sequential(nn.Unflatten(1, (1, 16, 16)), nn.Conv2d(1, 3, 1), vision)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"dropout": dropout, "convolutions": convolutions, "language": Language}
+LARGE: dict[str, Callable[[], nn.Module]] = {"residual": residual, "patches": patches, "sentences": Sentences}
 Result = tuple[list[float], dict[str, torch.Tensor]]
 RESERVE = 24 << 20
 PAGE = 2 << 20
@@ -53,11 +84,30 @@ PAGE = 2 << 20
 
 def job(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, list[Batch], torch.Generator]:
     torch.manual_seed(seed)
-    model = MODELS[name]().cuda()
+    model = (MODELS | LARGE)[name]().cuda()
     numbers = torch.Generator().manual_seed(seed)
     batches = [(torch.randn(64, 256, generator=numbers), torch.randint(0, 10, (64,), generator=numbers)) for _ in range(STEPS)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return model, optimizer, [(x.cuda(), y.cuda()) for x, y in batches], torch.Generator("cuda").manual_seed(100 + seed)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.cpu() for key, value in model.state_dict().items()}
+
+
+def torchs_own(name: str, seed: int) -> Result:
+    """The same steps by a loop of torch's, whose random numbers are the process's, seeded."""
+    model, optimizer, batches, numbers = job(name, seed)
+    before, losses = torch.cuda.get_rng_state(), []
+    torch.cuda.set_rng_state(numbers.get_state())
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    torch.cuda.set_rng_state(before)
+    return losses, state_of(model)
 
 
 @dataclass
@@ -87,7 +137,7 @@ def train(names: dict[int, str], lanes: int, memory: int, graphs: bool) -> Train
                 assert step.opaque_reason is None
                 made.stays += step.plan.persistent + step.plan.batch
                 made.height = max(made.height, step.plan.height)
-                made.results[seed] = losses, {key: value.cpu() for key, value in model.state_dict().items()}
+                made.results[seed] = losses, state_of(model)
             except BaseException as error:
                 made.results[seed] = error
 
@@ -111,13 +161,27 @@ def same(one: Result, other: Result) -> bool:
     return one[0] == other[0] and all(torch.equal(one[1][key], other[1][key]) for key in one[1])
 
 
+@functools.cache
+def alone_on_a_lane(name: str, seed: int) -> Trained:
+    return train({seed: name}, 1, 1 << 30, False)
+
+
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", [*MODELS, *LARGE])
+def test_bits_of_torchs_own_loop(name: str, graphs: bool) -> None:
+    mine = train({0: name}, 1, 1 << 30, True) if graphs else alone_on_a_lane(name, 0)
+    assert same(mine.results[0], torchs_own(name, 0))
+
+
+FORMS = [(count, name) for count in (2, 4) for name in MODELS] + [(2, name) for name in LARGE]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("count, name", FORMS)
 def test_bits_as_alone_where_lanes_meet(count: int, name: str, graphs: bool) -> None:
-    others = [other for other in MODELS if other != name]
+    others = [other for other in (MODELS if name in MODELS else LARGE) if other != name]
     names = {seed: name if seed % 2 == 0 else others[seed // 2] for seed in range(count)}
-    alone = {seed: train({seed: which}, 1, 1 << 30, False) for seed, which in names.items()}
+    alone = {seed: alone_on_a_lane(which, seed) for seed, which in names.items()}
     # Room for the highest step, and for a quarter of another: steps must meet in their arena.
     height = max(one.height for one in alone.values())
     limit = sum(one.stays for one in alone.values()) + height + max(height // 4, 4 << 20) + RESERVE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,11 +77,14 @@ def _put_in() -> None:
         getattr(allocator.allocator(), name)(address)
     memory.change_current_allocator(allocator)
     replaced = {function.__name__: function for function in REPLACED} | {name: _refuses(name) for name in REFUSED}
-    for module in (torch.cuda, memory):
-        for name, function in replaced.items():
-            if hasattr(module, name):
-                _before.append((module, name, getattr(module, name)))
-                setattr(module, name, function)
+    wanted = [(module, name, function) for module in (torch.cuda, memory) for name, function in replaced.items()]
+    # Under torch.cuda.synchronize() and torch.accelerator.synchronize(), whoever has imported them.
+    waits = {name: getattr(torch._C, name) for name in WAITS if hasattr(torch._C, name)}
+    wanted += [(torch._C, name, functools.partial(_C.beside_captures, wait)) for name, wait in waits.items()]
+    for module, name, function in wanted:
+        if hasattr(module, name):
+            _before.append((module, name, getattr(module, name)))
+            setattr(module, name, function)
 
 
 def _put_back() -> None:
@@ -159,7 +163,7 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 def empty_cache() -> None:
     """Return free memory of the pools to the devices."""
     for index in _installed:
-        _C.cuda_trim(index)
+        _C.cuda_give_back(index)
 
 
 REPLACED: tuple[Callable[..., Any], ...] = (
@@ -172,6 +176,8 @@ REPLACED: tuple[Callable[..., Any], ...] = (
     memory_summary,
     empty_cache,
 )
+# A wait for the whole device fails beside a capture in any thread, and spoils it.
+WAITS = ("_cuda_synchronize", "_accelerator_synchronizeDevice")
 REFUSED = {
     "memory_snapshot": "waterflow.allocator.cuda.memory_summary() shows what is held",
     "memory_stats_as_nested_dict": "waterflow.allocator.cuda.memory_stats() has the figures",

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -38,6 +39,8 @@ struct Physical {
   size_t bytes;
   int mapped = 0;
   bool released = false;
+  std::map<uint64_t, std::pair<int64_t, uint64_t>> users =
+      {};  // by stream: the last one's position, and at what address
 };
 struct Mapping {
   size_t bytes;
@@ -50,6 +53,8 @@ struct Piece {
   std::vector<std::pair<uint64_t, uint64_t>> touches = {};  // memory, from and to; where that is known
 };
 using Work = std::shared_ptr<Piece>;
+// How far others have come before what is issued on a stream from now on.
+using Seen = std::map<uint64_t, int64_t>;
 struct Item {
   Work work;
   uint64_t other = 0;
@@ -60,11 +65,13 @@ struct Stream {
   std::deque<Item> items = {};
   int64_t issued = 0, done = 0;
   bool stalled = false;
+  Seen seen = {};
 };
 struct Event {
   uint64_t stream = 0;
   int64_t position = -1;  // never recorded
   uint64_t capture = 0;   // where it was recorded in one: its origin
+  Seen seen = {};
 };
 
 struct Capture {
@@ -81,6 +88,7 @@ enum class Schedule {
   once,   // as soon as it is issued, unless the stream is stalled or waits
   late,   // when somebody waits for it
   first,  // one stream at once, and what that waits for; the others late
+  random  // some of what could be done, of any streams, whenever something is issued
 };
 
 std::recursive_mutex lock;  // work may call the driver
@@ -103,6 +111,8 @@ int64_t failing_at = 0;
 int failing_with = 0;
 Schedule schedule = Schedule::once;
 int64_t favoured = 0;        // stream, by number, where one comes first
+std::minstd_rand numbers;    // of the random schedule
+int64_t at_once = 0;         // times that a page was used at two addresses without an order between the two
 bool waits_dropped = false;  // a planted fault: streams do not wait for each other
 bool keeps_calls = true;
 int64_t stream_handle_shift = 0;  // 0: handles are fresh; otherwise the last destroyed one comes back
@@ -195,8 +205,19 @@ void force_all() {
   for (auto& [handle, stream] : streams) force(handle, stream.issued);
 }
 
+void take_at_random() {
+  while (numbers() % 4 != 0) {
+    auto chosen = std::next(streams.begin(), static_cast<ptrdiff_t>(numbers() % streams.size()));
+    Stream& stream = chosen->second;
+    if (stream.stalled || stream.items.empty()) continue;
+    const Item& next = stream.items.front();
+    if (next.work || done(next.other, next.until)) take(stream);
+  }
+}
+
 // What the schedule lets streams do now.
 void go_on() {
+  if (schedule == Schedule::random) return take_at_random();
   for (bool any = true; any;) {
     any = false;
     for (auto& [handle, stream] : streams) {
@@ -210,6 +231,29 @@ void go_on() {
       }
     }
   }
+}
+
+// "Virtual Aliasing Support": what one address of a page is written by is not seen at another one before the kernel
+// ends.
+void look_at_pages(uint64_t handle, const Piece& piece) {
+  Stream& stream = streams.at(handle);
+  for (const auto& [from, to] : piece.touches) {
+    auto page = mappings.upper_bound(from);
+    if (page != mappings.begin()) --page;
+    for (; page != mappings.end() && page->first < to; ++page) {
+      if (page->first + page->second.bytes <= from) continue;
+      auto& users = physical.at(page->second.handle).users;
+      for (const auto& [other, use] : users) {
+        const auto& [position, address] = use;
+        at_once += other != handle && address != page->first && !done(other, position) && stream.seen[other] < position;
+      }
+      users[handle] = {stream.issued + 1, page->first};
+    }
+  }
+}
+
+void see(Stream& stream, const Seen& seen) {
+  for (const auto& [other, position] : seen) stream.seen[other] = std::max(stream.seen[other], position);
 }
 
 void issue(Stream& stream, Item item) {
@@ -299,16 +343,21 @@ void run_on(void* handle, const Work& work) {
       return;
     }
     Stream& stream = *stream_of(handle);
+    look_at_pages(reinterpret_cast<uint64_t>(handle), *work);
     if (schedule != Schedule::once || stream.stalled || !stream.items.empty()) return issue(stream, {work});
   }
   work->run();  // without the lock: it may wait for others
 }
 
-// "once", "late", or the number of the stream that comes first.
+// "once", "late", the number of the stream that comes first, or "random" and a seed.
 void read_environment() {
   const std::string asked = std::getenv("STANDIN_SCHEDULE");
-  schedule = asked == "once" ? Schedule::once : asked == "late" ? Schedule::late : Schedule::first;
+  schedule = asked == "once"                  ? Schedule::once
+             : asked == "late"                ? Schedule::late
+             : asked.rfind("random ", 0) == 0 ? Schedule::random
+                                              : Schedule::first;
   if (schedule == Schedule::first) favoured = std::stoll(asked);
+  if (schedule == Schedule::random) numbers.seed(std::stoul(asked.substr(7)));
   waits_dropped = std::getenv("STANDIN_DROPS_WAITS") != nullptr;
   total = size_t{8} << 30;
   devices = 1;
@@ -504,6 +553,12 @@ FAKE int cuStreamGetId(void* stream, unsigned long long* id) {
   Stream* const on = stream_of(stream);
   return on == nullptr ? BAD_HANDLE : (*id = on->id, OK);
 }
+FAKE int cuStreamIsCapturing(void* stream, int* status) {
+  CALL("cuStreamIsCapturing");
+  if (stream_of(stream) == nullptr) return BAD_HANDLE;
+  const Capture* const capture = capture_of(stream);
+  return *status = capture == nullptr ? 0 : capture->spoiled ? 2 : 1, OK;
+}
 FAKE int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
   CALL("cuStreamWaitEvent", text(reinterpret_cast<uint64_t>(stream)) + "," + text(reinterpret_cast<uint64_t>(event)));
   Stream* const on = stream_of(stream);
@@ -527,6 +582,7 @@ FAKE int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
     return ISOLATED;
   }
   if (after.position < 0 || waits_dropped) return OK;
+  see(*on, after.seen);
   return issue(*on, {nullptr, after.stream, after.position}), OK;
 }
 FAKE int cuEventCreate(void** event, unsigned flags) {
@@ -548,7 +604,8 @@ FAKE int cuEventRecord(void* event, void* stream) {
     return OK;
   }
   issue(*on, {std::make_shared<Piece>([] {})});
-  found->second = Event{handle, on->issued};
+  found->second = Event{handle, on->issued, 0, on->seen};
+  found->second.seen[handle] = on->issued;
   return OK;
 }
 FAKE int cuEventQuery(void* event) {
@@ -640,6 +697,7 @@ FAKE int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 
 // -- what tests ask and tell
 
+FAKE int64_t fake_pages_at_once() { return at_once; }
 FAKE void fake_memory(size_t bytes) { total = bytes; }
 FAKE size_t fake_used() { return used; }
 FAKE void fake_fail(const char* name, int64_t nth, int code) {

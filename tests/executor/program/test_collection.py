@@ -90,7 +90,7 @@ def of_gradient(anchor: Anchor) -> _C.Binding:
 
 def of_number(anchor: Anchor) -> _C.Binding:
     made = binding()
-    made.read(0, vars(anchor), "key", -1, _C.Binding.Kind.flag, False)
+    made.read(0, vars(anchor), "key", -1, _C.Binding.Kind.flag)
     return made
 
 

@@ -24,6 +24,7 @@ extern "C" {  // runtime.cpp
 void standin_run(void* stream, std::function<void()>* work, const std::vector<std::pair<uint64_t, uint64_t>>* touches);
 void standin_fill(void* stream, void* at, size_t bytes);
 void standin_finish(void* stream);
+int standin_launch(void* stream);
 void standin_wait(void* stream, void* other);
 bool standin_capturing(void* stream);
 bool standin_pinned(const void* address);
@@ -224,6 +225,8 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
   void* const stream = stream_here();
   const Stack given(stack->end() - count, stack->end());
   stack->resize(stack->size() - count);
+  const int error = standin_launch(stream);
+  TORCH_CHECK(error == 0, "CUDA error ", error, " at the launch of ", op.schema().name());
   const bool capturing = standin_capturing(stream), later = runs_later(op, given);
   TORCH_CHECK(later || !capturing, "operation not permitted when stream is capturing: ", op.schema().name());
   if (!later) standin_finish(stream);

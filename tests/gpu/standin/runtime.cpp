@@ -6,13 +6,19 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
+#include <utility>
 #undef cudaGetDeviceProperties
 
 namespace {
 
 std::map<uint64_t, size_t> pinned;
 
-cudaError_t as_runtime(int result) { return static_cast<cudaError_t>(result); }
+thread_local cudaError_t last_error = cudaSuccess;  // stays until it is asked for
+
+cudaError_t as_runtime(int result) {
+  if (result != OK) last_error = static_cast<cudaError_t>(result);
+  return static_cast<cudaError_t>(result);
+}
 
 void begin() {
   cuInit(0);
@@ -58,6 +64,13 @@ FAKE void standin_fill(void* stream, void* at, size_t bytes) {
   if (capture_of(stream) == nullptr && on->items.empty()) return fill();
   run_on(stream, std::make_shared<Piece>(fill));
 }
+// What the launch of a kernel says: an error that was left behind on this thread, or that its capture is spoiled, which
+// a library leaves behind.
+FAKE int standin_launch(void* stream) {
+  if (const int left = std::exchange(last_error, cudaSuccess)) return left;
+  const bool spoiled = status_of(static_cast<cudaStream_t>(stream)) == cudaStreamCaptureStatusInvalidated;
+  return spoiled ? as_runtime(SPOILED) : OK;
+}
 FAKE bool standin_capturing(void* stream) {
   return status_of(static_cast<cudaStream_t>(stream)) != cudaStreamCaptureStatusNone;
 }
@@ -70,6 +83,7 @@ FAKE void standin_finish(void* stream) {
 FAKE void standin_wait(void* stream, void* other) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (capture_of(stream) != nullptr || stream_of(stream) == nullptr || stream_of(other) == nullptr) return;
+  see(*stream_of(stream), {{reinterpret_cast<uint64_t>(other), stream_of(other)->issued}});
   issue(*stream_of(stream), {nullptr, reinterpret_cast<uint64_t>(other), stream_of(other)->issued});
 }
 FAKE bool standin_pinned(const void* address) {
@@ -80,17 +94,18 @@ FAKE bool standin_pinned(const void* address) {
 // -- the runtime
 
 #define RUNTIME extern "C" __attribute__((visibility("default"))) cudaError_t
-#define FORWARD(name, parameters, call)    \
-  RUNTIME name parameters {                \
-    begin();                               \
-    return static_cast<cudaError_t>(call); \
+#define FORWARD(name, parameters, call) \
+  RUNTIME name parameters {             \
+    begin();                            \
+    return as_runtime(call);            \
   }
 
 RUNTIME cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 RUNTIME cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 RUNTIME cudaSetDevice(int device) { return begin(), device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 RUNTIME cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
-RUNTIME cudaGetLastError() { return cudaSuccess; }
+RUNTIME cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+RUNTIME cudaPeekAtLastError() { return last_error; }
 RUNTIME cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   static const std::map<int, int> known = {{cudaDevAttrMultiProcessorCount, 132},
                                            {cudaDevAttrComputeCapabilityMajor, 9},
@@ -144,15 +159,15 @@ FORWARD(cudaStreamCreateWithPriority, (cudaStream_t * stream, unsigned flags, in
 FORWARD(cudaStreamCreate, (cudaStream_t * stream), cuStreamCreate(reinterpret_cast<void**>(stream), 0))
 FORWARD(cudaStreamDestroy, (cudaStream_t stream), cuStreamDestroy_v2(stream))
 RUNTIME cudaStreamSynchronize(cudaStream_t stream) {
-  if (spoiled(stream)) return cudaErrorStreamCaptureUnsupported;
+  if (spoiled(stream)) return as_runtime(IN_CAPTURE);
   return standin_finish(stream), cudaSuccess;
 }
 RUNTIME cudaStreamQuery(cudaStream_t stream) {
-  if (spoiled(stream)) return cudaErrorStreamCaptureUnsupported;
+  if (spoiled(stream)) return as_runtime(IN_CAPTURE);
   std::lock_guard<std::recursive_mutex> guard(lock);
   Stream* const on = stream_of(stream);
   if (on == nullptr) return cudaErrorInvalidResourceHandle;
-  return asked(reinterpret_cast<uint64_t>(stream), on->issued) ? cudaSuccess : cudaErrorNotReady;
+  return as_runtime(asked(reinterpret_cast<uint64_t>(stream), on->issued) ? OK : NOT_READY);
 }
 FORWARD(cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned), cuStreamWaitEvent(stream, event, 0))
 RUNTIME cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include "waterflow/allocator/csrc/cpu/cpu_arena.h"
 #include "waterflow/allocator/csrc/cpu/lane_allocator.h"
+#include "waterflow/allocator/csrc/cuda/captures.h"
 #include "waterflow/allocator/csrc/cuda/cuda_arena.h"
 #include "waterflow/allocator/csrc/cuda/cuda_device.h"
 #include "waterflow/allocator/csrc/cuda/cuda_memory.h"
@@ -157,9 +159,19 @@ void bind_cuda_memory(py::module_& m) {
            }),
            py::arg("device"), py::arg("bytes"), py::arg("lanes"), py::arg("arena"), py::keep_alive<1, 5>())
       .def("claim", &CudaLimit::claim, py::arg("bytes"));
-  m.def("cuda_give_back", [](int device) { CudaMemory::of(device).give_back(); }, unlocked());
+  m.def("cuda_give_back", [](int device) { return CudaMemory::of(device).give_back(); }, unlocked());
+  m.def(
+      "beside_captures",
+      [](const py::function& call, const py::args& given) {
+        std::optional<BesideCaptures> beside;
+        {
+          const py::gil_scoped_release released;
+          beside.emplace();
+        }
+        return call(*given);
+      },
+      py::arg("call"));
   m.def("cuda_reset_peaks", [](int device) { CudaMemory::of(device).reset_peaks(); });
-  m.def("cuda_trim", [](int device) { return CudaMemory::of(device).trim(); }, unlocked());
   m.def("cuda_map", [](int device) { return CudaMemory::of(device).map(); });
   m.def("cuda_device", [](int device) { return CudaMemory::of(device).device(); });
 
@@ -224,7 +236,7 @@ void bind_cuda(py::module_& m) {
           "destroy",
           [](CudaDevice& device, uintptr_t graph) { device.destroy(reinterpret_cast<cu::Executable>(graph)); },
           py::arg("graph"), unlocked())
-      .def("synchronize_all", &CudaDevice::synchronize_all, unlocked())
+      .def("finish", &CudaDevice::finish, unlocked())
       .def_property_readonly("index", &CudaDevice::index)
       .def_property_readonly("granularity", &CudaDevice::granularity)
       .def_property_readonly("capacity", &CudaDevice::capacity)

@@ -54,16 +54,14 @@ class Owner:
                 raise CaptureError(f"parameter {given.name!r} was laid out anew between gradients that add up")
             binding.set_input(slot, self.accumulators[given.name])
         elif given.kind == "rate":
-            # float64 keeps the user's Python float on the CPU; fused kernels on a GPU take float32.
-            single = spec.device.type == "cuda"
-            binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate, single)
+            binding.read(slot, groups[given.group], "lr", -1, _C.Binding.Kind.rate)
         elif given.kind == "number":
             key, index = GROUP_NUMBERS[given.key]
-            binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number, False)
+            binding.read(slot, groups[given.group], key, index, _C.Binding.Kind.number)
         else:
             key = f"{FIRST_STEP_FLAG}:{given.group}"
             self.first_step.setdefault(key, False)
-            binding.read(slot, self.first_step, key, -1, _C.Binding.Kind.flag, False)
+            binding.read(slot, self.first_step, key, -1, _C.Binding.Kind.flag)
 
     def watch(self, binding: _C.Binding) -> None:
         """Register with ``binding`` every object that it was made from, so that it notices when one is replaced."""

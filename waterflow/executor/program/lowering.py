@@ -123,7 +123,7 @@ class _Lowering:
                 continue
             group = self.capture.update_groups[node.name]
             for argument in node.target._schema.arguments:
-                if argument.name in GROUP_NUMBERS:
+                if argument.name in GROUP_NUMBERS and isinstance(argument.type, torch.FloatType):
                     given = GraphInput("number", key=argument.name, group=group)
                 elif argument.name == FIRST_STEP_FLAG:
                     given = GraphInput("flag", key=argument.name, group=group)

@@ -24,6 +24,7 @@ FUSED_OPTIMIZERS: dict[type[Optimizer], tuple[str, ...]] = {
 }
 # Group entries that are numbers in the update; they may change from step to step without a new capture.
 GROUP_NUMBERS: dict[str, tuple[str, int]] = {
+    "lr": ("lr", -1),
     "weight_decay": ("weight_decay", -1),
     "momentum": ("momentum", -1),
     "dampening": ("dampening", -1),
@@ -32,7 +33,7 @@ GROUP_NUMBERS: dict[str, tuple[str, int]] = {
     "eps": ("eps", -1),
 }
 # Settings that are read at each step, and those that matter by whether they are zero: all others change the graph.
-READ_EACH_STEP = frozenset({"lr", *(entry for entry, _ in GROUP_NUMBERS.values())})
+READ_EACH_STEP = frozenset(entry for entry, _ in GROUP_NUMBERS.values())
 BY_ZERO = frozenset({"momentum"})
 FIRST_STEP_FLAG = "is_first_step"
 WATCHER = -1  # the key of our own hook of an optimizer's step(), which changes nothing; torch counts from 0

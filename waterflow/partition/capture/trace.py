@@ -272,10 +272,7 @@ class _StepTracer:
         self.questions: list[Question] = []
         self._graph: Callable[[], fx.Graph]
         # Made outside of the mode, where touching something real would be a detour of 0.2 ms each time.
-        self._single, self._double = (
-            torch.empty((), dtype=dtype, device=spec.device if dtype == torch.float32 else "cpu")
-            for dtype in (torch.float32, torch.float64)
-        )
+        self._single = torch.empty((), dtype=torch.float32, device=spec.device)
 
     # -- inputs
 
@@ -321,13 +318,13 @@ class _StepTracer:
         if spec.has_sums:
             for name, parameter in updated.items():
                 self.accumulators[name] = self._add(GraphInput("accumulator", name), parameter)
-        self.rates: list[torch.Tensor] = []
+        self.rates: list[torch.Tensor | float] = []
         if spec.update:
-            scalar = self._single if spec.device.type == "cuda" else self._double
             for number, group in enumerate(spec.optimizer.param_groups):
                 rate = group["lr"]
-                like = rate if isinstance(rate, torch.Tensor) else scalar
-                self.rates.append(self._add(GraphInput("rate", key="lr", group=number), like))
+                if isinstance(rate, torch.Tensor):
+                    rate = self._add(GraphInput("rate", key="lr", group=number), rate)
+                self.rates.append(rate)
         shown: dict[int, torch.Tensor] = {}  # a tensor that is there twice is one for the step, too
         for position, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in shown:

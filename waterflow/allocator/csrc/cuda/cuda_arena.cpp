@@ -180,7 +180,7 @@ void CudaArena::detach(int32_t end) {
     throw;
   }
   PlannedRanges::keep(std::move(old), [device = device_, base, most = most_, page = page_, kept, at]() mutable {
-    device->synchronize_all();
+    device->finish();
     for (const auto address : at) device->unmap(address, page);
     kept.clear();
     device->unreserve(base, most);

@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "waterflow/allocator/csrc/cuda/captures.h"
 #include "waterflow/allocator/csrc/cuda/cuda_driver.h"
 
 namespace waterflow {
@@ -52,6 +53,7 @@ CudaDriver::CudaDriver(const std::string& library) : library_(library) {
   WATERFLOW_CUDA_FUNCTIONS(X)
 #undef X
   stream_id = reinterpret_cast<decltype(stream_id)>(dlsym(opened, "cuStreamGetId"));
+  take_runtime_error = reinterpret_cast<decltype(take_runtime_error)>(dlsym(RTLD_DEFAULT, "cudaGetLastError"));
   if (const auto result = init(0)) fail(result, "cuInit()");
 }
 
@@ -126,8 +128,8 @@ CudaDevice::CudaDevice(const CudaDriver& driver, int index, int64_t capacity)
 
 CudaDevice::~CudaDevice() {
   try {
+    finish();
     Current current(*this);
-    driver_.synchronize_context();
     for (const auto& [id, event] : events_) driver_.destroy_event(event);
     for (const auto event : spare_) driver_.destroy_event(event);
     for (const auto& [id, stream] : streams_) {
@@ -139,6 +141,7 @@ CudaDevice::~CudaDevice() {
     }
     for (const auto& [at, end] : reserved_) driver_.unreserve(at, end - at);
     for (const auto& [at, bytes] : plain_) driver_.free(at);
+    for (const auto at : to_free_) driver_.free(at);
   } catch (const CudaError&) {
     // The driver has gone already, and everything with it.
   }
@@ -230,7 +233,6 @@ bool CudaDevice::grow(uintptr_t at, int64_t bytes) {
   }
   if (bytes > room_locked()) return false;
   Current current(*this);
-  CaptureAllowed capture(driver_);
   uintptr_t done = at;
   try {
     while (done < end) {
@@ -270,7 +272,6 @@ void CudaDevice::shrink(uintptr_t at, int64_t bytes) {
                                 " are not what was grown there, piece by piece; the pieces meet at " + hex(covered));
   }
   Current current(*this);
-  CaptureAllowed capture(driver_);
   undo(at, end);
 }
 
@@ -279,7 +280,6 @@ bool CudaDevice::make_page(int64_t bytes, cu::Handle* page) {
   aligned(0, bytes);
   if (bytes > room_locked()) return false;
   Current current(*this);
-  CaptureAllowed capture(driver_);
   if (!create(bytes, page)) return false;
   count(grown_, bytes);
   return true;
@@ -294,7 +294,6 @@ void CudaDevice::drop_page(cu::Handle page, int64_t bytes) {
 
 void CudaDevice::map_page(uintptr_t at, int64_t bytes, cu::Handle page) {
   Current current(*this);
-  CaptureAllowed capture(driver_);
   if (const auto result = driver_.map(at, static_cast<size_t>(bytes), 0, page, 0)) {
     driver_.fail(result, "cuMemMap(" + range(bytes, at) + ")");
   }
@@ -302,7 +301,6 @@ void CudaDevice::map_page(uintptr_t at, int64_t bytes, cu::Handle page) {
 
 void CudaDevice::allow(uintptr_t at, int64_t bytes) {
   Current current(*this);
-  CaptureAllowed capture(driver_);
   cu::Access access;
   access.location.id = ordinal_;
   if (const auto result = driver_.set_access(at, static_cast<size_t>(bytes), &access, 1)) {
@@ -312,7 +310,6 @@ void CudaDevice::allow(uintptr_t at, int64_t bytes) {
 
 void CudaDevice::unmap(uintptr_t at, int64_t bytes) {
   Current current(*this);
-  CaptureAllowed capture(driver_);
   if (const auto result = driver_.unmap(at, static_cast<size_t>(bytes))) {
     driver_.fail(result, "cuMemUnmap(" + range(bytes, at) + ")");
   }
@@ -320,7 +317,7 @@ void CudaDevice::unmap(uintptr_t at, int64_t bytes) {
 
 uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
   Current current(*this);
-  CaptureAllowed capture(driver_);
+  free_what_may();
   cu::Address at = 0;
   const auto result = driver_.allocate(&at, static_cast<size_t>(bytes));
   if (result == cu::OUT_OF_MEMORY) return 0;
@@ -332,16 +329,31 @@ uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
 }
 
 bool CudaDevice::free_plain(uintptr_t at) {
-  Current current(*this);
   {
     Guard guard(lock_);
     auto found = plain_.find(at);
     if (found == plain_.end()) return false;
     plain_total_ -= found->second;
     plain_.erase(found);
+    to_free_.push_back(at);
   }
-  if (const auto result = driver_.free(at)) driver_.fail(result, "cuMemFree(" + hex(at) + ")");
+  free_what_may();
   return true;
+}
+
+// During a capture it stays for the next time.
+void CudaDevice::free_what_may() {
+  const BesideCaptures beside(std::try_to_lock);
+  if (!beside) return;
+  Current current(*this);
+  std::vector<uintptr_t> given_back;
+  {
+    Guard guard(lock_);
+    given_back.swap(to_free_);
+  }
+  for (const auto at : given_back) {
+    if (const auto result = driver_.free(at)) driver_.fail(result, "cuMemFree(" + hex(at) + ")");
+  }
 }
 
 int64_t CudaDevice::grown() const {
@@ -432,7 +444,6 @@ StreamId CudaDevice::adopt_stream(cu::Stream handle) {
   Current current(*this);
   auto identity = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(handle));
   if (driver_.stream_id != nullptr) {
-    CaptureAllowed capture(driver_);
     if (const auto result = driver_.stream_id(handle, &identity)) driver_.fail(result, "cuStreamGetId()");
   }
   Guard guard(lock_);
@@ -459,6 +470,10 @@ void CudaDevice::remove_stream(StreamId stream) {
 EventId CudaDevice::record(StreamId stream) {
   Current current(*this);
   Guard guard(lock_);
+  return record_locked(stream);
+}
+
+EventId CudaDevice::record_locked(StreamId stream) {
   const auto on = handle_of(stream);
   cu::Event event = nullptr;
   if (!spare_.empty()) {
@@ -487,7 +502,6 @@ void CudaDevice::wait(StreamId stream, EventId event) {
 
 bool CudaDevice::complete(EventId event) {
   Current current(*this);
-  CaptureAllowed capture(driver_);
   Guard guard(lock_);
   const auto result = driver_.query_event(handle_of_event(event));
   if (result == cu::NOT_READY) return false;
@@ -497,7 +511,6 @@ bool CudaDevice::complete(EventId event) {
 
 void CudaDevice::synchronize(EventId event) {
   Current current(*this);
-  CaptureAllowed capture(driver_);
   cu::Event handle = nullptr;
   {
     Guard guard(lock_);
@@ -514,9 +527,24 @@ void CudaDevice::forget(EventId event) {
   events_.erase(event);
 }
 
-void CudaDevice::synchronize_all() {
+// Not by a wait for the whole device, which fails beside a capture in any thread, and spoils it.
+void CudaDevice::finish() {
   Current current(*this);
-  if (const auto result = driver_.synchronize_context()) driver_.fail(result, "cuCtxSynchronize()");
+  std::vector<EventId> behind;
+  {
+    Guard guard(lock_);
+    for (const auto& [id, stream] : streams_) {
+      int capturing = 0;
+      if (const auto result = driver_.is_capturing(stream.handle, &capturing)) {
+        driver_.fail(result, "cuStreamIsCapturing(stream " + std::to_string(id) + ")");
+      }
+      if (!capturing) behind.push_back(record_locked(id));
+    }
+  }
+  for (const EventId event : behind) {
+    synchronize(event);
+    forget(event);
+  }
 }
 
 // Graphs of a GPU: what is issued once, and launched again as a whole.
@@ -548,15 +576,16 @@ cu::Executable CudaDevice::end_capture(StreamId stream) {
   return made;
 }
 
-void CudaDevice::abandon_capture(StreamId stream) noexcept {
+bool CudaDevice::abandon_capture(StreamId stream) noexcept {
   try {
     Current current(*this);
     Guard guard(lock_);
     cu::Graph graph = nullptr;
-    driver_.end_capture(handle_of(stream), &graph);
+    const auto result = driver_.end_capture(handle_of(stream), &graph);
     if (graph != nullptr) driver_.destroy_graph(graph);
+    return result != cu::SUCCESS;
   } catch (const std::exception&) {
-    // The context is lost or gone, and the capture with it.
+    return false;  // the context is lost or gone, and the capture with it
   }
 }
 

@@ -43,14 +43,15 @@ class CudaDevice : public LaneDevice {
   void synchronize(EventId event) override;
   void forget(EventId event) override;
   void enqueue(StreamId, std::function<void()> work) override { work(); }
-  void synchronize_all();
+  // Waits for all that is issued on the streams that it knows; but not on one that is captured.
+  void finish();
 
   // -- graphs. What the calling thread issues on a stream between `begin_capture` and `end_capture` is not run but
   // kept; nobody may record or wait on that stream meanwhile. Other threads do what they like: a call that a capture
   // cannot stand fails on the calling thread alone, and the capture with it.
   void begin_capture(StreamId stream);
   cu::Executable end_capture(StreamId stream);
-  void abandon_capture(StreamId stream) noexcept;
+  bool abandon_capture(StreamId stream) noexcept;  // whether it was spoiled
   void launch(cu::Executable graph, StreamId stream);
   void destroy(cu::Executable graph) noexcept;
   // A call of the host in a stream's order.
@@ -64,7 +65,8 @@ class CudaDevice : public LaneDevice {
   void allow(uintptr_t at, int64_t bytes);
   void unmap(uintptr_t at, int64_t bytes);
 
-  // -- memory for which nobody has a plan or a pool; 0 where there is none. Giving it back waits for the device.
+  // -- memory for which nobody has a plan or a pool; 0 where there is none. Giving it back waits for the device, and so
+  // for the end of a capture.
   uintptr_t allocate_plain(int64_t bytes);
   bool free_plain(uintptr_t at);  // false where it is not ours
 
@@ -93,6 +95,8 @@ class CudaDevice : public LaneDevice {
   cu::Stream handle_of(StreamId stream) const;
   cu::Event handle_of_event(EventId event) const;
   cu::Stream make_stream() const;
+  EventId record_locked(StreamId stream);
+  void free_what_may();
   cu::AllocationProp prop() const;
   bool create(int64_t bytes, cu::Handle* page);
   int64_t room_locked() const;
@@ -112,6 +116,7 @@ class CudaDevice : public LaneDevice {
   std::map<uintptr_t, uintptr_t> reserved_;                     // begin to end
   std::map<uintptr_t, std::pair<int64_t, cu::Handle>> pieces_;  // what `grow` put behind addresses: bytes, handle
   std::unordered_map<uintptr_t, int64_t> plain_;
+  std::vector<uintptr_t> to_free_;
   std::unordered_map<StreamId, Stream> streams_;
   std::unordered_map<unsigned long long, StreamId> adopted_;  // by what identifies a stream
   std::unordered_map<EventId, cu::Event> events_;
@@ -121,9 +126,11 @@ class CudaDevice : public LaneDevice {
   EventId next_event_ = 1;
 };
 
-// While it lives, the calling thread has the device's context.
+// While it lives, the calling thread has the device's context, and a capture forbids none of its calls for safety's
+// sake: ours touch no captured work.
 struct CudaDevice::Current {
   explicit Current(const CudaDevice& device) : driver(device.driver_) {
+    driver.exchange_capture_mode(&mode);
     driver.get_context(&before);
     if (before == device.context_) return;
     if (const auto result = driver.set_context(device.context_)) driver.fail(result, "cuCtxSetCurrent()");
@@ -131,12 +138,14 @@ struct CudaDevice::Current {
   }
   ~Current() {
     if (changed && before != nullptr) driver.set_context(before);
+    driver.exchange_capture_mode(&mode);
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
 
   const CudaDriver& driver;
   cu::Context before = nullptr;
+  int mode = cu::CAPTURE_RELAXED;
   bool changed = false;
 };
 

@@ -75,7 +75,6 @@ static_assert(sizeof(Address) == sizeof(void*));
   X(context_state, "cuDevicePrimaryCtxGetState", (cu::Ordinal device, unsigned* flags, int* active))                \
   X(get_context, "cuCtxGetCurrent", (cu::Context * context))                                                        \
   X(set_context, "cuCtxSetCurrent", (cu::Context context))                                                          \
-  X(synchronize_context, "cuCtxSynchronize", (void))                                                                \
   X(memory_info, "cuMemGetInfo_v2", (size_t* free, size_t* total))                                                  \
   X(granularity, "cuMemGetAllocationGranularity", (size_t* bytes, const cu::AllocationProp* prop, int option))      \
   X(reserve, "cuMemAddressReserve",                                                                                 \
@@ -98,6 +97,7 @@ static_assert(sizeof(Address) == sizeof(void*));
   X(synchronize_event, "cuEventSynchronize", (cu::Event event))                                                     \
   X(destroy_event, "cuEventDestroy_v2", (cu::Event event))                                                          \
   X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int* mode))                                        \
+  X(is_capturing, "cuStreamIsCapturing", (cu::Stream stream, int* status))                                          \
   X(begin_capture, "cuStreamBeginCapture_v2", (cu::Stream stream, int mode))                                        \
   X(end_capture, "cuStreamEndCapture", (cu::Stream stream, cu::Graph * graph))                                      \
   X(instantiate, "cuGraphInstantiateWithFlags", (cu::Executable * made, cu::Graph graph, unsigned long long flags)) \
@@ -109,6 +109,7 @@ static_assert(sizeof(Address) == sizeof(void*));
 // A call that failed: what was called with what, what the driver says, and what helps.
 struct CudaError : std::runtime_error {
   CudaError(const std::string& text, cu::Result code) : std::runtime_error(text), code(code) {}
+  bool of_capture() const { return code >= 900 && code < 910; }
   cu::Result code;
 };
 
@@ -124,6 +125,9 @@ class CudaDriver {
 #undef X
   // Since CUDA 12; null before. A number that no other stream of this process ever has.
   cu::Result (*stream_id)(cu::Stream stream, unsigned long long* id) = nullptr;
+  // Of the runtime that torch uses, where there is one: the error that a call of this thread has left there, which
+  // whoever launches a kernel next would take for its own.
+  int (*take_runtime_error)() = nullptr;
 
   // `call` with its values, as in "cuMemMap(2097152 bytes at 0x7f00)".
   [[noreturn]] void fail(cu::Result result, const std::string& call) const;
@@ -132,20 +136,6 @@ class CudaDriver {
  private:
   explicit CudaDriver(const std::string& library);
   std::string library_;
-};
-
-// While it lives, calls that a stream capture forbids for safety's sake are allowed on this thread: ours touch no
-// captured work.
-class CaptureAllowed {
- public:
-  explicit CaptureAllowed(const CudaDriver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
-  ~CaptureAllowed() { driver_.exchange_capture_mode(&mode_); }
-  CaptureAllowed(const CaptureAllowed&) = delete;
-  CaptureAllowed& operator=(const CaptureAllowed&) = delete;
-
- private:
-  const CudaDriver& driver_;
-  int mode_ = cu::CAPTURE_RELAXED;
 };
 
 }  // namespace waterflow

@@ -51,23 +51,33 @@ void GraphPools::end(GraphPoolId pool) {
 }
 
 void GraphPools::release(GraphPoolId pool) {
-  Guard guard(lock_);
-  auto found = pools_.find(pool);
-  if (found == pools_.end()) return;
-  --found->second.graphs;
-  drop_if_over(pool);
+  std::vector<Segment> over;
+  {
+    Guard guard(lock_);
+    auto found = pools_.find(pool);
+    if (found == pools_.end()) return;
+    --found->second.graphs;
+    over = taken_if_over(pool);
+  }
+  give_back(pool, over);
 }
 
-void GraphPools::drop_if_over(GraphPoolId id) {
+std::vector<GraphPools::Segment> GraphPools::taken_if_over(GraphPoolId id) {
   auto found = pools_.find(id);
-  if (found->second.graphs > 0 || found->second.live > 0) return;
-  if (!found->second.segments.empty()) device_->synchronize_all();
-  for (const auto& segment : found->second.segments) {
+  if (found->second.graphs > 0 || found->second.live > 0) return {};
+  auto segments = std::move(found->second.segments);
+  pools_.erase(found);
+  return segments;
+}
+
+void GraphPools::give_back(GraphPoolId id, const std::vector<Segment>& segments) {
+  if (segments.empty()) return;
+  device_->finish();
+  for (const auto& segment : segments) {
     device_->shrink(segment.base, segment.bytes);
     device_->unreserve(segment.base, segment.bytes);
     if (id.first != kEnginesGraphs) of_users_ -= segment.bytes;
   }
-  pools_.erase(found);
 }
 
 uintptr_t GraphPools::allocate(int64_t bytes, cu::Stream stream, bool* mine) {
@@ -113,16 +123,21 @@ uintptr_t GraphPools::allocate(int64_t bytes, cu::Stream stream, bool* mine) {
 
 bool GraphPools::free(uintptr_t at) {
   if (blocks_ == 0) return false;
-  Guard guard(lock_);
-  auto found = live_.find(at);
-  if (found == live_.end()) return false;
-  const Block block = found->second;
-  live_.erase(found);
-  --blocks_;
-  Pool& pool = pools_[block.pool];
-  pool.spare[{block.stream, block.bytes}].push_back(at);
-  --pool.live;
-  drop_if_over(block.pool);
+  Block block;
+  std::vector<Segment> over;
+  {
+    Guard guard(lock_);
+    auto found = live_.find(at);
+    if (found == live_.end()) return false;
+    block = found->second;
+    live_.erase(found);
+    --blocks_;
+    Pool& pool = pools_[block.pool];
+    pool.spare[{block.stream, block.bytes}].push_back(at);
+    --pool.live;
+    over = taken_if_over(block.pool);
+  }
+  give_back(block.pool, over);
   return true;
 }
 
@@ -190,8 +205,9 @@ CudaLimit::~CudaLimit() {
 
 void CudaLimit::claim(int64_t bytes) { memory_.claimed_ += bytes - std::exchange(claimed_, bytes); }
 
-void CudaMemory::give_back() {
-  if (StreamAllocator* const heap = heap_.load(std::memory_order_acquire)) heap->give_back();
+int64_t CudaMemory::give_back() {
+  StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
+  return heap != nullptr ? heap->give_back() : 0;
 }
 
 // A request has found nothing, although the pool has given back what it had.
@@ -208,7 +224,7 @@ void CudaMemory::pool(int64_t limit) {
   if (limit < 0) throw std::invalid_argument("a limit is at least 0 bytes; got " + std::to_string(limit));
   if (limit == 0) limit = device_->capacity();
   if (StreamAllocator* heap = heap_.load()) {
-    trim();  // a limit may not lie below what is in use
+    give_back();  // a limit may not lie below what is in use
     heap->set_limit(limit);
     return;
   }
@@ -297,14 +313,6 @@ void CudaMemory::record_stream(void* address, cu::Stream stream) {
   }
 }
 
-int64_t CudaMemory::trim() {
-  StreamAllocator* const heap = heap_.load(std::memory_order_acquire);
-  if (heap == nullptr) return 0;
-  const int64_t bytes = heap->trim();
-  device_->synchronize_all();  // what was in use still is free now
-  return bytes + heap->trim();
-}
-
 CudaStats CudaMemory::stats() {
   CudaStats now;
   now.allocated = allocated_;
@@ -385,7 +393,7 @@ void waterflow_record_stream(void* address, CUstream_st* stream) {
 
 void waterflow_empty_cache() {
   for (int device = 0; device < waterflow::MOST_CUDA_DEVICES; ++device) {
-    if (auto* memory = CudaMemory::existing(device)) memory->trim();
+    if (auto* memory = CudaMemory::existing(device)) memory->give_back();
   }
 }
 

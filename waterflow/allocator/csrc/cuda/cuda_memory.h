@@ -61,7 +61,8 @@ class GraphPools {
     int64_t bytes;
   };
 
-  void drop_if_over(GraphPoolId id);
+  std::vector<Segment> taken_if_over(GraphPoolId id);
+  void give_back(GraphPoolId id, const std::vector<Segment>& segments);
 
   const std::shared_ptr<CudaDevice> device_;
   std::mutex lock_;
@@ -107,9 +108,7 @@ class CudaMemory {
   void release(void* address, size_t bytes);
   // `stream` uses it, too, until it is released.
   void record_stream(void* address, cu::Stream stream);
-  int64_t trim();  // gives back what is free; bytes
-  // The pool gives back what is free, in the end, without a wait for the whole device.
-  void give_back();
+  int64_t give_back();  // what is free in the pool, once that is done; bytes
 
   GraphPools& graphs() { return graphs_; }
   const std::shared_ptr<CudaDevice>& device() const { return device_; }

@@ -441,10 +441,12 @@ bool StreamAllocator::reclaim(int64_t least, Lock& lock) {
   return true;
 }
 
-void StreamAllocator::give_back() {
+int64_t StreamAllocator::give_back() {
   Lock lock(lock_);
   sets_.settle();
+  const int64_t before = grown_;
   reclaim(0, lock);
+  return std::max<int64_t>(0, before - grown_);  // others may have grown it meanwhile
 }
 
 void StreamAllocator::fail(const Request& request) {

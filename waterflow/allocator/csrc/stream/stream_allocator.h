@@ -81,7 +81,7 @@ class StreamAllocator {
 
   // Gives segments that are free and complete back to the device; returns bytes.
   int64_t trim();
-  void give_back();  // all segments that are free: waits until they are complete
+  int64_t give_back();  // all segments that are free: waits until they are complete; returns bytes
   void set_limit(int64_t bytes);
 
   AllocatorReport report() const;

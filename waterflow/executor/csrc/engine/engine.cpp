@@ -8,6 +8,7 @@
 
 #include "waterflow/allocator/csrc/cpu/cpu_arena.h"
 #include "waterflow/allocator/csrc/cpu/lane_allocator.h"
+#include "waterflow/allocator/csrc/cuda/captures.h"
 #include "waterflow/allocator/csrc/cuda/cuda_arena.h"
 #include "waterflow/allocator/csrc/cuda/cuda_memory.h"
 #include "waterflow/allocator/csrc/planned/arena.h"
@@ -575,8 +576,8 @@ void Engine::lane_main(Lane& lane) {
 // before. At most a few groups of a lane are ahead of what the device has done.
 void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group) {
   SharedArena& shared_arena = *lane.shared_arena;
-  const int64_t peak = run->plan->heights.peak[group];
   const bool planned = run->placer != nullptr;
+  const int64_t peak = planned ? shared_arena.reach(run->plan->heights.peak[group]) : 0;
   if (run->issued.size() >= kGroupsAhead) device_->synchronize(run->issued[run->issued.size() - kGroupsAhead]);
   if (planned) {
     std::lock_guard<std::mutex> guard(lock_);
@@ -682,10 +683,14 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
         run.pace->begin(!behind && !on_cuda_ && run.frame != nullptr && !run.profile);
         run.pace->before_operation();
       }
+      // All but a graph's launch may load kernels.
+      std::optional<BesideCaptures> beside;
+      if (on_cuda_ && !run.graphs) beside.emplace();
       if (behind) {
         issue(lane, held_run, group);
       } else {
         run.run_group(group);
+        beside.reset();
         if (on_cuda_) finish_stream(lane);
         if (group + 1 == groups && run.frame) run.finish();
       }

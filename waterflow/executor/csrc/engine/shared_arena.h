@@ -1,6 +1,7 @@
 // Arenas under lanes: which steps may stand beside each other, and where their memory lies.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -56,6 +57,9 @@ class SharedArena {
   int64_t size() const { return pages_ ? pages_->size() : 0; }
   // What whole units may take beyond the bytes that steps were let in with.
   int64_t rounding() const { return pages_ && pages_->backs() ? pages_->unit() - 1 : 0; }
+  // How far a step of that peak reaches on the device. The ends have a page at two addresses, and there it is the same
+  // to both only between kernels: none of one lane may write a page beside one of the other's, be it other bytes.
+  int64_t reach(int64_t peak) const { return pages_->backs() ? std::min(whole_pages(peak), size()) : peak; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
   // Gives back all pages that nobody's live bytes lie on.

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "waterflow/allocator/csrc/cpu/lane_allocator.h"
+#include "waterflow/allocator/csrc/cuda/captures.h"
 #include "waterflow/allocator/csrc/cuda/cuda_memory.h"
 
 namespace waterflow {
@@ -181,6 +182,14 @@ RecordedCall::RecordedCall(const Program& program, int32_t index, Frame& frame, 
     check_strides(expected, frame.stack[expected.argument], instruction_);
   }
   arguments_ = changed(frame.stack, unowned);
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    const auto& given = instruction_.arguments[i];
+    if (given.kind == Argument::Kind::slot && arguments_[i].isDouble()) numbers_.emplace_back(i, given.slot);
+  }
+  if (instruction_.op->schema().returns().empty()) {  // nothing to learn
+    Program::take_results(instruction_, frame);
+    return;
+  }
   torch::jit::Stack stack = changed(frame.stack, [&](const at::Tensor& own) {
     LaneScope outside(nullptr);
     return zeros_like(own);
@@ -206,6 +215,14 @@ RecordedCall::RecordedCall(const Program& program, int32_t index, Frame& frame, 
   given_.clear();
   fresh_.clear();
   Program::take_results(instruction_, frame);
+}
+
+void RecordedCall::take_numbers(const StepRun& run) {
+  for (const auto& [slot, value] : run.inputs) {
+    for (const auto& [argument, from] : numbers_) {
+      if (from == slot) arguments_[argument] = value;
+    }
+  }
 }
 
 void RecordedCall::run() {
@@ -261,9 +278,13 @@ struct StepGraphs::HostNode {
   RecordedCall call;
 };
 
-StepGraphs::StepGraphs(GraphLane lane, StepRun& run, Placer& placer, int64_t room) : lane_(std::move(lane)) {
+StepGraphs::StepGraphs(GraphLane lane, StepRun& run, Placer& placer, int64_t room, bool numbers_change)
+    : lane_(std::move(lane)) {
   const std::string& why = run.frame->program->not_graphed();
   if (!why.empty()) throw NotGraphed(why);
+  for (const auto& [slot, value] : run.inputs) {
+    if (numbers_change && value.isDouble()) numbers_.insert(slot);
+  }
   place_inputs(run, room);
   try {
     placer.begin(run.plan->requests);
@@ -275,12 +296,27 @@ StepGraphs::StepGraphs(GraphLane lane, StepRun& run, Placer& placer, int64_t roo
     if (kept) throw NotGraphed("it keeps memory that was planned to be given back");
     if (bytes_ > room) throw NotGraphed("its inputs and outputs take more than the reserve has for device graphs");
   } catch (...) {
-    if (open_) lane_.device->abandon_capture(lane_.capture);
+    const bool again = spoiled();
     run.frame->clear_intermediates();
     for (const auto& [slot, place] : inputs_) run.frame->slots[slot] = c10::IValue();
     placer.finish();
     give_back();
+    if (again) throw NotGraphed("what else happens on the device has spoiled its captures", true);
     throw;
+  }
+}
+
+// Asked while what a capture has thrown is caught: whether it was ended from outside.
+bool StepGraphs::spoiled() const {
+  const auto take_runtime_error = lane_.device->driver().take_runtime_error;
+  if (take_runtime_error != nullptr) take_runtime_error();
+  if (open_) return lane_.device->abandon_capture(lane_.capture);
+  try {
+    throw;
+  } catch (const CudaError& error) {
+    return error.of_capture();
+  } catch (...) {
+    return false;
   }
 }
 
@@ -352,6 +388,12 @@ void StepGraphs::fill(const StepRun& run) {
       place.copy_(value.toTensor(), true);
     }
   }
+  if (numbers_.empty()) return;
+  for (const auto& group : groups_) {
+    for (const auto& piece : group) {
+      if (piece.call) piece.call->take_numbers(run);
+    }
+  }
 }
 
 // -- capture
@@ -399,7 +441,7 @@ void StepGraphs::capture_group(StepRun& run, Placer& placer, int32_t begin, int3
   const Program& program = *frame.program;
   for (int32_t i = begin; i < end; ++i) {
     const auto& instruction = program.instruction(i);
-    if (instruction.draws || reads_host(instruction)) {
+    if (instruction.draws || reads(instruction, in_host_) || reads(instruction, numbers_)) {
       close();
       const c10::OptionalStreamGuard on(lane_.current);
       groups_.back().push_back(
@@ -420,9 +462,9 @@ void StepGraphs::capture_group(StepRun& run, Placer& placer, int32_t begin, int3
   }
 }
 
-bool StepGraphs::reads_host(const Instruction& instruction) const {
+bool StepGraphs::reads(const Instruction& instruction, const std::unordered_set<int32_t>& slots) const {
   return std::any_of(instruction.arguments.begin(), instruction.arguments.end(), [&](const Argument& argument) {
-    return argument.kind == Argument::Kind::slot && in_host_.count(argument.slot) > 0;
+    return argument.kind == Argument::Kind::slot && slots.count(argument.slot) > 0;
   });
 }
 
@@ -474,20 +516,11 @@ std::vector<at::Tensor> StepGraphs::outputs() const {
 
 using Guard = std::lock_guard<std::mutex>;
 
-bool GraphCache::Conditions::operator==(const Conditions& other) const {
-  if (plan != other.plan || base != other.base || numbers.size() != other.numbers.size()) return false;
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    const auto &mine = numbers[i], &theirs = other.numbers[i];
-    if (mine.isDouble() != theirs.isDouble() || mine.isBool() != theirs.isBool()) return false;
-    if (mine.isDouble() ? mine.toDouble() != theirs.toDouble() : mine.toBool() != theirs.toBool()) return false;
-  }
-  return true;
-}
-
-GraphCache::Conditions GraphCache::conditions_of(const StepRun& run, const Placer& placer) {
-  Conditions made{run.plan, placer.base(), {}};
+GraphCache::Conditions GraphCache::conditions_of(const StepRun& run, const Placer& placer, const Entry& entry) {
+  Conditions made{run.plan, placer.base()};
   for (const auto& [slot, value] : run.inputs) {
-    if (!value.isTensor()) made.numbers.push_back(value);
+    if (value.isBool()) made.flags.push_back(value.toBool());
+    if (value.isDouble() && !entry.numbers_change) made.numbers.push_back(value.toDouble());
   }
   return made;
 }
@@ -533,9 +566,14 @@ std::shared_ptr<StepGraphs> GraphCache::find(int32_t lane, StepRun& run, Placer&
     if (!mine || mine->refused || mine->conditions.plan == nullptr) return nullptr;
     entries_.remove(mine);
     entries_.push_back(mine);
-    if (!(mine->conditions == conditions_of(run, placer))) {
+    if (const auto now = conditions_of(run, placer, *mine); !(mine->conditions == now)) {
       dropped = drop(*mine);
+      mine->numbers_change = mine->numbers_change || mine->conditions.numbers != now.numbers;
       mine->conditions = {};
+      return nullptr;
+    }
+    if (!mine->graphs && mine->pause > 0) {
+      --mine->pause;
       return nullptr;
     }
   }
@@ -548,17 +586,20 @@ std::shared_ptr<StepGraphs> GraphCache::find(int32_t lane, StepRun& run, Placer&
 }
 
 std::shared_ptr<StepGraphs> GraphCache::capture(Entry& entry, StepRun& run, Placer& placer) {
+  const Capturing alone;
+  if (!alone) return nullptr;
   int64_t room = 0;
   {
     Guard guard(lock_);
     if (entry.captures == MOST_CAPTURES) {
-      refuse(entry, "numbers or plans of its steps have changed " + std::to_string(MOST_CAPTURES) + " times");
+      refuse(entry, "plans of its steps have changed " + std::to_string(MOST_CAPTURES) + " times");
       return nullptr;
     }
     room = most_ - counts_.bytes;
   }
   try {
-    auto made = std::make_shared<StepGraphs>(lanes_.at(static_cast<size_t>(entry.lane)), run, placer, room);
+    auto made = std::make_shared<StepGraphs>(lanes_.at(static_cast<size_t>(entry.lane)), run, placer, room,
+                                             entry.numbers_change);
     Guard guard(lock_);
     if (counts_.bytes + made->bytes() > most_) throw NotGraphed("another job has taken what the reserve has for them");
     entry.graphs = made;
@@ -570,6 +611,7 @@ std::shared_ptr<StepGraphs> GraphCache::capture(Entry& entry, StepRun& run, Plac
   } catch (const NotGraphed& why) {
     Guard guard(lock_);
     if (!why.for_now || ++entry.tries == MOST_TRIES) refuse(entry, why.what());
+    entry.pause = 1 << entry.tries;
   } catch (const c10::Error& why) {
     Guard guard(lock_);
     refuse(entry, why.what_without_backtrace());
@@ -598,7 +640,7 @@ void GraphCache::ran_as_planned(int32_t lane, const StepRun& run, const Placer& 
     }
   }
   if (mine->graphs) return;
-  mine->conditions = conditions_of(run, placer);
+  mine->conditions = conditions_of(run, placer, *mine);
   mine->thread = std::this_thread::get_id();
 }
 

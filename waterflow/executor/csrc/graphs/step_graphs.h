@@ -26,8 +26,8 @@
 namespace waterflow {
 
 // One operation at the addresses that it has in a step's plan: learnt without running it there, run again and again.
-// Between device graphs it runs what they cannot hold: random operations, and what reads such a one's seeds in host
-// memory. In the stand-in for a GPU it is what a graph is made of.
+// Between device graphs it runs what they cannot hold: random operations, what reads such a one's seeds in host memory,
+// and updates whose numbers change. In the stand-in for a GPU it is what a graph is made of.
 class RecordedCall {
  public:
   // Puts into the frame what running the instruction would put there, asks `placer` for what `plan` says that it asks
@@ -37,6 +37,8 @@ class RecordedCall {
   RecordedCall(const RecordedCall&) = delete;
   RecordedCall& operator=(const RecordedCall&) = delete;
 
+  // Numbers that this step brings for it, as a learning rate.
+  void take_numbers(const StepRun& run);
   // On the calling thread and its current stream. Its arguments must be what they were, at the same addresses; memory
   // that it asks for beside them is not planned.
   void run();
@@ -51,9 +53,10 @@ class RecordedCall {
   at::Tensor placed(const at::Tensor& learnt);
 
   const Instruction& instruction_;
-  at::Generator random_;             // stands in for the default one, where the operator takes none
-  torch::jit::Stack arguments_;      // none of them holds memory
-  std::vector<at::Tensor> results_;  // where they belong; undefined for what lies in an argument
+  at::Generator random_;                             // stands in for the default one, where the operator takes none
+  torch::jit::Stack arguments_;                      // none of them holds memory
+  std::vector<std::pair<size_t, int32_t>> numbers_;  // arguments that are numbers, and their slots
+  std::vector<at::Tensor> results_;                  // where they belong; undefined for what lies in an argument
   std::vector<at::Tensor> in_host_;  // what it returns there beside a device, as attention does with its seeds
   // While it is made: its arguments, and the memory of what it returns.
   std::vector<Given> given_;
@@ -92,8 +95,8 @@ class StepGraphs {
  public:
   // Captures the groups of a step whose memory `placer` serves, which is not active. Nothing is run, and nothing is
   // left of it where this throws: NotGraphed, or what the device or an operation says. `room`: bytes that copies of
-  // inputs, and outputs, may take.
-  StepGraphs(GraphLane lane, StepRun& run, Placer& placer, int64_t room);
+  // inputs, and outputs, may take. `numbers_change`: those of updates may be others in each step.
+  StepGraphs(GraphLane lane, StepRun& run, Placer& placer, int64_t room, bool numbers_change);
   ~StepGraphs();
   StepGraphs(const StepGraphs&) = delete;
   StepGraphs& operator=(const StepGraphs&) = delete;
@@ -124,10 +127,11 @@ class StepGraphs {
   void place_inputs(const StepRun& run, int64_t room);
   void capture(StepRun& run, Placer& placer);
   void capture_group(StepRun& run, Placer& placer, int32_t begin, int32_t end);
-  bool reads_host(const Instruction& instruction) const;
+  bool reads(const Instruction& instruction, const std::unordered_set<int32_t>& slots) const;
   void add_host_node(StepRun& run, int32_t index, Placer& placer);
   void open();
   void close();
+  bool spoiled() const;
   void give_back() noexcept;
 
   const GraphLane lane_;
@@ -136,6 +140,7 @@ class StepGraphs {
   std::vector<std::vector<Piece>> groups_;
   std::vector<std::shared_ptr<HostNode>> host_nodes_;
   std::unordered_set<int32_t> in_host_;  // slots of what calls between graphs return there: no kernel can read it
+  std::unordered_set<int32_t> numbers_;  // slots of numbers that change
   std::exception_ptr failure_;           // of a call of the host
   bool open_ = false;
   int64_t graphs_ = 0, bytes_ = 0;
@@ -149,14 +154,17 @@ struct GraphCounts {
 };
 
 // A step's graphs belong to one binding, one plan and one end of an arena at its addresses, and to the numbers that
-// kernels got as arguments. The first step there is run as it is; the next one is captured, if that one asked for
-// memory as planned, on the same thread, and nothing has changed since. Where anything has, its graphs are dropped.
-// Thread-safe; steps of one job come one after the other.
+// kernels got as arguments; where those have changed once, the updates that take them are called between graphs. The
+// first step there is run as it is; the next one is captured, if that one asked for memory as planned, on the same
+// thread, and nothing has changed since. Where anything has, its graphs are dropped. A capture is left to a later
+// step where something goes on beside it for long. Thread-safe; steps of one job come one after the other.
 class GraphCache {
  public:
   static constexpr size_t MOST_OF_A_JOB = 8;    // bindings and ends with graphs; the one that was used last goes
   static constexpr int32_t MOST_CAPTURES = 16;  // of one binding on one end
-  static constexpr int32_t MOST_TRIES = 3;      // in a row, where requests were not as planned
+  // In a row, where requests were not as planned, or something else in the process has spoiled the capture: after two
+  // steps, after four, and so on.
+  static constexpr int32_t MOST_TRIES = 8;
 
   // `most`: bytes that copies of inputs, and outputs, of all graphs may take.
   GraphCache(std::vector<GraphLane> lanes, int64_t most);
@@ -179,8 +187,9 @@ class GraphCache {
   struct Conditions {
     std::shared_ptr<const GroupPlan> plan;
     const char* base = nullptr;
-    std::vector<c10::IValue> numbers;
-    bool operator==(const Conditions& other) const;
+    std::vector<bool> flags;
+    std::vector<double> numbers;
+    bool operator==(const Conditions& other) const = default;
   };
   struct Entry {
     int64_t job;
@@ -189,12 +198,12 @@ class GraphCache {
     Conditions conditions;
     std::thread::id thread;  // what libraries make for a thread at its first call cannot be made in a capture
     std::shared_ptr<StepGraphs> graphs;
-    int32_t captures = 0, tries = 0;
-    bool refused = false;
+    int32_t captures = 0, tries = 0, pause = 0;  // steps until the next try
+    bool numbers_change = false, refused = false;
   };
   using Entries = std::list<std::shared_ptr<Entry>>;
 
-  static Conditions conditions_of(const StepRun& run, const Placer& placer);
+  static Conditions conditions_of(const StepRun& run, const Placer& placer, const Entry& entry);
   std::shared_ptr<Entry> entry(int32_t lane, const StepRun& run) const;
   std::shared_ptr<StepGraphs> capture(Entry& entry, StepRun& run, Placer& placer);
   std::shared_ptr<StepGraphs> drop(Entry& entry);

@@ -31,8 +31,8 @@ void Binding::set_input(int32_t slot, PyObject* tensor, bool may_resize) {
   watch_form(tensor);
 }
 
-void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype) {
-  reads_.push_back({slot, held_(dict), held_(key), index, kind, dtype, {}, {}});
+void Binding::read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind) {
+  reads_.push_back({slot, held_(dict), held_(key), index, kind, {}, {}});
 }
 
 Binding::Form::Form(const at::Tensor& tensor)
@@ -126,7 +126,7 @@ std::vector<std::pair<int32_t, c10::IValue>> Binding::look() {
           if (tensor) {
             read.value = THPVariable_Unpack(entry.ptr()).detach().clone();
           } else {
-            read.value = at::scalar_tensor(entry.cast<double>(), at::TensorOptions().dtype(read.dtype));
+            read.value = at::scalar_tensor(entry.cast<double>(), at::kDouble);  // it was a tensor
           }
           break;
         }

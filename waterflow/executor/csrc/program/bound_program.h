@@ -27,8 +27,8 @@ class Binding {
   PyObject* guards() const { return held_.first(); }
   void watch_form(PyObject* tensor);  // memory, shape, type, and whether it requires gradients
   enum class Kind { number, flag, rate };
-  // A slot read from dict[key], or from dict[key][index], before each step; a rate becomes a scalar tensor.
-  void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind, at::ScalarType dtype);
+  // A slot read from dict[key], or from dict[key][index], before each step; a rate is a tensor.
+  void read(int32_t slot, PyObject* dict, PyObject* key, int32_t index, Kind kind);
   void finish_inputs();
   // The parameters that the step's optimizer trains: whatever lies in their gradients counts for nothing.
   void own_gradient(PyObject* parameter) { trained_.push_back(held_(parameter)); }
@@ -53,7 +53,6 @@ class Binding {
     PyObject* key;
     int32_t index;
     Kind kind;
-    at::ScalarType dtype;
     pybind11::object seen;
     c10::IValue value;
   };

@@ -153,10 +153,8 @@ void bind_programs(py::module_& m) {
                              [](const Binding& self) { return py::reinterpret_borrow<py::object>(self.guards()); })
       .def("watch_form", [](Binding& self, const py::object& tensor) { self.watch_form(checked(tensor)); })
       .def("own_gradient", [](Binding& self, const py::object& parameter) { self.own_gradient(checked(parameter)); })
-      .def("read",
-           [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
-              Binding::Kind kind,
-              bool single) { self.read(slot, dict.ptr(), key.ptr(), index, kind, single ? at::kFloat : at::kDouble); })
+      .def("read", [](Binding& self, int32_t slot, const py::dict& dict, const py::object& key, int32_t index,
+                      Binding::Kind kind) { self.read(slot, dict.ptr(), key.ptr(), index, kind); })
       .def("finish_inputs", &Binding::finish_inputs)
       .def("current", &Binding::current)
       .def(
