@@ -27,9 +27,9 @@ def job(engine: wf.Engine, seed: int = 0, **settings: Any) -> tuple[wf.Step, lis
     return wf.Step(model, loss=F.cross_entropy, optimizer=optimizer, engine=engine, name=f"job {seed}"), batches
 
 
-def plainly() -> list[float]:
+def plainly(seed: int = 0) -> list[float]:
     with wf.Engine("cuda", memory="1GiB", lanes=1, device_graphs=False) as engine:
-        step, batches = job(engine)
+        step, batches = job(engine, seed)
         return [float(step(batch)) for batch in batches * 2]
 
 
@@ -154,3 +154,25 @@ def test_the_end_of_a_users_graph_does_not_spoil_a_capture() -> None:
     held = torch.cuda.memory_reserved()
     cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= held
+
+
+def test_a_workspace_that_a_capture_has_asked_for_stays_its_own() -> None:
+    """Libraries keep one for each stream, and see the stream of a capture there for the first time."""
+    expected = [plainly(seed) for seed in range(2)]
+    workspaces: dict[int, torch.Tensor] = {}
+    library = torch.library.Library("aten", "IMPL")
+
+    def relu(x: torch.Tensor) -> torch.Tensor:
+        workspace = workspaces.setdefault(torch.cuda.current_stream().cuda_stream, torch.empty_like(x))
+        return torch.clamp_min(workspace.copy_(x), 0)
+
+    library.impl("relu", relu, "CUDA", allow_override=True)
+    try:
+        with wf.Engine("cuda", memory="1GiB", lanes=1) as engine:
+            for seed in range(2):
+                step, batches = job(engine, seed)
+                assert [float(step(batch)) for batch in batches * 2] == expected[seed]
+            assert engine.native.detached > 0 and engine.stats().graphs["launched"] > 0
+            engine.native.check()
+    finally:
+        library._destroy()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import waterflow as wf
+from waterflow import _C
 
 STEPS = 24
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -31,6 +32,12 @@ def decay(index: int, step: wf.Step) -> None:
     step.optimizer.param_groups[0]["weight_decay"] = 0.01 * (index // 8)
 
 
+def replace(index: int, step: wf.Step) -> None:
+    if index == 12:
+        weight = next(step.model.parameters())
+        weight.data = weight.data * 0.5
+
+
 def nothing(index: int, step: wf.Step) -> None:
     pass
 
@@ -39,6 +46,7 @@ FORMS: dict[str, tuple[dict[str, Any], Between, Callable[[int], tuple[int, int]]
     "plain": ({}, nothing, lambda index: (32, 64)),
     "schedule": ({}, rate, lambda index: (32, 64)),
     "decay": ({}, decay, lambda index: (32, 64)),
+    "replaced weights": ({}, replace, lambda index: (32, 64)),
     "accumulation": ({"accumulate": 3}, rate, lambda index: (32, 64)),
     "clipping": ({"clip_grad_norm": 0.1, "clip_grad_value": 0.01}, nothing, lambda index: (32, 64)),
     "second kind": ({}, rate, lambda index: (16 if index % 5 == 4 else 32, 64)),
@@ -101,3 +109,10 @@ def test_bits_as_alone_without_graphs(form: str) -> None:
         losses, mine = run(forms, True)[0]
         assert losses == expected
         assert all(torch.equal(mine[name], value) for name, value in state.items())
+
+
+def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is launched again although its binding has changed."""
+    [(expected, _)] = run(["replaced weights"], False)
+    monkeypatch.setattr(_C.Binding, "current", lambda self: True)
+    assert run(["replaced weights"], True)[0][0] != expected

@@ -367,10 +367,12 @@ def test_a_suspended_job_goes_on() -> None:
         if epoch == 0:
             runner._safepoint.request("suspend").add_done_callback(lambda _: runner.resume())
 
+    with wf.Engine("cuda", memory="1GiB", device_graphs=False) as engine:
+        expected = JobRunner(job(0, epochs=4), engine).run()
     with wf.Engine("cuda", memory="1GiB") as engine:
-        expected = JobRunner(job(0), engine).run()
-        runner = JobRunner(job(0, model=model), engine, on_epoch)
+        runner = JobRunner(job(0, epochs=4, model=model), engine, on_epoch)
         assert_same(runner.run(), expected)
+        assert engine.stats().graphs["launched"] > 0
     assert all(tensor.device == DEVICE for tensor in made[0].state_dict().values())
 
 

@@ -3,7 +3,9 @@ beyond the limit."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,6 +79,7 @@ def patches() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"dropout": dropout, "convolutions": convolutions, "language": Language}
 LARGE: dict[str, Callable[[], nn.Module]] = {"residual": residual, "patches": patches, "sentences": Sentences}
+STANDIN = "STANDIN_SCHEDULE" in os.environ
 Result = tuple[list[float], dict[str, torch.Tensor]]
 RESERVE = 24 << 20
 PAGE = 2 << 20
@@ -157,6 +160,11 @@ def train(names: dict[int, str], lanes: int, memory: int, graphs: bool) -> Train
     return made
 
 
+def pages_at_once() -> int:
+    """How often the lanes were not in order where they have a page of the stand-in, each at an address of its own."""
+    return int(ctypes.CDLL(None).fake_pages_at_once()) if STANDIN else 0
+
+
 def same(one: Result, other: Result) -> bool:
     return one[0] == other[0] and all(torch.equal(one[1][key], other[1][key]) for key in one[1])
 
@@ -173,12 +181,19 @@ def test_bits_of_torchs_own_loop(name: str, graphs: bool) -> None:
     assert same(mine.results[0], torchs_own(name, 0))
 
 
+# How many jobs, and the model of every other one.
 FORMS = [(count, name) for count in (2, 4) for name in MODELS] + [(2, name) for name in LARGE]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("count, name", FORMS)
 def test_bits_as_alone_where_lanes_meet(count: int, name: str, graphs: bool) -> None:
+    before = pages_at_once()
+    meet(count, name, graphs)
+    assert pages_at_once() == before
+
+
+def meet(count: int, name: str, graphs: bool) -> None:
     others = [other for other in (MODELS if name in MODELS else LARGE) if other != name]
     names = {seed: name if seed % 2 == 0 else others[seed // 2] for seed in range(count)}
     alone = {seed: alone_on_a_lane(which, seed) for seed, which in names.items()}

@@ -350,14 +350,17 @@ void run_on(void* handle, const Work& work) {
 }
 
 // "once", "late", the number of the stream that comes first, or "random" and a seed.
-void read_environment() {
-  const std::string asked = std::getenv("STANDIN_SCHEDULE");
+void take_schedule(const std::string& asked) {
   schedule = asked == "once"                  ? Schedule::once
              : asked == "late"                ? Schedule::late
              : asked.rfind("random ", 0) == 0 ? Schedule::random
                                               : Schedule::first;
   if (schedule == Schedule::first) favoured = std::stoll(asked);
   if (schedule == Schedule::random) numbers.seed(std::stoul(asked.substr(7)));
+}
+
+void read_environment() {
+  take_schedule(std::getenv("STANDIN_SCHEDULE"));
   waits_dropped = std::getenv("STANDIN_DROPS_WAITS") != nullptr;
   total = size_t{8} << 30;
   devices = 1;
@@ -698,6 +701,10 @@ FAKE int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 // -- what tests ask and tell
 
 FAKE int64_t fake_pages_at_once() { return at_once; }
+FAKE void fake_schedule(const char* asked) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  take_schedule(asked);
+}
 FAKE void fake_memory(size_t bytes) { total = bytes; }
 FAKE size_t fake_used() { return used; }
 FAKE void fake_fail(const char* name, int64_t nth, int code) {

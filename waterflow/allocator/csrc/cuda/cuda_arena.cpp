@@ -11,7 +11,6 @@ namespace waterflow {
 namespace {
 
 constexpr int64_t MOST_PAGES = 1024;
-constexpr int64_t LARGEST_PAGE = int64_t{64} << 20;
 
 int64_t up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 

@@ -15,6 +15,8 @@ namespace waterflow {
 // page must be over when it is discarded, or the arena resized.
 class CudaArena : public Arena {
  public:
+  static constexpr int64_t LARGEST_PAGE = int64_t{64} << 20;
+
   // Reserves addresses for at most `most` bytes, twice. `page`: bytes, a multiple of the device's granularity; 0:
   // chosen by the size, for many small pages are slow to map and few large ones hold more than is needed.
   // `memory`: whose requests its placers serve; other than the device's in tests alone.

@@ -35,7 +35,7 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
   if (arenas && cuda) {
     const auto memory = cuda->for_torch() ? PlacedIn::device : PlacedIn::host;
     make_arena = [device = cuda->device, memory](int64_t most) {
-      return std::make_unique<CudaArena>(device, most, 0, memory);
+      return std::make_unique<CudaArena>(device, most + CudaArena::LARGEST_PAGE, 0, memory);
     };
   } else if (arenas) {
     make_arena = [](int64_t most) { return std::make_unique<CpuArena>(most); };
@@ -671,6 +671,11 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       if (!filled && end.planned) {
         run.placer = &lane.shared_arena->placer(lane.end);
         if (graphs_) run.graphs = graphs_->find(lane.index, run, *run.placer);
+        if (graphs_ && !run.graphs && run.placer->any_live()) {  // a library keeps what a capture has asked for
+          const std::lock_guard<std::mutex> guard(lock_);
+          detach(lane, run);
+          run.placer = nullptr;
+        }
       }
       if (!filled && run.frame) run.fill();
       if (!filled && end.planned) {

@@ -13,7 +13,7 @@ SharedArena::SharedArena(int32_t lanes, int64_t capacity, int64_t most, const Ma
     : admission(capacity), order(fault), lanes_(lanes), behind_(behind), wanted_(capacity) {
   if (!make_arena) return;
   pages_ = make_arena(most);
-  pages_->resize(most);  // no page is there before it is touched
+  pages_->resize(size_for(most));  // no page is there before it is touched
 }
 
 void SharedArena::begin(int32_t index, int64_t job, const GroupPlan& plan, bool plannable) {
@@ -32,7 +32,7 @@ void SharedArena::begin(int32_t index, int64_t job, const GroupPlan& plan, bool 
     const ArenaEnd& facing = ends_[1 - index];
     const int64_t beside = facing.job >= 0 && facing.planned ? facing.largest : 0;
     // Admission lets both in group by group; they share no byte as long as the arena has what they are admitted to.
-    mine.planned = mine.largest + beside <= pages_->size() || admission.capacity() <= pages_->size();
+    mine.planned = std::min(mine.largest + beside, admission.capacity()) <= room();
     if (mine.planned && pages_->backs()) {
       const int64_t height = std::min(mine.largest, pages_->size());
       mine.touched = std::max(mine.touched, whole_pages(height));  // also what is backed before there is no more
@@ -51,7 +51,7 @@ void SharedArena::fit_pages(int32_t index, int64_t height) {
   if (index != 1 && ends_[1].job >= 0) return;
   const int64_t both = height + ends_[1 - index].largest;
   const int64_t capacity = admission.capacity();
-  const int64_t wanted = both > capacity ? whole_pages(capacity) : std::max(pages_->size(), whole_pages(both));
+  const int64_t wanted = both > capacity ? size_for(capacity) : std::max(pages_->size(), size_for(both));
   if (wanted == pages_->size() || wanted > pages_->most()) return;
   if (admission.pending_capacity() || whole_pages(ends_[0].job >= 0 ? ends_[0].largest : 0) > wanted) return;
   // The pages of the end that moves would lie in the middle, and nobody would know of them.
@@ -74,8 +74,8 @@ void SharedArena::finish(int32_t index) {
 
 void SharedArena::set_capacity(int64_t bytes) {
   wanted_ = bytes;
-  if (pages_ && ends_[0].planned && ends_[1].planned && ends_[0].largest + ends_[1].largest > pages_->size()) {
-    bytes = std::min(bytes, pages_->size());
+  if (pages_ && ends_[0].planned && ends_[1].planned && ends_[0].largest + ends_[1].largest > room()) {
+    bytes = std::min(bytes, room());
   }
   admission.set_capacity(bytes);
 }
@@ -94,9 +94,9 @@ void SharedArena::detach(int32_t index) noexcept {
 void SharedArena::check() const {
   admission.check();
   if (!pages_ || !ends_[0].planned || !ends_[1].planned) return;
-  if (held(ends_[0]) + held(ends_[1]) > pages_->size()) {
+  if (held(ends_[0]) + held(ends_[1]) > room()) {
     throw std::logic_error("two steps hold " + std::to_string(held(ends_[0])) + " and " +
-                           std::to_string(held(ends_[1])) + " bytes of " + std::to_string(pages_->size()));
+                           std::to_string(held(ends_[1])) + " bytes of " + std::to_string(room()));
   }
 }
 

@@ -55,10 +55,9 @@ class SharedArena {
   void check() const;
   void give_back() { pages_.reset(); }  // all ends are idle, and stay so
   int64_t size() const { return pages_ ? pages_->size() : 0; }
-  // What whole units may take beyond the bytes that steps were let in with.
-  int64_t rounding() const { return pages_ && pages_->backs() ? pages_->unit() - 1 : 0; }
-  // How far a step of that peak reaches on the device. The ends have a page at two addresses, and there it is the same
-  // to both only between kernels: none of one lane may write a page beside one of the other's, be it other bytes.
+  // What whole units may take beyond the bytes that steps were let in with, at both ends.
+  int64_t rounding() const { return pages_ && pages_->backs() ? 2 * (pages_->unit() - 1) : 0; }
+  // How far a group of that peak reaches on the device, in whole pages.
   int64_t reach(int64_t peak) const { return pages_->backs() ? std::min(whole_pages(peak), size()) : peak; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
@@ -69,6 +68,13 @@ class SharedArena {
   int64_t held(const ArenaEnd& end) const { return end.job >= 0 ? admission.held_by(end.job) : 0; }
   int64_t in_use(const ArenaEnd& end) const;
   void fit_pages(int32_t end, int64_t height);
+  // Both ends of a GPU's arena have each page, at two addresses, at which it is the same between kernels alone
+  // ("Virtual Aliasing Support" in CUDA's programming guide). So no two kernels that may run at the same time touch one
+  // page, be it other bytes of it: there is a page more than steps are let in to hold, so that those of the two ends
+  // lie apart, and a group waits where it comes to a page that a group of the other end has reached.
+  int64_t apart() const { return pages_->backs() ? pages_->unit() : 0; }
+  int64_t room() const { return pages_->size() - apart(); }
+  int64_t size_for(int64_t bytes) const { return whole_pages(bytes) + apart(); }
   int64_t whole_pages(int64_t bytes) const { return (bytes + pages_->unit() - 1) / pages_->unit() * pages_->unit(); }
 
   int32_t lanes_;

@@ -121,15 +121,11 @@ std::vector<std::pair<int32_t, c10::IValue>> Binding::look() {
     if (entry.ptr() != read.seen.ptr() || !is_plain_number(entry.ptr())) {
       const bool tensor = THPVariable_Check(entry.ptr());
       switch (read.kind) {
-        case Kind::rate: {
-          // A new tensor for each new value: steps that are queued keep theirs.
-          if (tensor) {
-            read.value = THPVariable_Unpack(entry.ptr()).detach().clone();
-          } else {
-            read.value = at::scalar_tensor(entry.cast<double>(), at::kDouble);  // it was a tensor
-          }
+        case Kind::rate:
+          // A new tensor for each new value, also of a number in its place: steps that are queued keep theirs.
+          read.value = tensor ? THPVariable_Unpack(entry.ptr()).detach().clone()
+                              : at::scalar_tensor(entry.cast<double>(), at::kDouble);
           break;
-        }
         case Kind::number:
           read.value = tensor ? THPVariable_Unpack(entry.ptr()).item<double>() : entry.cast<double>();
           break;
