@@ -6,6 +6,7 @@
 # make weight  the package's lines of code by folder, and their budget
 # make check  format, lint, types and make test, as before a commit on main
 # make cuda-check  the CUDA code on a stand-in for a GPU, some minutes (CUDA_CHECK=all: in all orders of streams)
+# make gpu-bundle  what a machine with a GPU needs beside the clone, in one folder; docs/gpu.md says how to run it
 # make sanitize  the allocator's random runs under the address, undefined behaviour and thread sanitizers
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ FUZZ_ROWS := 6000
 # Two processes: the suite is written for two cores. Tests of one file stay together as far as that fills both.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-changed test-all test-full tiers weight check format lint types build sanitize cuda-env cuda-check clean
+.PHONY: demo test test-changed test-all test-full tiers weight check format lint types build sanitize cuda-env gpu-bundle cuda-check clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m examples.demo
@@ -122,6 +123,21 @@ $(CUDA_VENV)/.packages: constraints-cpu.txt pyproject.toml
 $(CUDA_VENV)/.built: $(CUDA_VENV)/.packages $(CPP) setup.py waterflow/sources.py
 	WATERFLOW_TEST_HOOKS=1 $(CUDA_VENV)/bin/python setup.py -q build_ext --inplace
 	touch $@
+
+# What a machine with a GPU and without a network may lack; never torch or numpy.
+GPU_WHEELS := pytest pluggy iniconfig pygments pytest-timeout hypothesis sortedcontainers optuna alembic mako markupsafe \
+  sqlalchemy greenlet colorlog tqdm PyYAML cloudpickle
+GPU_BUNDLE := build/gpu-bundle
+
+gpu-bundle: $(CUDA_VENV)/.built
+	rm -rf $(GPU_BUNDLE)
+	mkdir -p $(GPU_BUNDLE)/wheels
+	cp benchmarks/gpu_run.sh $(GPU_BUNDLE)/run.sh
+	extension=_C$$($(CUDA_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))') && \
+	  strip -o $(GPU_BUNDLE)/$$extension waterflow/$$extension
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check -q download --only-binary :all: --no-deps -d $(GPU_BUNDLE)/wheels \
+	  -c $(CUDA_VENV)/constraints.txt $(GPU_WHEELS)
+	du -sh $(GPU_BUNDLE)
 
 cuda-check: $(CUDA_VENV)/.built
 	$(CUDA_VENV)/bin/python -m tests.gpu.standin $(CUDA_CHECK)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from benchmarks.gpu_check import MARK
 from waterflow import _C
 
 MiB = 1 << 20
@@ -31,6 +33,34 @@ def grown_without_the_pool(device: _C.CudaDevice) -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return device.grown
+
+
+def test_both_addresses_of_a_page_agree_behind_an_event() -> None:
+    """An arena's ends have their pages at two addresses; each change there is seen here by what waits for it."""
+    device = _C.cuda_device(0)
+    arena = _C.CudaArena(device, device.granularity)
+    arena.resize(device.granularity)
+    assert arena.back(0, device.granularity) and arena.back(1, device.granularity)
+    one, other = (view(arena.base(end), device.granularity) for end in (0, 1))
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    half = device.granularity // 2
+    other.zero_()
+    torch.cuda.synchronize()
+    same = True
+    for number in range(1, 101):
+        with torch.cuda.stream(writer):
+            one[:half].add_(1)
+        reader.wait_stream(writer)
+        with torch.cuda.stream(reader):
+            other[half:].add_(1)
+            seen = other.clone()
+        for stream in (writer, torch.cuda.current_stream()):
+            stream.wait_stream(reader)
+        same = same and bool((seen == number).all())
+    print(f"\n{MARK}{json.dumps({'granularity_bytes': device.granularity, 'two_addresses': same})}")
+    assert same
+    torch.cuda.synchronize()
+    del one, other
 
 
 def test_memory_grows_and_shrinks_and_keeps_its_bytes() -> None:

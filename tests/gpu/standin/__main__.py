@@ -8,7 +8,7 @@ import time
 
 from tests.gpu import standin
 
-BITS = ("tests/gpu/test_as_cpu.py", "tests/gpu/test_engine.py", "tests/gpu/test_together.py", "tests/gpu/test_results.py")
+BITS = tuple(f"tests/gpu/test_{name}.py" for name in ("as_cpu", "engine", "forms", "together", "results"))
 PARTS = {  # the order of the streams, and tests
     "late": ("late", ("tests/gpu",)),
     "once": ("once", BITS),

@@ -35,9 +35,11 @@ Capturing::Capturing() {
   while (all.capturing || !all.beside.empty()) {
     if (all.capturing) {
       all.changed.wait(guard);
-    } else if (all.changed.wait_until(guard, *all.beside.begin() + A_STEP) == std::cv_status::timeout) {
-      break;
+      continue;
     }
+    const auto until = *all.beside.begin() + A_STEP;
+    if (until <= clock::now()) break;
+    all.changed.wait_until(guard, until);
   }
   --all.waiting;
   alone_ = !all.capturing && all.beside.empty();
@@ -53,8 +55,8 @@ Capturing::~Capturing() {
   all.changed.notify_all();
 }
 
-BesideCaptures::BesideCaptures() {
-  if (capturing_here) return;
+BesideCaptures::BesideCaptures(bool wanted) {
+  if (!wanted || capturing_here) return;
   auto& all = state();
   std::unique_lock<std::mutex> guard(all.lock);
   if (beside_here == 0) {

@@ -28,8 +28,8 @@ class Capturing {
 class BesideCaptures {
  public:
   // Waits until a capture is over that is under way on another thread: hold no lock that it may need, nor the
-  // interpreter's. Calls may be nested.
-  BesideCaptures();
+  // interpreter's. Calls may be nested. Nothing where it is not `wanted`.
+  explicit BesideCaptures(bool wanted = true);
   // False where a capture is under way, on this thread or another.
   explicit BesideCaptures(std::try_to_lock_t);
   ~BesideCaptures();

@@ -141,7 +141,6 @@ CudaDevice::~CudaDevice() {
     }
     for (const auto& [at, end] : reserved_) driver_.unreserve(at, end - at);
     for (const auto& [at, bytes] : plain_) driver_.free(at);
-    for (const auto at : to_free_) driver_.free(at);
   } catch (const CudaError&) {
     // The driver has gone already, and everything with it.
   }
@@ -331,28 +330,26 @@ uintptr_t CudaDevice::allocate_plain(int64_t bytes) {
 bool CudaDevice::free_plain(uintptr_t at) {
   {
     Guard guard(lock_);
-    auto found = plain_.find(at);
-    if (found == plain_.end()) return false;
-    plain_total_ -= found->second;
-    plain_.erase(found);
+    if (plain_.count(at) == 0) return false;
     to_free_.push_back(at);
   }
   free_what_may();
   return true;
 }
 
-// During a capture it stays for the next time.
 void CudaDevice::free_what_may() {
   const BesideCaptures beside(std::try_to_lock);
   if (!beside) return;
   Current current(*this);
-  std::vector<uintptr_t> given_back;
-  {
-    Guard guard(lock_);
-    given_back.swap(to_free_);
-  }
-  for (const auto at : given_back) {
+  std::unique_lock<std::mutex> guard(lock_);
+  while (!to_free_.empty()) {
+    const auto at = to_free_.back();
+    to_free_.pop_back();
+    plain_total_ -= plain_.at(at);
+    plain_.erase(at);
+    guard.unlock();
     if (const auto result = driver_.free(at)) driver_.fail(result, "cuMemFree(" + hex(at) + ")");
+    guard.lock();
   }
 }
 
@@ -527,7 +524,11 @@ void CudaDevice::forget(EventId event) {
   events_.erase(event);
 }
 
-// Not by a wait for the whole device, which fails beside a capture in any thread, and spoils it.
+void CudaDevice::synchronize_all() {
+  Current current(*this);
+  if (const auto result = driver_.synchronize_context()) driver_.fail(result, "cuCtxSynchronize()");
+}
+
 void CudaDevice::finish() {
   Current current(*this);
   std::vector<EventId> behind;
@@ -535,10 +536,8 @@ void CudaDevice::finish() {
     Guard guard(lock_);
     for (const auto& [id, stream] : streams_) {
       int capturing = 0;
-      if (const auto result = driver_.is_capturing(stream.handle, &capturing)) {
-        driver_.fail(result, "cuStreamIsCapturing(stream " + std::to_string(id) + ")");
-      }
-      if (!capturing) behind.push_back(record_locked(id));
+      const auto refused = driver_.is_capturing(stream.handle, &capturing);  // one that its owner has destroyed
+      if (!refused && !capturing) behind.push_back(record_locked(id));
     }
   }
   for (const EventId event : behind) {

@@ -19,7 +19,7 @@ class CudaDevice : public LaneDevice {
  public:
   // `capacity`: bytes of device memory that it takes at most; 0: as many as the device has.
   explicit CudaDevice(const CudaDriver& driver, int index = 0, int64_t capacity = 0);
-  // Waits for the device, and gives everything back.
+  // Waits for its streams, and gives everything back.
   ~CudaDevice() override;
 
   int64_t granularity() const override { return granularity_; }
@@ -45,10 +45,11 @@ class CudaDevice : public LaneDevice {
   void enqueue(StreamId, std::function<void()> work) override { work(); }
   // Waits for all that is issued on the streams that it knows; but not on one that is captured.
   void finish();
+  void synchronize_all();  // with those that it does not know; fails beside a capture in any thread, and spoils it
 
   // -- graphs. What the calling thread issues on a stream between `begin_capture` and `end_capture` is not run but
-  // kept; nobody may record or wait on that stream meanwhile. Other threads do what they like: a call that a capture
-  // cannot stand fails on the calling thread alone, and the capture with it.
+  // kept; nobody may record or wait on that stream meanwhile. A call that a capture cannot stand fails on the calling
+  // thread alone, and the capture with it; what fails on others, too, is for Capturing to keep away.
   void begin_capture(StreamId stream);
   cu::Executable end_capture(StreamId stream);
   bool abandon_capture(StreamId stream) noexcept;  // whether it was spoiled
@@ -65,8 +66,8 @@ class CudaDevice : public LaneDevice {
   void allow(uintptr_t at, int64_t bytes);
   void unmap(uintptr_t at, int64_t bytes);
 
-  // -- memory for which nobody has a plan or a pool; 0 where there is none. Giving it back waits for the device, and so
-  // for the end of a capture.
+  // -- memory for which nobody has a plan or a pool; 0 where there is none. Giving it back waits for the device: during
+  // a capture it is left for the next time.
   uintptr_t allocate_plain(int64_t bytes);
   bool free_plain(uintptr_t at);  // false where it is not ours
 
@@ -116,7 +117,7 @@ class CudaDevice : public LaneDevice {
   std::map<uintptr_t, uintptr_t> reserved_;                     // begin to end
   std::map<uintptr_t, std::pair<int64_t, cu::Handle>> pieces_;  // what `grow` put behind addresses: bytes, handle
   std::unordered_map<uintptr_t, int64_t> plain_;
-  std::vector<uintptr_t> to_free_;
+  std::vector<uintptr_t> to_free_;  // of these
   std::unordered_map<StreamId, Stream> streams_;
   std::unordered_map<unsigned long long, StreamId> adopted_;  // by what identifies a stream
   std::unordered_map<EventId, cu::Event> events_;
@@ -130,11 +131,11 @@ class CudaDevice : public LaneDevice {
 // sake: ours touch no captured work.
 struct CudaDevice::Current {
   explicit Current(const CudaDevice& device) : driver(device.driver_) {
-    driver.exchange_capture_mode(&mode);
     driver.get_context(&before);
-    if (before == device.context_) return;
-    if (const auto result = driver.set_context(device.context_)) driver.fail(result, "cuCtxSetCurrent()");
-    changed = true;
+    changed = before != device.context_;
+    const auto result = changed ? driver.set_context(device.context_) : cu::SUCCESS;
+    if (result) driver.fail(result, "cuCtxSetCurrent()");
+    driver.exchange_capture_mode(&mode);
   }
   ~Current() {
     if (changed && before != nullptr) driver.set_context(before);

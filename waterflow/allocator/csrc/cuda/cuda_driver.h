@@ -75,6 +75,7 @@ static_assert(sizeof(Address) == sizeof(void*));
   X(context_state, "cuDevicePrimaryCtxGetState", (cu::Ordinal device, unsigned* flags, int* active))                \
   X(get_context, "cuCtxGetCurrent", (cu::Context * context))                                                        \
   X(set_context, "cuCtxSetCurrent", (cu::Context context))                                                          \
+  X(synchronize_context, "cuCtxSynchronize", (void))                                                                \
   X(memory_info, "cuMemGetInfo_v2", (size_t* free, size_t* total))                                                  \
   X(granularity, "cuMemGetAllocationGranularity", (size_t* bytes, const cu::AllocationProp* prop, int option))      \
   X(reserve, "cuMemAddressReserve",                                                                                 \

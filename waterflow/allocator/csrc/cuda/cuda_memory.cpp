@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "waterflow/allocator/csrc/cpu/lane_allocator.h"
+#include "waterflow/allocator/csrc/cuda/captures.h"
 #include "waterflow/allocator/csrc/planned/arena.h"
 
 namespace waterflow {
@@ -21,19 +22,6 @@ constexpr int64_t ALIGNMENT = 512;  // what torch's own allocator gives, and ker
 int64_t up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
-
-GraphPools::~GraphPools() {
-  try {
-    for (auto& [id, pool] : pools_) {
-      for (const auto& segment : pool.segments) {
-        device_->shrink(segment.base, segment.bytes);
-        device_->unreserve(segment.base, segment.bytes);
-      }
-    }
-  } catch (const std::exception&) {
-    // The context is lost or gone, and its memory with it.
-  }
-}
 
 void GraphPools::begin(GraphPoolId pool, GraphFilter filter, int64_t segment) {
   Guard guard(lock_);
@@ -48,35 +36,37 @@ void GraphPools::end(GraphPoolId pool) {
   Guard guard(lock_);
   std::erase_if(active_, [&](const auto& one) { return one.first == pool; });
   capturing_ = static_cast<int64_t>(active_.size());
+  give_back();
 }
 
 void GraphPools::release(GraphPoolId pool) {
-  std::vector<Segment> over;
-  {
-    Guard guard(lock_);
-    auto found = pools_.find(pool);
-    if (found == pools_.end()) return;
-    --found->second.graphs;
-    over = taken_if_over(pool);
-  }
-  give_back(pool, over);
+  Guard guard(lock_);
+  auto found = pools_.find(pool);
+  if (found == pools_.end()) return;
+  --found->second.graphs;
+  leave_if_over(pool);
 }
 
-std::vector<GraphPools::Segment> GraphPools::taken_if_over(GraphPoolId id) {
+void GraphPools::leave_if_over(GraphPoolId id) {
   auto found = pools_.find(id);
-  if (found->second.graphs > 0 || found->second.live > 0) return {};
-  auto segments = std::move(found->second.segments);
+  if (found->second.graphs > 0 || found->second.live > 0) return;
+  for (const auto& segment : found->second.segments) over_.emplace_back(id, segment);
   pools_.erase(found);
-  return segments;
+  give_back();
 }
 
-void GraphPools::give_back(GraphPoolId id, const std::vector<Segment>& segments) {
-  if (segments.empty()) return;
-  device_->finish();
-  for (const auto& segment : segments) {
+// A user may have launched a graph on a stream of which nobody here knows, so this waits for the whole device; not
+// during a capture, which that would spoil. No user's begins meanwhile: `begin` takes the lock.
+void GraphPools::give_back() {
+  const BesideCaptures beside(std::try_to_lock);
+  if (!beside || capturing_ > 0 || over_.empty()) return;
+  device_->synchronize_all();
+  while (!over_.empty()) {
+    const auto& [id, segment] = over_.back();
     device_->shrink(segment.base, segment.bytes);
     device_->unreserve(segment.base, segment.bytes);
     if (id.first != kEnginesGraphs) of_users_ -= segment.bytes;
+    over_.pop_back();
   }
 }
 
@@ -123,21 +113,16 @@ uintptr_t GraphPools::allocate(int64_t bytes, cu::Stream stream, bool* mine) {
 
 bool GraphPools::free(uintptr_t at) {
   if (blocks_ == 0) return false;
-  Block block;
-  std::vector<Segment> over;
-  {
-    Guard guard(lock_);
-    auto found = live_.find(at);
-    if (found == live_.end()) return false;
-    block = found->second;
-    live_.erase(found);
-    --blocks_;
-    Pool& pool = pools_[block.pool];
-    pool.spare[{block.stream, block.bytes}].push_back(at);
-    --pool.live;
-    over = taken_if_over(block.pool);
-  }
-  give_back(block.pool, over);
+  Guard guard(lock_);
+  auto found = live_.find(at);
+  if (found == live_.end()) return false;
+  const Block block = found->second;
+  live_.erase(found);
+  --blocks_;
+  Pool& pool = pools_[block.pool];
+  pool.spare[{block.stream, block.bytes}].push_back(at);
+  --pool.live;
+  leave_if_over(block.pool);
   return true;
 }
 

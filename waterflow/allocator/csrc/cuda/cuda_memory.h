@@ -32,7 +32,6 @@ class GraphPools {
   static constexpr int64_t SEGMENT = int64_t{32} << 20;
 
   explicit GraphPools(std::shared_ptr<CudaDevice> device) : device_(std::move(device)) {}
-  ~GraphPools();
 
   // A fresh pool grows by `segment` bytes at least.
   void begin(GraphPoolId pool, GraphFilter filter, int64_t segment = SEGMENT);
@@ -61,8 +60,8 @@ class GraphPools {
     int64_t bytes;
   };
 
-  std::vector<Segment> taken_if_over(GraphPoolId id);
-  void give_back(GraphPoolId id, const std::vector<Segment>& segments);
+  void leave_if_over(GraphPoolId id);
+  void give_back();
 
   const std::shared_ptr<CudaDevice> device_;
   std::mutex lock_;
@@ -70,6 +69,7 @@ class GraphPools {
   std::vector<std::pair<GraphPoolId, GraphFilter>> active_;
   std::map<uintptr_t, Block> live_;
   std::atomic<int64_t> of_users_{0};
+  std::vector<std::pair<GraphPoolId, Segment>> over_;  // nobody's, and not given back yet
   // So that whoever captures nothing takes no lock.
   std::atomic<int64_t> capturing_{0}, blocks_{0};
 };

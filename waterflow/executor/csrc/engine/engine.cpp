@@ -8,7 +8,6 @@
 
 #include "waterflow/allocator/csrc/cpu/cpu_arena.h"
 #include "waterflow/allocator/csrc/cpu/lane_allocator.h"
-#include "waterflow/allocator/csrc/cuda/captures.h"
 #include "waterflow/allocator/csrc/cuda/cuda_arena.h"
 #include "waterflow/allocator/csrc/cuda/cuda_memory.h"
 #include "waterflow/allocator/csrc/planned/arena.h"
@@ -688,14 +687,10 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
         run.pace->begin(!behind && !on_cuda_ && run.frame != nullptr && !run.profile);
         run.pace->before_operation();
       }
-      // All but a graph's launch may load kernels.
-      std::optional<BesideCaptures> beside;
-      if (on_cuda_ && !run.graphs) beside.emplace();
       if (behind) {
         issue(lane, held_run, group);
       } else {
         run.run_group(group);
-        beside.reset();
         if (on_cuda_) finish_stream(lane);
         if (group + 1 == groups && run.frame) run.finish();
       }

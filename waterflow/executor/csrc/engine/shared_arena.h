@@ -1,7 +1,6 @@
 // Arenas under lanes: which steps may stand beside each other, and where their memory lies.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -58,7 +57,7 @@ class SharedArena {
   // What whole units may take beyond the bytes that steps were let in with, at both ends.
   int64_t rounding() const { return pages_ && pages_->backs() ? 2 * (pages_->unit() - 1) : 0; }
   // How far a group of that peak reaches on the device, in whole pages.
-  int64_t reach(int64_t peak) const { return pages_->backs() ? std::min(whole_pages(peak), size()) : peak; }
+  int64_t reach(int64_t peak) const { return pages_->backs() ? whole_pages(peak) : peak; }
   int64_t pages_in_use() const;    // bytes of the arena that may have pages
   int64_t held_elsewhere() const;  // by steps here whose memory is not planned
   // Gives back all pages that nobody's live bytes lie on.

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "waterflow/allocator/csrc/cpu/lane_allocator.h"
+#include "waterflow/allocator/csrc/cuda/captures.h"
 #include "waterflow/executor/csrc/graphs/step_graphs.h"
 
 namespace waterflow {
@@ -38,6 +39,7 @@ void StepRun::call() {
 }
 
 void StepRun::finish() {
+  const BesideCaptures beside(loads_kernels());
   const c10::OptionalStreamGuard current(stream);
   if (graphs) {
     frame->mark_written();
@@ -45,6 +47,8 @@ void StepRun::finish() {
     outputs = frame->finish(stream ? placer : nullptr);
   }
 }
+
+bool StepRun::loads_kernels() const { return stream && !(graphs && graphs->launched()); }
 
 void StepRun::behind_caller(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
@@ -65,6 +69,7 @@ void StepRun::fill() {
 }
 
 void StepRun::run_group(int32_t group) {
+  const BesideCaptures beside(loads_kernels());
   LaneScope scope(in_arenas && !graphs ? placer : nullptr, in_arenas);
   c10::OptionalStreamGuard current(stream);
   Denormals as_caller(denormals);
@@ -80,7 +85,8 @@ void StepRun::run_group(int32_t group) {
   if (profile) {
     frame->program->run_profiled(*frame, begin, end, profiled);
   } else {
-    frame->program->run(*frame, begin, end, placer, pace);
+    // What is issued to a GPU takes no time there before it is done: a pace is kept between groups.
+    frame->program->run(*frame, begin, end, placer, stream ? nullptr : pace);
   }
 }
 

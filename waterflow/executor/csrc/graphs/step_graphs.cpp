@@ -280,8 +280,6 @@ struct StepGraphs::HostNode {
 
 StepGraphs::StepGraphs(GraphLane lane, StepRun& run, Placer& placer, int64_t room, bool numbers_change)
     : lane_(std::move(lane)) {
-  const std::string& why = run.frame->program->not_graphed();
-  if (!why.empty()) throw NotGraphed(why);
   for (const auto& [slot, value] : run.inputs) {
     if (numbers_change && value.isDouble()) numbers_.insert(slot);
   }
@@ -295,28 +293,18 @@ StepGraphs::StepGraphs(GraphLane lane, StepRun& run, Placer& placer, int64_t roo
     if (missed > 0) throw NotGraphed(std::to_string(missed) + " requests for memory were not as planned", true);
     if (kept) throw NotGraphed("it keeps memory that was planned to be given back");
     if (bytes_ > room) throw NotGraphed("its inputs and outputs take more than the reserve has for device graphs");
-  } catch (...) {
-    const bool again = spoiled();
+  } catch (const std::exception& error) {
+    const auto* const failed = dynamic_cast<const CudaError*>(&error);
+    // Whether the driver has ended the capture.
+    const bool spoiled =
+        open_ ? lane_.device->abandon_capture(lane_.capture) : failed != nullptr && failed->of_capture();
+    if (const auto take_runtime_error = lane_.device->driver().take_runtime_error) take_runtime_error();
     run.frame->clear_intermediates();
     for (const auto& [slot, place] : inputs_) run.frame->slots[slot] = c10::IValue();
     placer.finish();
     give_back();
-    if (again) throw NotGraphed("what else happens on the device has spoiled its captures", true);
-    throw;
-  }
-}
-
-// Asked while what a capture has thrown is caught: whether it was ended from outside.
-bool StepGraphs::spoiled() const {
-  const auto take_runtime_error = lane_.device->driver().take_runtime_error;
-  if (take_runtime_error != nullptr) take_runtime_error();
-  if (open_) return lane_.device->abandon_capture(lane_.capture);
-  try {
-    throw;
-  } catch (const CudaError& error) {
-    return error.of_capture();
-  } catch (...) {
-    return false;
+    if (!spoiled) throw;
+    throw NotGraphed(std::string("something spoils its captures, beside them or in them: ") + error.what(), true);
   }
 }
 
@@ -507,7 +495,8 @@ void StepGraphs::launch(int32_t group) {
   }
 }
 
-std::vector<at::Tensor> StepGraphs::outputs() const {
+std::vector<at::Tensor> StepGraphs::outputs() {
+  launched_ = true;
   std::vector<at::Tensor> copies;
   copies.reserve(outputs_.size());
   for (const auto& output : outputs_) copies.push_back(output.defined() ? output.detach().clone() : output);
@@ -526,7 +515,7 @@ GraphCache::Conditions GraphCache::conditions_of(const StepRun& run, const Place
 }
 
 GraphCache::GraphCache(std::vector<GraphLane> lanes, int64_t most) : lanes_(std::move(lanes)), most_(most) {
-  // Pools stay from one capture to the next, for they come and go with a wait for the whole device. All that lies there
+  // Pools stay from one capture to the next, for they go with a wait for the whole device. All that lies there
   // is what steps hand out.
   for (const auto& lane : lanes_) {
     if (!lane.current) continue;
@@ -586,16 +575,22 @@ std::shared_ptr<StepGraphs> GraphCache::find(int32_t lane, StepRun& run, Placer&
 }
 
 std::shared_ptr<StepGraphs> GraphCache::capture(Entry& entry, StepRun& run, Placer& placer) {
-  const Capturing alone;
-  if (!alone) return nullptr;
   int64_t room = 0;
   {
     Guard guard(lock_);
+    const std::string& why = run.frame->program->not_graphed();
+    if (!why.empty()) refuse(entry, why);
     if (entry.captures == MOST_CAPTURES) {
-      refuse(entry, "plans of its steps have changed " + std::to_string(MOST_CAPTURES) + " times");
-      return nullptr;
+      refuse(entry, "what its graphs hold for has changed " + std::to_string(MOST_CAPTURES) + " times");
     }
+    if (entry.refused) return nullptr;
     room = most_ - counts_.bytes;
+  }
+  const Capturing alone;
+  if (!alone) {
+    Guard guard(lock_);
+    entry.pause = 1 << std::min(++entry.postponed, MOST_TRIES);
+    return nullptr;
   }
   try {
     auto made = std::make_shared<StepGraphs>(lanes_.at(static_cast<size_t>(entry.lane)), run, placer, room,

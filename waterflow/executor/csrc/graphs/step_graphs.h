@@ -107,7 +107,8 @@ class StepGraphs {
   void fill(const StepRun& run);
   void launch(int32_t group);
   // Behind the last group: what the user gets, in memory of its own.
-  std::vector<at::Tensor> outputs() const;
+  std::vector<at::Tensor> outputs();
+  bool launched() const { return launched_; }  // once, as a whole
 
   int64_t graphs() const { return graphs_; }
   int64_t bytes() const { return bytes_; }
@@ -131,7 +132,6 @@ class StepGraphs {
   void add_host_node(StepRun& run, int32_t index, Placer& placer);
   void open();
   void close();
-  bool spoiled() const;
   void give_back() noexcept;
 
   const GraphLane lane_;
@@ -142,7 +142,7 @@ class StepGraphs {
   std::unordered_set<int32_t> in_host_;  // slots of what calls between graphs return there: no kernel can read it
   std::unordered_set<int32_t> numbers_;  // slots of numbers that change
   std::exception_ptr failure_;           // of a call of the host
-  bool open_ = false;
+  bool open_ = false, launched_ = false;
   int64_t graphs_ = 0, bytes_ = 0;
 };
 
@@ -162,8 +162,7 @@ class GraphCache {
  public:
   static constexpr size_t MOST_OF_A_JOB = 8;    // bindings and ends with graphs; the one that was used last goes
   static constexpr int32_t MOST_CAPTURES = 16;  // of one binding on one end
-  // In a row, where requests were not as planned, or something else in the process has spoiled the capture: after two
-  // steps, after four, and so on.
+  // In a row, where requests were not as planned, or the capture was spoiled: after two steps, after four, and so on.
   static constexpr int32_t MOST_TRIES = 8;
 
   // `most`: bytes that copies of inputs, and outputs, of all graphs may take.
@@ -198,7 +197,8 @@ class GraphCache {
     Conditions conditions;
     std::thread::id thread;  // what libraries make for a thread at its first call cannot be made in a capture
     std::shared_ptr<StepGraphs> graphs;
-    int32_t captures = 0, tries = 0, pause = 0;  // steps until the next try
+    int32_t captures = 0, tries = 0, postponed = 0;
+    int32_t pause = 0;  // steps until the next try
     bool numbers_change = false, refused = false;
   };
   using Entries = std::list<std::shared_ptr<Entry>>;
