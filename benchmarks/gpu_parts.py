@@ -477,8 +477,9 @@ def largest() -> None:
         return wf.Job(name, model=resnet50, data=[batch] * 6, loss=F.cross_entropy, optimizer=sgd, epochs=1)
 
     found = wf.max_batch_size(job(4, "resnet"), copies=2, memory=memory)
-    say(batch=found.jobs[0].batch, predicted_bytes=found.peak)
-    rows = found.jobs[0].batch
+    assert found.run is not None
+    rows = found.jobs[0].size
+    say(batch=rows, predicted_bytes=found.run.peak + found.reserve, limit_bytes=found.memory)
     results = wf.train([job(rows, f"resnet {number}") for number in range(2)], device="cuda", memory=memory)
     say(completed=all(one.status == "completed" for one in results), peak_bytes=torch.cuda.max_memory_reserved())
 
@@ -547,12 +548,12 @@ def host_time() -> None:
         mine = Training("deep mlp")
         step = mine.step(engine)
         mine.run(step, 12)
-        busy, count = sum(engine.stats().lane_busy), 10 * STEPS
+        busy, count = engine.stats().busy_seconds, 10 * STEPS
         start = time.perf_counter()
         for index in range(count):
             step(mine.batches[index % 4])
         taken = time.perf_counter() - start
-        issue = sum(engine.stats().lane_busy) - busy
+        issue = engine.stats().busy_seconds - busy
         say(python_us=(taken - issue) / count * 1e6, issue_us=issue / count * 1e6)
 
 
