@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -176,3 +177,27 @@ def test_a_workspace_that_a_capture_has_asked_for_stays_its_own() -> None:
             engine.native.check()
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_caller_runs_its_step_however_many_threads_it_has(threads: int) -> None:
+    """It has nothing else to do, and a GPU's kernels are not its threads'."""
+    ran: list[int] = []
+    library = torch.library.Library("aten", "IMPL")
+
+    def relu(x: torch.Tensor) -> torch.Tensor:
+        ran.append(threading.get_ident())
+        return torch.clamp_min(x, 0)
+
+    library.impl("relu", relu, "CUDA", allow_override=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with wf.Engine("cuda", memory="1GiB", lanes=1, device_graphs=False) as engine:
+            step, batches = job(engine)
+            for batch in batches:
+                step(batch)
+    finally:
+        torch.set_num_threads(before)
+        library._destroy()
+    assert ran[-1] == threading.get_ident()
