@@ -40,20 +40,26 @@ def capturing() -> bool:
 
 
 @contextmanager
+def relu_is(relu: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("relu", relu, "CUDA", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
 def in_each_capture(call: Callable[[], None]) -> Iterator[None]:
     """Calls ``call`` where a capture comes to the ReLU; on a stream that is captured."""
-    library = torch.library.Library("aten", "IMPL")
 
     def relu(x: torch.Tensor) -> torch.Tensor:
         if capturing():
             call()
         return torch.clamp_min(x, 0)
 
-    library.impl("relu", relu, "CUDA", allow_override=True)
-    try:
+    with relu_is(relu):
         yield
-    finally:
-        library._destroy()
 
 
 def test_a_synchronize_waits_for_a_capture_that_is_under_way() -> None:
@@ -161,43 +167,35 @@ def test_a_workspace_that_a_capture_has_asked_for_stays_its_own() -> None:
     """Libraries keep one for each stream, and see the stream of a capture there for the first time."""
     expected = [plainly(seed) for seed in range(2)]
     workspaces: dict[int, torch.Tensor] = {}
-    library = torch.library.Library("aten", "IMPL")
 
     def relu(x: torch.Tensor) -> torch.Tensor:
         workspace = workspaces.setdefault(torch.cuda.current_stream().cuda_stream, torch.empty_like(x))
         return torch.clamp_min(workspace.copy_(x), 0)
 
-    library.impl("relu", relu, "CUDA", allow_override=True)
-    try:
-        with wf.Engine("cuda", memory="1GiB", lanes=1) as engine:
-            for seed in range(2):
-                step, batches = job(engine, seed)
-                assert [float(step(batch)) for batch in batches * 2] == expected[seed]
-            assert engine.native.detached > 0 and engine.stats().graphs["launched"] > 0
-            engine.native.check()
-    finally:
-        library._destroy()
+    with relu_is(relu), wf.Engine("cuda", memory="1GiB", lanes=1) as engine:
+        for seed in range(2):
+            step, batches = job(engine, seed)
+            assert [float(step(batch)) for batch in batches * 2] == expected[seed]
+        assert engine.native.detached > 0 and engine.stats().graphs["launched"] > 0
+        engine.native.check()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_caller_runs_its_step_however_many_threads_it_has(threads: int) -> None:
     """It has nothing else to do, and a GPU's kernels are not its threads'."""
     ran: list[int] = []
-    library = torch.library.Library("aten", "IMPL")
 
     def relu(x: torch.Tensor) -> torch.Tensor:
         ran.append(threading.get_ident())
         return torch.clamp_min(x, 0)
 
-    library.impl("relu", relu, "CUDA", allow_override=True)
     before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        torch.set_num_threads(threads)
-        with wf.Engine("cuda", memory="1GiB", lanes=1, device_graphs=False) as engine:
+        with relu_is(relu), wf.Engine("cuda", memory="1GiB", lanes=1, device_graphs=False) as engine:
             step, batches = job(engine)
             for batch in batches:
                 step(batch)
     finally:
         torch.set_num_threads(before)
-        library._destroy()
     assert ran[-1] == threading.get_ident()

@@ -17,23 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import waterflow as wf
+from benchmarks.gpu_parts import cnn, mlp
 
 STANDIN = "STANDIN_SCHEDULE" in os.environ
 STEPS = 6 if STANDIN else 40
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def dropout() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(256, 512), nn.GELU(), nn.Dropout(0.5), nn.Linear(512, 512), nn.Dropout(0.1), nn.Linear(512, 10)
-    )
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 16, 16)), nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 256, 10),
-    )  # fmt: skip
 
 
 class Language(nn.Module):
@@ -78,7 +66,7 @@ def patches() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 16, 16)), nn.Conv2d(1, 3, 1), vision)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"dropout": dropout, "convolutions": convolutions, "language": Language}
+MODELS: dict[str, Callable[[], nn.Module]] = {"dropout": mlp, "convolutions": cnn, "language": Language}
 LARGE: dict[str, Callable[[], nn.Module]] = {"residual": residual, "patches": patches, "sentences": Sentences}
 Result = tuple[list[float], dict[str, torch.Tensor]]
 RESERVE = 24 << 20
