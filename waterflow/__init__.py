@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         WaterflowError as WaterflowError,
         WorkloadError as WorkloadError,
     )
+    from waterflow.executor.data.rows import DataLoader as DataLoader
     from waterflow.executor.data.shared import SharedData as SharedData
     from waterflow.executor.engine import Engine as Engine, current_device, within as within
     from waterflow.executor.timeline import Timeline as Timeline
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from waterflow.training.batch_size import max_batch_size as max_batch_size
     from waterflow.training.checkpoint import Checkpoint as Checkpoint
     from waterflow.training.checkpoint_dir import Checkpoints as Checkpoints
+    from waterflow.training.evaluate import evaluate as evaluate
     from waterflow.training.runner import JobRunner as JobRunner
     from waterflow.training.train import Callback as Callback, train as train
 
@@ -57,6 +59,7 @@ _MODULES = {  # of public names; errors are in errors
     "Checkpoint": "training.checkpoint",
     "Checkpoints": "training.checkpoint_dir",
     "Cluster": "cluster.client",
+    "DataLoader": "executor.data.rows",
     "Engine": "executor.engine",
     "Job": "job",
     "JobResult": "job",
@@ -69,6 +72,7 @@ _MODULES = {  # of public names; errors are in errors
     "Step": "step",
     "Timeline": "executor.timeline",
     "device": "executor.engine",
+    "evaluate": "training.evaluate",
     "max_batch_size": "training.batch_size",
     "optimize": "study",
     "train": "training.train",

@@ -353,8 +353,8 @@ class Engine:
                 "this one holds; call it before or after that step, or make it outside of the engine"
             )
 
-    def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None) -> tuple[Any, int]:
-        """Run ``work`` on a lane as one group; return its result and its measured height in bytes.
+    def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None, by_caller: bool = False) -> tuple[Any, int]:
+        """Run ``work`` on a lane, or ``by_caller`` in the place of one, as one group; return its result and its measured height in bytes.
 
         Without a plan the height is not known: the work then runs in the reserve, one job at a time. A calling thread that has a
         time limit does the work itself, while the lane waits (``lends_lanes``). Raises what the work raises.
@@ -371,6 +371,7 @@ class Engine:
                     turn.enter_context(self._eager)
             lent = LentLane(task) if self.lends_lanes() else None
             run = _C.opaque_run(plan or _C.GroupPlan(ends=[1], peak=[0], after=[0]), lent or task)
+            run.by_caller = by_caller and lent is None
             self.native.submit(job, run)
             if lent is not None:
                 lent.use(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,8 +60,7 @@ class Evaluation:
         self._job = job
         self._engine = engine
         self._code = code
-        self._height: int | None = None
-        self._plan: Plan | None = None  # of the job's last step
+        self._lane = OnLane(f"evaluate of job {job.name!r}")
         self._model: nn.Module | None = None  # only while it is evaluated: the engine may keep the work for longer
 
     def metrics(self, step: Step) -> Metrics | None:
@@ -92,14 +92,30 @@ class Evaluation:
 
         if engine is None:
             return work()
+        return self._lane.run(engine, step, work)
+
+
+class OnLane:
+    """Runs work of a job that is no step of it on a lane, in the memory that it was measured to need.
+
+    ``what`` names the work in messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._height: int | None = None
+        self._plan: Plan | None = None  # of the job's last step
+
+    def run(self, engine: Engine, step: Step, work: Callable[[], Any], by_caller: bool = False) -> Any:
+        """Run ``work`` as ``Engine.run_eager`` does; no step of ``step`` may be under way. Raises MemoryLimitError, JobCancelled."""
         assert step.job is not None
         plan = None
-        # The first evaluation runs in the reserve, measured; the next ones reserve what it took.
+        # The first time it runs in the reserve, measured; later it reserves what it took.
         if self._height is not None:
             self._claim(engine, step, self._height)
             plan = _C.GroupPlan(ends=[1], peak=[self._height], after=[0])
         try:
-            result, height = engine.run_eager(step.job, work, plan)
+            result, height = engine.run_eager(step.job, work, plan, by_caller)
         except _C.Cancelled as error:
             raise JobCancelled(str(error)) from None
         self._height = max(height, self._height or 0)
@@ -117,12 +133,12 @@ class Evaluation:
             return
         # Steps and evaluation of one job never overlap: it reserves the higher of the two.
         height = max(height, plan.height)
-        needed = opaque_plan(self._job.name, height, persistent=plan.persistent, batch=plan.batch)
+        needed = opaque_plan(step.name, height, persistent=plan.persistent, batch=plan.batch)
         try:
             engine.reservations.claim(step.job, needed, batches=step.batches_ahead)
         except MemoryLimitError as error:
             raise MemoryLimitError(
-                f"evaluate of job {self._job.name!r} reaches {format_bytes(height)} above the job's state, which the "
+                f"{self._what} reaches {format_bytes(height)} above the job's state, which the "
                 f"limit of {format_bytes(error.limit)} does not leave. Evaluate in smaller batches, train fewer jobs "
                 "at once, or raise memory=.",
                 needed=error.needed,

@@ -28,7 +28,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.cancel import Turn, doing
+from waterflow.executor.data import rows
 from waterflow.executor.data.copies import OwnBatches, copied
+from waterflow.executor.data.rows import at_once
 from waterflow.executor.rng import own_numbers, set_state_of, state_of
 from waterflow.executor.stats import Account
 
@@ -89,7 +91,7 @@ def may_read_ahead(source: Any) -> bool:
     if type(source) in (list, tuple, torch.Tensor) or in_workers(source):
         return True
     return (
-        type(source) is DataLoader
+        (type(source) is DataLoader or (type(source) is rows.DataLoader and source.batch_transform is None))
         and source.collate_fn is default_collate
         and source.batch_sampler is not None  # rows are copied into a batch
         and type(source.batch_sampler) in _SAMPLERS
@@ -187,7 +189,7 @@ class Batches:
                 self.source = self._make()
             if place is not None and place["source"] is not None:
                 self.source.load_state_dict(place["source"])
-            self._reading = iter(self.source)
+            self._reading = at_once(iter(self.source))
         self._passes += 1
         self._read, self._began, self._back = 0, began, []
         if place is not None:
@@ -287,7 +289,7 @@ class Batches:
             batch = self._next()
         except StopIteration:
             with self._own_numbers():
-                self._reading = iter(self.source)
+                self._reading = at_once(iter(self.source))
             return
         self._read = 1
         yield batch

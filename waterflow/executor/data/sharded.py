@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.data.loader import Batches
+from waterflow.executor.data.rows import SeededRows
 from waterflow.executor.rng import own_numbers
 
 
@@ -59,22 +58,6 @@ def cut(what: str, batch: Any, shards: int, mine: range) -> Cut:
         part = [leaf[begin : begin + rows[shard]].clone() if one else leaf for leaf, one in zip(leaves, cuttable)]
         parts[shard] = pytree.tree_unflatten(part, spec)
     return Cut(rows, parts)
-
-
-class _Rows:
-    """A data set of which a loader asks (seed, indices); random numbers of its rows follow from the seed alone."""
-
-    def __init__(self, data: Any) -> None:
-        self.dataset = data
-
-    def __getitems__(self, asked: tuple[int, list[Any]]) -> list[Any]:
-        seed, indices = asked
-        torch.manual_seed(seed)  # in this process that is the job's own generator
-        if get_worker_info() is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-        own = getattr(self.dataset, "__getitems__", None)
-        return own(indices) if own else [self.dataset[index] for index in indices]
 
 
 class _Parts:
@@ -143,7 +126,7 @@ class ShardedBatches(Batches):
             and not isinstance(source.dataset, IterableDataset)
         ):
             self._parts = _Parts(source.batch_sampler, shards, seed)
-            source.__dict__.update(dataset=_Rows(source.dataset), batch_sampler=self._parts)
+            source.__dict__.update(dataset=SeededRows(source.dataset), batch_sampler=self._parts)
 
     def epoch(self) -> Iterator[Any]:
         """Yield the ``Cut`` batches of one pass, as ``Batches.epoch``."""
