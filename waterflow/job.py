@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from waterflow.errors import InvalidJobError, explained_class, told
-from waterflow.executor.engine import Engine
-from waterflow.units import Priority, check_priority, format_bytes
+from waterflow.run_stats import RunStats
+from waterflow.units import Priority, check_priority
 
 if TYPE_CHECKING:
     import pandas
@@ -274,7 +274,7 @@ class Results(list[JobResult]):
         # Failures first, as only the first six results are shown.
         first = sorted(self, key=lambda result: result.status != "failed")[:6]
         told = [f"  {result}" for result in first] + ["  ..."] * (len(self) > 6)
-        return "\n".join([repr(self), *told, *(self.stats.lines("jobs") if self.stats else ())])
+        return "\n".join([repr(self), *told, *(self.stats.lines_for("jobs") if self.stats else ())])
 
     @property
     def failed(self) -> Results:
@@ -347,85 +347,3 @@ def _number(name: str, value: Any) -> float:
         raise InvalidJobError(
             f"evaluate of job {name!r} must return a number or a dict of numbers; got {_returned(value)}"
         ) from None
-
-
-MOST_CAUSES = 3  # causes of eager steps that are printed
-# For each part of the time: the share above which a change pays off, and the change to advise.
-FIRST = {
-    "eager steps": (0.2, "mend the causes above"),
-    "capturing": (0.25, "train longer with each kind of model and batch; fewer kinds, by padding and drop_last=True"),
-    "loading": (0.3, "Job(read_ahead=True), or one wf.SharedData for jobs that begin together"),
-    "the loader": (0.3, "load rows once, before the study; or return a wf.Job(read_ahead=True), which loads while its steps run"),
-    "a loader of tensors": (0.3, "index the tensors: for i in torch.randperm(n).split(256): step((x[i], y[i]))"),
-    "evaluation": (0.3, "evaluate on larger batches, on fewer rows, or after more steps"),
-    "waiting for memory": (0.2, "raise memory=, or take smaller batches"),
-    "the rest": (0.4, "see what your code does beside step(batch), evaluation included"),
-}
-
-
-@dataclass(frozen=True)
-class RunStats:
-    """Counts and times of all jobs of one call of ``optimize`` or ``train``.
-
-    ``captured_again`` of the ``captures`` repeated one for the same kind of batch, because the step now computes with something
-    else. ``eager`` counts, by cause, the ``jobs`` with eager steps. ``shares`` divides the time of jobs or trials; steps
-    include their waits for lanes, and the rest is what objectives do beside steps and torch's loaders. ``peak`` is the most bytes
-    that jobs could hold at a time by their claims, ``limit`` the engine's limit.
-    """
-
-    jobs: int
-    steps: int
-    eager_steps: int
-    captures: int
-    captured_again: int
-    eager: Counter[str]
-    shares: Mapping[str, float]
-    peak: int
-    limit: int
-
-    @staticmethod
-    def of(engine: Engine, first: int = 0) -> RunStats:
-        """Return the stats of ``engine``, from its accounts with index ``first`` on."""
-        accounts = engine.accounts[first:]
-        spent: Counter[str] = Counter()
-        for account in accounts:
-            spent.update(dict(account))  # type: ignore[arg-type]  # numbers, whole or not
-        return RunStats(
-            # A job that was suspended and came back has an account for each of its Steps; it counts once.
-            jobs=len({account.who for account in accounts if account.get("steps")}),
-            steps=spent["steps"],
-            eager_steps=spent["eager steps"],
-            captures=spent["captures"],
-            captured_again=spent["captures anew"],
-            eager=Counter(cause for _, cause in {(a.who, a.cause) for a in accounts} if cause is not None),
-            shares=_shares(spent),
-            peak=engine.reservations.most_claimed,
-            limit=engine.limit,
-        )
-
-    def lines(self, jobs: str) -> list[str]:
-        """Return lines for people; ``jobs`` is the word for the jobs, such as ``trials``."""
-        percent = -(-100 * self.eager_steps // max(1, self.steps))  # rounded up: 0 are none
-        again = f", {self.captured_again} of them anew" if self.captured_again else ""
-        told = [f"{self.steps:,} steps, {percent} % of them eager; {self.captures} captures{again}"]
-        told += [f"  {count} of {self.jobs} {jobs} ran eagerly: {cause}" for cause, count in self.eager.most_common(MOST_CAUSES)]
-        told += ["  and others for other causes"] * (len(self.eager) > MOST_CAUSES)
-        order = sorted(self.shares.items(), key=lambda part: -part[1])
-        told.append(f"time: {', '.join(f'{100 * part:.0f} % {what}' for what, part in order if part >= 0.005)}")
-        told.append(f"memory: at most {format_bytes(self.peak)} of {format_bytes(self.limit)} claimed")
-        # The time of eager steps is not measured apart: it is estimated by their share of the steps.
-        shares = {**self.shares, "eager steps": percent / 100 * self.shares["steps"]}
-        # Advise on the one part that is furthest above its threshold; a list of advice would not be read.
-        what = max(FIRST, key=lambda what: shares[what] - FIRST[what][0])
-        if shares[what] >= FIRST[what][0]:
-            told.append(f"to change first: {what}, {100 * shares[what]:.0f} % of the time: {FIRST[what][1]}")
-        return told
-
-
-def _shares(spent: Mapping[str, float]) -> dict[str, float]:
-    parts = {what: spent[what] for what in ("loading", "capturing", "evaluation", "waiting for memory")}
-    # In a study the time of trials is the whole, as their own code counts, too; else the time of jobs.
-    all_, in_steps = max(spent["trials"], spent["jobs"], 1e-9), spent["calls"] + spent["jobs"]
-    loaders = {what: spent[what] for what in ("the loader", "a loader of tensors")}  # of loops of their own
-    parts |= {"steps": in_steps - sum(parts.values()), "the rest": all_ - in_steps - sum(loaders.values()), **loaders}
-    return {what: max(0.0, seconds) / all_ for what, seconds in parts.items()}

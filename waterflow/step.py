@@ -327,7 +327,7 @@ class Step:
     @explained("step", "step((input, target)): one batch, as the loader gives it", InvalidJobError)
     def __call__(self, batch: Batch) -> Any:
         """Train on one batch and return the loss, or ``(loss, metrics)``; see the class."""
-        ahead, began = len(self._under_way), time.perf_counter()
+        ahead, began, computed = len(self._under_way), time.perf_counter(), time.thread_time()
         try:
             return ownership.handed_out(self._submit(batch, self._on_gpu or torch.get_num_threads() == self._threads).result())
         except BaseException:
@@ -339,6 +339,7 @@ class Step:
             raise
         finally:
             self.account["calls"] += time.perf_counter() - began
+            self.account.computed["calls"] += time.thread_time() - computed
 
     @property
     def plan(self) -> Plan:

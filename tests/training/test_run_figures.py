@@ -13,15 +13,26 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import waterflow as wf
 from waterflow.executor.program import capture_cache
 from waterflow.executor.program.capture_cache import captures
-from waterflow.job import FIRST, MOST_CAUSES, RunStats
+from waterflow.executor.stats import LOADING
+from waterflow.run_stats import FIRST, LOCK, MOST_CAUSES, OWN, RunStats
 
 BATCHES = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(5)]
+
+
+class Rows(Dataset[Any]):
+    """A data set of the user's."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return BATCHES[0][0][index], BATCHES[0][1][index]
 
 
 def looking(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -100,9 +111,20 @@ def test_results_say_it_of_jobs_those_that_failed_first() -> None:
 @pytest.mark.parametrize(
     ("shares", "eager_steps", "said"),
     [
-        ({"loading": 0.6}, 0, "loading, 60 % of the time: Job(read_ahead=True)"),
-        ({"the loader": 0.6, "loading": 0.35}, 0, "the loader, 60 % of the time: load rows once"),
-        ({"a loader of tensors": 0.5, "the rest": 0.5}, 0, "a loader of tensors, 50 % of the time: index the tensors: for i in"),
+        ({"loading": 0.6}, 0, "loading, 60 % of the time, most of it at a.py:3 (for batch in loader:): Job(read_ahead=True)"),
+        ({"loading batches": 0.6, "loading": 0.35}, 0, "loading batches, 60 % of the time, most of it at a.py:3"),
+        (
+            {"loading tensors": 0.5, OWN: 0.5},
+            0,
+            "loading tensors, 50 % of the time, most of it at a.py:3 (for batch in loader:): wf.DataLoader",
+        ),
+        (
+            {"loading rows": 0.5},
+            0,
+            "(for batch in loader:): make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=",
+        ),
+        ({OWN: 0.5}, 0, "your code between steps, 50 % of the time: see what your code does beside step(batch)"),
+        ({OWN: 0.4, LOCK: 0.2}, 0, "your code between steps, 60 % of the time: run this program once for each core"),
         ({"steps": 0.8}, 50, "eager steps, 40 % of the time: mend"),
         ({"capturing": 0.4, "loading": 0.3}, 0, "capturing, 40 % of the time"),
         ({"waiting for memory": 0.3}, 0, "raise memory="),
@@ -112,8 +134,9 @@ def test_results_say_it_of_jobs_those_that_failed_first() -> None:
 def test_one_thing_to_change_first(shares: dict[str, float], eager_steps: int, said: str | None) -> None:
     all_ = dict.fromkeys((*FIRST, "steps"), 0.0)
     causes = Counter({f"cause {n}": 9 - n for n in range(5)})
-    figures = RunStats(9, 100, eager_steps, 4, 2, causes, all_ | shares, 2**20, 2**30)
-    lines = figures.lines("jobs")
+    lock, at = {OWN: shares.get(LOCK, 0.0)}, {"loading": "a.py:3 (for batch in loader:)"}
+    figures = RunStats(9, 100, eager_steps, 4, 2, causes, all_ | shares, 2**20, 2**30, lock, at)
+    lines = figures.lines_for("jobs")
     assert lines[0].endswith("; 4 captures, 2 of them anew") and lines[1].endswith("9 of 9 jobs ran eagerly: cause 0")
     assert lines[1 + MOST_CAUSES] == "  and others for other causes"
     last = lines[-1]
@@ -122,8 +145,8 @@ def test_one_thing_to_change_first(shares: dict[str, float], eager_steps: int, s
 
 @pytest.mark.parametrize(
     ("data", "part"),
-    [(TensorDataset(*BATCHES[0]), "a loader of tensors"), (Subset(TensorDataset(*BATCHES[0]), [0, 1]), "a loader of tensors"),
-     (list(zip(*BATCHES[0])), "the loader")],
+    [(TensorDataset(*BATCHES[0]), "loading tensors"), (Subset(TensorDataset(*BATCHES[0]), [0, 1]), "loading tensors"),
+     (list(zip(*BATCHES[0])), "loading batches"), (Rows(), "loading rows")],
 )  # fmt: skip
 def test_loaders_of_own_loops_are_no_rest(data: Any, part: str) -> None:
     def train(trial: optuna.Trial) -> Any:
@@ -141,7 +164,7 @@ def test_loaders_of_own_loops_are_no_rest(data: Any, part: str) -> None:
             study.tell(study.ask(), 0.0)
         stats = wf.optimize(study, train, n_trials=2 - first // 2, max_concurrent=2).stats
         assert stats is not None
-        assert {what for what in ("loading", "the loader", "a loader of tensors") if stats.shares[what]} == found
+        assert {what for what in ("loading", *LOADING) if stats.shares[what]} == found
         assert sum(stats.shares.values()) == pytest.approx(1.0, abs=0.05)
         assert (DataLoader.__iter__, _BaseDataLoaderIter.__next__) == reads
 

@@ -209,7 +209,7 @@ def train(config: Config, as_json: AsJson = False, debug: Debug = False) -> None
             show_progress_bar=not as_json,
             timeline=pictures,
         )
-        together = results.stats.lines("jobs") if results.stats else []
+        together = results.stats.lines_for("jobs") if results.stats else []
         terminal.say(Text("\n".join(map(str, [*results, *together]))))
         terminal.files(pictures)
         for result in results.failed:

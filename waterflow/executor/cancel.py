@@ -51,6 +51,8 @@ T = TypeVar("T")
 
 # -- where a thread stands
 
+READING = "reading its data"
+
 _doing: dict[CodeType, str] = {}
 _interruptible: set[CodeType] = set()
 _to_the_end: set[CodeType] = set()
@@ -94,6 +96,17 @@ def _is_library(frame: FrameType) -> bool:
     # Installed packages lie below the standard library's folder, and count as the user's code.
     library, ours = _LIBRARIES
     return file.startswith(ours) or (file.startswith(library) and not any(name in file for name in _INSTALLED))
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return True if the frame runs a file of the user's own: no installed package's either."""
+    installed = any(name in frame.f_code.co_filename for name in _INSTALLED)
+    return not (installed or _is_ours(frame) or _is_library(frame))
+
+
+def activity(frame: FrameType) -> str | None:
+    """Return what the frame is marked to do (``doing``); other code of ours has "", and code that is not ours None."""
+    return _doing.get(frame.f_code, "" if _is_ours(frame) else None)
 
 
 def must_go_on(thread: int) -> bool:

@@ -10,28 +10,32 @@ from dataclasses import dataclass
 from typing import Any
 
 _END: Any = object()
+# What torch's loaders in loops of the user's own take: rows of tensors one by one, rows that a data set of the user's makes, or else.
+LOADING = ("loading tensors", "loading rows", "loading batches")
 
 
 class Account(defaultdict[str, float]):
     """Counts and seconds of one step, job or trial. One thread writes it; an engine keeps it after the step has ended.
 
     The counts are ``steps``, ``eager steps``, ``captures``, and ``captures anew``: captures for a kind of batch that had been
-    captured before. All other entries are seconds of the thread, by what it did.
+    captured before. All other entries are seconds of the thread, by what it did; ``computed`` has its processor's seconds in them.
     """
 
     def __init__(self, who: int | str) -> None:
         super().__init__(int)
+        self.computed: defaultdict[str, float] = defaultdict(float)
         self.who = who  # a trial's number, or a job's name
         self.cause: str | None = None  # why its steps run eagerly, or some of them
 
     @contextlib.contextmanager
     def spending(self, what: str) -> Iterator[None]:
         """Add the time inside the context to the entry ``what``."""
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             self[what] += time.perf_counter() - began
+            self.computed[what] += time.thread_time() - computed
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield ``batches``, and add the time that each takes to arrive to the entry ``loading``."""

@@ -38,9 +38,11 @@ from waterflow.executor.rng import generators_for, own_numbers, telling_of_share
 from waterflow.executor.stats import Account
 from waterflow.executor.tuning import AutoConcurrency
 from waterflow.executor.virtual_clock import VirtualClock
-from waterflow.job import Job, JobResult, Metrics, RunStats
+from waterflow.job import Job, JobResult, Metrics
 from waterflow.planner.feasibility import Need, needed
 from waterflow.results import over_limit
+from waterflow.run_stats import RunStats
+from waterflow.study.lines import LineSampler
 from waterflow.study.optuna_compat import fail_stale, heartbeat, loop, set_in_loop, stopped, take_turns, tell_quietly, values_of
 from waterflow.study.values import KeepWeights, KeptResults, StudySummary, UnfitJobError, check_job, value_of
 from waterflow.training.progress import ProgressLine
@@ -134,7 +136,14 @@ class StudyRunner:
 
         # Earliest trials first: a pruner compares with trials that have ended, and prunes more if they end soon.
         first = self._engine.fifo_lanes()
-        with first, loop(self._study, self._clock), remembered_interrupts() as check_interrupt:
+        # Not where the order of events must follow from steps alone: a frame that is looked at may outlive its call for a moment.
+        sampler = LineSampler(self._threads, StudyRunner._value.__code__) if self._clock is None else None
+        with (
+            first,
+            sampler or contextlib.nullcontext(),
+            loop(self._study, self._clock),
+            remembered_interrupts() as check_interrupt,
+        ):
             try:
                 self._fill(wanted, 0)
                 while self._running or wanted():
@@ -160,7 +169,7 @@ class StudyRunner:
             raise self._failure
         seconds = time.perf_counter() - started
         busy = tuple(ns * 1e-9 / seconds for ns in self._engine.native.lane_busy_ns)
-        stats = RunStats.of(self._engine)
+        stats = RunStats.of(self._engine, seconds, lines=sampler.lines() if sampler is not None else None)
         # The study worked, but nothing ran on lanes: the objective probably trains in a plain torch loop.
         if self._states["complete"] and not stats.jobs:
             told = "no trial trained through waterflow: let the objective's loop call a wf.Step, or return a wf.Job"
@@ -177,6 +186,10 @@ class StudyRunner:
             best=best_of(self._study),
             stats=stats,
         )
+
+    def _threads(self) -> list[int]:
+        threads = [worker.thread for worker in [*self._running.values()]]
+        return [thread.ident for thread in threads if thread is not None and thread.ident is not None]
 
     # -- asking
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from waterflow.errors import StudyError
-from waterflow.job import Job, JobResult, Results, RunStats
+from waterflow.job import Job, JobResult, Results
+from waterflow.run_stats import RunStats
 
 
 class StudyTypeError(StudyError, TypeError):
@@ -151,4 +152,4 @@ class StudySummary:
         return "; ".join(filter(None, [many, ended, self.best]))
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *(self.stats.lines("trials") if self.stats else ())])
+        return "\n".join([repr(self), *(self.stats.lines_for("trials") if self.stats else ())])

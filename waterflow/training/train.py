@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -22,7 +23,8 @@ from waterflow.executor.engine import Engine, within
 from waterflow.executor.interrupts import remembered_interrupts
 from waterflow.executor.rng import telling_of_shared_numbers
 from waterflow.executor.timeline import Timeline
-from waterflow.job import Job, JobResult, Metrics, Results, RunStats
+from waterflow.job import Job, JobResult, Metrics, Results
+from waterflow.run_stats import RunStats
 from waterflow.training.checkpoint import Checkpoint
 from waterflow.training.checkpoint_dir import Checkpointing, Checkpoints
 from waterflow.training.progress import ProgressLine
@@ -150,7 +152,7 @@ class _Training:
         self._callbacks = callbacks
         self._progress = progress
         self._results: dict[int, JobResult] = {}
-        self._decided, self._accounts = len(engine.decisions), len(engine.accounts)
+        self._decided, self._accounts, self._began = len(engine.decisions), len(engine.accounts), time.perf_counter()
         self._running: dict[int, JobRunner | ElasticRunner] = {}
         self._waiting = deque(enumerate(jobs))
         # Drawn now: while jobs run, drawing from torch's generator means their own.
@@ -221,7 +223,7 @@ class _Training:
         if self._failure is not None:
             raise self._failure
         decisions = [str(decision) for decision in self._engine.decisions[self._decided :]]
-        stats = RunStats.of(self._engine, self._accounts)
+        stats = RunStats.of(self._engine, time.perf_counter() - self._began, self._accounts)
         return Results((self._results[number] for number in range(len(self._jobs))), decisions, stats)
 
     def _runner(self, number: int, job: Job) -> JobRunner | ElasticRunner:

@@ -14,6 +14,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -27,7 +28,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from waterflow.errors import CheckpointError, InvalidJobError
-from waterflow.executor.cancel import Turn, doing
+from waterflow.executor.cancel import READING, Turn, doing
 from waterflow.executor.data import rows
 from waterflow.executor.data.copies import OwnBatches, copied
 from waterflow.executor.data.rows import at_once
@@ -44,7 +45,7 @@ _untimed: list[Callable[[Any], Any]] = []  # what stood in the place of _READS
 
 @contextlib.contextmanager
 def loaders_timed(account: Account) -> Iterator[None]:
-    """Add the time that the calling thread spends in torch's loaders to ``account``: those over tensors, and others."""
+    """Add the time that the calling thread spends in torch's loaders to ``account``, by what they load (``LOADING``)."""
     thread = threading.get_ident()
     with _reads_lock:
         if not _timed:
@@ -63,17 +64,27 @@ def loaders_timed(account: Account) -> Iterator[None]:
 
 
 def _timing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @doing("reading its data", interruptible=True)
+    @doing(READING, interruptible=True)
     def timed(self: Any) -> Any:
         if (account := _timed.get(threading.get_ident())) is None:
             return read(self)
-        data = vars(self).get("dataset", vars(self).get("_dataset"))
-        while isinstance(data, Subset):
-            data = data.dataset
-        with account.spending("a loader of tensors" if isinstance(data, TensorDataset) else "the loader"):
+        with account.spending(_kind_of(self)):
             return read(self)
 
     return timed
+
+
+def _kind_of(reading: Any) -> str:
+    # Of a loader of torch's or its iterator: one of LOADING.
+    its = vars(reading)
+    if its.get("num_workers", its.get("_num_workers")):
+        return "loading batches"
+    data = its.get("dataset", its.get("_dataset"))
+    if not isinstance(data, IterableDataset) and _user_data_set(data) is not None:
+        return "loading rows"
+    once = isinstance(reading, rows.DataLoader) or rows.is_at_once(reading)
+    collates = its.get("collate_fn", its.get("_collate_fn")) is default_collate
+    return "loading tensors" if collates and not once and rows.of_tensors(data) else "loading batches"
 
 
 def in_workers(source: Any) -> bool:
@@ -123,7 +134,7 @@ def _user_data_set(data: Any) -> Any:
     return next((found for part in parts if (found := _user_data_set(part)) is not None), None)
 
 
-@doing("reading its data", interruptible=True)
+@doing(READING, interruptible=True)
 class Batches:
     """The batches of one job: one pass over the data per call of ``epoch()``.
 

@@ -98,7 +98,8 @@ def at_once(reading: Any) -> Any:
 
     What it draws, its batch sampler and pinning stay torch's: only fetching and collating differ.
     """
-    if type(reading) is _SingleProcessDataLoaderIter and type(fetcher := reading._dataset_fetcher) is not _AtOnce:
+    if type(reading) is _SingleProcessDataLoaderIter and not is_at_once(reading):
+        fetcher = reading._dataset_fetcher
         collate = fetcher.collate_fn
         inner = collate.collate if isinstance(collate, _Transformed) else collate
         plain = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn and not any(
@@ -107,6 +108,21 @@ def at_once(reading: Any) -> Any:
         if reading._dataset_kind == _DatasetKind.Map and reading._auto_collation and inner is default_collate and plain:
             reading._dataset_fetcher = _AtOnce(fetcher)
     return reading
+
+
+def is_at_once(reading: Any) -> bool:
+    """Return True if ``at_once`` has changed this iterator."""
+    return type(getattr(reading, "_dataset_fetcher", None)) is _AtOnce
+
+
+def of_tensors(data: Any) -> bool:
+    """Return True if torch's own data sets hold all rows of ``data`` in tensors."""
+    if type(data) is Subset:
+        return of_tensors(data.dataset)
+    if type(data) in (ConcatDataset, StackDataset):
+        parts = data.datasets
+        return all(map(of_tensors, parts.values() if isinstance(parts, dict) else parts))
+    return type(data) in (torch.Tensor, TensorDataset)
 
 
 class _AtOnce:
