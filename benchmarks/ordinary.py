@@ -272,8 +272,8 @@ ROWS = {
 
 
 def prepare() -> None:
-    """The data, and what the first optimizer imports: the same for all ways."""
-    table(), digits(), pictures()
+    """The data, what waterflow imports at the first use, and what the first optimizer does: the same for all ways."""
+    assert table() and digits() and pictures() and wf.optimize and wf.evaluate
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     torch.manual_seed(0)
 

@@ -5,7 +5,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import waterflow as wf
 
@@ -17,7 +17,7 @@ TRAIN, TEST = slice(0, 1280), slice(1280, None)
 
 def loader(batch_size=32):
     """The training images, shuffled."""
-    return DataLoader(TensorDataset(_images[TRAIN], _labels[TRAIN]), batch_size, shuffle=True)
+    return wf.DataLoader(TensorDataset(_images[TRAIN], _labels[TRAIN]), batch_size, shuffle=True)
 
 
 def cnn(width=16, dropout=0.0):

@@ -17,6 +17,7 @@ from benchmarks import gpu_check
 from benchmarks.gpu_check import DONE, FAILED, MARK, NO_TIME, NOT_MEASURED, NOT_RUN, STOPPED, Case, Outcome, Part
 
 pytestmark = pytest.mark.slow
+found_there = gpu_check.tests  # which other tests leave out
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -84,6 +85,21 @@ def test_a_case_ends_with_all_that_it_started(tmp_path: Path) -> None:
                 if Path(f"/proc/{child_id}/stat").read_text().split()[2] == "Z":  # nobody waits for it here
                     raise ProcessLookupError
         (tmp_path / "child").unlink()
+
+
+def test_every_test_that_a_part_names_is_there() -> None:
+    there = [case.name for case in found_there()]
+    assert len(there) > 50 and there[0].startswith("test_captures.py::")
+    named = [word for part in gpu_check.parts() if part.number != 3 for case in part.cases() for word in case.command]
+    wanted = [word for word in named if word.startswith("tests/gpu/")]
+    told = subprocess.run(gpu_check.test("", "--collect-only"), cwd=gpu_check.ROOT, capture_output=True, text=True).stdout
+    assert wanted and set(wanted) <= {line.strip() for line in told.splitlines()}
+
+
+def test_a_part_without_tests_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 4, "no tests collected", ""))
+    [case] = found_there()
+    assert case.owes == ("tests",)
 
 
 def test_what_was_carried_along_can_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

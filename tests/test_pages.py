@@ -41,7 +41,16 @@ NOT_RUN = {
     r"waterflow cluster status --watch": "shows until it is ended. Options are looked up",
 }
 # Sections that take more than about five seconds.
-SLOW = {"docs/howto.md: LoRA adapters over one frozen model", "docs/memory.md: Plans on the command line"}
+SLOW = {
+    "docs/howto.md: A Hugging Face model",
+    "docs/howto.md: A batch that does not fit",
+    "docs/howto.md: LoRA adapters over one frozen model",
+    "docs/howto.md: One job on several devices",
+    "docs/howto.md: Resume a study; its dashboard, and several processes",
+    "docs/memory.md: Plans on the command line",
+    "docs/memory.md: The largest batch",
+    "docs/sharing.md: Guaranteed and opportunistic jobs",
+}
 SECONDS = 300  # that a section may take
 PRELOADED = [
     "torch._dynamo",

@@ -197,7 +197,7 @@ ROWS: dict[str, tuple[Test, Off]] = {
 
 
 @pytest.mark.needs_time("real steps, and random runs, are looked at in vain")
-@pytest.mark.parametrize("what", ROWS)
+@pytest.mark.parametrize("what", [pytest.param(w, marks=pytest.mark.slow) if w.endswith(": numbers") else w for w in ROWS])
 def test_where_its_finder_is_switched_off_nothing_is_found(what: str, monkeypatch: pytest.MonkeyPatch, no_captures: Any) -> None:
     test, off = ROWS[what]
     off(monkeypatch)

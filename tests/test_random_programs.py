@@ -32,7 +32,7 @@ def assert_none_differs(campaign: Campaign) -> None:
 @pytest.mark.needs_time("programs of all kinds, in short: each captured and eager")
 def test_programs_of_all_kinds() -> None:
     campaign = Campaign()
-    campaign.run(60, 1)
+    campaign.run(30, 1)
     assert_none_differs(campaign)
     assert campaign.total.captured >= 0.3 * campaign.total.steps
 

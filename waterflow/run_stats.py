@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waterflow.executor.engine import Engine
-from waterflow.executor.stats import LOADING, Account
+from waterflow.executor.stats import JOBS_LOADING, LOADING, Account
 from waterflow.units import format_bytes
 
 MOST_CAUSES = 3  # causes of eager steps that are printed
@@ -19,6 +19,7 @@ FIRST = {
     "eager steps": (0.2, "mend the causes above"),
     "capturing": (0.25, "train longer with each kind of model and batch; fewer kinds, by padding and drop_last=True"),
     "loading": (0.3, "Job(read_ahead=True), or one wf.SharedData for jobs that begin together"),
+    "loading rows ahead": (0.3, "make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=function of a batch)"),
     "loading tensors": (0.2, "wf.DataLoader in the place of torch's takes the rows of a batch at once"),
     "loading rows": (0.3, "make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=function of a batch)"),
     "loading batches": (
@@ -88,8 +89,9 @@ class RunStats:
         told = [f"{self.steps:,} steps, {percent} % of them eager; {self.captures} captures{again}"]
         told += [f"  {count} of {self.jobs} {jobs} ran eagerly: {cause}" for cause, count in self.eager.most_common(MOST_CAUSES)]
         told += ["  and others for other causes"] * (len(self.eager) > MOST_CAUSES)
-        parts = Counter({"loading": sum(self.shares.get(what, 0.0) for what in ("loading", *LOADING))})
-        parts.update({what: share for what, share in self.shares.items() if what not in ("loading", *LOADING)})
+        parts = Counter[str]()
+        for what, share in self.shares.items():
+            parts["loading" if what in (*JOBS_LOADING, *LOADING) else what] += share  # type: ignore[assignment]
         told.append(f"time: {', '.join(f'{100 * part:.0f} % {what}' for what, part in parts.most_common() if part >= 0.005)}")
         told.append(f"memory: at most {format_bytes(self.peak)} of {format_bytes(self.limit)} claimed")
         return told + self._first(percent)
@@ -113,8 +115,8 @@ class RunStats:
 def _shares(spent: Account, computed: Account, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
     # In a study the time of trials is the whole, as their own code counts, too; else the time of jobs.
     all_ = max(spent["trials"], spent["jobs"], 1e-9)
-    parts = {what: spent[what] for what in ("loading", "capturing", "evaluation", "waiting for memory")}
-    beside = {what: (spent[what], computed[what]) for what in ("loading", *LOADING)}
+    parts = {what: spent[what] for what in (*JOBS_LOADING, "capturing", "evaluation", "waiting for memory")}
+    beside = {what: (spent[what], computed[what]) for what in (*JOBS_LOADING, *LOADING)}
     outer = [time["trials"] - sum(time[what] for what in ("calls", "jobs", *LOADING)) for time in (spent, computed)]
     beside[OWN] = max(0.0, outer[0]), max(0.0, outer[1])
     # One thread at a time has the lock: where such code has computed all the time, its waits were for the lock.

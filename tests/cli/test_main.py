@@ -240,7 +240,7 @@ def test_plan_of_the_examples():
     assert "together: cnn-16, cnn-32, mlp" in ended.stdout and "none waits" in ended.stdout
 
 
-@pytest.mark.needs_time("the README promises plan --gpu")
+@pytest.mark.slow
 def test_plan_for_a_gpu_that_is_not_there(folder: Path):
     path = config(folder, f"jobs:\n  - {{name: a, {PIECES}}}\n")
     ended = run("plan", path, "--gpu", "v100-32g", "--copies", "2", "--json")

@@ -362,7 +362,7 @@ def test_every_job_ends_while_the_limit_changes(draw: random.Random, lanes: int)
     driver.run(60, limits=True)
 
 
-@pytest.mark.needs_time("random loads in short: never above the limit, never stuck")
+@pytest.mark.slow
 def test_many_random_loads() -> None:
     """Plain random cases, for they are cheaper than drawn ones: 1,500 loads of 80 events."""
     for seed in range(1500):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import optuna
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 import waterflow as wf
 from waterflow.executor.engine import Engine
-from waterflow.executor.tuning import FIRST_SECONDS, WINDOW_SECONDS, Decision, LanesInUse
+from waterflow.executor.tuning import FIRST_SECONDS, WINDOW_SECONDS, Decision, InPython, LanesInUse
 
 BATCHES = [(torch.randn(4, 8), torch.randn(4, 2)) for _ in range(6)]
 
@@ -155,18 +157,18 @@ def test_fewer_and_more_lanes_while_jobs_run() -> None:
 def test_jobs_that_run_eagerly_take_turns_until_more_lanes_have_proved_better(speeds: dict[int, float], best: int) -> None:
     machine = Machine(speeds)
     looker, decisions = lanes_of(machine)
-    looker.begin(eager=2, jobs=3)
+    looker.begin(True)
     assert machine.in_use == 1 and not decisions
     machine.work(60, looker, jobs=3)
-    looker.begin(eager=2, jobs=3)
+    looker.begin(True)
     assert looker.count == best and decisions
 
 
 def test_where_most_jobs_are_captured_all_lanes_are_in_use() -> None:
     machine = Machine({1: 1.0, 4: 1.0})
     looker, _ = lanes_of(machine)
-    looker.begin(eager=2, jobs=3)
-    looker.begin(eager=1, jobs=3)
+    looker.begin(True)
+    looker.begin(False)
     assert machine.in_use == 4
 
 
@@ -199,3 +201,42 @@ def plain_objective(trial: optuna.Trial) -> float:
         losses.append(loss.item())
     trial.set_user_attr("losses", losses)
     return losses[-1]
+
+
+def test_jobs_that_are_mostly_in_python_begin_on_one_lane() -> None:
+    looked = InPython()
+    assert not looked.update(0.05, 0.01, 0, 2), "too little to tell"
+    assert looked.update(0.8, 0.2, 0, 2)
+    assert looked.update(1.3, 0.7, 0, 2), "half of the time is no change"
+    assert not looked.update(1.4, 1.7, 0, 2)
+    assert looked.update(1.4, 1.8, 2, 2) and not looked.update(1.4, 1.8, 1, 2), "eager ones"
+
+
+class Rows(Dataset[Any]):
+    """Rows that take a while in Python."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        sum(range(20_000))
+        return torch.zeros(8), torch.zeros(2)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_study_whose_loader_takes_the_time_runs_on_one_lane(at_once: bool) -> None:
+    seen: set[int] = set()
+
+    def objective(trial: optuna.Trial) -> float:
+        model = nn.Linear(8, 2)
+        step = wf.Step(model, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = Rows() if not at_once else TensorDataset(torch.zeros(9600, 8), torch.zeros(9600, 2))
+        for batch in wf.DataLoader(rows, 16 if not at_once else 2400):
+            for _ in range(1 if not at_once else 100):
+                step(batch)
+        assert step.engine is not None
+        seen.add(step.engine.lanes_in_use)
+        return 0.0
+
+    wf.optimize(optuna.create_study(), objective, n_trials=16, lanes=2)
+    assert (1 in seen) is not at_once

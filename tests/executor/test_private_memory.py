@@ -17,7 +17,7 @@ print(trained("one", {LIMIT}, steps=6))
 """
 
 
-@pytest.mark.needs_time("a process imports torch; steps are long enough for samples of the memory")
+@pytest.mark.slow
 def test_first_steps_and_planned_ones_stay_below_the_limit() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert 150 * MiB < int(done.stdout) <= 1.03 * LIMIT

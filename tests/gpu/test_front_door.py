@@ -135,6 +135,32 @@ def test_a_study_of_jobs_and_one_of_loops() -> None:
     assert values[0] == values[1]
 
 
+def test_evaluating_in_an_objective() -> None:
+    def right(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(1) == target).float().mean()
+
+    def objective(trial: optuna.Trial) -> float:
+        torch.manual_seed(trial.number)
+        model = net().to(wf.device())
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=sgd(model.parameters()))
+        for batch in wf.DataLoader(TensorDataset(X, Y), 16, shuffle=True):
+            step(batch)
+        for data in (TensorDataset(X, Y), DataLoader(TensorDataset(X.cuda(), Y.cuda()), 40)):
+            means = wf.evaluate(model, data, metrics={"right": right, "loss": F.cross_entropy})
+            outputs = wf.evaluate(
+                model, data, reduce=lambda outputs, targets: {"sum": outputs.sum(), "right": right(outputs, targets)}
+            )
+            on_host = copy.deepcopy(model).cpu().eval()
+            with torch.no_grad():
+                output = on_host(X)
+            expected = {"right": float(right(output, Y)), "loss": float(F.cross_entropy(output, Y))}
+            assert means == pytest.approx(expected, rel=1e-4)
+            assert outputs == pytest.approx({"sum": float(output.sum()), "right": expected["right"]}, rel=1e-3, abs=1e-3)
+        return 0.0
+
+    wf.optimize(optuna.create_study(), objective, n_trials=4, **ON_GPU)
+
+
 def test_a_loop_in_an_engine() -> None:
     torch.manual_seed(3)
     model = net()

@@ -170,7 +170,8 @@ def test_bits_of_torchs_own_loop(name: str, graphs: bool) -> None:
 
 
 # How many jobs, and the model of every other one.
-FORMS = [(count, name) for count in (2, 4, *(() if STANDIN else (8,))) for name in MODELS] + [(2, name) for name in LARGE]
+FORMS = [(count, name) for count in (2, 4, 8) for name in MODELS if count < 8 or not STANDIN or name == "dropout"]
+FORMS += [(2, name) for name in LARGE]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -90,10 +91,9 @@ def test_a_library_in_between_is_not_the_users_line() -> None:
     assert seen_in(objective) == {OWN: line_of("for _ in tqdm(iter(gate.seen.get, None), disable=True):")}
 
 
-def test_rows_that_the_user_makes() -> None:
-    for kind in (DataLoader, wf.DataLoader):
-        found = seen_in(lambda gate: list(kind(Slow(gate))))
-        assert found == {"loading": line_of("return self.seen.get(timeout=60)")}
+@pytest.mark.parametrize("kind", [DataLoader, wf.DataLoader])
+def test_rows_that_the_user_makes(kind: Any) -> None:
+    assert seen_in(lambda gate: list(kind(Slow(gate)))) == {"loading": line_of("return self.seen.get(timeout=60)")}
 
 
 class Waits(nn.Module):

@@ -628,8 +628,8 @@ def pictured(trial: Trial, pause: Callable[[], None] = lambda: None) -> wf.Job:
 
 
 @pytest.mark.needs_time("pauses that differ from run to run change no result")
-@pytest.mark.parametrize("door", [*DOORS, "pictured"])
-@pytest.mark.parametrize("room", [1.3, 2.0])
+@pytest.mark.parametrize("door", ["loop", *(pytest.param(door, marks=pytest.mark.slow) for door in ("job", "pictured"))])
+@pytest.mark.parametrize("room", [1.3, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_waiting_for_memory_repeats(door: str, room: float) -> None:
     objective = {**DOORS, "pictured": pictured}[door]
     largest = (pictured if door == "pictured" else making)(optuna.trial.FixedTrial({"width": 16, "lr": 0.1}))

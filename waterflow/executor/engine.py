@@ -23,8 +23,8 @@ from waterflow.executor.interference import InterferenceController, Starvation
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
 from waterflow.executor.policy import ResourcePolicy, parse_quota
 from waterflow.executor.reservations import Reservations, too_large
-from waterflow.executor.stats import Account, EngineStats
-from waterflow.executor.tuning import Decision, LanesInUse
+from waterflow.executor.stats import BETWEEN_CALLS, JOBS_LOADING, Account, EngineStats
+from waterflow.executor.tuning import WINDOW_SECONDS, Decision, InPython, LanesInUse
 from waterflow.executor.virtual_clock import current_worker as current_worker, here
 from waterflow.partition.plan.plan import Plan
 from waterflow.units import Mode, Priority, check_device, check_priority
@@ -90,6 +90,7 @@ class OneAudit(Protocol):
 
 
 MOST_AUDITS = 100_000
+MOST_ACCOUNTS = 64  # that are looked at while jobs run
 
 
 class Engine:
@@ -183,6 +184,7 @@ class Engine:
         self.interference: InterferenceController | None = None  # once there is an opportunistic job
         self._lanes_in_use: LanesInUse | None = None
         self._eager_jobs: set[int] = set()
+        self._in_python, self._look_at_python = InPython(), 0.0
         self.told: Counter[str] = Counter()  # steps that run eagerly, by the cause; each cause is logged once
         self.accounts: list[Account] = []  # of all steps, jobs and trials that this engine has had
         self._starving = Starvation(self.decisions, self.native.queued, self.lanes)
@@ -318,9 +320,10 @@ class Engine:
                 self._starving.poll(waiting, self.interference.present, self.names)
             return
         in_use = self._lanes_in_use
-        if in_use is not None and in_use.now() >= in_use.next_look:
-            if self._eager_jobs:
-                in_use.begin(len(self._eager_jobs), len(self.reservations))
+        if in_use is not None and (now := in_use.now()) >= min(in_use.next_look, self._look_at_python):
+            if now >= self._look_at_python:
+                self._look_at_python = now + WINDOW_SECONDS
+                self._begin_lanes()
             in_use.poll(len(self.reservations))
 
     @property
@@ -332,7 +335,14 @@ class Engine:
         """Note that the job's steps are not captured from now on; where most jobs are such, they begin on one lane."""
         self._eager_jobs.add(job)
         if self._lanes_in_use is not None and self.interference is None:
-            self._lanes_in_use.begin(len(self._eager_jobs), len(self.reservations))
+            self._begin_lanes()
+
+    def _begin_lanes(self) -> None:
+        assert self._lanes_in_use is not None
+        lately = self.accounts[-MOST_ACCOUNTS:]  # of jobs that have ended nothing changes
+        between = sum(account.computed.get(what, 0.0) for account in lately for what in (BETWEEN_CALLS, *JOBS_LOADING))
+        busy = sum(self.native.lane_busy_ns) * 1e-9
+        self._lanes_in_use.begin(self._in_python.update(between, busy, len(self._eager_jobs), len(self.reservations)))
 
     def _tell_refusals(self) -> None:
         for job, why in self.native.take_graph_refusals():

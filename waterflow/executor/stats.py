@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 _END: Any = object()
-# What torch's loaders in loops of the user's own take: rows of tensors one by one, rows that a data set of the user's makes, or else.
-LOADING = ("loading tensors", "loading rows", "loading batches")
+# What torch's loaders in loops of the user's own take: rows of tensors one by one, rows that a data set of the user's makes, rows of
+# tensors at once, or else.
+LOADING = ("loading tensors", "loading rows", "loading at once", "loading batches")
+# What jobs take: batches between their steps, rows that a data set of the user's makes while steps run, or else while steps run.
+BETWEEN_CALLS = "between calls"  # what a thread computes between two calls of a Step
+JOBS_LOADING = ("loading", "loading rows ahead", "loading ahead")
 
 
 class Account(defaultdict[str, float]):
@@ -37,10 +41,10 @@ class Account(defaultdict[str, float]):
             self[what] += time.perf_counter() - began
             self.computed[what] += time.thread_time() - computed
 
-    def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``batches``, and add the time that each takes to arrive to the entry ``loading``."""
+    def reading(self, batches: Iterator[Any], what: str) -> Iterator[Any]:
+        """Yield ``batches``, and add the time that each takes to arrive to the entry ``what``, one of ``JOBS_LOADING``."""
         while True:
-            with self.spending("loading"):
+            with self.spending(what):
                 batch = next(batches, _END)
             if batch is _END:
                 return

@@ -65,12 +65,12 @@ class LanesInUse:
         self._windows: list[float] = []
         self._restart()
 
-    def begin(self, eager: int, jobs: int) -> None:
-        """Start on one lane if most of the ``jobs`` are ``eager``, until a trial was made; else on all lanes."""
+    def begin(self, one: bool) -> None:
+        """Start on ``one`` lane, or on all, until a trial was made: on one if jobs are mostly in Python."""
         # Python runs one thread at a time, and each call of torch hands the lock over: two lanes of eager steps took 1.5 to
         # 2.1 times as long as a plain loop (docs/experiments/lanes.md).
         with self._lock:
-            count = 1 if 2 * eager > jobs else self.native.lanes
+            count = 1 if one else self.native.lanes
             if count != self.count and not self.decisions:
                 self.count = count
                 self._restart()
@@ -151,6 +151,24 @@ class LanesInUse:
     def _begin(self, seconds: float) -> None:
         self._since, self._steps, self._progress = self.now(), self.native.steps_done, self.native.progress_ns
         self._worked, self.next_look = self._work(), self._since + seconds
+
+
+class InPython:
+    """Tells whether jobs are mostly in Python, where one thread runs at a time: eager, or loading and between their steps."""
+
+    MOST, LESS = 0.6, 0.4  # of the time: it begins above the first, and ends below the second
+    LEAST_SECONDS = 0.1
+
+    def __init__(self) -> None:
+        self._so, self._before = False, (0.0, 0.0)
+
+    def update(self, between: float, steps: float, eager: int, jobs: int) -> bool:
+        """Return it for ``eager`` of ``jobs``, and the seconds that all have computed between their steps and in them."""
+        passed = [max(0.0, now - before) for now, before in zip((between, steps), self._before)]
+        if sum(passed) >= self.LEAST_SECONDS:
+            self._before = between, steps
+            self._so = passed[0] > (self.LESS if self._so else self.MOST) * sum(passed)
+        return self._so or 2 * eager > jobs
 
 
 class AutoConcurrency:

@@ -17,6 +17,7 @@ from waterflow.executor.data.copies import brought
 from waterflow.executor.data.rows import DataLoader, at_once
 from waterflow.executor.engine import Engine, current_engine
 from waterflow.executor.program.ownership import made_here
+from waterflow.executor.program.step_future import taken
 from waterflow.executor.rng import own_numbers, thread_generator
 from waterflow.partition.capture.substitution import surrounding_autocast
 from waterflow.step import Step
@@ -149,7 +150,7 @@ def _on_lane(model: nn.Module) -> Iterator[Callable[[Work], Any]]:
 
         def run(work: Work) -> Any:
             with step.account.spending("evaluation"), step.account.spending("calls"):
-                return lane.run(engine, step, work, by_caller=True)
+                return taken(lane.run(engine, step, work, by_caller=True))
 
         yield run
         return
@@ -159,7 +160,7 @@ def _on_lane(model: nn.Module) -> Iterator[Callable[[Work], Any]]:
 def _without_step(engine: Engine) -> Iterator[Callable[[Work], Any]]:
     job = engine.add_job("evaluate()")
     try:
-        yield lambda work: engine.run_eager(job, work, None, by_caller=True)[0]
+        yield lambda work: taken(engine.run_eager(job, work, None, by_caller=True)[0])
     finally:
         engine.remove_job(job)
 

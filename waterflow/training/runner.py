@@ -384,7 +384,7 @@ class JobRunner:
         # While queued steps run this thread loads the next batch. A loader thread of its own only added hand-overs of
         # the interpreter lock.
         ahead = steps_ahead(self.step, self.engine)
-        batches = self._account.reading(self._batches.epoch())
+        batches = self._account.reading(self._batches.epoch(), self._batches.loading)
         if not self._batches.reads_ahead:
             batches = between_steps(batches, steps, self.job.name, self._account)
         try:

@@ -132,7 +132,7 @@ def between_steps(batches: Iterator[Any], steps: StepQueue, name: str, account: 
             logger.warning(
                 "job %r has spent %.0f %% of its time reading batches between its steps, as its data runs code that may depend on "
                 "the model, or write batches to the memory of earlier ones. If it does neither, Job(read_ahead=True) reads "
-                "while steps run; a DataLoader with num_workers=1 or more always does",
+                "while steps run",
                 name,
                 100 * reading / seconds,
             )

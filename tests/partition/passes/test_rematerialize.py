@@ -46,7 +46,15 @@ def check_choice(capture: Capture, limit: int) -> Capture:
 
 
 @pytest.mark.needs_time("the bits of real models")
-@pytest.mark.parametrize("name", ["cnn_bn", "resnet50", "vit", "bert", "gpt2", "lstm", "lstm_cell", "mamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cnn_bn",
+        "bert",
+        "lstm",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet50", "vit", "gpt2", "lstm_cell", "mamba")),
+    ],
+)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
 def test_zoo(name: str, share: float) -> None:
     capture = capture_of(name)

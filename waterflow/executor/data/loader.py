@@ -82,9 +82,10 @@ def _kind_of(reading: Any) -> str:
     data = its.get("dataset", its.get("_dataset"))
     if not isinstance(data, IterableDataset) and _user_data_set(data) is not None:
         return "loading rows"
-    once = isinstance(reading, rows.DataLoader) or rows.is_at_once(reading)
-    collates = its.get("collate_fn", its.get("_collate_fn")) is default_collate
-    return "loading tensors" if collates and not once and rows.of_tensors(data) else "loading batches"
+    if its.get("collate_fn", its.get("_collate_fn")) is not default_collate or not rows.of_tensors(data):
+        return "loading batches"
+    at_once = isinstance(reading, rows.DataLoader) or rows.is_at_once(reading)
+    return "loading at once" if at_once else "loading tensors"
 
 
 def in_workers(source: Any) -> bool:
@@ -176,6 +177,8 @@ class Batches:
         self._draws = not in_workers(source) and type(source) not in (list, tuple)
         self.own = OwnBatches(kept=True) if type(source) in (list, tuple) else None  # other jobs may read the same
         self.reads_ahead = may_read_ahead(source) if read_ahead is None else read_ahead
+        makes_rows = isinstance(source, DataLoader) and user_data(source) is not None
+        self.loading = "loading" if not self.reads_ahead else "loading rows ahead" if makes_rows else "loading ahead"
         self._turn = _turn_of(source)
         self._reading: Iterator[Any] | None = None
         self._passes, self._before = 0, passes

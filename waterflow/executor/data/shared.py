@@ -185,6 +185,7 @@ class Reader:
     held_up: Callable[[], Any] = _nothing
     place: Place = (0, 0)  # of its next batch
     ring: _Ring | None = None
+    loading = "loading ahead"
     reads_ahead = True  # batches in memory that is written again were copied by ``_pass``
     own = OwnBatches(kept=False)
 
