@@ -35,6 +35,7 @@ ORDER = [
     "allocator",
     "executor",
     "planner",
+    "run_stats",
     "job",
     "step",
     "results",

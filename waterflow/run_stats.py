@@ -7,30 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from waterflow.executor.engine import Engine
-from waterflow.executor.stats import JOBS_LOADING, LOADING, Account
+from waterflow.executor.stats import AHEAD, BETWEEN, CALLS, JOBS_LOADING, LOADING, ROWS, ROWS_AHEAD, TENSORS, WHOLE, Account
 from waterflow.units import format_bytes
 
 MOST_CAUSES = 3  # causes of eager steps that are printed
 LOCK = "waiting for Python's lock"
 OWN = "your code between steps"
+_WHOLE = "make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=function of a batch)"
 # For each part of the time: the share above which a change pays off, and the change to advise. Parts of what loads or is between
 # steps hold their waits for Python's lock here.
 FIRST = {
     "eager steps": (0.2, "mend the causes above"),
     "capturing": (0.25, "train longer with each kind of model and batch; fewer kinds, by padding and drop_last=True"),
-    "loading": (0.3, "Job(read_ahead=True), or one wf.SharedData for jobs that begin together"),
-    "loading rows ahead": (0.3, "make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=function of a batch)"),
-    "loading tensors": (0.2, "wf.DataLoader in the place of torch's takes the rows of a batch at once"),
-    "loading rows": (0.3, "make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=function of a batch)"),
-    "loading batches": (
-        0.3,
-        "load them once, before the study; or return a wf.Job(read_ahead=True), which loads while its steps run",
-    ),
+    BETWEEN: (0.3, "Job(read_ahead=True), or one wf.SharedData for jobs that begin together"),
+    ROWS_AHEAD: (0.3, _WHOLE),
+    TENSORS: (0.2, "wf.DataLoader in the place of torch's takes the rows of a batch at once"),
+    ROWS: (0.3, _WHOLE),
+    WHOLE: (0.3, "load them once, before the study; or return a wf.Job(read_ahead=True), which loads while its steps run"),
     "evaluation": (0.3, "evaluate on larger batches, on fewer rows, or after more steps"),
     "waiting for memory": (0.2, "raise memory=, or take smaller batches"),
     OWN: (0.4, "see what your code does beside step(batch)"),
-    LOCK: (0.4, "run this program once for each core, over one storage of the study: each process has a lock of its own"),
 }
+_PROCESSES = "run this program once for each core, over one storage of the study: each process has a lock of its own"
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,10 @@ class RunStats:
 
     ``captured_again`` of the ``captures`` repeated one for the same kind of batch, because the step now computes with something
     else. ``eager`` counts, by cause, the ``jobs`` with eager steps. ``shares`` divides the time of jobs or trials; steps
-    include their waits for lanes. What loads, and the code of objectives beside it and steps, is without its waits for Python's lock;
-    these are estimated: where that code has computed for as long as the call took, all of its waits were for the lock. ``of_lock``
-    divides them. ``lines`` has the line of the user's in which a part was seen most often. ``peak`` is the most bytes that jobs could
-    hold at a time by their claims, ``limit`` the engine's limit.
+    include their waits for lanes. What loads, and the code of objectives beside it and steps, is without its waits for Python's
+    lock. These are estimated from how near such code has come to computing all the time, and ``of_lock`` divides them. ``lines`` has
+    the line of the user's in which a part was seen most often. ``peak`` is the most bytes that jobs could hold at a time by their
+    claims, ``limit`` the engine's limit.
     """
 
     jobs: int
@@ -100,30 +98,33 @@ class RunStats:
         shares = {what: self.shares.get(what, 0.0) + self.of_lock.get(what, 0.0) for what in FIRST}
         # The time of eager steps is not measured apart: it is estimated by their share of the steps.
         shares["eager steps"] = percent / 100 * self.shares.get("steps", 0.0)
-        # Another loader ends waits that are the loader's; other processes those of code between steps.
-        shares[LOCK] = shares[OWN] if self.of_lock.get(OWN, 0.0) >= 0.1 else 0.0
         # Advise on the one part that is furthest above its threshold; a list of advice would not be read.
-        what = max(FIRST, key=lambda what: (shares[what] - FIRST[what][0], what == LOCK))
+        what = max(FIRST, key=lambda what: shares[what] - FIRST[what][0])
         if shares[what] < FIRST[what][0]:
             return []
-        part = OWN if what == LOCK else what
-        line = self.lines.get("loading" if part.startswith("loading") else part)
+        line = self.lines.get("loading" if what.startswith("loading") else what)
         at = f", most of it at {line}" if line else ""
-        return [f"to change first: {part}, {100 * shares[what]:.0f} % of the time{at}: {FIRST[what][1]}"]
+        # Waits of a loader end with another loader, those of other code with other processes.
+        advice = _PROCESSES if what == OWN and self.of_lock.get(OWN, 0.0) >= 0.1 else FIRST[what][1]
+        return [f"to change first: {what}, {100 * shares[what]:.0f} % of the time{at}: {advice}"]
 
 
 def _shares(spent: Account, computed: Account, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
     # In a study the time of trials is the whole, as their own code counts, too; else the time of jobs.
     all_ = max(spent["trials"], spent["jobs"], 1e-9)
-    parts = {what: spent[what] for what in (*JOBS_LOADING, "capturing", "evaluation", "waiting for memory")}
-    beside = {what: (spent[what], computed[what]) for what in (*JOBS_LOADING, *LOADING)}
-    outer = [time["trials"] - sum(time[what] for what in ("calls", "jobs", *LOADING)) for time in (spent, computed)]
-    beside[OWN] = max(0.0, outer[0]), max(0.0, outer[1])
-    # One thread at a time has the lock: where such code has computed all the time, its waits were for the lock.
-    held = min(1.0, sum(processor for _, processor in beside.values()) / max(seconds, 1e-9))
-    of_lock = {what: held * max(0.0, wall - processor) for what, (wall, processor) in beside.items()}
-    steps = spent["calls"] + spent["jobs"] - sum(parts.values())
-    parts |= {what: wall - of_lock[what] for what, (wall, _) in beside.items()}
-    parts |= {"steps": steps, LOCK: sum(of_lock.values())}
-    shares = {what: max(0.0, part) / all_ for what, part in parts.items()}
-    return shares, {what: part / all_ for what, part in of_lock.items()}
+    ours = {what: spent[what] for what in (*JOBS_LOADING, "capturing", "evaluation", "waiting for memory")}
+    ours["steps"] = spent[CALLS] + spent["jobs"] - sum(ours.values())
+    theirs = {what: spent[what] for what in LOADING}
+    theirs[OWN] = spent["trials"] - spent[CALLS] - spent["jobs"] - sum(theirs.values())
+    own = computed["trials"] - sum(computed[what] for what in (CALLS, "jobs", *LOADING))
+    # One thread at a time has the lock. The nearer the threads' code beside steps has come to one processor, the likelier were its
+    # waits for the lock; more than one is code that releases it. Workers and other data may wait for anything.
+    processor = {**{what: computed[what] for what in (*JOBS_LOADING, *LOADING)}, OWN: max(0.0, own)}
+    held = max(0.0, 1.0 - abs(1.0 - sum(processor.values()) / max(seconds, 1e-9)))
+    wall = {**ours, **theirs}
+    of_lock = {
+        what: held * max(0.0, wall[what] - computed_there) / all_
+        for what, computed_there in processor.items() if what not in (AHEAD, WHOLE)
+    }  # fmt: skip
+    shares = {what: max(0.0, part / all_ - of_lock.get(what, 0.0)) for what, part in wall.items()}
+    return {**shares, LOCK: sum(of_lock.values())}, of_lock

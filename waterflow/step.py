@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -34,7 +32,7 @@ from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import claim
 from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.rng import thread_generator
-from waterflow.executor.stats import BETWEEN_CALLS, Account
+from waterflow.executor.stats import Account
 from waterflow.job import why_no_step, why_not_called
 from waterflow.partition.capture.optimizers import parameters_of
 from waterflow.partition.capture.reasons import shown_line
@@ -256,7 +254,6 @@ class Step:
         self.name = name or default_name(model)
         self._worker = current_worker()
         self.account = Account(self.name if self._worker is None else self._worker)
-        self._left = math.inf  # the thread's processor time at the end of the last call
         self.predicted_height = 0
         self.measured_height = 0  # bytes above persistent state, as profiled; 0 before that
         self.most_offloaded = 0  # most bytes that a step held in host memory
@@ -329,8 +326,7 @@ class Step:
     @explained("step", "step((input, target)): one batch, as the loader gives it", InvalidJobError)
     def __call__(self, batch: Batch) -> Any:
         """Train on one batch and return the loss, or ``(loss, metrics)``; see the class."""
-        ahead, began, computed = len(self._under_way), time.perf_counter(), time.thread_time()
-        self.account.computed[BETWEEN_CALLS] += max(0.0, computed - self._left)
+        ahead, began = len(self._under_way), self.account.begin_call()
         try:
             return ownership.handed_out(self._submit(batch, self._on_gpu or torch.get_num_threads() == self._threads).result())
         except BaseException:
@@ -341,9 +337,7 @@ class Step:
                 self.engine.native.leave(self.job)
             raise
         finally:
-            self.account["calls"] += time.perf_counter() - began
-            self._left = time.thread_time()
-            self.account.computed["calls"] += self._left - computed
+            self.account.end_call(began)
 
     @property
     def plan(self) -> Plan:

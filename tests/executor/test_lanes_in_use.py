@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import waterflow as wf
 from waterflow.executor.engine import Engine
+from waterflow.executor.stats import Account
 from waterflow.executor.tuning import FIRST_SECONDS, WINDOW_SECONDS, Decision, InPython, LanesInUse
 
 BATCHES = [(torch.randn(4, 8), torch.randn(4, 2)) for _ in range(6)]
@@ -206,10 +208,30 @@ def plain_objective(trial: optuna.Trial) -> float:
 def test_jobs_that_are_mostly_in_python_begin_on_one_lane() -> None:
     looked = InPython()
     assert not looked.update(0.05, 0.01, 0, 2), "too little to tell"
-    assert looked.update(0.8, 0.2, 0, 2)
-    assert looked.update(1.3, 0.7, 0, 2), "half of the time is no change"
-    assert not looked.update(1.4, 1.7, 0, 2)
-    assert looked.update(1.4, 1.8, 2, 2) and not looked.update(1.4, 1.8, 1, 2), "eager ones"
+    assert looked.update(0.75, 0.2, 0, 2)
+    assert looked.update(0.5, 0.7, 0, 2), "half of the time is no change"
+    assert not looked.update(0.1, 1.7, 0, 2)
+    assert looked.update(0.0, 1.7, 2, 2) and not looked.update(0.0, 1.7, 1, 2), "eager ones"
+
+
+def test_what_is_computed_between_calls_is_counted_once_whatever_is_called() -> None:
+    """Two Steps of one thread called in turn, with nothing between the calls, and in another thread."""
+    accounts = [Account("one"), Account("other")]
+
+    def calls() -> None:
+        for _ in range(5):
+            for account in accounts:
+                began = account.begin_call()
+                sum(range(200_000))
+                account.end_call(began)
+
+    for _ in range(2):
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+    for account in accounts:
+        assert account.computed["between calls"] < 0.2 * account.computed["calls"]
+        assert account.in_python() == account.computed["between calls"] and account.in_python() == 0.0
 
 
 class Rows(Dataset[Any]):

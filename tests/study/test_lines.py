@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,34 @@ def test_nothing_is_kept_alive() -> None:
     with LineSampler(lambda: [threading.get_ident()], StudyRunner._value.__code__) as sampler:
         pass
     assert sampler.lines() == {} and not sampler._thread.is_alive()
+
+
+def test_what_a_trial_held_is_let_go() -> None:
+    """A thread that was looked at has ended: nothing here names its frames any longer."""
+    held: list[Any] = []
+    there, ended = threading.Event(), threading.Event()
+
+    def objective() -> None:
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        there.set()
+        ended.wait(60)
+
+    looked = threading.Semaphore(0)
+    count = LineSampler._count
+
+    class Looks(LineSampler):
+        def _count(self, frame: Any) -> None:
+            count(self, frame)
+            looked.release()
+
+    thread = threading.Thread(target=objective)
+    thread.start()
+    assert there.wait(60)
+    with Looks(lambda: [thread.ident or 0], objective.__code__):
+        assert looked.acquire(timeout=60)
+        ended.set()
+        thread.join()
+        for _ in range(2):  # one look may have begun before the thread ended
+            assert looked.acquire(timeout=60)
+        assert held[0]() is None

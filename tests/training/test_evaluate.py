@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import waterflow as wf
 from waterflow.errors import InvalidJobError, MemoryLimitError
+from waterflow.training import evaluate
 
 X = torch.randn(150, 6, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, (X[:, 0] > 0).long())
@@ -146,6 +147,39 @@ def test_it_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Drawing(Rows):
+    """Rows that are drawn."""
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index] + torch.rand(()), DATA.tensors[1][index]
+
+
+def test_rows_that_draw_are_read_once() -> None:
+    model, found = net(), []
+    for read in (lambda: wf.evaluate(model, Drawing(), metrics=METRICS), lambda: [Drawing()[n] for n in range(len(X))]):
+        torch.manual_seed(5)
+        read()
+        found.append(torch.rand(()).item())
+    assert found[0] == found[1]
+
+
+def test_a_larger_input_is_measured_anew() -> None:
+    sizes = []
+
+    def run(trial: optuna.Trial) -> float:
+        model = nn.Linear(6, 2)
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        step(DATA[0:5])
+        for rows in (5, 150, 150):
+            wf.evaluate(model, [DATA[0:rows]], metrics=METRICS)
+            [lane] = evaluate._lanes[step].values()
+            sizes.append((lane._size, lane._height))
+        return 0.0
+
+    wf.optimize(optuna.create_study(), run, n_trials=1)
+    assert sizes[0][0] == 5 * 32 and sizes[1][0] == 150 * 32 and sizes[1] == sizes[2] and sizes[0][1] < sizes[1][1]
+
+
 def test_under_the_callers_autocast() -> None:
     seen = []
 
@@ -170,9 +204,10 @@ def test_memory_is_admitted() -> None:
         model = nn.Linear(1024, 2)
         step = wf.Step(model, loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         step((torch.zeros(4, 1024), torch.zeros(4, dtype=torch.long)))
+        copies = nn.Sequential(nn.Identity(), Copies())
         big = [(torch.zeros(4096, 1024), torch.zeros(4096, dtype=torch.long))]
         for _ in range(2):
-            wf.evaluate(nn.Sequential(nn.Identity(), Copies()), big, metrics={"zero": lambda output, target: 0.0})
+            wf.evaluate(copies, big, metrics={"zero": lambda output, target: 0.0})
         return 0.0
 
     with pytest.raises(MemoryLimitError, match=r"evaluate\(\) beside step .* Evaluate in smaller batches"):

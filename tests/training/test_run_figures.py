@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 import waterflow as wf
 from waterflow.executor.program import capture_cache
@@ -154,11 +154,11 @@ def test_loaders_of_own_loops_are_no_rest(data: Any, part: str, of_job: str) -> 
         loader = DataLoader(data, batch_size=2)
         if trial.number == 2:
             return wf.Job("job", lambda: nn.Linear(3, 2), loader, lambda p: torch.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
-        assert DataLoader.__iter__ is not reads[0]
+        assert _BaseDataLoaderIter.__next__ is not reads[1]
         list(loader)
         return 0.0
 
-    reads = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    reads = _MultiProcessingDataLoaderIter.__init__, _BaseDataLoaderIter.__next__
     for first, found in ((0, {part}), (2, {of_job})):  # two loops side by side; a job, whose loading counts once
         study = optuna.create_study()
         for _ in range(first):
@@ -167,7 +167,7 @@ def test_loaders_of_own_loops_are_no_rest(data: Any, part: str, of_job: str) -> 
         assert stats is not None
         assert {what for what in (*JOBS_LOADING, *LOADING) if stats.shares[what]} == found
         assert sum(stats.shares.values()) == pytest.approx(1.0, abs=0.05)
-        assert (DataLoader.__iter__, _BaseDataLoaderIter.__next__) == reads
+        assert (_MultiProcessingDataLoaderIter.__init__, _BaseDataLoaderIter.__next__) == reads
 
 
 def test_no_more_is_claimed_than_there_is() -> None:

@@ -23,7 +23,7 @@ from waterflow.executor.interference import InterferenceController, Starvation
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
 from waterflow.executor.policy import ResourcePolicy, parse_quota
 from waterflow.executor.reservations import Reservations, too_large
-from waterflow.executor.stats import BETWEEN_CALLS, JOBS_LOADING, Account, EngineStats
+from waterflow.executor.stats import Account, EngineStats
 from waterflow.executor.tuning import WINDOW_SECONDS, Decision, InPython, LanesInUse
 from waterflow.executor.virtual_clock import current_worker as current_worker, here
 from waterflow.partition.plan.plan import Plan
@@ -90,7 +90,7 @@ class OneAudit(Protocol):
 
 
 MOST_AUDITS = 100_000
-MOST_ACCOUNTS = 64  # that are looked at while jobs run
+MOST_ACCOUNTS = 64  # the newest, which are looked at while jobs run; those of jobs that have ended change no more
 
 
 class Engine:
@@ -320,10 +320,12 @@ class Engine:
                 self._starving.poll(waiting, self.interference.present, self.names)
             return
         in_use = self._lanes_in_use
-        if in_use is not None and (now := in_use.now()) >= min(in_use.next_look, self._look_at_python):
-            if now >= self._look_at_python:
-                self._look_at_python = now + WINDOW_SECONDS
-                self._begin_lanes()
+        if in_use is None:
+            return
+        if (now := in_use.now()) >= self._look_at_python:
+            self._look_at_python = now + WINDOW_SECONDS
+            self._begin_lanes()
+        if now >= in_use.next_look:
             in_use.poll(len(self.reservations))
 
     @property
@@ -339,8 +341,7 @@ class Engine:
 
     def _begin_lanes(self) -> None:
         assert self._lanes_in_use is not None
-        lately = self.accounts[-MOST_ACCOUNTS:]  # of jobs that have ended nothing changes
-        between = sum(account.computed.get(what, 0.0) for account in lately for what in (BETWEEN_CALLS, *JOBS_LOADING))
+        between = sum(account.in_python() for account in self.accounts[-MOST_ACCOUNTS:])
         busy = sum(self.native.lane_busy_ns) * 1e-9
         self._lanes_in_use.begin(self._in_python.update(between, busy, len(self._eager_jobs), len(self.reservations)))
 
@@ -367,7 +368,7 @@ class Engine:
         """Run ``work`` on a lane, or ``by_caller`` in the place of one, as one group; return its result and its measured height in bytes.
 
         Without a plan the height is not known: the work then runs in the reserve, one job at a time. A calling thread that has a
-        time limit does the work itself, while the lane waits (``lends_lanes``). Raises what the work raises.
+        time limit does the work itself, while the lane waits (``lends_lanes``). Raises what the work raises, and JobCancelled.
         """
         self.refuse_inside(f"eager work of job {self.names[job]!r}")
         box: list[tuple[Any, int]] = []
@@ -385,8 +386,11 @@ class Engine:
             self.native.submit(job, run)
             if lent is not None:
                 lent.use(run)
-            self.native.wait(run)
-            run.outputs()
+            try:
+                self.native.wait(run)
+                run.outputs()
+            except _C.Cancelled as error:
+                raise JobCancelled(str(error)) from None
         result, height = box[0]
         return result, height
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,12 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 _END: Any = object()
-# What torch's loaders in loops of the user's own take: rows of tensors one by one, rows that a data set of the user's makes, rows of
-# tensors at once, or else.
-LOADING = ("loading tensors", "loading rows", "loading at once", "loading batches")
-# What jobs take: batches between their steps, rows that a data set of the user's makes while steps run, or else while steps run.
-BETWEEN_CALLS = "between calls"  # what a thread computes between two calls of a Step
-JOBS_LOADING = ("loading", "loading rows ahead", "loading ahead")
+# What torch's loaders take in loops of the user's own: rows of tensors one by one, or at once; rows that a data set of the user's
+# makes; or else.
+LOADING = TENSORS, AT_ONCE, ROWS, WHOLE = "loading tensors", "loading at once", "loading rows", "loading batches"
+# What jobs take: batches between their steps; while steps run, rows that a data set of the user's makes, or else.
+JOBS_LOADING = BETWEEN, ROWS_AHEAD, AHEAD = "loading", "loading rows ahead", "loading ahead"
+CALLS, BETWEEN_CALLS = "calls", "between calls"  # of a Step or of evaluate(), by a loop of the user's own
+
+
+class _Thread(threading.local):
+    left = math.inf  # its processor's time at the end of its last call
+
+
+_this = _Thread()
 
 
 class Account(defaultdict[str, float]):
@@ -28,6 +37,7 @@ class Account(defaultdict[str, float]):
     def __init__(self, who: int | str) -> None:
         super().__init__(int)
         self.computed: defaultdict[str, float] = defaultdict(float)
+        self._looked_at = 0.0
         self.who = who  # a trial's number, or a job's name
         self.cause: str | None = None  # why its steps run eagerly, or some of them
 
@@ -40,6 +50,24 @@ class Account(defaultdict[str, float]):
         finally:
             self[what] += time.perf_counter() - began
             self.computed[what] += time.thread_time() - computed
+
+    def begin_call(self) -> tuple[float, float]:
+        """Note that the thread, in a loop of the user's own, calls what it comes back from at ``end_call``."""
+        now = time.perf_counter(), time.thread_time()
+        self.computed[BETWEEN_CALLS] += max(0.0, now[1] - _this.left)
+        return now
+
+    def end_call(self, began: tuple[float, float]) -> None:
+        """Count the time since ``begin_call``, which returned ``began``."""
+        _this.left = time.thread_time()
+        self[CALLS] += time.perf_counter() - began[0]
+        self.computed[CALLS] += _this.left - began[1]
+
+    def in_python(self) -> float:
+        """Return the processor's seconds between steps since the last look."""
+        between = sum(self.computed.get(what, 0.0) for what in (BETWEEN_CALLS, *JOBS_LOADING))
+        passed, self._looked_at = between - self._looked_at, between
+        return passed
 
     def reading(self, batches: Iterator[Any], what: str) -> Iterator[Any]:
         """Yield ``batches``, and add the time that each takes to arrive to the entry ``what``, one of ``JOBS_LOADING``."""

@@ -66,7 +66,7 @@ class LanesInUse:
         self._restart()
 
     def begin(self, one: bool) -> None:
-        """Start on ``one`` lane, or on all, until a trial was made: on one if jobs are mostly in Python."""
+        """Start on ``one`` lane, or on all, until a trial was made."""
         # Python runs one thread at a time, and each call of torch hands the lock over: two lanes of eager steps took 1.5 to
         # 2.1 times as long as a plain loop (docs/experiments/lanes.md).
         with self._lock:
@@ -160,14 +160,18 @@ class InPython:
     LEAST_SECONDS = 0.1
 
     def __init__(self) -> None:
-        self._so, self._before = False, (0.0, 0.0)
+        self._so, self._between, self._busy, self._since = False, 0.0, 0.0, 0.0
 
-    def update(self, between: float, steps: float, eager: int, jobs: int) -> bool:
-        """Return it for ``eager`` of ``jobs``, and the seconds that all have computed between their steps and in them."""
-        passed = [max(0.0, now - before) for now, before in zip((between, steps), self._before)]
-        if sum(passed) >= self.LEAST_SECONDS:
-            self._before = between, steps
-            self._so = passed[0] > (self.LESS if self._so else self.MOST) * sum(passed)
+    def update(self, between: float, busy: float, eager: int, jobs: int) -> bool:
+        """Return it for ``jobs``, of which some are ``eager``.
+
+        ``between`` are the seconds since the last call that they have computed between their steps, ``busy`` those of lanes so far.
+        """
+        self._between, self._busy = self._between + between, busy
+        whole = self._between + self._busy - self._since
+        if whole >= self.LEAST_SECONDS:
+            self._so = self._between > (self.LESS if self._so else self.MOST) * whole
+            self._between, self._since = 0.0, self._busy
         return self._so or 2 * eager > jobs
 
 

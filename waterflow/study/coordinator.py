@@ -137,7 +137,7 @@ class StudyRunner:
         # Earliest trials first: a pruner compares with trials that have ended, and prunes more if they end soon.
         first = self._engine.fifo_lanes()
         # Not where the order of events must follow from steps alone: a frame that is looked at may outlive its call for a moment.
-        sampler = LineSampler(self._threads, StudyRunner._value.__code__) if self._clock is None else None
+        sampler = LineSampler(self._threads, self._value.__code__) if self._clock is None else None
         with (
             first,
             sampler or contextlib.nullcontext(),

@@ -50,14 +50,13 @@ class LineSampler:
         while not self._over.wait(LOOK_SECONDS):
             frames = sys._current_frames()
             for thread in self._threads():
-                if (frame := frames.pop(thread, None)) is not None:
-                    self._count(frame)
-            frames.clear()  # a frame that is held keeps the user's tensors alive
+                self._count(frames.pop(thread, None))
+            frames.clear()  # a frame that is held, by a name here too, keeps the user's tensors alive
 
     def _count(self, frame: FrameType | None) -> None:
         line, what, ours = None, OWN, False
         while frame is not None and frame.f_code is not self._objective:
-            if line is None and is_users(frame):
+            if line is None and frame.f_lineno is not None and is_users(frame):
                 line = frame.f_code.co_filename, frame.f_lineno
             doing = activity(frame)
             if doing == READING:

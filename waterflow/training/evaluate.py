@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from waterflow.errors import InvalidJobError, explained
 from waterflow.executor.data.copies import brought
-from waterflow.executor.data.rows import DataLoader, at_once
-from waterflow.executor.engine import Engine, current_engine
+from waterflow.executor.data.rows import DataLoader, at_once, of_tensors
+from waterflow.executor.engine import current_engine
 from waterflow.executor.program.ownership import made_here
 from waterflow.executor.program.step_future import taken
 from waterflow.executor.rng import own_numbers, thread_generator
@@ -26,10 +26,12 @@ from waterflow.training.evaluation import OnLane, evaluating
 
 # A batch that is cut from a data set: so many bytes, and no more rows than keep a small model busy.
 BATCH_BYTES, MOST_ROWS = 2 * 2**20, 4096
+FEW_ROWS = 64  # where a row's size is not known
 
-_lanes: weakref.WeakKeyDictionary[Step, OnLane] = weakref.WeakKeyDictionary()
+_lanes: weakref.WeakKeyDictionary[Step, weakref.WeakKeyDictionary[nn.Module, OnLane]] = weakref.WeakKeyDictionary()
 
 Work = Callable[[], Any]
+Run = Callable[[Work, int], Any]  # runs work on an input of so many bytes
 
 
 @explained("evaluate", 'evaluate(model, test_set, metrics={"accuracy": accuracy})', InvalidJobError)
@@ -65,7 +67,7 @@ def evaluate(
     with evaluation_mode(model), _on_lane(model) as run:
         for batch in _batches(data):
             rows = _rows_of(batch)
-            found.append((run(_within(device, model, batch, metrics)), rows))
+            found.append((run(_within(device, model, batch, metrics), _bytes_of(batch)), rows))
     if not found:
         raise InvalidJobError("the data of evaluate() has no batch: there is nothing to evaluate on")
     if reduce is not None:
@@ -98,15 +100,15 @@ def _batches(data: Any) -> Iterator[Any]:
     if not isinstance(data, (Dataset, Iterable)):
         raise InvalidJobError(f"data must be a data set, a DataLoader or an iterable of batches; got {type(data).__name__}")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        size = min(MOST_ROWS, max(1, BATCH_BYTES // _bytes_of(data)))
-        data = DataLoader(data, size, generator=torch.Generator())  # from which a loader's iterator draws a seed
+        # A data set of the user's is not asked for a row more than the pass takes: it may draw.
+        size = min(MOST_ROWS, max(1, BATCH_BYTES // max(1, _bytes_of(data[0])))) if of_tensors(data) and len(data) else FEW_ROWS
+        # A loader's iterator draws a seed, on torch's default device.
+        data = DataLoader(data, size, generator=torch.Generator(torch.get_default_device()))
     return at_once(iter(data))
 
 
-def _bytes_of(data: Any) -> int:
-    # Of its first row.
-    leaves = pytree.tree_leaves(data[0]) if len(data) else []
-    return max(1, sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)))
+def _bytes_of(batch: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def _rows_of(batch: Any) -> int:
@@ -138,31 +140,31 @@ def _within(device: torch.device, model: nn.Module, batch: Any, metrics: Any) ->
 
 
 @contextlib.contextmanager
-def _on_lane(model: nn.Module) -> Iterator[Callable[[Work], Any]]:
+def _on_lane(model: nn.Module) -> Iterator[Run]:
     engine = current_engine()
     if engine is None or evaluating() or engine.native.on_a_lane:
-        yield lambda work: work()
+        yield lambda work, size: work()
         return
     steps = [step for step in [*made_here.steps] if isinstance(step, Step) and step.engine is engine and step.job is not None]
-    step = max(steps, key=lambda step: step.model is model, default=None)
-    if step is not None:
-        lane = _lanes.setdefault(step, OnLane(f"evaluate() beside step {step.name!r}"))
-
-        def run(work: Work) -> Any:
-            with step.account.spending("evaluation"), step.account.spending("calls"):
-                return taken(lane.run(engine, step, work, by_caller=True))
-
-        yield run
+    if not steps:
+        job = engine.add_job("evaluate()")
+        try:
+            yield lambda work, size: taken(engine.run_eager(job, work, None, by_caller=True)[0])
+        finally:
+            engine.remove_job(job)
         return
-    yield from _without_step(engine)
+    step = max(steps, key=lambda step: step.model is model)
+    lane = _lanes.setdefault(step, weakref.WeakKeyDictionary()).setdefault(model, OnLane(f"evaluate() beside step {step.name!r}"))
 
+    def run(work: Work, size: int) -> Any:
+        began = step.account.begin_call()
+        try:
+            with step.account.spending("evaluation"):
+                return taken(lane.run(engine, step, work, size, by_caller=True))
+        finally:
+            step.account.end_call(began)
 
-def _without_step(engine: Engine) -> Iterator[Callable[[Work], Any]]:
-    job = engine.add_job("evaluate()")
-    try:
-        yield lambda work: taken(engine.run_eager(job, work, None, by_caller=True)[0])
-    finally:
-        engine.remove_job(job)
+    yield run
 
 
 def _joined(parts: list[Any]) -> Any:

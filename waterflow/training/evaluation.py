@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from waterflow import _C
-from waterflow.errors import JobCancelled, MemoryLimitError
+from waterflow.errors import MemoryLimitError
 from waterflow.executor.cancel import UserCode, doing
 from waterflow.executor.data.copies import brought
 from waterflow.executor.engine import Engine
@@ -104,21 +104,22 @@ class OnLane:
     def __init__(self, what: str) -> None:
         self._what = what
         self._height: int | None = None
+        self._size = 0
         self._plan: Plan | None = None  # of the job's last step
 
-    def run(self, engine: Engine, step: Step, work: Callable[[], Any], by_caller: bool = False) -> Any:
-        """Run ``work`` as ``Engine.run_eager`` does; no step of ``step`` may be under way. Raises MemoryLimitError, JobCancelled."""
+    def run(self, engine: Engine, step: Step, work: Callable[[], Any], size: int = 0, by_caller: bool = False) -> Any:
+        """Run ``work`` as ``Engine.run_eager`` does, for an input of ``size`` bytes; no step of ``step`` may be under way.
+
+        Raises MemoryLimitError and JobCancelled.
+        """
         assert step.job is not None
         plan = None
-        # The first time it runs in the reserve, measured; later it reserves what it took.
-        if self._height is not None:
+        # The first time, and for an input that is larger than before, it runs in the reserve, measured; later it reserves what it took.
+        if self._height is not None and size <= self._size:
             self._claim(engine, step, self._height)
             plan = _C.GroupPlan(ends=[1], peak=[self._height], after=[0])
-        try:
-            result, height = engine.run_eager(step.job, work, plan, by_caller)
-        except _C.Cancelled as error:
-            raise JobCancelled(str(error)) from None
-        self._height = max(height, self._height or 0)
+        result, height = engine.run_eager(step.job, work, plan, by_caller)
+        self._height, self._size = max(height, self._height or 0), max(size, self._size)
         with contextlib.suppress(RuntimeError):
             self._plan = step.plan
         return result

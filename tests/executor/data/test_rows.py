@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.utils import data as torch_data
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.data import (
@@ -46,12 +49,14 @@ class Drawn:
         made = (torch.rand(self.count, *shape) * 9).to(dtype)
         if made.dim() == 4 and self.chance.random() < 0.3:
             return made.contiguous(memory_format=torch.channels_last)
+        if made.dim() > 4 and self.chance.random() < 0.6:  # of pictures, or of volumes, with channels last
+            return made.movedim(-1, 2 if self.chance.random() < 0.5 else 1).contiguous().movedim(2, -1)
         if made.dim() > 1 and self.chance.random() < 0.2:
             return made.transpose(0, -1).contiguous().transpose(0, -1)
         return made
 
     def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        shapes = [(), (5,), (0,), (1,), (3, 4), (3, 4, 4), (1, 4, 4), (3, 1, 1), (1, 2, 2, 2)]
+        shapes = [(), (5,), (0,), (1,), (3, 4), (3, 4, 4), (1, 4, 4), (3, 1, 1), (1, 2, 2, 2), (2, 2, 3, 4), (2, 2, 3, 2, 3)]
         return [(self.chance.choice(shapes), self.chance.choice(TYPES)) for _ in range(self.chance.randrange(1, 4))]
 
     def data(self, shapes: list[tuple[tuple[int, ...], torch.dtype]], depth: int = 2) -> Any:
@@ -74,9 +79,9 @@ class Drawn:
             return StackDataset(*parts) if self.chance.random() < 0.5 else StackDataset(**dict(zip("ab", parts)))
         inner = self.data(shapes, depth - 1)
         if kind == "split":
-            first = self.chance.randrange(1, len(inner))
+            first = self.chance.randrange(1, max(2, len(inner)))
             return random_split(inner, [first, len(inner) - first], torch.Generator().manual_seed(0))[0]
-        picked = [self.chance.randrange(len(inner)) for _ in range(self.chance.randrange(2, 2 * len(inner)))]
+        picked = [self.chance.randrange(len(inner)) for _ in range(self.chance.randrange(1, 2 * len(inner) + 1))]
         return Subset(inner, self.chance.choice([list, tuple, np.array, torch.tensor])(picked))
 
     def like(self, seed: float, shapes: list[tuple[tuple[int, ...], torch.dtype]], depth: int) -> Any:
@@ -224,8 +229,48 @@ ODD = {
     "bools": Subset(TABLE, [True, 0, 1, 0]),
     "tensors as indices": Subset(TABLE, [*torch.arange(4)]),
     "objects": StackDataset(TABLE, [str(number) for number in range(12)]),
+    "rows whose channels are last": TensorDataset(torch.randn(4, 2, 3, 4, 5).permute(0, 1, 4, 2, 3)),
+    "volumes whose channels are last": TensorDataset(torch.randn(4, 2, 2, 3, 4, 5).permute(0, 1, 5, 2, 3, 4)),
     "a parameter": torch.nn.Parameter(torch.zeros(4), requires_grad=False),
 }
+
+
+def shape_of(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride()) if isinstance(leaf, torch.Tensor) else None
+
+
+class Asked(list[int]):
+    """Indices that count how often they are asked."""
+
+    asked = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.asked += 1
+        return super().__getitem__(index)
+
+
+def test_indices_of_the_users_kind_are_asked_as_often_as_by_torch() -> None:
+    counts = []
+    for kind in (wf.DataLoader, torch_data.DataLoader):
+        indices = Asked(range(8))
+        [*kind(Subset(TABLE, indices), 4)]
+        counts.append(indices.asked)
+    assert counts[0] == counts[1] == 8
+
+
+class Slim(wf.DataLoader[Any]):
+    """Leaves its data out of what is pickled, and transforms by a method."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "dataset"}
+
+    def batch_transform(self, batch: Any) -> Any:  # type: ignore[override]
+        return doubled(batch)
+
+
+def test_a_subclass_is_read_as_torchs_are() -> None:
+    assert [batch[0].tolist() for batch in Slim(TABLE, 6)] == [[2.0 * n for n in range(6)], [2.0 * n for n in range(6, 12)]]
+    assert pickle.loads(pickle.dumps(wf.DataLoader(TABLE, 6))).batch_size == 6
 
 
 @pytest.mark.parametrize("what", ODD)
@@ -235,7 +280,12 @@ def test_what_is_not_sure_goes_torchs_way(what: str) -> None:
         try:
             for batch in kind(ODD[what], 4):
                 leaves, form = tree_flatten(batch)
-                found.append((str(form), [(type(leaf), getattr(leaf, "requires_grad", None), str(leaf)) for leaf in leaves]))
+                found.append(
+                    (
+                        str(form),
+                        [(type(leaf), getattr(leaf, "requires_grad", None), shape_of(leaf), str(leaf)) for leaf in leaves],
+                    )
+                )
         except Exception as error:
             return type(error), str(error)
         return found
@@ -268,7 +318,7 @@ def doubled(batch: Any) -> Any:
 
 
 def jittered(batch: Any) -> Any:
-    return [batch[0] + torch.rand(len(batch[0])), batch[1]]
+    return [batch[0] + torch.rand_like(batch[0]), batch[1]]
 
 
 def nothing(batch: Any) -> None:
@@ -335,3 +385,28 @@ def test_its_own_collate_is_kept() -> None:
 
     [batch] = wf.DataLoader(TABLE, 12, collate_fn=first)
     assert batch.tolist() == list(range(12))
+
+
+def test_jobs_over_such_data_are_as_alone_and_as_with_torchs_fetcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TensorDataset(torch.randn(70, 6), torch.randint(3, (70,)))
+    loaders = [
+        torch_data.DataLoader(data, 16, shuffle=True),
+        wf.DataLoader(ConcatDataset([Subset(data, range(30)), data]), 16, shuffle=True, batch_transform=jittered),
+        wf.DataLoader(random_split(data, [50, 20], torch.Generator().manual_seed(0))[0], 10, shuffle=True, drop_last=True),
+    ]
+
+    def job(number: int) -> wf.Job:
+        return wf.Job(
+            f"job-{number}", lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3)), loaders[number % 3],
+            lambda parameters: torch.optim.AdamW(parameters), loss=F.cross_entropy, epochs=2, seed=number, shards=1 + number // 3,
+        )  # fmt: skip
+
+    def bits(result: wf.JobResult) -> Any:
+        assert result.state_dict is not None and result.status == "completed"
+        return result.losses, {name: value.tolist() for name, value in result.state_dict.items()}
+
+    together = [bits(result) for result in wf.train([job(number) for number in range(6)], lanes=2)]
+    assert together == [bits(wf.train(job(number))[0]) for number in range(6)]
+    for module in (loader, rows):
+        monkeypatch.setattr(module, "at_once", lambda reading: reading)
+    assert together == [bits(wf.train(job(number))[0]) for number in range(6)]

@@ -12,20 +12,17 @@ from typing import Any
 import torch
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    StackDataset,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from waterflow.errors import CheckpointError, InvalidJobError
 from waterflow.executor.cancel import READING, Turn, doing
@@ -33,11 +30,11 @@ from waterflow.executor.data import rows
 from waterflow.executor.data.copies import OwnBatches, copied
 from waterflow.executor.data.rows import at_once
 from waterflow.executor.rng import own_numbers, set_state_of, state_of
-from waterflow.executor.stats import Account
+from waterflow.executor.stats import AHEAD, AT_ONCE, BETWEEN, ROWS, ROWS_AHEAD, TENSORS, WHOLE, Account
 
 _SAMPLERS = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-_READS: tuple[tuple[Any, str], ...] = ((DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__"))
+_READS: tuple[tuple[Any, str], ...] = ((_MultiProcessingDataLoaderIter, "__init__"), (_BaseDataLoaderIter, "__next__"))
 _reads_lock = threading.Lock()
 _timed: dict[int, Account] = {}  # by the thread that an objective runs on
 _untimed: list[Callable[[Any], Any]] = []  # what stood in the place of _READS
@@ -63,29 +60,33 @@ def loaders_timed(account: Account) -> Iterator[None]:
                     setattr(owner, name, read)
 
 
-def _timing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _timing(read: Callable[..., Any]) -> Callable[..., Any]:
     @doing(READING, interruptible=True)
-    def timed(self: Any) -> Any:
+    def timed(self: Any, *loader: Any) -> Any:
         if (account := _timed.get(threading.get_ident())) is None:
-            return read(self)
+            return read(self, *loader)
         with account.spending(_kind_of(self)):
-            return read(self)
+            return read(self, *loader)
 
     return timed
 
 
 def _kind_of(reading: Any) -> str:
-    # Of a loader of torch's or its iterator: one of LOADING.
+    # One of LOADING. It is known once the iterator is made, and kept there.
     its = vars(reading)
-    if its.get("num_workers", its.get("_num_workers")):
-        return "loading batches"
-    data = its.get("dataset", its.get("_dataset"))
-    if not isinstance(data, IterableDataset) and _user_data_set(data) is not None:
-        return "loading rows"
-    if its.get("collate_fn", its.get("_collate_fn")) is not default_collate or not rows.of_tensors(data):
-        return "loading batches"
-    at_once = isinstance(reading, rows.DataLoader) or rows.is_at_once(reading)
-    return "loading at once" if at_once else "loading tensors"
+    if (known := its.get("_waterflow_kind")) is not None or "_dataset" not in its:
+        return known or WHOLE  # made just now, with its workers
+    data = its["_dataset"]
+    if its["_num_workers"] or isinstance(data, IterableDataset):
+        kind = WHOLE
+    elif _user_data_set(data) is not None:
+        kind = ROWS
+    elif its["_collate_fn"] is not default_collate or not rows.of_tensors(data):
+        kind = WHOLE
+    else:
+        kind = AT_ONCE if rows.is_at_once(reading) else TENSORS
+    reading._waterflow_kind = kind
+    return kind
 
 
 def in_workers(source: Any) -> bool:
@@ -120,19 +121,9 @@ def user_data(source: Any) -> Any:
 
 
 def _user_data_set(data: Any) -> Any:
-    # torch's own data sets are made of others: the first of the user's among them.
-    parts: tuple[Any, ...]
-    if type(data) is Subset:
-        parts = (data.dataset,)
-    elif type(data) is ConcatDataset:
-        parts = tuple(data.datasets)
-    elif type(data) is StackDataset:
-        parts = tuple(data.datasets.values() if isinstance(data.datasets, dict) else data.datasets)
-    elif type(data) in (TensorDataset, list, tuple, torch.Tensor):
-        return None
-    else:
-        return data
-    return next((found for part in parts if (found := _user_data_set(part)) is not None), None)
+    # The first of the user's among the data sets of which torch's own are made.
+    own = (leaf for leaf in rows.leaves_of(data) if type(leaf) not in (TensorDataset, list, tuple, torch.Tensor))
+    return next(own, None)
 
 
 @doing(READING, interruptible=True)
@@ -178,7 +169,7 @@ class Batches:
         self.own = OwnBatches(kept=True) if type(source) in (list, tuple) else None  # other jobs may read the same
         self.reads_ahead = may_read_ahead(source) if read_ahead is None else read_ahead
         makes_rows = isinstance(source, DataLoader) and user_data(source) is not None
-        self.loading = "loading" if not self.reads_ahead else "loading rows ahead" if makes_rows else "loading ahead"
+        self.loading = BETWEEN if not self.reads_ahead else ROWS_AHEAD if makes_rows else AHEAD
         self._turn = _turn_of(source)
         self._reading: Iterator[Any] | None = None
         self._passes, self._before = 0, passes

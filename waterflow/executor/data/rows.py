@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,15 +18,19 @@ from waterflow.errors import InvalidJobError
 
 _ROWS: tuple[Any, ...] = ((), {})  # what torch's data sets return, besides tensors
 _INTEGERS = {int, np.int64, np.int32}
-# Torch's own way meets these errors of rows and indices again, and raises them in its words.
-_REFUSALS = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
+
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-class _Unsure(IndexError):
+class _Unsure(Exception):
     """It is not sure that the result would equal torch's own."""
 
 
-class DataLoader(torch_data.DataLoader[Any]):
+# Torch's own way meets these errors of rows and indices again, and raises them in its words.
+_REFUSALS = (_Unsure, IndexError, TypeError, ValueError, RuntimeError)
+
+
+class DataLoader(torch_data.DataLoader[_T_co]):
     """``torch.utils.data.DataLoader``, which takes the rows of a batch at once where torch's own data sets hold them.
 
     The same arguments, order, random numbers and batches as torch's. Where the data is a tensor, a ``TensorDataset``, or made of
@@ -36,22 +39,27 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     Args:
         batch_transform: A function of a whole batch (normalize, flip by a mask) that returns the batch to train on. It is called
-            once a batch, in the workers where there are some. Jobs read such batches ahead only with ``Job(read_ahead=True)``.
+            once a batch, in the workers where there are some; with ``Job(shards=)`` once for each part, whose rows must stay as many.
+            Jobs read such batches ahead only with ``Job(read_ahead=True)``.
 
     Raises:
         InvalidJobError: ``batch_transform`` is no function, or has returned None.
     """
 
+    batch_transform: Callable[[Any], Any] | None = None
+
     def __init__(self, dataset: Any, *args: Any, batch_transform: Callable[[Any], Any] | None = None, **kwargs: Any) -> None:
-        if batch_transform is not None and not callable(batch_transform):
-            raise InvalidJobError(f"batch_transform must be a function of a batch; got {type(batch_transform).__name__}")
         super().__init__(dataset, *args, **kwargs)
-        self.batch_transform = batch_transform
+        if batch_transform is not None:
+            if not callable(batch_transform):
+                raise InvalidJobError(f"batch_transform must be a function of a batch; got {type(batch_transform).__name__}")
+            self.batch_transform = batch_transform
 
     def _get_iterator(self) -> Any:
-        own = copy.copy(self)
+        own = self
         if self.batch_transform is not None:
-            own.__dict__["collate_fn"] = _Transformed(self.collate_fn, self.batch_transform)
+            own = object.__new__(type(self))  # not copy.copy: a subclass may leave things out of its pickled state
+            own.__dict__.update(self.__dict__, collate_fn=_Transformed(self.collate_fn, self.batch_transform))
         return at_once(super(DataLoader, own)._get_iterator())
 
 
@@ -93,12 +101,28 @@ class SeededRows:
         return own(indices) if own else [self.dataset[index] for index in indices]
 
 
+def leaves_of(data: Any) -> Iterator[Any]:
+    """Yield the data sets of which torch's own containers make ``data``: itself, if it is none."""
+    if type(data) in (Subset, SeededRows):
+        yield from leaves_of(data.dataset)
+    elif type(data) in (ConcatDataset, StackDataset):
+        for part in data.datasets.values() if isinstance(data.datasets, dict) else data.datasets:
+            yield from leaves_of(part)
+    else:
+        yield data
+
+
+def of_tensors(data: Any) -> bool:
+    """Return True if torch's own data sets hold all rows of ``data`` in tensors."""
+    return all(type(leaf) in (torch.Tensor, TensorDataset) for leaf in leaves_of(data))
+
+
 def at_once(reading: Any) -> Any:
     """Make torch's iterator of a loader without workers take the rows of a batch at once; return it, whatever it is.
 
     What it draws, its batch sampler and pinning stay torch's: only fetching and collating differ.
     """
-    if type(reading) is _SingleProcessDataLoaderIter and not is_at_once(reading):
+    if type(reading) is _SingleProcessDataLoaderIter and not is_at_once(reading) and of_tensors(reading._dataset):
         fetcher = reading._dataset_fetcher
         collate = fetcher.collate_fn
         inner = collate.collate if isinstance(collate, _Transformed) else collate
@@ -115,39 +139,34 @@ def is_at_once(reading: Any) -> bool:
     return type(getattr(reading, "_dataset_fetcher", None)) is _AtOnce
 
 
-def of_tensors(data: Any) -> bool:
-    """Return True if torch's own data sets hold all rows of ``data`` in tensors."""
-    if type(data) is Subset:
-        return of_tensors(data.dataset)
-    if type(data) in (ConcatDataset, StackDataset):
-        parts = data.datasets
-        return all(map(of_tensors, parts.values() if isinstance(parts, dict) else parts))
-    return type(data) in (torch.Tensor, TensorDataset)
-
-
 class _AtOnce:
-    """In the place of torch's fetcher of a map-style data set."""
+    """In the place of torch's fetcher of a map-style data set, until a batch is not sure to be equal to torch's."""
 
     def __init__(self, torchs: Any) -> None:
         self._torchs = torchs
+        self._tries = True
 
     def fetch(self, asked: Any) -> Any:
+        if not self._tries:
+            return self._torchs.fetch(asked)
         data, indices = self._torchs.dataset, asked
         if isinstance(data, SeededRows):
             data, indices = data.dataset, data.seeded(asked)
         try:
             batch = _rows(data, _checked(indices))
         except _REFUSALS:
+            self._tries = False
             return self._torchs.fetch(asked)
         collate = self._torchs.collate_fn
         return collate.transformed(batch) if isinstance(collate, _Transformed) else batch
 
 
 def _checked(indices: Any) -> np.ndarray:
-    # Whole numbers in a row, or _Unsure: a bool, a tensor or an object may mean something else as an index.
+    # Whole numbers in a row, or _Unsure: a bool, a tensor or an object may mean something else as an index. A sequence of the
+    # user's own kind is not even looked at, as torch's way would be its second look.
     if type(indices) in (list, tuple) and not {*map(type, indices)} <= _INTEGERS:
         raise _Unsure
-    made = np.asarray(indices)
+    made = np.asarray(indices) if type(indices) in (list, tuple, np.ndarray) else np.zeros(0)
     if made.dtype not in (np.int64, np.int32) or made.ndim != 1 or not len(made):
         raise _Unsure
     return made
@@ -174,17 +193,19 @@ def _rows(data: Any, at: np.ndarray) -> Any:
 
 def _selected(tensor: Any, at: np.ndarray) -> torch.Tensor:
     unlike = type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.layout != torch.strided or not tensor.dim()
+    # Torch keeps the channels_last of such rows.
+    unlike = unlike or (tensor.dim() > 4 and not tensor[:1].is_contiguous())
     if unlike or tensor.is_conj() or tensor.is_neg() or at.min() < 0 or at.max() >= len(tensor):
         raise _Unsure
-    return tensor.index_select(0, torch.from_numpy(at).to(tensor.device))
+    return tensor.index_select(0, torch.tensor(at, device=tensor.device))
 
 
 def _chosen(indices: Any, at: np.ndarray) -> np.ndarray:
     if at.min() < 0:
         raise _Unsure
-    if type(indices) in (np.ndarray, torch.Tensor):
+    if type(indices) is np.ndarray or (type(indices) is torch.Tensor and not indices.is_cuda):
         return _checked(np.asarray(indices)[at])
-    return _checked([indices[i] for i in at.tolist()])
+    return _checked([indices[i] for i in at.tolist()] if type(indices) in (list, tuple, range) else None)
 
 
 def _joined(data: ConcatDataset[Any], at: np.ndarray) -> Any:
@@ -200,5 +221,6 @@ def _joined(data: ConcatDataset[Any], at: np.ndarray) -> Any:
     alike = all(len({(one.shape[1:], one.dtype, one.device) for one in column}) == 1 for column in columns)
     if not alike or any(each != form for _, each in parts):
         raise _Unsure
-    back = torch.from_numpy(np.argsort(order))
-    return tree_unflatten([torch.cat(column).index_select(0, back.to(column[0].device)) for column in columns], form)
+    back = np.argsort(order)
+    whole = (torch.cat(column) for column in columns)
+    return tree_unflatten([one.index_select(0, torch.tensor(back, device=one.device)) for one in whole], form)

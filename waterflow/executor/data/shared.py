@@ -25,6 +25,7 @@ from waterflow.errors import InvalidJobError, explained
 from waterflow.executor.cancel import doing
 from waterflow.executor.data.copies import OwnBatches, copied
 from waterflow.executor.data.loader import Batches, is_function
+from waterflow.executor.stats import AHEAD
 
 LOOK_AGAIN = 0.05  # seconds after which a waiting job checks again whether it was stopped, or waits in vain
 HELD_UP = 0.1  # seconds that others wait for a job that itself waits for memory or for its turn
@@ -185,7 +186,7 @@ class Reader:
     held_up: Callable[[], Any] = _nothing
     place: Place = (0, 0)  # of its next batch
     ring: _Ring | None = None
-    loading = "loading ahead"
+    loading = AHEAD
     reads_ahead = True  # batches in memory that is written again were copied by ``_pass``
     own = OwnBatches(kept=False)
 
