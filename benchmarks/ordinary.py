@@ -166,7 +166,7 @@ def evaluated_at_once(model: nn.Module, data: Dataset[Any]) -> float:
 
 
 def of_digits(step_of: StepOf, loader: Any, evaluate: Callable[[nn.Module, Any], float]) -> Objective:
-    """Twelve epochs at most."""
+    """At most twelve epochs a trial."""
 
     def objective(trial: optuna.Trial) -> float:
         train, test = digits()
@@ -236,37 +236,43 @@ def of_pictures(step_of: StepOf, loader: Callable[[], Any]) -> Objective:
 # -- what is run
 
 
+THREADS = ("1 thread", "2 threads")
+PEERS = (*THREADS, "two processes")
+
+
 @dataclass(frozen=True)
 class Row:
-    """A study; ``ours`` by name, with what each must reach against the best peer."""
+    """A study; ``ours`` by name, with what each must reach against the best of which peers."""
 
     what: str
     plain: Objective
-    ours: dict[str, tuple[Objective, float]]
+    ours: dict[str, tuple[Objective, float, tuple[str, ...]]]
     trials: int = 12
-    peers: tuple[str, ...] = ("1 thread", "2 threads", "two processes")
     settings: dict[str, Any] = field(default_factory=lambda: {"pruner": optuna.pruners.NopPruner()})  # of the study
     by_epoch: bool = False  # seconds for each epoch trained, as trials are pruned
+
+    @property
+    def peers(self) -> list[str]:
+        """All of them."""
+        return [peer for peer in PEERS if any(peer in peers for _, _, peers in self.ours.values())]
 
 
 ROWS = {
     row.what: row
     for row in (
         Row("table", of_table(plain, DataLoader), {
-            "wf.DataLoader": (of_table(ours, wf.DataLoader), 2.2), "wf.Job": (table_job, 2.5),
+            "wf.DataLoader": (of_table(ours, wf.DataLoader), 2.2, PEERS), "wf.Job": (table_job, 2.5, PEERS),
+            "torch's DataLoader": (of_table(ours, DataLoader), 1.1, THREADS),
         }),
-        Row("table, its data unchanged", of_table(plain, DataLoader), {"wf.Step": (of_table(ours, DataLoader), 1.1)},
-            peers=("1 thread", "2 threads")),
         Row("digits", of_digits(plain, DataLoader, evaluated), {
-            "wf.evaluate": (of_digits(ours, wf.DataLoader, evaluated_at_once), 1.8),
-        }, trials=16, by_epoch=True,
-            settings={"direction": "maximize", "pruner": optuna.pruners.MedianPruner(n_startup_trials=4)}),
+            "wf.evaluate": (of_digits(ours, wf.DataLoader, evaluated_at_once), 1.8, PEERS),
+        }, by_epoch=True, settings={"direction": "maximize", "pruner": optuna.pruners.MedianPruner(n_startup_trials=4)}),
         Row("pictures as bytes", of_pictures(plain, lambda: DataLoader(Pictures(), batch_size=64, shuffle=True)), {
             "batch_transform=": (of_pictures(ours, lambda: wf.DataLoader(
                 TensorDataset(*pictures()), batch_size=64, shuffle=True, batch_transform=normalized
-            )), 3.0),
-        }, trials=6),
-        Row("table, logged", logged(plain), {"wf.Step": (logged(ours), 1.1)}, peers=("1 thread", "2 threads")),
+            )), 3.0, PEERS),
+        }, trials=4),
+        Row("table, logged", logged(plain), {"torch's DataLoader": (logged(ours), 1.1, THREADS)}, trials=8),
     )
 }  # fmt: skip
 
@@ -353,9 +359,9 @@ def measure(row: Row, repeats: int) -> list[dict[str, Any]]:
         return float(ran[way]["seconds"]) / (ran[way]["epochs"] if row.by_epoch else 1)
 
     times = report.interleaved({way: lambda way=way: run(way) for way in (*row.ours, *row.peers)}, repeats)
-    best = min(row.peers, key=lambda way: report.median(times[way]))
     found = []
-    for way, (_, least) in row.ours.items():
+    for way, (_, least, peers) in row.ours.items():
+        best = min(peers, key=lambda peer: report.median(times[peer]))
         ratios = [p / t for p, t in zip(times[best], times[way])]
         found.append({
             "study": row.what, "way": way, "s": report.median(times[way]), "best peer": best, "its s": report.median(times[best]),
@@ -378,9 +384,17 @@ def main() -> int:
         print(json.dumps(run_here(row, way)) if way != "worker" else work(row, *rest) or "")
         return 0
     wanted = [row for what, row in ROWS.items() if not arguments.only or any(word in what for word in arguments.only)]
-    rows = [each for row in wanted for each in measure(row, arguments.repeats)]
-    for row in rows:
-        print(f"\n{row['study']}, {row['way']}:", *row["summary"], sep="\n  ")
+    rows = []
+    for row in wanted:
+        measured = measure(row, arguments.repeats)
+        rows += measured
+        for each in measured if not arguments.json else ():
+            print(
+                f"{each['study']}, {each['way']}: {each['ratio']:.2f} ({each['spread']})",
+                *each["summary"],
+                sep="\n  ",
+                flush=True,
+            )
     return report.finish(
         "ordinary", arguments, rows, "s: of the study, or for each epoch trained; ratio: the best peer's over ours"
     )
