@@ -261,3 +261,27 @@ def test_a_failure_leaves_the_flags(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         wf.evaluate(model, TensorDataset(torch.zeros(3, 4), torch.zeros(3)), metrics=METRICS)
     assert model.training and not model[1].training
+
+
+def test_a_repeatable_study_repeats() -> None:
+    def run(trial: optuna.Trial) -> float:
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=trial.suggest_float("lr", 1e-3, 1.0, log=True))
+        step = wf.Step(model, loss=F.cross_entropy, optimizer=optimizer)
+        for epoch in range(3):
+            for batch in wf.DataLoader(DATA, 30, shuffle=True):
+                step(batch)
+            value = float(wf.evaluate(model, DATA, metrics=METRICS)["loss"])
+            trial.report(value, epoch)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return value
+
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0), pruner=pruner)
+        wf.optimize(study, run, n_trials=10, max_concurrent=3, deterministic=True)
+        found.append([(trial.params, trial.state, trial.value, trial.intermediate_values) for trial in study.trials])
+    assert found[0] == found[1]
