@@ -369,6 +369,14 @@ def test_a_loader_says_what_is_wrong() -> None:
             [*wf.DataLoader(TABLE, 4, batch_transform=nothing, num_workers=workers)]  # type: ignore[arg-type]
 
 
+def test_a_part_keeps_its_rows() -> None:
+    source = wf.DataLoader(TABLE, 4, batch_transform=lambda batch: [torch.cat([part, part]) for part in batch])
+    with pytest.raises(InvalidJobError, match="data of job 'a': batch_transform made 4 rows of 2. A job with shards= weighs"):
+        [*ShardedBatches("a", source, torch.Generator(), shards=2, seed=0).epoch()]
+    [first, *_] = Batches("a", source, torch.Generator()).epoch()
+    assert len(first[0]) == 8
+
+
 @pytest.mark.parametrize("wrong", [{"batch_sise": 4}, {"batch_size": -1}, {"shuffle": True, "sampler": range(12)}])
 def test_torch_refuses_in_its_words(wrong: dict[str, Any]) -> None:
     def refusal(kind: Any) -> Any:

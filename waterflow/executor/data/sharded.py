@@ -146,8 +146,17 @@ class ShardedBatches(Batches):
                 if not self._parts.rows:
                     raise
         rows = self._parts.rows.popleft()
-        mine = [shard for shard in self.mine if rows[shard]]
-        return Cut(rows, {shard: self._early.pop() if self._early else super(ShardedBatches, self)._next() for shard in mine})
+        return Cut(rows, {shard: self._part(rows[shard]) for shard in self.mine if rows[shard]})
+
+    def _part(self, rows: int) -> Any:
+        part = self._early.pop() if self._early else super()._next()
+        lengths = (len(leaf) for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        if (made := next(lengths, rows)) != rows and getattr(self.source, "batch_transform", None) is not None:
+            raise InvalidJobError(
+                f"{self._what}: batch_transform made {made} rows of {rows}. A job with shards= weighs each part of a batch by its rows: "
+                "return as many, or change the rows in the data set"
+            )
+        return part
 
     def _skip(self, place: dict[str, Any]) -> Iterator[Any]:
         if self._parts is None:
