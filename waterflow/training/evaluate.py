@@ -49,8 +49,8 @@ def evaluate(
 
     Args:
         model: Called with all of a batch but its last item: ``model(*batch[:-1])``.
-        data: A data set with rows (input, ..., target), which is read in large batches, in its order; or batches of such rows: a
-            DataLoader, or any iterable, which keep their size and order. Batches are brought to the model's device.
+        data: A data set with rows (input, ..., target), which is read in its order, in large batches if it is of tensors, else 64
+            rows at a time; or batches of such rows: a DataLoader, or any iterable. Batches are brought to the model's device.
         metrics: Functions of (output, target), by name, that return the mean over the rows of a batch.
         reduce: In place of ``metrics``, a function of (outputs, targets) of all rows, such as an area under a curve.
 
