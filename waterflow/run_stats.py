@@ -112,19 +112,16 @@ class RunStats:
 def _shares(spent: Account, computed: Account, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
     # In a study the time of trials is the whole, as their own code counts, too; else the time of jobs.
     all_ = max(spent["trials"], spent["jobs"], 1e-9)
-    ours = {what: spent[what] for what in (*JOBS_LOADING, "capturing", "evaluation", "waiting for memory")}
-    ours["steps"] = spent[CALLS] + spent["jobs"] - sum(ours.values())
-    theirs = {what: spent[what] for what in LOADING}
-    theirs[OWN] = spent["trials"] - spent[CALLS] - spent["jobs"] - sum(theirs.values())
+    wall = {what: spent[what] for what in (*JOBS_LOADING, "capturing", "evaluation", "waiting for memory")}
+    wall["steps"] = spent[CALLS] + spent["jobs"] - sum(wall.values())
+    wall |= {what: spent[what] for what in LOADING}
+    wall[OWN] = spent["trials"] - sum(wall.values())
     own = computed["trials"] - sum(computed[what] for what in (CALLS, "jobs", *LOADING))
     # One thread at a time has the lock. The nearer the threads' code beside steps has come to one processor, the likelier were its
     # waits for the lock; more than one is code that releases it. Workers and other data may wait for anything.
     processor = {**{what: computed[what] for what in (*JOBS_LOADING, *LOADING)}, OWN: max(0.0, own)}
     held = max(0.0, 1.0 - abs(1.0 - sum(processor.values()) / max(seconds, 1e-9)))
-    wall = {**ours, **theirs}
-    of_lock = {
-        what: held * max(0.0, wall[what] - computed_there) / all_
-        for what, computed_there in processor.items() if what not in (AHEAD, WHOLE)
-    }  # fmt: skip
+    waits = {what: held * max(0.0, wall[what] - part) / all_ for what, part in processor.items()}
+    of_lock = {what: part for what, part in waits.items() if what not in (AHEAD, WHOLE)}
     shares = {what: max(0.0, part / all_ - of_lock.get(what, 0.0)) for what, part in wall.items()}
     return {**shares, LOCK: sum(of_lock.values())}, of_lock

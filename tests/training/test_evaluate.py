@@ -243,7 +243,7 @@ def test_wrong_arguments(arguments: Any, told: str) -> None:
 @pytest.mark.parametrize(
     "data, told",
     [
-        (X, r"got a tensor. Pass TensorDataset\(inputs, targets\)"),
+        (X, r"got Tensor. Pass TensorDataset\(inputs, targets\)"),
         (DATA.tensors, r"got Tensor. Pass TensorDataset\(inputs, targets\)"),
         ([], "no batch"),
         ([(X, 3)], "got a target of type int"),

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from waterflow.executor.cancel import READING, activity, is_users
+from waterflow.executor.stats import BETWEEN
 from waterflow.run_stats import OWN
 
 LOOK_SECONDS = 0.1
-LOADING_LINE = "loading"
 
 
 class LineSampler:
@@ -25,7 +25,7 @@ class LineSampler:
 
     def __init__(self, threads: Callable[[], Iterable[int]], objective: CodeType) -> None:
         self._threads, self._objective = threads, objective
-        self._seen: dict[str, Counter[tuple[str, int]]] = {LOADING_LINE: Counter(), OWN: Counter()}
+        self._seen: dict[str, Counter[tuple[str, int]]] = {BETWEEN: Counter(), OWN: Counter()}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="line-sampler", daemon=True)
 
@@ -60,9 +60,9 @@ class LineSampler:
                 line = frame.f_code.co_filename, frame.f_lineno
             doing = activity(frame)
             if doing == READING:
-                what = LOADING_LINE
+                what = BETWEEN
             ours = ours or doing is not None
             frame = frame.f_back
         # Lines within a step or an evaluation are not the loop's.
-        if frame is not None and line is not None and (what == LOADING_LINE or not ours):
+        if frame is not None and line is not None and (what == BETWEEN or not ours):
             self._seen[what][line] += 1

@@ -95,8 +95,6 @@ def _check(model: Any, metrics: Any, reduce: Any) -> None:
 
 
 def _batches(data: Any) -> Iterator[Any]:
-    if isinstance(data, torch.Tensor):
-        raise InvalidJobError("data must have rows (input, target); got a tensor. Pass TensorDataset(inputs, targets)")
     if not isinstance(data, (Dataset, Iterable)):
         raise InvalidJobError(f"data must be a data set, a DataLoader or an iterable of batches; got {type(data).__name__}")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
