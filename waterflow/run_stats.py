@@ -13,16 +13,16 @@ from waterflow.units import format_bytes
 MOST_CAUSES = 3  # causes of eager steps that are printed
 LOCK = "waiting for Python's lock"
 OWN = "your code between steps"
-_WHOLE = "make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=function of a batch)"
+_MAKE_BATCHES = "make whole batches: wf.DataLoader(TensorDataset(...), batch_transform=function of a batch)"
 # For each part of the time: the share above which a change pays off, and the change to advise. Parts of what loads or is between
 # steps hold their waits for Python's lock here.
 FIRST = {
     "eager steps": (0.2, "mend the causes above"),
     "capturing": (0.25, "train longer with each kind of model and batch; fewer kinds, by padding and drop_last=True"),
     BETWEEN: (0.3, "Job(read_ahead=True), or one wf.SharedData for jobs that begin together"),
-    ROWS_AHEAD: (0.3, _WHOLE),
+    ROWS_AHEAD: (0.3, _MAKE_BATCHES),
     TENSORS: (0.2, "wf.DataLoader in the place of torch's takes the rows of a batch at once"),
-    ROWS: (0.3, _WHOLE),
+    ROWS: (0.3, _MAKE_BATCHES),
     WHOLE: (0.3, "load them once, before the study; or return a wf.Job(read_ahead=True), which loads while its steps run"),
     "evaluation": (0.3, "evaluate on larger batches, on fewer rows, or after more steps"),
     "waiting for memory": (0.2, "raise memory=, or take smaller batches"),

@@ -160,18 +160,18 @@ class InPython:
     LEAST_SECONDS = 0.1
 
     def __init__(self) -> None:
-        self._so, self._between, self._busy, self._since = False, 0.0, 0.0, 0.0
+        self._so, self._between, self._busy = False, 0.0, 0.0  # since the last decision; before it
 
     def update(self, between: float, busy: float, eager: int, jobs: int) -> bool:
         """Return it for ``jobs``, of which some are ``eager``.
 
         ``between`` are the seconds since the last call that they have computed between their steps, ``busy`` those of lanes so far.
         """
-        self._between, self._busy = self._between + between, busy
-        whole = self._between + self._busy - self._since
+        self._between += between
+        whole = self._between + busy - self._busy
         if whole >= self.LEAST_SECONDS:
             self._so = self._between > (self.LESS if self._so else self.MOST) * whole
-            self._between, self._since = 0.0, self._busy
+            self._between, self._busy = 0.0, busy
         return self._so or 2 * eager > jobs
 
 

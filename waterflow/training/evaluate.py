@@ -172,24 +172,19 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _floats(what: str, made: Any) -> Any:
-    return (
-        {str(name): float(_number(what, one)) for name, one in made.items()}
-        if isinstance(made, dict)
-        else float(_number(what, made))
-    )
+    if isinstance(made, dict):
+        return {str(name): float(_number(what, one)) for name, one in made.items()}
+    return float(_number(what, made))
 
 
 def _number(what: str, made: Any) -> Any:
-    if isinstance(made, torch.Tensor) and not made.dim():
-        return made
-    try:
-        if not isinstance(made, torch.Tensor):
+    if isinstance(made, torch.Tensor):
+        if not made.dim():
+            return made
+        got = f"a tensor of shape {tuple(made.shape)}; take its mean()"
+    else:
+        try:
             return float(made)
-    except (TypeError, ValueError):
-        pass
-    got = (
-        f"a tensor of shape {tuple(made.shape)}; take its mean()"
-        if isinstance(made, torch.Tensor)
-        else f"{type(made).__name__}: {made!r}"
-    )
+        except (TypeError, ValueError):
+            got = f"{type(made).__name__}: {made!r}"
     raise InvalidJobError(f"{what} of evaluate() must return a number; got {got}")
