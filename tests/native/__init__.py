@@ -1,6 +1,6 @@
 """The tests' own extension: devices, allocator and admission as Python sees them, random runs, logged requests, counted memory."""
 
-from tests.native.admission import Admission, CounterBarrier, CrossLaneFences, DeviceClock, OrderFault
+from tests.native.admission import Admission, CounterBarrier, CrossLaneFences, DeviceClock, OrderFault, PageLedger
 from tests.native.counting import count_memory
 from tests.native.devices import CpuDevice, Device, Race, SimulatedDevice
 from tests.native.fuzzing import FuzzResult, FuzzSetup, fuzz_table, run_fuzz
@@ -19,6 +19,7 @@ __all__ = [
     "FuzzResult",
     "FuzzSetup",
     "OrderFault",
+    "PageLedger",
     "Race",
     "RequestLog",
     "SimulatedDevice",

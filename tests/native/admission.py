@@ -1,4 +1,4 @@
-"""Admission, barriers, the order on the device, and its clock (``admission.h``, ``cross_lane_fences.h``, ``simulation.h``)."""
+"""What the engine books: admission, barriers, the order on the device, an arena's pages; and the clock of simulations."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from tests.native.build import load
 _C = load()
 Admission, CounterBarrier = _C.Admission, _C.CounterBarrier
 CrossLaneFences, OrderFault = _C.CrossLaneFences, _C.OrderFault
-DeviceClock = _C.DeviceClock
+DeviceClock, PageLedger = _C.DeviceClock, _C.PageLedger

@@ -7,6 +7,7 @@
 
 #include "waterflow/executor/csrc/engine/admission.h"
 #include "waterflow/executor/csrc/engine/cross_lane_fences.h"
+#include "waterflow/executor/csrc/engine/page_ledger.h"
 #include "waterflow/executor/csrc/engine/simulation.h"
 
 namespace py = pybind11;
@@ -74,6 +75,24 @@ void bind_admission(py::module_& m) {
       .def("kept", &CrossLaneFences::kept)
       .def("check", &CrossLaneFences::check)
       .def_readonly_static("most", &CrossLaneFences::kMost);
+  py::class_<PageLedger>(m, "PageLedger", py::module_local())
+      .def(py::init<int64_t, int64_t, int64_t, bool>(), py::arg("size"), py::arg("page") = 1, py::arg("apart") = 0,
+           py::arg("behind") = false)
+      .def_property_readonly("size", &PageLedger::size)
+      .def_property_readonly("room", &PageLedger::room)
+      .def("standing", &PageLedger::standing, py::arg("end"))
+      .def("fit", &PageLedger::fit, py::arg("end"), py::arg("height"), py::arg("capacity"))
+      .def("resize", &PageLedger::resize, py::arg("size"))
+      .def("begin", &PageLedger::begin, py::arg("end"), py::arg("height"), py::arg("capacity"))
+      .def("grow", &PageLedger::grow, py::arg("end"), py::arg("bytes"))
+      .def("finish", &PageLedger::finish, py::arg("end"))
+      .def("capacity_up_to", &PageLedger::capacity_up_to, py::arg("wanted"))
+      .def_property_readonly("pages", &PageLedger::pages)
+      .def_property_readonly("needed", &PageLedger::needed)
+      .def("needed_with", &PageLedger::needed_with, py::arg("end"), py::arg("height"), py::arg("capacity"))
+      .def("spare", &PageLedger::spare, py::arg("end"))
+      .def("give_back", &PageLedger::give_back, py::arg("end"), py::arg("from_"))
+      .def("check", &PageLedger::check);
   py::class_<DeviceClock>(m, "DeviceClock", py::module_local())
       .def(py::init<int32_t>(), py::arg("lanes"))
       .def(

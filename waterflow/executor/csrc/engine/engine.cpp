@@ -26,7 +26,12 @@ c10::Stream as_torchs(const CudaDevice& device, cu::Stream handle) {
 
 Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
                std::optional<AsyncHost> async_host, std::optional<OnCuda> cuda)
-    : process_(getpid()), room_(capacity), capacity_(capacity), arenas_(arenas), on_cuda_(cuda.has_value()) {
+    : process_(getpid()),
+      room_(capacity),
+      capacity_(capacity),
+      admission_(capacity),
+      arenas_(arenas),
+      on_cuda_(cuda.has_value()) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
   if (threads_per_lane < 1)
     throw std::invalid_argument("intra-op threads must be at least 1; got " + std::to_string(threads_per_lane));
@@ -43,15 +48,14 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
     throw std::invalid_argument("an engine of " + std::to_string(lanes) + " lanes needs as many streams");
   }
   for (int32_t i = 0; i < lanes; i += 2) {
-    shared_arenas_.push_back(std::make_unique<SharedArena>(std::min(2, lanes - i), i == 0 ? capacity : 0, capacity,
-                                                           make_arena, async_host || cuda,
-                                                           async_host ? async_host->fault : OrderFault::none));
-    shared_arenas_.back()->make_room = [this] {
-      if (limit_) limit_->memory().give_back();
-      discard_pages();
-    };
+    shared_arenas_.push_back(std::make_unique<SharedArena>(
+        capacity, make_arena,
+        [this] {
+          if (limit_) limit_->memory().give_back();
+          discard_pages(INT64_MAX);
+        },
+        async_host || cuda, async_host ? async_host->fault : OrderFault::none));
   }
-  share_out();
 #ifdef WATERFLOW_TEST_HOOKS
   if (async_host) device_ = std::make_unique<CpuDevice>(0, async_host->stalls);
 #else
@@ -179,10 +183,7 @@ void Engine::submit(Id id, std::shared_ptr<StepRun> run, const std::shared_ptr<S
     throw std::invalid_argument("a step that reaches " + std::to_string(largest) + " bytes cannot run in " +
                                 std::to_string(capacity_) + " bytes");
   }
-  if (largest > job.largest) {
-    job.largest = largest;
-    if (shared_arenas_.size() > 1) share_out();
-  }
+  job.largest = std::max(job.largest, largest);
   leave_to_lanes(job, job.queue.size());  // their callers are not waiting for them
   run->job = id;
   if (lanes_[0]->current) run->behind_caller(lanes_[0]->current->device());
@@ -205,35 +206,22 @@ void Engine::batch_arrives(Job& job) {
   }
 }
 
-// A step begins where a lane is free and its arena has room.
+// A step begins where a lane is free and there is room.
 Engine::Lane* Engine::start(Job& job, Lane* here) {
-  StepRun& run = *job.queue.front();
-  SharedArena* tried = nullptr;
-  const auto let_in = [&](Lane& lane) {
-    if (!open_to(lane, job) || lane.shared_arena == tried) return false;
-    if (!leaves_enough(lane, job, run.plan->heights.largest())) return false;
-    tried = lane.shared_arena;
-    auto& admission = lane.shared_arena->admission;
-    if (run.plan->heights.largest() > admission.pending_capacity().value_or(admission.capacity())) return false;
-    if (admission.try_issue(job.id, &run.plan->heights, job.opportunistic)) return true;
-    admission.wait(job.id, job.opportunistic);
-    return false;
-  };
-  Lane* lane = nullptr;
-  here = free_lane(job, here);
-  if (here != nullptr && let_in(*here)) lane = here;
-  for (size_t i = 0; lane == nullptr && i < lanes_.size(); ++i) {
-    if (let_in(*lanes_[i])) lane = lanes_[i].get();
-  }
-  if (lane == nullptr) {
-    end_waits_for(job.id);
-    return nullptr;
-  }
-  for (auto& shared_arena : shared_arenas_) {
-    if (shared_arena.get() != lane->shared_arena) shared_arena->admission.stop_waiting(job.id);
+  const StepRun& run = *job.queue.front();
+  const Heights& heights = run.plan->heights;
+  Lane* lane = lane_for(job, here);
+  if (lane != nullptr && !leaves_enough(*lane, job)) {
+    lane = nullptr;
+  } else if (lane == nullptr || !admission_.try_issue(job.id, &heights, job.opportunistic)) {
+    admission_.wait(job.id, job.opportunistic);
+    lane = nullptr;
   }
   end_waits_for(job.id);
-  lane->shared_arena->begin(lane->end, job.id, *run.plan, run.plan->requests != nullptr && run.frame && !run.profile);
+  if (lane == nullptr) return nullptr;
+  if (run.may_be_planned() && lane->shared_arena->begin(lane->end, heights.largest(), admission_.capacity())) {
+    lane->shared_arena->grow(lane->end, admission_.held_by(job.id));
+  }
   return lane;
 }
 
@@ -254,15 +242,14 @@ bool Engine::grant(Job& job, Lane* here) {
     lane->job = &job;
   } else {
     lane = lanes_[job.lane].get();
-    auto& admission = lane->shared_arena->admission;
-    group = run.plan->heights.groups() - admission.groups_left(job.id);
-    if (!admission.try_issue(job.id, &run.plan->heights)) {
-      admission.wait(job.id, job.opportunistic);
+    group = run.plan->heights.groups() - admission_.groups_left(job.id);
+    if (!admission_.try_issue(job.id, &run.plan->heights)) {
+      admission_.wait(job.id, job.opportunistic);
       return false;
     }
-    lane->shared_arena->grow(lane->end);
+    if (lane->shared_arena->planned(lane->end)) lane->shared_arena->grow(lane->end, admission_.held_by(job.id));
   }
-  peak_held_ = std::max(peak_held_, held_by_all());
+  peak_held_ = std::max(peak_held_, admission_.held());
   if (arenas_) keep_pages_within();
   job.barriers[group].arrive();
   run.waited_ns += now_ns() - job.waiting_since;
@@ -279,14 +266,14 @@ bool Engine::grant(Job& job, Lane* here) {
 
 void Engine::offer_room(Lane* here) {
   if (stop_) return;  // lanes are ending
-  for (auto& shared_arena : shared_arenas_) {
-    if (!shared_arena->admission.anyone_waiting()) continue;
-    for (Id id : shared_arena->admission.waiting()) grant(find(id), here);
+  if (admission_.anyone_waiting()) {
+    for (Id id : admission_.waiting()) grant(find(id), here);
   }
   end_waits();
   for (size_t i = 0; i < ready_.size();) {
     Job* job = ready_[i];
-    if (free_lane(*job, here) == nullptr || !grant(*job, here)) ++i;
+    const bool open = std::any_of(lanes_.begin(), lanes_.end(), [&](auto& lane) { return open_to(*lane, *job); });
+    if (!open || !grant(*job, here)) ++i;
   }
   if (opportunistic_ > 0) watch_for_absence();
 }
@@ -356,7 +343,6 @@ void Engine::forget(Id id, Dropped& dropped) {
   if (graphs_) dropped.graphs = graphs_->forget(id);
   if (find(id).opportunistic) --opportunistic_;
   jobs_.erase(id);
-  if (shared_arenas_.size() > 1) share_out();
 }
 
 bool Engine::set_capacity(int64_t bytes) {
@@ -365,7 +351,7 @@ bool Engine::set_capacity(int64_t bytes) {
   if (bytes < 0) throw std::invalid_argument("capacity cannot be negative: " + std::to_string(bytes));
   capacity_ = bytes;
   if (limit_) limit_->claim(std::max<int64_t>(0, room_ - bytes));
-  share_out();
+  grow_capacity();
   for (auto& [id, job] : jobs_) {
     // A step that is larger than what is left would wait for ever, and those behind it with it.
     for (size_t i = job->running ? 1 : 0; i < job->queue.size(); ++i) {
@@ -386,8 +372,7 @@ bool Engine::set_capacity(int64_t bytes) {
   }
   if (arenas_) keep_pages_within();
   offer_room(nullptr);
-  return std::none_of(shared_arenas_.begin(), shared_arenas_.end(),
-                      [](auto& g) { return g->admission.pending_capacity(); });
+  return !admission_.pending_capacity();
 }
 
 size_t Engine::queued(Id job) const {
@@ -414,7 +399,20 @@ std::vector<Span> Engine::take_spans() {
 
 void Engine::check() const {
   std::lock_guard<std::mutex> guard(lock_);
+  admission_.check();
   for (const auto& shared_arena : shared_arenas_) shared_arena->check();
+  if (stop_) return;
+  const auto refused = [this](const Job& job) {
+    Admission after = admission_;
+    if (after.try_issue(job.id, &job.queue.front()->plan->heights))
+      throw std::logic_error("job " + std::to_string(job.id) + " waits, although there is room");
+  };
+  for (const Job* job : ready_) {
+    if (!job->opportunistic && lane_for(*job, nullptr) != nullptr) refused(*job);
+  }
+  for (Id id : admission_.waiting()) {
+    if (find(id).running) refused(find(id));
+  }
 }
 
 // Whose turn it is on a lane: a job that comes back at once goes on for a while before the next one has its turn.
@@ -434,11 +432,11 @@ bool Engine::open_to(const Lane& lane, const Job& job) const {
   return lane.job == nullptr && lane.index < active_ && (lane.kept_for < 0 || lane.kept_for == job.id);
 }
 
-// The lane that is free for this job: the one that is kept for it, the one asked for, or any.
-Engine::Lane* Engine::free_lane(const Job& job, Lane* here) {
+// The lane where a step of this job may begin: the one that is kept for it, the one asked for, or any.
+Engine::Lane* Engine::lane_for(const Job& job, const Lane* here) const {
   Lane* found = nullptr;
   for (auto& lane : lanes_) {
-    if (!open_to(*lane, job)) continue;
+    if (!open_to(*lane, job) || !has_pages(*lane, *job.queue.front())) continue;
     if (lane->kept_for == job.id) return lane.get();
     if (found == nullptr || lane.get() == here) found = lane.get();
   }
@@ -477,9 +475,7 @@ void Engine::keep_for(Lane& lane, Job& job, const StepRun& run) {
   const int64_t patience = std::max(kShortPauseNs, run.busy_ns / 8);
   const bool queued = !job.queue.empty();
   if (!queued && !returns_within(job, patience)) return;
-  for (const auto& shared_arena : shared_arenas_) {
-    if (shared_arena->admission.anyone_waiting()) return;  // for room, which comes first
-  }
+  if (admission_.anyone_waiting()) return;  // for room, which comes first
   lane.kept_for = job.id;
   lane.kept_since = now;
   lane.kept_until = now + 2 * patience;
@@ -580,7 +576,7 @@ void Engine::issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t grou
   if (run->issued.size() >= kGroupsAhead) device_->synchronize(run->issued[run->issued.size() - kGroupsAhead]);
   if (planned) {
     std::lock_guard<std::mutex> guard(lock_);
-    if (const auto event = shared_arena.order.before(lane.end, peak, shared_arena.size()))
+    if (const auto event = shared_arena.order.before(lane.end, peak, shared_arena.pages().size()))
       device_->wait(lane.stream, *event);
   }
   device_->enqueue(lane.stream, [this, run, group] {
@@ -641,8 +637,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
   const std::shared_ptr<StepRun> held_run = job.queue.front();
   dropped.runs.push_back(held_run);
   StepRun& run = *held_run;
-  Admission& admission = lane.shared_arena->admission;
-  ArenaEnd& end = lane.shared_arena->end(lane.end);
+  const bool planned = lane.shared_arena->planned(lane.end);
   const int32_t groups = run.plan->heights.groups();
   while (static_cast<int32_t>(job.barriers.size()) < groups) job.barriers.emplace_back(CounterBarrier::kLaterGroup);
   std::exception_ptr error;
@@ -663,11 +658,11 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       if (job.queue.size() > 1) batch_arrives(job);
     }
     const int64_t start = now_ns();
-    const int64_t held = held_by_all(), own = admission.held_by(job.id);
+    const int64_t held = admission_.held(), own = admission_.held_by(job.id);
     lock.unlock();
     try {
       if (!filled) run.on_stream(lane.current);
-      if (!filled && end.planned) {
+      if (!filled && planned) {
         run.placer = &lane.shared_arena->placer(lane.end);
         if (graphs_) run.graphs = graphs_->find(lane.index, run, *run.placer);
         if (graphs_ && !run.graphs && run.placer->any_live()) {  // a library keeps what a capture has asked for
@@ -677,7 +672,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
         }
       }
       if (!filled && run.frame) run.fill();
-      if (!filled && end.planned) {
+      if (!filled && planned) {
         run.placer->begin(run.plan->requests);
       }
       filled = true;
@@ -719,13 +714,13 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       spans_.push_back({job.id, job.steps, group, lane.index, start, ended, held, own});
     }
     if (error) break;
-    if (admission.complete(job.id)) break;
+    if (admission_.complete(job.id)) break;
     job.barriers[group + 1].arrive();  // the group before
     job.waiting_since = ended;
-    if (!admission.anyone_waiting()) {
+    if (!admission_.anyone_waiting()) {
       grant(job, &lane);
     } else {
-      admission.wait(job.id, job.opportunistic);  // the others may be nearer the end of theirs
+      admission_.wait(job.id, job.opportunistic);  // the others may be nearer the end of theirs
       offer_room(&lane);
     }
     scheduling_ns_ += now_ns() - ended;
@@ -901,8 +896,9 @@ bool Engine::present(const Job& job) const {
 
 // An opportunistic step cannot be taken back: it starts on a lane only where one is left for each guaranteed job, and
 // where its largest height fits beside theirs.
-bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) const {
+bool Engine::leaves_enough(const Lane& lane, const Job& job) const {
   if (!job.opportunistic) return true;
+  const int64_t height = job.queue.front()->plan->heights.largest();
   int64_t largest = 0;
   int32_t to_come = 0;
   for (const auto& [id, other] : jobs_) {
@@ -910,11 +906,9 @@ bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) con
     largest = std::max(largest, other->largest);
     if (!other->running) ++to_come;
   }
-  const auto takes = [&](const SharedArena& shared_arena) { return shared_arena.admission.capacity() >= largest; };
-  if (largest > 0 && takes(*lane.shared_arena) && height + largest > lane.shared_arena->admission.capacity())
-    return false;
+  if (largest > 0 && height + largest > admission_.capacity()) return false;
   const auto left = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
-    return each.get() != &lane && each->job == nullptr && each->index < active_ && takes(*each->shared_arena);
+    return each.get() != &lane && each->job == nullptr && each->index < active_;
   });
   return left >= std::min(to_come, active_);
 }
@@ -922,11 +916,9 @@ bool Engine::leaves_enough(const Lane& lane, const Job& job, int64_t height) con
 // Nobody tells when a guaranteed job has been idle for long: while an opportunistic step waits, a free lane looks.
 void Engine::watch_for_absence() {
   const bool guaranteed_waits = !ready_.empty() && !ready_.front()->opportunistic;
-  if (guaranteed_waits || std::any_of(shared_arenas_.begin(), shared_arenas_.end(), [&](const auto& shared_arena) {
-        const auto waiting = shared_arena->admission.waiting();
-        return shared_arena->admission.pending_capacity() ||
-               std::any_of(waiting.begin(), waiting.end(), [&](Id id) { return !find(id).opportunistic; });
-      })) {
+  const auto waiting = admission_.waiting();
+  if (guaranteed_waits || admission_.pending_capacity() ||
+      std::any_of(waiting.begin(), waiting.end(), [&](Id id) { return !find(id).opportunistic; })) {
     hurry(lanes_);
   }
   if (ready_.empty() || !ready_.back()->opportunistic) return;
@@ -962,87 +954,90 @@ void Engine::pace_ends(Job& job, StepRun& run) {
   step_times_.push_back({job.id, job.ready_ns, job.ended_ns, run.busy_ns});
 }
 
-// How the engine's memory is shared out among its arenas.
+// How all lanes share one memory.
 
-// Each arena has an equal share, unless a job needs more: then the first one has what the largest job reaches, and the
-// others share what is left. A share that grows waits for those that shrink.
-void Engine::share_out() {
-  const auto count = static_cast<int64_t>(shared_arenas_.size());
-  int64_t largest = 0;
-  for (const auto& [id, job] : jobs_) largest = std::max(largest, job->largest);
-  const int64_t first = std::min(capacity_, std::max(largest, capacity_ - capacity_ / count * (count - 1)));
-  const auto share = [&](size_t i) { return i == 0 || count == 1 ? first : (capacity_ - first) / (count - 1); };
-  for (const bool shrinking : {true, false}) {
-    for (size_t i = 0; i < shared_arenas_.size(); ++i) {
-      const int64_t now = shared_arenas_[i]->admission.capacity();
-      if (shrinking != (share(i) < now)) continue;
-      int64_t others = 0;
-      for (const auto& shared_arena : shared_arenas_)
-        others += shared_arena == shared_arenas_[i] ? 0 : shared_arena->admission.capacity();
-      shared_arenas_[i]->set_capacity(shrinking ? share(i) : std::max(now, std::min(share(i), capacity_ - others)));
-    }
-  }
-}
-
-int64_t Engine::held_by_all() const {
-  int64_t bytes = 0;
-  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->admission.held();
-  return bytes;
+// A larger capacity comes when of two steps that could then meet in an arena one is over.
+void Engine::grow_capacity() {
+  int64_t bytes = capacity_;
+  for (const auto& shared_arena : shared_arenas_) bytes = shared_arena->pages().capacity_up_to(bytes);
+  admission_.set_capacity(bytes);
 }
 
 int64_t Engine::capacity() const {
   std::lock_guard<std::mutex> guard(lock_);
-  int64_t bytes = 0;
-  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->admission.capacity();
-  return shared_arenas_.size() == 1 ? bytes : std::max(bytes, capacity_);
+  return admission_.capacity();
 }
 
 int64_t Engine::held() const {
   std::lock_guard<std::mutex> guard(lock_);
-  return held_by_all();
+  return admission_.held();
 }
 
 int64_t Engine::pages_in_use() const {
   std::lock_guard<std::mutex> guard(lock_);
   int64_t bytes = 0;
-  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->pages_in_use();
+  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->pages().pages();
   return bytes;
+}
+
+// Whether there is memory for a step that begins on this lane. What the host knows to be given back goes to others at
+// once; on a device that runs behind it a step keeps what it has reached to its end, so all of it must fit.
+bool Engine::has_pages(const Lane& lane, const StepRun& run) const {
+  if (!device_ || !arenas_) return true;
+  const int64_t capacity = admission_.capacity(), height = run.plan->heights.largest();
+  int64_t bytes = run.may_be_planned() ? 0 : height, limit = capacity;
+  for (const auto& shared_arena : shared_arenas_) {
+    const PageLedger& pages = shared_arena->pages();
+    const bool there = run.may_be_planned() && shared_arena.get() == lane.shared_arena;
+    bytes += there ? pages.needed_with(lane.end, height, capacity) : pages.needed();
+    limit += shared_arena->rounding();
+  }
+  for (const auto& other : lanes_) {
+    if (holds_elsewhere(*other)) bytes += other->job->queue.front()->plan->heights.largest();
+  }
+  return bytes <= limit;
+}
+
+bool Engine::holds_elsewhere(const Lane& lane) const {
+  return lane.job != nullptr && !lane.shared_arena->planned(lane.end);
 }
 
 // A step of this job is over, or will not be.
 void Engine::leave_ground(Job& job) {
-  for (auto& shared_arena : shared_arenas_) {
-    shared_arena->admission.release(job.id);
-    for (int32_t i = 0; i < shared_arena->lanes(); ++i) {
-      if (shared_arena->end(i).job == job.id) shared_arena->finish(i);
+  admission_.release(job.id);
+  if (job.lane >= 0) lanes_[job.lane]->shared_arena->finish(lanes_[job.lane]->end);
+  if (admission_.capacity() < capacity_) grow_capacity();
+}
+
+// Pages stay behind a step, for the next one; what would be too much beside what is held elsewhere goes.
+void Engine::keep_pages_within() {
+  int64_t bytes = 0, limit = admission_.capacity();
+  for (const auto& shared_arena : shared_arenas_) {
+    bytes += shared_arena->pages().pages();
+    limit += shared_arena->rounding();
+  }
+  for (const auto& lane : lanes_) {
+    if (holds_elsewhere(*lane)) bytes += admission_.held_by(lane->job->id);
+  }
+  if (!limit_) {
+    // The pool serves what is held elsewhere; what it keeps beside that is on top.
+    if (bytes + CpuPool::idle() > limit) CpuPool::trim();
+    discard_pages(bytes + CpuPool::idle() - limit);
+    return;
+  }
+  if (limit_->memory().room() < 0) limit_->memory().give_back();  // which it does when asked
+  discard_pages(limit_->memory().room() < 0 ? INT64_MAX : bytes - limit);
+}
+
+// Gives back so many bytes of pages, where nobody needs them, first those of arenas in which no step stands.
+void Engine::discard_pages(int64_t bytes) {
+  for (const bool idle : {true, false}) {
+    for (auto shared_arena = shared_arenas_.rbegin(); bytes > 0 && shared_arena != shared_arenas_.rend();
+         ++shared_arena) {
+      const bool stands = (*shared_arena)->planned(0) || (*shared_arena)->planned(1);
+      if (idle != stands) bytes -= (*shared_arena)->discard(bytes);
     }
   }
-  if (shared_arenas_.size() > 1) share_out();
-}
-
-// Pages stay behind a step, for the next one; where that would be too much beside what is held elsewhere they go.
-void Engine::keep_pages_within() {
-  int64_t bytes = 0, limit = 0;
-  for (const auto& shared_arena : shared_arenas_) {
-    bytes += shared_arena->pages_in_use() + shared_arena->held_elsewhere();
-    limit += shared_arena->admission.capacity() + shared_arena->rounding();
-  }
-  // The pool serves what is held elsewhere; what it keeps beside that is on top. That of a GPU gives it back when
-  // asked.
-  const auto too_much = [&] {
-    return limit_ ? bytes > limit || limit_->memory().room() < 0 : bytes + CpuPool::idle() > limit;
-  };
-  if (!too_much()) return;
-  if (!limit_) {
-    CpuPool::trim();
-  } else if (limit_->memory().room() < 0) {
-    limit_->memory().give_back();
-  }
-  if (too_much()) discard_pages();
-}
-
-void Engine::discard_pages() {
-  for (auto& shared_arena : shared_arenas_) shared_arena->discard();
 }
 
 void Engine::limit_memory(int64_t bytes) {
@@ -1050,7 +1045,7 @@ void Engine::limit_memory(int64_t bytes) {
   for (const auto& lane : lanes_) streams.push_back(lane->stream);
   auto limit = std::make_unique<CudaLimit>(lanes_[0]->current.value().device_index(), bytes, streams, [this] {
     std::lock_guard<std::mutex> guard(lock_);
-    discard_pages();
+    discard_pages(INT64_MAX);
   });
   std::lock_guard<std::mutex> guard(lock_);
   limit_ = std::move(limit);

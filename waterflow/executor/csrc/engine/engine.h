@@ -101,9 +101,9 @@ class Engine {
   using Id = int64_t;
 
   // `threads_per_lane`: threads of each lane inside one operation, fixed for the engine's life (another number changes
-  // bits). With `arenas` the memory of steps lies at planned addresses; two lanes share an arena. With `behind` groups
-  // of captured steps are only booked when they are issued, and run later, as on a device that has its own order;
-  // `cuda` is such a device.
+  // bits). With `arenas` the memory of steps lies at planned addresses; two lanes share an arena, and all the capacity.
+  // With `behind` groups of captured steps are only booked when they are issued, and run later, as on a device that has
+  // its own order; `cuda` is such a device.
   Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool arenas,
          std::optional<AsyncHost> async_host = {}, std::optional<OnCuda> cuda = {});
   ~Engine();
@@ -214,11 +214,11 @@ class Engine {
   void offer_room(Lane* here);
   bool grant(Job& job, Lane* here);
   Lane* start(Job& job, Lane* here);
-  Lane* free_lane(const Job& job, Lane* here);
+  Lane* lane_for(const Job& job, const Lane* here) const;
   bool before(const Job& one, const Job& other) const;
   bool open_to(const Lane& lane, const Job& job) const;
   void line_up(Job& job);
-  bool leaves_enough(const Lane& lane, const Job& job, int64_t height) const;
+  bool leaves_enough(const Lane& lane, const Job& job) const;
   bool present(const Job& job) const;
   void watch_for_absence();
   void pace_starts(Job& job, StepRun& run);
@@ -230,11 +230,12 @@ class Engine {
   void end_waits();
   void end_waits_for(Id job);
   void look_after(Lane& lane);
-  void share_out();
-  int64_t held_by_all() const;
+  void grow_capacity();
+  bool has_pages(const Lane& lane, const StepRun& run) const;
+  bool holds_elsewhere(const Lane& lane) const;
   void leave_ground(Job& job);
   void keep_pages_within();
-  void discard_pages();
+  void discard_pages(int64_t bytes);
   void make_graph_lanes(const OnCuda& cuda);
   void issue(Lane& lane, const std::shared_ptr<StepRun>& run, int32_t group);
   void detach(Lane& lane, StepRun& run);
@@ -247,7 +248,8 @@ class Engine {
   std::mutex closing_;
   const pid_t process_;
   const int64_t room_;  // the capacity that is left while no job has claimed anything
-  int64_t capacity_;    // of all shared arenas together, once each has come down to its share
+  int64_t capacity_;    // that admission is to have
+  Admission admission_;
   std::vector<std::unique_ptr<SharedArena>> shared_arenas_;
   std::unique_ptr<LaneAllocatorInstalled> installed_;
   std::unique_ptr<CudaLimit> limit_;    // null where torch's requests are not served from a GPU

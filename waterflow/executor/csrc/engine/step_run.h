@@ -60,7 +60,8 @@ struct StepRun {
   void call();                    // the callable
   void finish();                  // behind the last group, and on its stream: what the user gets
   void let_go();                  // of batches, values that change from step to step, and all that is left in between
-  bool loads_kernels() const;     // at first calls, as all may be but the launch of graphs that were launched before
+  bool may_be_planned() const { return plan->requests != nullptr && frame && !profile; }
+  bool loads_kernels() const;  // at first calls, as all may be but the launch of graphs that were launched before
   int visit(visitproc visit, void* arg) const { return work.visit(visit, arg) || told.visit(visit, arg); }
   void clear() { work.clear(), told.clear(); }
 

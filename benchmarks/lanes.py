@@ -1,0 +1,85 @@
+"""Jobs of steps that sleep on many lanes, with memory for a third of them: how near they come to what no order can beat."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+from benchmarks import report
+from waterflow import _C
+
+JOBS, LANES = 12, 8
+MOST = 1.25
+
+
+@dataclass(frozen=True)
+class Made:
+    """A job of equal steps: their number, the seconds and the bytes of each."""
+
+    steps: int
+    seconds: float
+    bytes: int
+
+
+def mix(seed: int) -> list[Made]:
+    """Return jobs of different length and height."""
+    chance = random.Random(seed)
+    return [Made(chance.randint(30, 90), chance.uniform(2e-3, 8e-3), chance.randint(10, 60)) for _ in range(JOBS)]
+
+
+def bounds(jobs: list[Made], lanes: int, capacity: int) -> dict[str, float]:
+    """Return the seconds below which no order of the steps can be."""
+    return {
+        "longest job": max(job.steps * job.seconds for job in jobs),
+        "work by lanes": sum(job.steps * job.seconds for job in jobs) / lanes,
+        "bytes x seconds by capacity": sum(job.steps * job.seconds * job.bytes for job in jobs) / capacity,
+    }
+
+
+def run(jobs: list[Made], lanes: int, capacity: int) -> tuple[float, float]:
+    """Return the seconds that the jobs took, and those of the longest job's steps themselves.
+
+    While they run, a lane that stands idle although a step would be let in is an error (``Engine.check``).
+    """
+    engine = _C.Engine(lanes=lanes, threads_per_lane=1, capacity=capacity)
+    runs = []
+    began = time.perf_counter()
+    for made in jobs:
+        job, plan = engine.add_job(), _C.GroupPlan(ends=[1], peak=[made.bytes], after=[0])
+        for _ in range(made.steps):
+            runs.append(_C.opaque_run(plan, lambda seconds=made.seconds: time.sleep(seconds)))
+            engine.submit(job, runs[-1])
+    while not all(step.done for step in runs[-1:]) or engine.steps_done < len(runs):
+        engine.check()
+        time.sleep(5e-3)
+    took = time.perf_counter() - began
+    slept = sum(engine.lane_busy_ns) * 1e-9
+    for step in runs:
+        step.outputs()
+    engine.close()
+    return took, slept / sum(job.steps * job.seconds for job in jobs)
+
+
+def main() -> int:
+    """Command line."""
+    arguments = report.parser(__doc__ or "").parse_args()
+    rows = []
+    for seed in range(4):
+        jobs = mix(seed)
+        capacity = sum(job.bytes for job in jobs) // 3
+        lower = bounds(jobs, LANES, capacity)
+        name, least = max(lower.items(), key=lambda each: each[1])
+        # What a sleep takes longer than it was asked for is no matter of order.
+        took = [seconds / longer for seconds, longer in (run(jobs, LANES, capacity) for _ in range(arguments.repeats))]
+        rows.append({
+            "jobs": f"{JOBS} on {LANES} lanes, mix {seed}", "seconds": report.median(took),
+            "no order can beat": least, "by": name, "ratio": report.median(took) / least, "spread": report.spread(took),
+            "at most": MOST, "holds": report.median(took) <= MOST * least,
+        })  # fmt: skip
+    return report.finish("lanes", arguments, rows, "memory for a third of the jobs; steps that sleep, so any machine")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
