@@ -276,8 +276,6 @@ class SimulationResult:
     @property
     def peak(self) -> int: ...
     @property
-    def peaks(self) -> list[int]: ...
-    @property
     def waits(self) -> int: ...
     @property
     def steps(self) -> list[int]: ...
@@ -291,7 +289,6 @@ class SimulationResult:
 def simulate(
     jobs: Sequence[tuple[SimulatedStep, int]],
     arena: int,
-    arenas: int = 1,
     run_ahead: int = 2,
     seed: int = 0,
     stalled: int = 0,

@@ -160,11 +160,11 @@ def random_job(name: str, draw: random.Random) -> SimulatedJob:
     )  # fmt: skip
 
 
-def room_for(mixed: list[SimulatedJob], share: float, arenas: int = 1) -> int:
+def room_for(mixed: list[SimulatedJob], share: float) -> int:
     """Memory between what the highest job needs and what any two need side by side."""
     highest = max(job.offsets.height for job in mixed)
     held = sum(job.persistent + job.batch for job in mixed)
-    return held + arenas * (64 * round(highest * (1 + share) / 64) + 64)
+    return held + 64 * round(highest * (1 + share) / 64) + 64
 
 
 def must_be_right(result: Any, mixed: list[SimulatedJob], arena: int, run_ahead: int) -> None:
@@ -187,15 +187,13 @@ def must_be_right(result: Any, mixed: list[SimulatedJob], arena: int, run_ahead:
 
 
 @given(
-    jobs(), st.floats(0, 1), st.integers(1, 2), st.integers(1, 3), st.integers(0, 9), st.booleans(), st.booleans()
+    jobs(), st.floats(0, 1), st.integers(1, 3), st.integers(0, 9), st.booleans(), st.booleans()
 )  # fmt: skip
-def test_random_jobs(
-    mixed: list[SimulatedJob], share: float, arenas: int, run_ahead: int, seed: int, stalls: bool, learns: bool
-) -> None:
+def test_random_jobs(mixed: list[SimulatedJob], share: float, run_ahead: int, seed: int, stalls: bool, learns: bool) -> None:
     clock = Clock(UNIT, stalled=300 if stalls else 0, stall_ns=200)
-    memory = room_for(mixed, share, arenas)
-    native, arena = prepare(mixed, memory, arenas, clock)
-    result = run(native, arena, arenas=arenas, seed=seed, clock=clock, run_ahead=run_ahead, host_learns=learns)
+    memory = room_for(mixed, share)
+    native, arena = prepare(mixed, memory, clock)
+    result = run(native, arena, seed=seed, clock=clock, run_ahead=run_ahead, host_learns=learns)
     assert not result.races, result.told
     must_be_right(result, mixed, arena, run_ahead)
     edges = sorted({at for span in result.spans for at in (span.start, span.end)})
@@ -204,9 +202,9 @@ def test_random_jobs(
         if len({s.lane for s in result.spans if s.start <= a and b <= s.end}) > 1
     ]  # fmt: skip
     assert result.overlapped == sum(b - a for a, b in both)
-    done = simulate(mixed, memory=memory, arenas=arenas, seed=seed, clock=clock)
-    assert done == simulate(mixed, memory=memory, arenas=arenas, seed=seed, clock=clock)
-    assert done.peak <= memory and done.speed <= 2 * arenas
+    done = simulate(mixed, memory=memory, seed=seed, clock=clock)
+    assert done == simulate(mixed, memory=memory, seed=seed, clock=clock)
+    assert done.peak <= memory and done.speed <= 2
     # Nobody gets more out of the device than it has; what shares lose to rounding is made good.
     for kind in ("bytes", "flops"):
         asked = sum(getattr(cost, kind) * job.steps for job in mixed for cost in job.offsets.costs)
@@ -223,7 +221,7 @@ def found(count: int, fault: OrderFault, learns: bool = False) -> float:
         draw = random.Random(seed)
         clock = Clock(UNIT, stalled=300, stall_ns=200)
         mixed = [dataclasses.replace(random_job(f"job-{i}", draw), steps=4) for i in range(3)]
-        native, arena = prepare(mixed, room_for(mixed, 0.3), 1, clock)
+        native, arena = prepare(mixed, room_for(mixed, 0.3), clock)
         result = run(native, arena, seed=seed, clock=clock, fault=fault, host_learns=learns)
         seen += result.races > 0
         assert (result.races > 0) == bool(result.told)

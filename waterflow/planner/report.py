@@ -66,7 +66,7 @@ def save_report(
     if len(jobs) == 1:
         ((_, only),) = jobs
         memory = max(room, only.held + only.offsets.height + ALIGNMENT)
-    native, arena = prepare([step.job(name, _STEPS) for name, step in jobs], memory, 1, clock)
+    native, arena = prepare([step.job(name, _STEPS) for name, step in jobs], memory, clock)
     spans = run(native, arena, clock=clock).spans
     named = [name for name, _ in jobs]
     highest = max(jobs, key=lambda job: job[1].offsets.height)

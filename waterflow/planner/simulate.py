@@ -1,4 +1,4 @@
-"""Simulate jobs on the lanes of arenas in virtual time. Every access is checked; no memory is used.
+"""Simulate jobs on the two lanes of an arena in virtual time. Every access is checked; no memory is used.
 
 The order of groups is the real one (``csrc/engine/admission.h``, ``csrc/engine/cross_lane_fences.h``). Time is a model, not a
 measurement. An operation alone takes its launches, and then as long as its bytes or its arithmetic at the peak rates of a GPU,
@@ -108,29 +108,29 @@ class SimulatedRun:
         return self.alone / max(1, self.makespan)
 
 
-def arena_of(jobs: Sequence[SimulatedJob], memory: int, arenas: int = 1) -> int:
-    """Return the bytes of each arena beside persistent state and one batch of each job; negative if those do not fit."""
-    return (memory - sum(job.persistent + job.batch for job in jobs)) // arenas // ALIGNMENT * ALIGNMENT
+def arena_of(jobs: Sequence[SimulatedJob], memory: int) -> int:
+    """Return the bytes of the arena beside persistent state and one batch of each job; negative if those do not fit."""
+    return (memory - sum(job.persistent + job.batch for job in jobs)) // ALIGNMENT * ALIGNMENT
 
 
 def simulate(
-    jobs: Sequence[SimulatedJob], *, memory: int, arenas: int = 1, run_ahead: int = 2, seed: int = 0, clock: Clock | None = None
+    jobs: Sequence[SimulatedJob], *, memory: int, run_ahead: int = 2, seed: int = 0, clock: Clock | None = None
 ) -> SimulatedRun:
-    """Run all steps of all jobs in ``memory`` bytes, with two lanes per arena. Equal arguments give equal runs.
+    """Run all steps of all jobs in ``memory`` bytes, on two lanes. Equal arguments give equal runs.
 
     The host issues up to ``run_ahead`` groups per lane beyond what the device has finished. Raises ValueError for an invalid
-    plan, MemoryLimitError for a job that does not fit into an arena, and RaceError if two accesses have no order, which no job
+    plan, MemoryLimitError for a job that does not fit into the arena, and RaceError if two accesses have no order, which no job
     can cause.
     """
-    native, arena = prepare(jobs, memory, arenas, clock or Clock())
-    result = run(native, arena, arenas=arenas, run_ahead=run_ahead, seed=seed, clock=clock or Clock())
+    native, arena = prepare(jobs, memory, clock or Clock())
+    result = run(native, arena, run_ahead=run_ahead, seed=seed, clock=clock or Clock())
     if result.races:
         raise RaceError(
             f"accesses to one byte must be ordered; {result.races} are not, the first: {result.told[0]}. "
             "This is a mistake in waterflow; please report it"
         )
-    if max(result.peaks) > arena:
-        raise RaceError(f"an arena of {arena} bytes may hold no more; {max(result.peaks)} were held: a mistake in waterflow")
+    if result.peak > arena:
+        raise RaceError(f"an arena of {arena} bytes may hold no more; {result.peak} were held: a mistake in waterflow")
     held = sum(job.persistent + job.batch for job in jobs)
     return SimulatedRun(
         limit=memory,
@@ -146,21 +146,19 @@ def simulate(
     )
 
 
-def prepare(
-    jobs: Sequence[SimulatedJob], memory: int, arenas: int, clock: Clock
-) -> tuple[list[tuple[_C.SimulatedStep, int]], int]:
-    """Return native steps of the jobs, each plan checked, and the bytes of an arena. Raises as ``simulate``."""
-    arena = arena_of(jobs, memory, arenas)
+def prepare(jobs: Sequence[SimulatedJob], memory: int, clock: Clock) -> tuple[list[tuple[_C.SimulatedStep, int]], int]:
+    """Return native steps of the jobs, each plan checked, and the bytes of the arena. Raises as ``simulate``."""
+    arena = arena_of(jobs, memory)
     steps: dict[Any, _C.SimulatedStep] = {}
     native = []
     for job in jobs:
         if job.offsets.height > arena:
-            held = memory - arena * arenas
+            held = memory - arena
             raise MemoryLimitError(
-                f"a job's step must fit into its arena: {job.name!r} reaches {format_bytes(job.offsets.height)}, and "
+                f"a job's step must fit into the arena: {job.name!r} reaches {format_bytes(job.offsets.height)}, and "
                 f"beside parameters, optimizer state and a batch of each job ({format_bytes(held)}) {memory:,} bytes leave "
                 f"{format_bytes(arena)}; lower its batch size or raise memory=",
-                needed=held + job.offsets.height * arenas,
+                needed=held + job.offsets.height,
                 limit=memory,
             )
         # Copies of one job share one native step: building its list of touches is the slow part.
@@ -204,7 +202,6 @@ def run(
     steps: Sequence[tuple[_C.SimulatedStep, int]],
     arena: int,
     *,
-    arenas: int = 1,
     seed: int = 0,
     clock: Clock,
     run_ahead: int = 2,
@@ -218,6 +215,4 @@ def run(
     orders everything issued afterwards, and no group waits for it. Raises RuntimeError if a group is issued before its barrier,
     or if no group can go on.
     """
-    return _C.simulate(
-        list(steps), arena, arenas, run_ahead, seed, clock.stalled, clock.stall_ns, host_learns, fault, early_issue
-    )
+    return _C.simulate(list(steps), arena, run_ahead, seed, clock.stalled, clock.stall_ns, host_learns, fault, early_issue)

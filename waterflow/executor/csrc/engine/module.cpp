@@ -368,7 +368,6 @@ void bind_simulation(py::module_& m) {
       .def_readonly("busy", &SimulationResult::busy)
       .def_readonly("overlapped", &SimulationResult::overlapped)
       .def_readonly("peak", &SimulationResult::peak)
-      .def_readonly("peaks", &SimulationResult::peaks)
       .def_readonly("waits", &SimulationResult::waits)
       .def_readonly("steps", &SimulationResult::steps)
       .def_readonly("races", &SimulationResult::races)
@@ -377,18 +376,17 @@ void bind_simulation(py::module_& m) {
 
   m.def(
       "simulate",
-      [](const std::vector<std::pair<std::shared_ptr<SimulatedStep>, int32_t>>& jobs, int64_t arena, int32_t arenas,
-         int32_t run_ahead, uint64_t seed, int32_t stalled, int64_t stall_ns, bool host_learns, OrderFault fault,
-         bool early_issue) {
+      [](const std::vector<std::pair<std::shared_ptr<SimulatedStep>, int32_t>>& jobs, int64_t arena, int32_t run_ahead,
+         uint64_t seed, int32_t stalled, int64_t stall_ns, bool host_learns, OrderFault fault, bool early_issue) {
         py::gil_scoped_release release;
-        Simulation simulation({arena, arenas, run_ahead, seed, stalled, stall_ns, host_learns, fault, early_issue});
+        Simulation simulation({arena, run_ahead, seed, stalled, stall_ns, host_learns, fault, early_issue});
         for (const auto& [step, steps] : jobs) simulation.add_job(step, steps);
         return simulation.run();
       },
-      py::arg("jobs"), py::arg("arena"), py::arg("arenas") = 1, py::arg("run_ahead") = 2, py::arg("seed") = 0,
-      py::arg("stalled") = 0, py::arg("stall_ns") = 0, py::arg("host_learns") = false,
-      py::arg("fault") = OrderFault::none, py::arg("early_issue") = false,
-      "Jobs (step, number of steps) on the lanes of arenas of so many bytes; see csrc/engine/simulation.h.");
+      py::arg("jobs"), py::arg("arena"), py::arg("run_ahead") = 2, py::arg("seed") = 0, py::arg("stalled") = 0,
+      py::arg("stall_ns") = 0, py::arg("host_learns") = false, py::arg("fault") = OrderFault::none,
+      py::arg("early_issue") = false,
+      "Jobs (step, number of steps) on the two lanes of an arena of so many bytes; see csrc/engine/simulation.h.");
 }
 
 }  // namespace waterflow

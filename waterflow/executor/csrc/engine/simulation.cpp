@@ -143,22 +143,15 @@ SimulatedStep::SimulatedStep(Heights heights_, std::vector<std::vector<Work>> wo
 }
 
 Simulation::Simulation(const SimulationSettings& settings)
-    : settings_(settings), clock_(std::max(0, 2 * settings.arenas) + 1), random_(settings.seed) {
-  if (settings.arena <= 0 || settings.arenas <= 0 || settings.run_ahead <= 0) {
+    : settings_(settings), clock_(3), admission_(settings.arena), order_(settings.fault), random_(settings.seed) {
+  if (settings.arena <= 0 || settings.run_ahead <= 0) {
     throw std::invalid_argument("a simulation needs an arena with bytes, and lanes that may hold a group or more");
   }
   const int64_t arena = rounded_up(settings.arena);
   device_ = std::make_unique<SimulatedDevice>(int64_t{1} << 62, kGranularity);
-  for (int32_t i = 0; i < settings.arenas; ++i) {
-    auto made = std::make_unique<Arena>(
-        Arena{Admission(settings.arena), CrossLaneFences(settings.fault), device_->reserve(arena), {}});
-    if (made->base == 0 || !device_->grow(made->base, arena)) throw std::invalid_argument("no addresses are left");
-    for (int32_t end = 0; end < 2; ++end) {
-      lanes_.push_back(std::make_unique<Lane>(Lane{2 * i + end, i, end, device_->add_stream()}));
-      made->lanes[end] = lanes_.back().get();
-    }
-    arenas_.push_back(std::move(made));
-  }
+  base_ = device_->reserve(arena);
+  if (base_ == 0 || !device_->grow(base_, arena)) throw std::invalid_argument("no addresses are left");
+  for (int32_t i = 0; i < 2; ++i) lanes_[i] = Lane{i, device_->add_stream()};
   copies_ = device_->add_stream();
 }
 
@@ -173,7 +166,7 @@ void Simulation::add_job(std::shared_ptr<const SimulatedStep> step, int32_t step
   job->number = static_cast<int32_t>(jobs_.size());
   job->step = std::move(step);
   job->steps = steps;
-  // What persists and the batch lie outside of the arenas; a few bytes stand for them.
+  // What persists and the batch lie outside of the arena; a few bytes stand for them.
   job->state = device_->reserve(2 * kGranularity);
   job->batch = job->state + kGranularity;
   if (job->state == 0 || !device_->grow(job->state, 2 * kGranularity)) {
@@ -204,24 +197,22 @@ SimulationResult Simulation::run() {
                              " before group " + std::to_string(job->group));
     }
   }
-  for (const auto& arena : arenas_) {
-    arena->admission.check();
-    arena->order.check();
-  }
+  admission_.check();
+  order_.check();
   measure();
   return std::move(result_);
 }
 
 void Simulation::handle(const DeviceClock::Done& done) {
   if (done.lane < std::ssize(lanes_)) {
-    Lane& lane = *lanes_[done.lane];
+    Lane& lane = lanes_[done.lane];
     const EventId event = lane.in_flight.front();
     if (items_.at(event) != done.item) return;  // in mid-group
     lane.in_flight.pop_front();
     if (!settings_.host_learns) return;
     device_->advance(event);
     if (!device_->complete(event)) throw std::logic_error("a group is done and its event is not");
-    arenas_[lane.arena]->order.reached(lane.end, event);
+    order_.reached(lane.index, event);
     return;
   }
   Job& job = *copying_.front();
@@ -234,14 +225,12 @@ void Simulation::handle(const DeviceClock::Done& done) {
 
 // Issues the first group that may be issued; false where all have to wait for the device.
 bool Simulation::issue_one() {
-  for (auto& arena : arenas_) {
-    for (auto id : arena->admission.waiting()) {
-      Job& job = *jobs_[id];
-      if (job.lane >= 0 ? go_on(*lanes_[job.lane]) : start(job)) return true;
-    }
+  for (auto id : admission_.waiting()) {
+    Job& job = *jobs_[id];
+    if (job.lane >= 0 ? go_on(lanes_[job.lane]) : start(job)) return true;
   }
   for (auto& lane : lanes_) {
-    if (lane->job != nullptr && go_on(*lane)) return true;
+    if (lane.job != nullptr && go_on(lane)) return true;
   }
   for (Job* job : ready_) {
     if (start(*job)) return true;
@@ -252,9 +241,8 @@ bool Simulation::issue_one() {
 bool Simulation::go_on(Lane& lane) {
   Job& job = *lane.job;
   if (has_enough(lane)) return false;
-  Admission& admission = arenas_[lane.arena]->admission;
-  if (!admission.try_issue(job.number, &job.step->heights)) {
-    admission.wait(job.number);
+  if (!admission_.try_issue(job.number, &job.step->heights)) {
+    admission_.wait(job.number);
     return false;
   }
   if (!settings_.early_issue) job.barriers[job.group].arrive();  // room
@@ -263,31 +251,25 @@ bool Simulation::go_on(Lane& lane) {
 }
 
 bool Simulation::start(Job& job) {
-  for (auto& lane : lanes_) {
-    if (lane->job != nullptr || has_enough(*lane)) continue;
-    Admission& admission = arenas_[lane->arena]->admission;
-    if (!admission.try_issue(job.number, &job.step->heights)) {
-      admission.wait(job.number);
-      continue;
-    }
-    for (auto& arena : arenas_) {
-      if (&arena->admission != &admission) arena->admission.release(job.number);
-    }
-    ready_.erase(std::find(ready_.begin(), ready_.end(), &job));
-    job.lane = lane->index;
-    lane->job = &job;
-    if (!settings_.early_issue) job.barriers[0].arrive();  // room
-    issue(job);
-    return true;
+  const auto lane = std::find_if(lanes_.begin(), lanes_.end(),
+                                 [this](const Lane& each) { return each.job == nullptr && !has_enough(each); });
+  if (lane == lanes_.end()) return false;
+  if (!admission_.try_issue(job.number, &job.step->heights)) {
+    admission_.wait(job.number);
+    return false;
   }
-  return false;
+  ready_.erase(std::find(ready_.begin(), ready_.end(), &job));
+  job.lane = lane->index;
+  lane->job = &job;
+  if (!settings_.early_issue) job.barriers[0].arrive();  // room
+  issue(job);
+  return true;
 }
 
 // The next group of a job that admission has let through. It is issued at once, so it holds its peak for no time at
 // all; what it gives back is there for others, who wait for it on the device.
 void Simulation::issue(Job& job) {
-  Lane& lane = *lanes_[job.lane];
-  Arena& arena = *arenas_[lane.arena];
+  Lane& lane = lanes_[job.lane];
   const SimulatedStep& step = *job.step;
   const int32_t group = job.group;
   const int64_t peak = step.heights.peak[group], after = step.heights.after[group];
@@ -297,13 +279,12 @@ void Simulation::issue(Job& job) {
     wait(lane.stream, job.last);
     wait(lane.stream, job.copied);
   }
-  const auto facing = arena.order.before(lane.end, peak, settings_.arena);
+  const auto facing = order_.before(lane.index, peak, settings_.arena);
   wait(lane.stream, facing);
   result_.waits += facing.has_value();
   lane.held = peak;
-  if (arena.held() > settings_.arena) {
-    throw std::logic_error("an arena of " + std::to_string(settings_.arena) + " bytes holds " +
-                           std::to_string(arena.held()));
+  if (held() > settings_.arena) {
+    throw std::logic_error("an arena of " + std::to_string(settings_.arena) + " bytes holds " + std::to_string(held()));
   }
   touch(job, lane);
   lane.held = after;
@@ -317,12 +298,12 @@ void Simulation::issue(Job& job) {
   for (const Work& work : step.work[group]) take(work);
   if (const int64_t longer = stall(); longer > 0) take({longer});
   const EventId event = record(lane.stream, last);
-  arena.order.after(lane.end, peak, event, after);
+  order_.after(lane.index, peak, event, after);
   lane.in_flight.push_back(event);
   of_spans_.emplace_back(first, last);
   result_.spans.push_back({job.number, job.done, group, lane.index, clock_.now(), -1, -1, peak, after});
 
-  if (!arena.admission.complete(job.number)) {
+  if (!admission_.complete(job.number)) {
     job.barriers[++job.group].arrive();  // the group before
     return;
   }
@@ -340,11 +321,10 @@ void Simulation::issue(Job& job) {
 
 void Simulation::touch(const Job& job, const Lane& lane) {
   const SimulatedStep& step = *job.step;
-  const uintptr_t base = arenas_[lane.arena]->base;
   for (int64_t i = step.first[job.group]; i < step.first[job.group + 1]; ++i) {
     const Touch& touch = step.touches[i];
-    const int64_t from = lane.end == 0 ? touch.offset : settings_.arena - touch.offset - touch.bytes;
-    access(job, lane.stream, base + from, touch.bytes, touch.write);
+    const int64_t from = lane.index == 0 ? touch.offset : settings_.arena - touch.offset - touch.bytes;
+    access(job, lane.stream, base_ + from, touch.bytes, touch.write);
   }
   access(job, lane.stream, job.batch, kGranularity, false);
   access(job, lane.stream, job.state, kGranularity, true);
@@ -417,22 +397,16 @@ void Simulation::measure() {
   std::sort(edges.begin(), edges.end(), [](const Edge& a, const Edge& b) {
     return std::tie(a.at, a.starts, a.span) < std::tie(b.at, b.starts, b.span);
   });
-  for (const auto& lane : lanes_) lane->held = 0;
-  result_.peaks.assign(arenas_.size(), 0);
+  for (auto& lane : lanes_) lane.held = 0;
   int32_t busy = 0;
-  int64_t since = 0, held = 0;
+  int64_t since = 0;
   for (const auto& [at, starts, index] : edges) {
     const auto& span = result_.spans[index];
-    Lane& lane = *lanes_[span.lane];
     if (busy >= 2) result_.overlapped += at - since;
     since = at;
     if (span.start < span.end) busy += starts ? 1 : -1;
-    held -= lane.held;
-    lane.held = starts ? span.peak : span.after;
-    held += lane.held;
-    int64_t& peak = result_.peaks[lane.arena];
-    peak = std::max(peak, arenas_[lane.arena]->held());
-    result_.peak = std::max(result_.peak, held);
+    lanes_[span.lane].held = starts ? span.peak : span.after;
+    result_.peak = std::max(result_.peak, held());
   }
 }
 

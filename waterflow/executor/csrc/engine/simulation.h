@@ -1,8 +1,9 @@
-// Jobs on the lanes of arenas in virtual time: real admission, barriers and fences over a device without memory
+// Jobs on two lanes in virtual time: real admission, barriers and fences over a device without memory
 // (Simulation), and the clock of a device whose lanes share its rates (DeviceClock): a stated model of cost, never a
 // measurement.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -119,8 +120,7 @@ struct SimulatedStep {
 };
 
 struct SimulationSettings {
-  int64_t arena = 0;      // bytes of each arena
-  int32_t arenas = 1;     // of two lanes each
+  int64_t arena = 0;      // bytes
   int32_t run_ahead = 2;  // groups that a lane may hold beyond what its device has finished
   uint64_t seed = 0;
   int32_t stalled = 0;  // of 1,000 groups, so many take longer, by up to this, in which they use none of the rates:
@@ -143,8 +143,7 @@ struct SimulationResult {
   int64_t alone = 0;              // what all groups would have taken one by one
   std::vector<int64_t> busy;      // by lane
   int64_t overlapped = 0;         // while two lanes or more were busy
-  std::vector<int64_t> peaks;     // by arena: the most bytes that its lanes held at once, as the device ran
-  int64_t peak = 0;               // the same of all arenas together
+  int64_t peak = 0;               // the most bytes that lanes held at once, as the device ran
   int64_t waits = 0;              // of groups for events of the facing lane
   std::vector<int32_t> steps;     // done, by job
   int64_t races = 0;              // accesses without an order to others; none, or something is wrong
@@ -164,7 +163,7 @@ class Simulation {
   explicit Simulation(const SimulationSettings& settings);
   ~Simulation();
 
-  // A job of so many steps. Throws std::invalid_argument for a step that exceeds an arena.
+  // A job of so many steps. Throws std::invalid_argument for a step that exceeds the arena.
   void add_job(std::shared_ptr<const SimulatedStep> step, int32_t steps);
   SimulationResult run();
 
@@ -181,20 +180,14 @@ class Simulation {
     uintptr_t state, batch;
   };
   struct Lane {
-    int32_t index, arena, end;
-    StreamId stream;
+    int32_t index = 0;  // and its end of the arena
+    StreamId stream = -1;
     Job* job = nullptr;
     int64_t held = 0;
     std::deque<EventId> in_flight;  // behind groups that its device has not finished
   };
-  struct Arena {
-    Admission admission;
-    CrossLaneFences order;
-    uintptr_t base;
-    Lane* lanes[2];
-    int64_t held() const { return lanes[0]->held + lanes[1]->held; }
-  };
 
+  int64_t held() const { return lanes_[0].held + lanes_[1].held; }
   bool has_enough(const Lane& lane) const { return std::ssize(lane.in_flight) >= settings_.run_ahead; }
   bool issue_one();
   bool go_on(Lane& lane);
@@ -214,14 +207,16 @@ class Simulation {
 
   SimulationSettings settings_;
   std::unique_ptr<SimulatedDevice> device_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
-  std::vector<std::unique_ptr<Arena>> arenas_;
+  uintptr_t base_ = 0;  // of the arena
+  std::array<Lane, 2> lanes_;
   std::vector<std::unique_ptr<Job>> jobs_;
   std::deque<Job*> ready_;                           // the step before is issued and the batch is there
   DeviceClock clock_;                                // a lane of its own for copies, behind all others
   std::unordered_map<EventId, ItemId> items_;        // of the clock, that end with an event
   std::vector<ItemId> waited_for_;                   // by what is issued next
   std::vector<std::pair<ItemId, ItemId>> of_spans_;  // first and last
+  Admission admission_;
+  CrossLaneFences order_;
   StreamId copies_ = 0;
   std::deque<Job*> copying_;  // whose batches are on their way, in this order
   uint64_t random_;
