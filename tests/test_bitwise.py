@@ -115,7 +115,7 @@ def test_four_jobs_on_two_lanes(seed: int, asynchronous: int | None) -> None:
         engine.native.check()
 
 
-@pytest.mark.parametrize("lanes", [3, 4])
+@pytest.mark.parametrize("lanes", [3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16))])
 def test_more_lanes(lanes: int, asynchronous: int | None) -> None:
     names = mix_of(lanes, count=5)
     with Engine(memory="4GiB", lanes=lanes, asynchronous=asynchronous) as engine:
@@ -154,7 +154,8 @@ def tight_limit(names: Sequence[str], slack: float) -> int:
 def test_tight_memory(seed: int, slack: float, asynchronous: int | None) -> None:
     names = mix_of(seed)
     limit = tight_limit(names, slack)
-    with Engine(memory=limit, lanes=3, reserve=0, asynchronous=asynchronous) as engine:
+    lanes = {10: 3, 11: 8, 12: 16, 13: 4}[seed]
+    with Engine(memory=limit, lanes=lanes, reserve=0, asynchronous=asynchronous) as engine:
         assert_all_as_alone(names, together(names, engine))
         assert 0 < engine.native.peak_held <= engine.limit
         assert engine.native.placed[0] > 0
@@ -168,6 +169,6 @@ def test_random_mixes(seed: int) -> None:
     names = mix_of(seed, count=draw.randint(2, 6))
     limit = tight_limit(names, draw.random()) if draw.random() < 0.5 else 4096 * MiB
     asynchronous = draw.choice([None, seed])
-    with Engine(memory=limit, lanes=draw.randint(1, 4), reserve=0, asynchronous=asynchronous) as engine:
+    with Engine(memory=limit, lanes=draw.choice([1, 2, 3, 4, 8, 16]), reserve=0, asynchronous=asynchronous) as engine:
         assert_all_as_alone(names, together(names, engine))
         engine.native.check()

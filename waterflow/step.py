@@ -26,7 +26,7 @@ from waterflow.executor.engine import Engine, current_engine, current_worker
 from waterflow.executor.memory_limit import parse_recompute
 from waterflow.executor.program import eager, ownership
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
-from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, storage_bytes
+from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, PlannedStep, storage_bytes
 from waterflow.executor.program.eager import wants_model
 from waterflow.executor.program.ownership import Hold, holders, made_here
 from waterflow.executor.program.reserve_step import claim
@@ -309,7 +309,6 @@ class Step:
         self._eager_step = eager.EagerStep(self._spec, self.generators, self.name)
         self.audit = Audit(audit, self.name, generator, self._spec.device)
         self._closed = False
-        self._eager_claim = (-1, 0)  # the engine's changes, and the batches ahead, when an eager step last claimed
         self.own_batches: OwnBatches | None = None  # set if other jobs may read the same batches
         self.job: int | None = None
         self.batches_ahead = 1
@@ -388,9 +387,7 @@ class Step:
 
     def hold_batches(self, count: int) -> None:
         """Reserve memory for ``count`` batches from the next call on: steps are submitted before results are read."""
-        if count > self.batches_ahead:
-            self.batches_ahead = count
-            self._bound_steps.claim_again()
+        self.batches_ahead = max(self.batches_ahead, count)
 
     # -- what a kind of step may change
 
@@ -437,7 +434,7 @@ class Step:
             given = batch
             if own is not None and bound_step.captured.changed_leaves:
                 leaves = pytree.tree_leaves(given := own.of(batch))
-            bound_step = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which runs the step
+            bound_step, _ = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which runs the step
             self._will_write(bound_step.captured.written_buffers)
             done = self._audited(bound_step, leaves, given) if self.audit.due(bound_step) else None
         except CaptureError as error:
@@ -447,7 +444,7 @@ class Step:
             # Only after it has run eagerly is the step opaque; if that fails, too, the batch was at fault.
             return self._submit_opaque(batch, own, update, by_caller, refused)
         if done is not None:
-            return self._hand_in_captured(*done, bound_step, update)
+            return self._hand_in_captured(*done, bound_step, bound_step.plans.plan, update)
         return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
 
     def _brought(self, batch: Batch) -> Batch:
@@ -462,9 +459,14 @@ class Step:
         own = self._bound_steps.sums, self.engine, self.job, self.batches_ahead
         return self.audit.compare(bound_step, leaves, of_torch(batch), *own, keep)
 
-    def _claimed(self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None) -> BoundStep:
-        if self.engine is None or self.job is None or bound_step.settled(self.engine):
-            return bound_step
+    def _claimed(
+        self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None
+    ) -> tuple[BoundStep, PlannedStep]:
+        planned = bound_step.plans.now
+        if self.engine is None or self.job is None:
+            return bound_step, planned
+        if not bound_step.reduced and self.engine.reservations.covers(self.job, planned.plan, self.batches_ahead):
+            return bound_step, planned
         # Only if the reservation fails: what would fit takes captures to find, and improves the error's text.
         search = partial(what_fits, self, self.engine.reservations.room, self.batches_ahead)
         with self.account.spending("waiting for memory"):
@@ -484,16 +486,16 @@ class Step:
     def _submit_captured(
         self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
     ) -> StepFuture:
-        bound_step = self._claimed(bound_step, leaves, batch_spec)
-        native, profiled = bound_step.planned.native, bound_step.planned.wants_profile
+        bound_step, planned = self._claimed(bound_step, leaves, batch_spec)
+        profiled = bound_step.plans.wants_profile
         # Guards read values that the step before may still write: they are checked after it has ended.
         behind = bound_step.guarded and self.engine is not None and self._under_way
         wait = partial(self.engine.native.wait, self._under_way[-1].run) if behind else None  # type: ignore[union-attr]
-        run = bound_step.binding.run(native, bound_step.given(leaves, wait), bound_step.slots, profiled)
+        run = bound_step.binding.run(planned.native, bound_step.given(leaves, wait), bound_step.slots, profiled)
         run.by_caller = by_caller
-        return self._hand_in_captured(run, profiled, bound_step, update)
+        return self._hand_in_captured(run, profiled, bound_step, planned.plan, update)
 
-    def _hand_in_captured(self, run: _C.StepRun, profiled: bool, bound_step: BoundStep, update: bool) -> StepFuture:
+    def _hand_in_captured(self, run: _C.StepRun, profiled: bool, bound_step: BoundStep, plan: Plan, update: bool) -> StepFuture:
         first = self._bound_steps.begin_update(bound_step) if update else {}
         future = StepFuture(
             self.engine,
@@ -505,8 +507,8 @@ class Step:
             first,
             gathered=self._bound_steps.gather(bound_step),
         )
-        self._note(bound_step)
-        return self._hand_in(future, bound_step.planned.plan, update)
+        self._note(bound_step, plan)
+        return self._hand_in(future, plan, update)
 
     def _hand_in(self, future: StepFuture, plan: Plan | None, update: bool) -> StepFuture:
         before = self._under_way[-1].run if self._under_way else None
@@ -582,36 +584,37 @@ class Step:
             which = "batches of new kinds " if some else ""
             logger.warning("step %r runs %seagerly, about as fast as without waterflow: %s", self.name, which, error)
 
-    def _note(self, bound_step: BoundStep) -> None:
+    def _note(self, bound_step: BoundStep, plan: Plan) -> None:
         # Plans are frozen and shared: with the same plan there is nothing new to record.
-        if self._last_plan is bound_step.planned.plan:
+        if self._last_plan is plan:
             return
         if (now := bound_step.captured.recomputed) != self.recomputed:
             self.recomputed = now
             logger.info("step %r recomputes: %s", self.name, now or "nothing")
-        self._last_plan = bound_step.planned.plan
+        self._last_plan = plan
         self.predicted_height = max(self.predicted_height, bound_step.captured.predicted.height)
-        self.measured_height = max(self.measured_height, bound_step.planned.measured_height)
-        self.most_offloaded = max(self.most_offloaded, bound_step.planned.plan.offloaded)
+        self.measured_height = max(self.measured_height, bound_step.plans.measured_height)
+        self.most_offloaded = max(self.most_offloaded, plan.offloaded)
 
     def _note_run(self, run: _C.StepRun, bound_step: BoundStep, profiled: bool) -> None:
-        planned = bound_step.planned
+        plans = bound_step.plans
         if profiled:
-            planned.add_profile(StepProfile.of(run, bound_step.owner.spec.device))
+            plans.add_profile(StepProfile.of(run, bound_step.owner.spec.device))
         elif run.planned or run.missed:
             self.planned_requests += run.planned
             self.missed_requests += run.missed
-            planned.count_misses(run.missed)
-        self.measured_height = max(self.measured_height, planned.measured_height)
+            plans.count_misses(run.missed)
+        self.measured_height = max(self.measured_height, plans.measured_height)
 
     def _is_ordinary(self, batch: Batch) -> bool:
         # The fast path of eager steps: memory is reserved, no other step is queued, and the batch is as the last one.
         # Then the step runs at once, without a reservation or a future.
-        claimed, engine = self._eager_claim, self.engine
-        if engine is not None and (
-            engine.reservations.clock is not None or claimed != (engine.reservations.changes, self.batches_ahead)
-        ):
-            return False
+        if self.engine is not None and self.job is not None:
+            known = self._eager_step.plan_before
+            if known is None or not self.engine.reservations.covers(self.job, known[0], self.batches_ahead):
+                return False
+            if self.engine.reservations.clock is not None:
+                return False
         return not self._under_way and self._eager_step.is_as_before(batch)
 
     def _eagerly(self, batch: Batch, update: bool, tries_again: bool) -> Any:
@@ -677,10 +680,11 @@ class Step:
             return self._hand_in(StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update)
         known = self.measured_height > 0 and (refused is None or new_kind)
         plan, native = self._eager_step.plan(self.measured_height, size)
-        if self._last_plan is not plan or self._eager_claim != (self.engine.reservations.changes, self.batches_ahead):
+        if not self.engine.reservations.covers(self.job, plan, self.batches_ahead):
+            last = self._under_way[-1].run if self._under_way else None
             with self.account.spending("waiting for memory"):
-                self.engine.reservations.claim(self.job, plan, batches=self.batches_ahead)
-            self._last_plan, self._eager_claim = plan, (self.engine.reservations.changes, self.batches_ahead)
+                self.engine.reservations.claim(self.job, plan, batches=self.batches_ahead, last=last)
+        self._last_plan = plan
         # The memory of a job's first eager step is unknown: it runs with all that is left, and is measured.
         with contextlib.ExitStack() as around:
             if not known:

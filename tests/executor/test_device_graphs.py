@@ -235,7 +235,7 @@ def test_a_new_plan_is_captured_anew() -> None:
     def again(index: int, step: wf.Step) -> None:
         if index == 8:
             for variant in step._bound_steps._bound_steps.values():
-                variant.planned.wants_profile = True
+                variant.plans.wants_profile = True
 
     expected = plainly(given=given)
     with wf.Engine(memory="512MiB", lanes=1) as engine:

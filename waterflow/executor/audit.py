@@ -534,7 +534,7 @@ class Audit:
         start = time.perf_counter()
         ways = self._both_ways(bound_step, leaves, batch, sums, keep)
         try:
-            found = _admitted(ways, engine, job, bound_step.planned.plan, batches)
+            found = _admitted(ways, engine, job, bound_step.plans.plan, batches)
         except ProvesNothing as error:
             if (why := str(error)) not in bound_step.code.told:
                 bound_step.code.told.add(why)
@@ -576,7 +576,7 @@ class Audit:
             batch,
             surrounding,
             keep,
-            keep and bound_step.planned.wants_profile,
+            keep and bound_step.plans.wants_profile,
         )
 
 

@@ -49,7 +49,6 @@ class Reservations:
         self.clock: VirtualClock | None = None  # set where the order of events must not follow the wall clock
         self.persistent_log: list[tuple[int, int, str, int]] = []
         self.most_claimed = 0  # bytes that jobs could hold at a time: all between steps, and in steps on each lane
-        self.changes = 0  # of claims and policies; a step that sees the same number as before need not claim again
         self.quantum: float | None = None
         self._claims: dict[int, Claim] = {}
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: the most bytes and height it claimed, or wanted
@@ -70,11 +69,17 @@ class Reservations:
         """The bytes that jobs may claim: the limit without the reserve."""
         return self.limit - self.reserve
 
-    def claim(self, job: int, plan: Plan, *, batches: int = 1) -> None:
+    def covers(self, job: int, plan: Plan, batches: int) -> bool:
+        """Return True if ``job`` has claimed what such a step needs, and has had the same policy since."""
+        mine = self._claims.get(job)
+        return mine is not None and mine.settled and mine.has(plan.persistent + plan.batch * batches, plan.height)
+
+    def claim(self, job: int, plan: Plan, *, batches: int = 1, last: _C.StepRun | None = None) -> None:
         """Claim the persistent bytes of ``job`` and of ``batches`` batches before a step of it; wait until they fit.
 
-        They fit if the rest of the memory has room for the largest step of any job with a claim. A claim that covers the plan
-        already returns at once.
+        They fit if the rest of the memory has room for the largest step of any job with a claim. A claim that has room for the
+        plan already returns at once. The claim is for all kinds of steps that the job has claimed for, if they fit together;
+        else for this one, once ``last``, the last of its steps under way, has ended.
 
         Raises:
             MemoryLimitError: The job does not fit on an empty device or in its quota, or every job that has memory waits for
@@ -85,14 +90,19 @@ class Reservations:
         policy = self.policy_of(job)
         needed, height = plan.persistent + plan.batch * batches, plan.height
         mine = self._claims.get(job)
-        if mine is not None and needed <= mine.needed and height <= mine.height:
+        if mine is not None and mine.has(needed, height):
+            mine.settled = True  # first: another change of its policy is for its next step
             if self.above_quota(job):
                 self._leave(job, plan)
             return
         if needed + height > self.room:
             raise too_large(plan, needed, self.limit, self.room)
-        if mine is not None and max(needed, mine.needed) + max(height, mine.height) <= self.room:
-            needed, height = max(needed, mine.needed), max(height, mine.height)  # its other steps go on
+        if mine is not None:
+            both = max(needed, mine.needed), max(height, mine.height)
+            if sum(both) <= self.room and policy.allow(self._wanted(policy, *both) + both[1]):
+                needed, height = both
+            elif last is not None:
+                self.native.wait(last)
         wanted = self._wanted(policy, needed, height)
         if policy.limit is not None and wanted + height > policy.limit:
             if policy.quota_changed and mine is not None and policy.at_boundary == threading.get_ident():
@@ -113,12 +123,21 @@ class Reservations:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, height):
                         since = mine.since if mine is not None else time.monotonic()
-                        self._claims[job] = Claim(plan.name, owner, worker, wanted, height, policy.opportunistic, needed, since)
+                        self._claims[job] = Claim(
+                            plan.name,
+                            owner,
+                            worker,
+                            wanted,
+                            height,
+                            policy.opportunistic,
+                            needed,
+                            since,
+                            self.policy_of(job) is policy,
+                        )
                         highest = sorted(c.height for c in self._claims.values())[-self.native.lanes :]
                         claimed = self.room - self._capacity() + min(sum(highest), self._capacity())
                         self.most_claimed = max(self.most_claimed, claimed)
                         self._set_capacity()
-                        self.changes += 1
                         # Steps under way may still use these addresses of the arena; they finish, and no group is admitted
                         # until the native capacity has come down.
                         while self.native.capacity > self._capacity() and not self.closed:
@@ -217,7 +236,7 @@ class Reservations:
         """Return True if ``job`` has, or could claim now, ``needed`` bytes between steps and a step of ``height`` bytes."""
         with self._guard:
             mine = self._claims.get(job)
-            if mine is not None and needed <= mine.needed and height <= mine.height:
+            if mine is not None and mine.has(needed, height):
                 return True
             return self._fits(job, max(needed, mine.needed if mine is not None else 0), height)
 
@@ -226,7 +245,6 @@ class Reservations:
         with self._turn(), self._guard:
             self._forget(job)
             claim = self._claims.pop(job, None)
-            self.changes += 1
             if claim is not None:
                 self._book(job, claim.name, 0)
                 self._give_back_pages()
@@ -267,9 +285,8 @@ class Reservations:
                 return
             self._policies[job] = policy
             self._stay.pop(job, None)
-            self.changes += 1
             if (claim := self._claims.get(job)) is not None:
-                claim.opportunistic = policy.opportunistic
+                claim.opportunistic, claim.settled = policy.opportunistic, False
             self._changed.notify_all()
 
     # -- quotas that are lowered
@@ -291,7 +308,6 @@ class Reservations:
         with self._turn(), self._guard:
             if (claim := self._claims.get(job)) is not None and height < claim.height:
                 claim.height = height
-                self.changes += 1
                 self._changed.notify_all()
 
     def _leave(self, job: int, plan: Plan) -> None:

@@ -128,7 +128,7 @@ class OnLane:
         assert step.job is not None
         with contextlib.suppress(RuntimeError):  # resumed, and not trained since: the last plan counts
             self._plan = step.plan
-            if height <= self._plan.height:
+            if height <= self._plan.height and engine.reservations.covers(step.job, self._plan, step.batches_ahead):
                 return
         if (plan := self._plan) is None:
             return

@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ from waterflow.executor.program.capture_cache import (
     CapturedStep,
     Code,
     NewKind,
-    PlannedStep,
+    StepPlans,
     assemble,
     build,
     captures,
@@ -49,9 +49,6 @@ from waterflow.partition.passes.storages import StorageTable
 from waterflow.partition.plan.liveness import lifetimes
 from waterflow.partition.plan.offsets import MOST_WORK, place
 from waterflow.partition.plan.plan import Plan, format_bytes
-
-if TYPE_CHECKING:
-    from waterflow.executor.engine import Engine
 
 logger = logging.getLogger("waterflow")
 
@@ -162,7 +159,7 @@ class Whole:
 
     key: Hashable
     plain: CapturedStep  # as captured
-    planned: PlannedStep
+    plans: StepPlans
     lowest: int = 0  # bytes below which no form of it was found
 
 
@@ -177,7 +174,7 @@ class BoundStep:
     key: Key
     plain: CapturedStep
     captured: CapturedStep
-    planned: PlannedStep
+    plans: StepPlans
     binding: _C.Binding
     slots: list[int]
     leaves: list[int]
@@ -186,18 +183,17 @@ class BoundStep:
     owner: Owner
     moved: Members
     whole: Whole
-    seen: int | None = None  # ``Reservations.changes`` when its claim was last checked
     # A batch in ``changed_early`` is copied, as this memory may change before the batch is read for the last time; one in
     # ``changed_between`` is refused, as operations that are recomputed would read it after it has changed.
     changed_early: Ranges = field(default_factory=lambda: Ranges(()))
     changed_between: Ranges = field(default_factory=lambda: Ranges(()))
     guarded: bool = False  # there is such memory
     asked_not: Ranges = field(default_factory=lambda: Ranges(()))  # memory that the step changes: no answers from there
-    claimed: Plan | None = None
 
-    def settled(self, engine: Engine) -> bool:
-        """Return True if memory is claimed for the step, and no claim or policy has changed since."""
-        return self.claimed is self.planned.plan and self.seen == engine.reservations.changes
+    @property
+    def reduced(self) -> bool:
+        """Whether it runs in less memory than it needs."""
+        return self.plans is not self.whole.plans
 
     def answers(self, leaves: list[Any]) -> Answers:
         """Return the answers in the step's own key if the batch gives the same; else those of the key to look under next.
@@ -463,8 +459,8 @@ class BoundSteps:
         if self._recompute != "auto" or not bound_step.plain.capture.apart:
             return None
         before = self._heights.get(bound_step.key)
-        beyond = bound_step.planned.plan.height - height
-        wanted = bound_step.planned.graph_height(height) if before is None else before - max(1, beyond)
+        beyond = bound_step.plans.plan.height - height
+        wanted = bound_step.plans.graph_height(height) if before is None else before - max(1, beyond)
         _form(bound_step.plain, max(0, wanted))
         self._heights[bound_step.key] = wanted
         return self._make(bound_step.key, leaves, batch_spec)
@@ -489,9 +485,9 @@ class BoundSteps:
         binding.set_generator(self._generator)
         if key not in self._bound_steps and len(self._bound_steps) >= MOST_SHAPES:
             self._bound_steps.pop(next(iter(self._bound_steps)))
-        planned = self._planned(key, captured)
-        self._last = whole = Whole(key, plain, planned if form is captured else self._planned(key, form))
-        made = BoundStep(key, plain, captured, planned, binding, slots, positions, structure, code, owner, moved, whole)
+        plans = self._plans(key, captured)
+        self._last = whole = Whole(key, plain, plans if form is captured else self._plans(key, form))
+        made = BoundStep(key, plain, captured, plans, binding, slots, positions, structure, code, owner, moved, whole)
         if captured.capture.early_updates or captured.recomputed is not None:
             buffers = dict(spec.model.named_buffers())
             written = [buffers[name] for name in captured.written_buffers]
@@ -506,18 +502,18 @@ class BoundSteps:
             self._budget.add_kind()
         return made
 
-    def _planned(self, key: Hashable, captured: CapturedStep) -> PlannedStep:
+    def _plans(self, key: Hashable, captured: CapturedStep) -> StepPlans:
         if not self._own_plans:
-            return captured.planned(self._threads)
+            return captured.plans(self._threads)
         old = self._bound_steps.get(key)
-        known = (old.planned, old.whole.planned) if old is not None else ()
-        return next((one for one in known if one.captured is captured), None) or PlannedStep(captured)
+        known = (old.plans, old.whole.plans) if old is not None else ()
+        return next((one for one in known if one.captured is captured), None) or StepPlans(captured)
 
     # -- below what the step needs
 
     def within(self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, room: int) -> BoundStep | None:
         """Return the step whole if it is at most ``room`` bytes high, else in a reduced form; None if no form is so low."""
-        whole = bound_step.whole.planned.captured
+        whole = bound_step.whole.plans.captured
         known = self._reduced.get(bound_step.key)  # goes on with what its own profile has shown
         start = bound_step.captured if known is not None and known[0] is whole and known[1] == room else whole
         form = self._brought(bound_step.whole, start, room)
@@ -536,18 +532,18 @@ class BoundSteps:
         The last step, which is known also after ``clear``, counts in the form that fits in ``quota`` bytes, if there is one.
         """
         last = self._last
-        if last is None or (wanted is not None and wanted.peak > last.planned.plan.peak):
+        if last is None or (wanted is not None and wanted.peak > last.plans.plan.peak):
             return wanted
-        plan = last.planned.plan
+        plan = last.plans.plan
         if quota is None:
             return plan
-        form = self._brought(last, last.planned.captured, quota - plan.persistent - batches * plan.batch)
-        return plan if form is None else self._planned(last.key, form).plan
+        form = self._brought(last, last.plans.captured, quota - plan.persistent - batches * plan.batch)
+        return plan if form is None else self._plans(last.key, form).plan
 
     def _brought(self, whole: Whole, form: CapturedStep, room: int) -> CapturedStep | None:
         # Until a form's plan, which its own profile may have raised, fits. None if no form does.
-        while (planned := self._planned(whole.key, form)).plan.height > room:
-            height = planned.graph_height(room)
+        while (plans := self._plans(whole.key, form)).plan.height > room:
+            height = plans.graph_height(room)
             if height < whole.lowest:
                 return None
             try:
@@ -559,7 +555,7 @@ class BoundSteps:
 
     def plan(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None) -> Plan:
         """Return the plan of a step on such a batch, without binding it. Raises as ``captured`` does."""
-        return self.captured(leaves, batch_spec, batch_key, height).planned(self._threads).plan
+        return self.captured(leaves, batch_spec, batch_key, height).plans(self._threads).plan
 
     def captured(
         self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, height: int | None = None
@@ -658,11 +654,6 @@ class BoundSteps:
         for key, bound_step in [*self._bound_steps.items()]:
             if self.first.half_begun(bound_step.moved) is not None:
                 del self._bound_steps[key]
-
-    def claim_again(self) -> None:
-        """Make every step claim its memory anew before it runs."""
-        for bound_step in self._bound_steps.values():
-            bound_step.claimed = None
 
     def gather(self, bound_step: BoundStep) -> frozenset[str]:
         """Note that a step was submitted, which adds to gradient sums or uses them up; return the names of those before it."""

@@ -210,22 +210,47 @@ MOST_PROFILED_AGAIN = 3
 NODE_BYTES = 3 << 10  # host memory of a capture for each node, as measured: docs/experiments/capture.md
 
 
+@dataclass(frozen=True)
 class PlannedStep:
+    """A plan, and the same as the engine's lanes read it."""
+
+    plan: Plan
+    native: _C.GroupPlan
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlannedStep:
+        """Return ``plan`` with its twin."""
+        groups = plan.groups
+        native = _C.GroupPlan(
+            ends=[g.end for g in groups],
+            peak=[g.peak for g in groups],
+            after=[g.after for g in groups],
+            expected_ns=int(plan.seconds * 1e9),
+            requests=plan.requests.native() if plan.requests is not None else None,
+        )
+        return cls(plan, native)
+
+
+class StepPlans:
     """The plan of a captured step for a number of intra-op threads, first predicted, then made from profiles.
 
-    Thread-safe: several jobs may add profiles at once.
+    Thread-safe: several jobs may add profiles at once. ``now`` is then another object, whose parts belong together.
     """
 
     def __init__(self, captured: CapturedStep) -> None:
         self.captured = captured
         self._lock = threading.Lock()
         self._profiles: list[StepProfile] = []
-        self.plan = captured.predicted
-        self.native = _native(self.plan)
+        self.now = PlannedStep.of(captured.predicted)
         self.wants_profile = True
         self.measured_height = 0
         self._missed = 0  # steps in a row with requests that were not planned
         self._again = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it is now."""
+        return self.now.plan
 
     def graph_height(self, height: int) -> int:
         """Return the height in bytes by the graph with which the whole step is ``height`` high, by the profiles so far."""
@@ -252,7 +277,7 @@ class PlannedStep:
                 columns = zip(*(one.memory(given)[0] for one in self._profiles))
                 memory = [OperationMemory(max(m.peak for m in c), max(m.after for m in c), c[0].traffic) for c in columns]
             predicted = self.captured.predicted
-            self.plan = make_plan(
+            plan = make_plan(
                 predicted.name,
                 memory,
                 persistent=predicted.persistent,
@@ -262,7 +287,7 @@ class PlannedStep:
                 forward=predicted.forward,
                 offloaded=predicted.offloaded,
             )
-            self.native = _native(self.plan)
+            self.now = PlannedStep.of(plan)
             self.measured_height = self.plan.height
             self.wants_profile = False
             self._profiles.clear()
@@ -275,16 +300,6 @@ class PlannedStep:
                 self._again += 1
                 self._missed = 0
                 self.wants_profile = True
-
-
-def _native(plan: Plan) -> _C.GroupPlan:
-    return _C.GroupPlan(
-        ends=[g.end for g in plan.groups],
-        peak=[g.peak for g in plan.groups],
-        after=[g.after for g in plan.groups],
-        expected_ns=int(plan.seconds * 1e9),
-        requests=plan.requests.native() if plan.requests is not None else None,
-    )
 
 
 @dataclass
@@ -302,7 +317,7 @@ class CapturedStep:
     layouts_hold: bool = False  # kernels were asked, and return the layouts that the capture has
     exactly: CapturedStep | None = None  # the same with the bits of the captured operations, where this one rounds otherwise
     audited: Audited = field(default_factory=Audited)
-    _planned: dict[int, PlannedStep] = field(default_factory=dict)
+    _plans: dict[int, StepPlans] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @functools.cached_property
@@ -350,12 +365,12 @@ class CapturedStep:
         made.exactly = self
         return made
 
-    def planned(self, threads: int) -> PlannedStep:
+    def plans(self, threads: int) -> StepPlans:
         """Return the plan for operations on ``threads`` threads, on whose number the temporaries of kernels depend."""
         with self._lock:
-            if threads not in self._planned:
-                self._planned[threads] = PlannedStep(self)
-            return self._planned[threads]
+            if threads not in self._plans:
+                self._plans[threads] = StepPlans(self)
+            return self._plans[threads]
 
 
 def build(

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from waterflow.errors import MemoryLimitError
 from waterflow.executor.engine import Engine
 from waterflow.executor.program.bound_step import BoundStep, BoundSteps
+from waterflow.executor.program.capture_cache import PlannedStep
 from waterflow.executor.program.step_future import StepFuture
 from waterflow.executor.reservations import too_large
 from waterflow.partition.plan.plan import Plan, format_bytes
@@ -75,19 +76,19 @@ def claim(
     batch_spec: pytree.TreeSpec | None,
     under_way: Sequence[StepFuture],
     search: Search,
-) -> BoundStep:
-    """Claim memory for the job's steps on this kind of batch; return the bound step, in the form that the memory is claimed for.
+) -> tuple[BoundStep, PlannedStep]:
+    """Claim memory for the job's steps on this kind of batch; return the form of the step that has memory, and its plan then.
 
     A step that may recompute is brought to the height at which it fits alone. Raises as ``Reservations.claim``; the error for a
     job that does not fit alone names what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
     """
-    seen = engine.reservations.changes  # read first: a change during the claim makes the next call claim again
     bound_step = _within_quota(engine, job, batches, bound_steps, bound_step, leaves, batch_spec, under_way)
-    bound_step.seen = seen
-    while bound_step.claimed is not (plan := bound_step.planned.plan):
+    last = under_way[-1].run if under_way else None
+    while not engine.reservations.covers(job, (planned := bound_step.plans.now).plan, batches):
+        plan = planned.plan
         try:
-            engine.reservations.claim(job, plan.renamed(name), batches=batches)
-            bound_step.claimed = plan
+            engine.reservations.claim(job, plan.renamed(name), batches=batches, last=last)
+            return bound_step, planned
         except MemoryLimitError as error:
             if error.needed <= engine.reservations.room:  # it fits alone: its quota, or other jobs, are in the way
                 raise
@@ -103,8 +104,7 @@ def claim(
                 found = search(batch, beyond)
                 raise found.error(engine.limit, engine.reservations.room, plan.renamed(name), held, lowest) from None
             bound_step = lower
-            bound_step.seen = seen
-    return bound_step
+    return bound_step, planned
 
 
 def _within_quota(
@@ -120,20 +120,18 @@ def _within_quota(
     # The step in the form that fits in the job's quota; an opportunistic job's reduced step stays so until there is room for
     # the whole one. If the claim exceeds a lowered quota, steps under way end, and the claim comes down to the form's height.
     # If no form fits, the step is returned as it is and must claim anew: the claim raises, or asks the job to leave.
-    whole = bound_step.whole.planned.plan
+    whole = bound_step.whole.plans.plan
     needed = whole.persistent + batches * whole.batch
     most = engine.reservations.most_height(job, needed)
     room = whole.height if most is None else min(most, whole.height)
-    goes_whole = room == whole.height and bound_step.planned is not bound_step.whole.planned
+    goes_whole = room == whole.height and bound_step.reduced
     if goes_whole and engine.reservations.policy_of(job).opportunistic and not engine.reservations.has_room(job, needed, room):
         return bound_step  # it stays in its reduced form until there is room for the whole one
     fitting = bound_steps.within(bound_step, leaves, batch_spec, room)
     if fitting is None:
-        bound_step.claimed = None
         return bound_step
     if engine.reservations.above_quota(job):
         if under_way:
             engine.native.wait(under_way[-1].run)
-        engine.reservations.lower(job, fitting.planned.plan.height)
-        bound_steps.claim_again()
+        engine.reservations.lower(job, fitting.plans.plan.height)
     return fitting

@@ -401,6 +401,8 @@ void Engine::check() const {
   std::lock_guard<std::mutex> guard(lock_);
   admission_.check();
   for (const auto& shared_arena : shared_arenas_) shared_arena->check();
+  if (arenas_ && !device_ && beyond_capacity() > 0)
+    throw std::logic_error("pages exceed the capacity by " + std::to_string(beyond_capacity()));
   if (stop_) return;
   const auto refused = [this](const Job& job) {
     Admission after = admission_;
@@ -965,7 +967,7 @@ void Engine::grow_capacity() {
 
 int64_t Engine::capacity() const {
   std::lock_guard<std::mutex> guard(lock_);
-  return admission_.capacity();
+  return std::max(admission_.capacity(), needed_behind(nullptr, nullptr));
 }
 
 int64_t Engine::held() const {
@@ -983,19 +985,26 @@ int64_t Engine::pages_in_use() const {
 // Whether there is memory for a step that begins on this lane. What the host knows to be given back goes to others at
 // once; on a device that runs behind it a step keeps what it has reached to its end, so all of it must fit.
 bool Engine::has_pages(const Lane& lane, const StepRun& run) const {
-  if (!device_ || !arenas_) return true;
-  const int64_t capacity = admission_.capacity(), height = run.plan->heights.largest();
-  int64_t bytes = run.may_be_planned() ? 0 : height, limit = capacity;
+  return needed_behind(&lane, &run) <= admission_.capacity();
+}
+
+// What steps on a device that runs behind its host may reach, with one more on that lane, if any, beyond what whole
+// pages may take.
+int64_t Engine::needed_behind(const Lane* lane, const StepRun* run) const {
+  if (!device_ || !arenas_) return 0;
+  const bool planned = run != nullptr && run->may_be_planned();
+  const int64_t height = run != nullptr ? run->plan->heights.largest() : 0;
+  int64_t bytes = planned ? 0 : height;
   for (const auto& shared_arena : shared_arenas_) {
     const PageLedger& pages = shared_arena->pages();
-    const bool there = run.may_be_planned() && shared_arena.get() == lane.shared_arena;
-    bytes += there ? pages.needed_with(lane.end, height, capacity) : pages.needed();
-    limit += shared_arena->rounding();
+    const bool there = planned && shared_arena.get() == lane->shared_arena;
+    bytes += there ? pages.needed_with(lane->end, height, admission_.capacity()) : pages.needed();
+    bytes -= shared_arena->rounding();
   }
   for (const auto& other : lanes_) {
     if (holds_elsewhere(*other)) bytes += other->job->queue.front()->plan->heights.largest();
   }
-  return bytes <= limit;
+  return bytes;
 }
 
 bool Engine::holds_elsewhere(const Lane& lane) const {
@@ -1011,22 +1020,28 @@ void Engine::leave_ground(Job& job) {
 
 // Pages stay behind a step, for the next one; what would be too much beside what is held elsewhere goes.
 void Engine::keep_pages_within() {
-  int64_t bytes = 0, limit = admission_.capacity();
+  const int64_t beyond = beyond_capacity();
+  if (!limit_) {
+    // The pool serves what is held elsewhere; what it keeps beside that is on top.
+    if (beyond + CpuPool::idle() > 0) CpuPool::trim();
+    discard_pages(beyond + CpuPool::idle());
+    return;
+  }
+  if (limit_->memory().room() < 0) limit_->memory().give_back();  // which it does when asked
+  discard_pages(limit_->memory().room() < 0 ? INT64_MAX : beyond);
+}
+
+// Bytes of pages and of what is held elsewhere, less the capacity.
+int64_t Engine::beyond_capacity() const {
+  int64_t bytes = -admission_.capacity();
   for (const auto& shared_arena : shared_arenas_) {
     bytes += shared_arena->pages().pages();
-    limit += shared_arena->rounding();
+    if (shared_arena->stands()) bytes -= shared_arena->rounding();
   }
   for (const auto& lane : lanes_) {
     if (holds_elsewhere(*lane)) bytes += admission_.held_by(lane->job->id);
   }
-  if (!limit_) {
-    // The pool serves what is held elsewhere; what it keeps beside that is on top.
-    if (bytes + CpuPool::idle() > limit) CpuPool::trim();
-    discard_pages(bytes + CpuPool::idle() - limit);
-    return;
-  }
-  if (limit_->memory().room() < 0) limit_->memory().give_back();  // which it does when asked
-  discard_pages(limit_->memory().room() < 0 ? INT64_MAX : bytes - limit);
+  return bytes;
 }
 
 // Gives back so many bytes of pages, where nobody needs them, first those of arenas in which no step stands.
@@ -1034,8 +1049,7 @@ void Engine::discard_pages(int64_t bytes) {
   for (const bool idle : {true, false}) {
     for (auto shared_arena = shared_arenas_.rbegin(); bytes > 0 && shared_arena != shared_arenas_.rend();
          ++shared_arena) {
-      const bool stands = (*shared_arena)->planned(0) || (*shared_arena)->planned(1);
-      if (idle != stands) bytes -= (*shared_arena)->discard(bytes);
+      if (idle != (*shared_arena)->stands()) bytes -= (*shared_arena)->discard(bytes);
     }
   }
 }

@@ -232,6 +232,8 @@ class Engine {
   void look_after(Lane& lane);
   void grow_capacity();
   bool has_pages(const Lane& lane, const StepRun& run) const;
+  int64_t needed_behind(const Lane* lane, const StepRun* run) const;
+  int64_t beyond_capacity() const;
   bool holds_elsewhere(const Lane& lane) const;
   void leave_ground(Job& job);
   void keep_pages_within();

@@ -33,6 +33,7 @@ class SharedArena {
   void grow(int32_t end, int64_t bytes) { pages_.grow(end, bytes); }
   void finish(int32_t end) { pages_.finish(end); }
   bool planned(int32_t end) const { return pages_.standing(end); }
+  bool stands() const { return planned(0) || planned(1); }
   // What its step holds against its plan keeps its addresses, in memory of its own, as does what is left of the step.
   void detach(int32_t end) noexcept;
 
