@@ -35,6 +35,8 @@ class Machine:
     used: list[int] = field(default_factory=list)
     lane_busy_ns: list[int] = field(default_factory=lambda: [0])
     with_fewer: float = 0.0  # seconds of work
+    working: int = 64  # lanes at most, as jobs or memory allow
+    waiting_for_room: int = 0
     worked: float = 0.0
 
     def set_active_lanes(self, count: int) -> None:
@@ -46,8 +48,9 @@ class Machine:
         for _ in range(round(seconds / 0.01)):
             self.seconds += 0.01
             self.steps_done += steps
-            self.progress_ns += int(self.speeds[self.in_use] * 0.01e9)
-            self.lane_busy_ns[0] += int(self.in_use * 0.0095e9)
+            working = min(self.in_use, self.working)
+            self.progress_ns += int(self.speeds[working] * 0.01e9)
+            self.lane_busy_ns[0] += int(working * 0.0095e9)
             self.worked += 0.01
             self.with_fewer += 0.01 * (self.in_use < self.lanes)
             looker.poll(jobs)
@@ -68,6 +71,36 @@ def test_the_number_that_gets_the_most_done_is_kept(speeds: dict[int, float], be
     machine.work(120, looker, jobs=8)
     assert looker.count == best and machine.in_use == best
     assert any(decision.kept for decision in decisions) == (best != 4)
+
+
+@pytest.mark.parametrize("lanes", [8, 16, 64])
+@pytest.mark.parametrize("memory", [False, True], ids=["few jobs", "little memory"])
+@pytest.mark.parametrize(
+    ("speeds", "best"), [({1: 1.0, 2: 2.0, 4: 3.9}, 4), ({1: 1.0, 2: 1.6, 4: 1.2}, 2), ({1: 1.0, 2: 0.8, 4: 0.5}, 1)]
+)
+def test_lanes_that_cannot_work_do_not_end_the_search(lanes: int, memory: bool, speeds: dict[int, float], best: int) -> None:
+    """Four of many lanes have work: for want of jobs, or of memory."""
+    machine = Machine(speeds, lanes=lanes, in_use=lanes, working=4, waiting_for_room=4 if memory else 0)
+    looker, decisions = lanes_of(machine)
+    machine.work(120, looker, jobs=8 if memory else 4)
+    assert decisions and min(looker.count, 4) == best
+
+
+def test_more_memory_is_used_again() -> None:
+    machine = Machine({1: 1.0, 2: 1.6, 4: 1.2, 8: 8.0}, lanes=8, in_use=8, working=4, waiting_for_room=4)
+    looker, _ = lanes_of(machine)
+    machine.work(120, looker, jobs=8)
+    assert looker.count == 2
+    machine.speeds, machine.working, machine.waiting_for_room = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}, 8, 0
+    machine.work(600, looker, jobs=8)
+    assert looker.count == 8
+
+
+def test_lanes_that_wait_for_data_are_no_trial() -> None:
+    machine = Machine({1: 9.0, 2: 1.0, 4: 1.0}, working=2)
+    looker, decisions = lanes_of(machine)
+    machine.work(60, looker, jobs=8)
+    assert not decisions and machine.in_use == 4
 
 
 def test_trials_that_bring_nothing_become_rare() -> None:

@@ -29,6 +29,7 @@ from waterflow.cluster.ledger import OwnLedger
 from waterflow.cluster.losses import Silence
 from waterflow.cluster.ray_share import HEALTH, RayEnvironment, RayShare
 from waterflow.cluster.worker import BEAT_SECONDS, Hello, WorkerSettings
+from waterflow.executor.cores import usable_cores
 
 logger = logging.getLogger("waterflow")
 
@@ -87,7 +88,7 @@ class RayBackend(OwnLedger):
         self._share = RayShare(settings, self._cores)
         try:
             if address is None:
-                self._share.cpus = self._share.cpus or os.cpu_count() or 1
+                self._share.cpus = self._share.cpus or usable_cores()
                 self._own_cluster = LoopbackCluster([devices or 1], cpus=self._share.cpus)
                 address, token = self._own_cluster.address, self._own_cluster.token
             given, loopback = Path(token) if token is not None else None, address.startswith(LOOPBACK)

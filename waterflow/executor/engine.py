@@ -19,6 +19,7 @@ from waterflow import _C
 from waterflow.allocator import cuda
 from waterflow.errors import InvalidJobError, JobCancelled, explained
 from waterflow.executor.cancel import LentLane, Turn, has_limit, time_does_not_count
+from waterflow.executor.cores import usable_cores
 from waterflow.executor.interference import InterferenceController, Starvation
 from waterflow.executor.memory_limit import free_memory, more_than_free, parse_limit, parse_memory, reserve_of
 from waterflow.executor.policy import ResourcePolicy, parse_quota
@@ -150,7 +151,7 @@ class Engine:
             logger.warning(warning)
         reserve = reserve_of(limit) if reserve is None else reserve
         self.threads_per_lane = threads_per_lane
-        default_lanes = cuda.DEFAULT_LANES if gpu is not None else max(1, (os.cpu_count() or 1) // threads_per_lane)
+        default_lanes = cuda.DEFAULT_LANES if gpu is not None else max(1, usable_cores() // threads_per_lane)
         self.lanes = lanes if lanes is not None else default_lanes
         if asynchronous is None and os.environ.get("WATERFLOW_ASYNCHRONOUS"):
             asynchronous = int(os.environ["WATERFLOW_ASYNCHRONOUS"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +45,8 @@ class LanesInUse:
     """Chooses the number of lanes in use by trials of half as many, down to one, and of twice as many. Thread-safe.
 
     A trial is one window between two windows of the setting before, so that drift of the machine does not count for it. It is
-    given up if jobs come or go, or if lanes are idle. The results of steps do not depend on the number of lanes.
+    given up if jobs come or go, or if lanes are idle that jobs and memory would allow to work. Of those that work already half as
+    many are tried. The results of steps do not depend on the number of lanes.
     """
 
     native: _C.Engine
@@ -57,8 +57,8 @@ class LanesInUse:
 
     def __post_init__(self) -> None:
         self.count = self.native.lanes
-        self._pause = FIRST_SECONDS
-        self._due = FIRST_SECONDS  # seconds of work before the next trial
+        self._pause = FIRST_SECONDS  # of work by each lane, from ``_decided`` seconds of work by all to the next trial
+        self._decided, self._least = 0.0, 0.0  # and no trial before ``_least`` of them
         self._jobs = 0
         self._down = True
         self._trial: int | None = None
@@ -92,25 +92,30 @@ class LanesInUse:
             self._jobs = jobs
             self._restart()
             return
-        wall, work = now - self._since, self._work()
-        if self._trial is None and work < self._due:
-            self._restart(self._due - work)
+        wall, work, lanes = now - self._since, self._work(), min(self.count, jobs)
+        due = max(self._decided + self._pause * lanes, self._least)
+        if self._trial is None and work < due:
+            self._restart((due - work) / lanes)
             return
         if self.native.steps_done - self._steps < WINDOW_STEPS:
             self.next_look = now + WINDOW_SECONDS
             return
         in_use = self._trial if self._trial is not None and len(self._windows) == 1 else self.count
-        if (work - self._worked) * self.native.lanes < BUSY * wall * in_use:
+        working, may_work = (work - self._worked) / wall, min(in_use, jobs)
+        if self.native.waiting_for_room:
+            may_work = min(may_work, max(1, round(working)))
+        if working < BUSY * may_work:
             if self._trial is not None:
-                self._due = work + self._pause
+                self._decided = work
             self._restart()
             return
-        if not self._windows and work < LEAST_WINDOWS * wall:
-            self._due = LEAST_WINDOWS * wall
+        if not self._windows and work < LEAST_WINDOWS * wall * lanes:
+            self._least = LEAST_WINDOWS * wall * lanes
             return
-        self._trial = self._trial or self._other()
+        self._trial = self._trial or self._other(may_work)
         if self._trial is None:
-            self._due = math.inf
+            self._decided = work
+            self._restart()
             return
         self._windows.append((self.native.progress_ns - self._progress) * 1e-9 / wall)
         if len(self._windows) == 3:
@@ -119,9 +124,9 @@ class LanesInUse:
         self.native.set_active_lanes(self._trial if len(self._windows) == 1 else self.count)
         self._begin(WINDOW_SECONDS)
 
-    def _other(self) -> int | None:
-        # Half as many or twice as many, in the direction that was better last.
-        fewer, more = self.count // 2, min(2 * self.count, self.native.lanes)
+    def _other(self, working: int) -> int | None:
+        # Half as many or twice as many, in the direction that was better last. More have work only if all lanes in use have.
+        fewer, more = working // 2, min(2 * self.count, self.native.lanes) if working == self.count < self._jobs else 0
         found = [count for count in ((fewer, more) if self._down else (more, fewer)) if count not in (0, self.count)]
         return found[0] if found else None
 
@@ -136,12 +141,13 @@ class LanesInUse:
         if kept:
             self.count = self._trial
         self._pause = FIRST_SECONDS if kept else min(2 * self._pause, MOST_SECONDS)
-        self._due = self._work() + max(self._pause, LEAST_WINDOWS * wall)
+        self._decided = self._work()
+        self._least = self._decided + LEAST_WINDOWS * wall * min(self.count, self._jobs)
         self._restart()
 
     def _work(self) -> float:
-        # Seconds of work per lane: while lanes are idle no trial comes nearer.
-        return sum(self.native.lane_busy_ns) * 1e-9 / self.native.lanes
+        # Seconds of all lanes together: while they are idle no trial comes nearer.
+        return sum(self.native.lane_busy_ns) * 1e-9
 
     def _restart(self, seconds: float = 0.0) -> None:
         self._trial, self._windows = None, []

@@ -80,7 +80,8 @@ def train(
             A device whose process dies is left out. No bit of a result depends on any of that. Other jobs train on ``device``.
             ``memory`` is the limit of each device, and on the CPU by default divided among them.
         memory: The limit for all jobs together: bytes, a share of the free memory (0.8 by default), or ``"4GiB"``.
-        lanes: The number of steps that run at the same time; default: one per core.
+        lanes: The number of steps that run at the same time; default: one per core that this process may use
+            (its affinity and its control group count), less where threads_per_lane is more than 1.
         threads_per_lane: Threads inside one operation, on each lane. The number affects the last bits of results.
         engine: An open engine to train on, with its own device, limit, lanes and mode.
         max_concurrent: The most jobs at the same time; default: twice the lanes.

@@ -975,6 +975,11 @@ int64_t Engine::held() const {
   return admission_.held();
 }
 
+int64_t Engine::waiting_for_room() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  return static_cast<int64_t>(admission_.waiting().size());
+}
+
 int64_t Engine::pages_in_use() const {
   std::lock_guard<std::mutex> guard(lock_);
   int64_t bytes = 0;

@@ -136,6 +136,7 @@ class Engine {
   bool set_capacity(int64_t bytes);
   int64_t capacity() const;
   int64_t held() const;
+  int64_t waiting_for_room() const;  // jobs
   // How many lanes take new steps, the first ones; all at the beginning.
   void set_active_lanes(int32_t count);
   // Lanes go to the jobs that came first, and what those leave to the next, instead of being shared evenly.

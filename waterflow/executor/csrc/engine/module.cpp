@@ -277,6 +277,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("active_lanes", unlocked(&Engine::active_lanes))
       .def_property_readonly("capacity", unlocked(&Engine::capacity))
       .def_property_readonly("held", unlocked(&Engine::held))
+      .def_property_readonly("waiting_for_room", unlocked(&Engine::waiting_for_room))
       .def_property_readonly("peak_held", unlocked(&Engine::peak_held))
       .def_property_readonly("on_a_lane", &Engine::on_a_lane)
       .def_property_readonly("lanes", &Engine::lanes)
