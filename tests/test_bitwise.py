@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,8 +71,10 @@ def together(names: Sequence[str], engine: Engine) -> list[Trained]:
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(names))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
+    until = time.monotonic() + 120
+    while (running := [thread for thread in threads if thread.is_alive()]) and time.monotonic() < until:
+        engine.native.check()
+        running[0].join(0.01)
     assert not any(thread.is_alive() for thread in threads), "the jobs never end"
     for result in results:
         if isinstance(result, BaseException):

@@ -29,7 +29,7 @@ from waterflow.executor.program.bound_step import BoundStep, BoundSteps
 from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, PlannedStep, storage_bytes
 from waterflow.executor.program.eager import wants_model
 from waterflow.executor.program.ownership import Hold, holders, made_here
-from waterflow.executor.program.reserve_step import claim
+from waterflow.executor.program.reserve_step import StepClaims
 from waterflow.executor.program.step_future import Done, StepFuture
 from waterflow.executor.rng import thread_generator
 from waterflow.executor.stats import Account
@@ -470,18 +470,8 @@ class Step:
         # Only if the reservation fails: what would fit takes captures to find, and improves the error's text.
         search = partial(what_fits, self, self.engine.reservations.room, self.batches_ahead)
         with self.account.spending("waiting for memory"):
-            return claim(
-                self.engine,
-                self.job,
-                self.name,
-                self.batches_ahead,
-                self._bound_steps,
-                bound_step,
-                leaves,
-                batch_spec,
-                self._under_way,
-                search,
-            )
+            claims = StepClaims(self.engine, self.job, self.name, self._bound_steps, self._under_way)
+            return claims.claim(self.batches_ahead, bound_step, leaves, batch_spec, search)
 
     def _submit_captured(
         self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, update: bool, by_caller: bool
@@ -611,9 +601,8 @@ class Step:
         # Then the step runs at once, without a reservation or a future.
         if self.engine is not None and self.job is not None:
             known = self._eager_step.plan_before
-            if known is None or not self.engine.reservations.covers(self.job, known[0], self.batches_ahead):
-                return False
-            if self.engine.reservations.clock is not None:
+            claims = self.engine.reservations
+            if claims.clock is not None or known is None or not claims.covers(self.job, known, self.batches_ahead):
                 return False
         return not self._under_way and self._eager_step.is_as_before(batch)
 
@@ -676,10 +665,10 @@ class Step:
                 self._go_opaque(refused)
 
         if self.engine is None or self.job is None:
-            run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
+            run = _C.opaque_run(0, work)
             return self._hand_in(StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), None, update)
         known = self.measured_height > 0 and (refused is None or new_kind)
-        plan, native = self._eager_step.plan(self.measured_height, size)
+        plan = self._eager_step.plan(self.measured_height, size)
         if not self.engine.reservations.covers(self.job, plan, self.batches_ahead):
             last = self._under_way[-1].run if self._under_way else None
             with self.account.spending("waiting for memory"):
@@ -687,13 +676,12 @@ class Step:
         self._last_plan = plan
         # The memory of a job's first eager step is unknown: it runs with all that is left, and is measured.
         with contextlib.ExitStack() as around:
-            if not known:
-                height = around.enter_context(self.engine.reservations.looking(self.job))
-                native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
+            looking = self.engine.reservations.looking(self.job)
+            height = plan.height if known else around.enter_context(looking)
             # With a time limit the job's own thread does the eager work while the lane stands still: code that hangs is
             # then interrupted in that thread, and the lane goes on without it.
             lent = LentLane(work) if lends else None
-            run = _C.opaque_run(native, lent or work)
+            run = _C.opaque_run(height, lent or work)
             run.by_caller = by_caller
             future = self._hand_in(
                 StepFuture(self.engine, self._finish, run, None, False, self._micro, {}, returned), plan, update

@@ -508,6 +508,23 @@ def test_a_large_job_is_not_overtaken_for_ever() -> None:
     assert admission.try_issue(0, *small) and admission.try_issue(1, *small)
 
 
+@pytest.mark.parametrize("patience", [1, 2, 6])
+def test_it_is_overtaken_as_often_as_it_has_patience(patience: int) -> None:
+    admission = Admission(10, patience)
+    small, large = ([4], [0]), ([9], [0])
+    assert admission.try_issue(0, *small)
+    admission.wait(2)
+    running = 0
+    for _ in range(patience):
+        assert not admission.try_issue(2, *large)
+        assert admission.try_issue(1 - running, *small)
+        admission.complete(running)
+        running = 1 - running
+    assert not admission.try_issue(1 - running, *small) and admission.must_yield(1 - running)
+    admission.complete(running)
+    assert admission.try_issue(2, *large)
+
+
 def test_a_step_under_way_goes_on_beside_one_that_was_overtaken() -> None:
     admission = Admission(10)
     assert admission.try_issue(0, [4, 4], [4, 0])

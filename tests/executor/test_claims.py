@@ -80,13 +80,14 @@ def test_kinds_that_fit_together_are_claimed_once(engine: wf.Engine) -> None:
 
 def test_another_policy_is_looked_at(engine: wf.Engine) -> None:
     step = step_of(engine)
-    batch = torch.randn(64, 64), torch.zeros(4)
-    step(batch)
+    for _ in range(3):
+        step(high_step())
+    engine.set_policy(step.job, ResourcePolicy("opportunistic", 90 * MiB))
     assert covered(step)
-    engine.set_policy(step.job, ResourcePolicy("guaranteed", 50 * MiB))
+    engine.set_policy(step.job, ResourcePolicy("opportunistic", step.plan.peak - 8 * MiB))
     assert not covered(step)
-    step(batch)
-    assert covered(step)
+    step(high_step())
+    assert covered(step) and (step.plan.offloaded or step.recomputed)
 
 
 def test_more_batches_ahead_are_claimed(engine: wf.Engine) -> None:

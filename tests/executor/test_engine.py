@@ -39,7 +39,7 @@ def native() -> Iterator[_C.Engine]:
 
 
 def run_of(work: Work, peak: int = 1) -> _C.StepRun:
-    return _C.opaque_run(_C.GroupPlan(ends=[1], peak=[peak], after=[0]), work)
+    return _C.opaque_run(peak, work)
 
 
 def do(engine: _C.Engine, job: int, work: Work = lambda: None, peak: int = 1) -> _C.StepRun:
@@ -447,7 +447,7 @@ before = threads()
 gate = threading.Event()
 def hand_in():
     engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=1)
-    engine.submit(engine.add_job(), _C.opaque_run(_C.GroupPlan([1], [1], [0]), lambda: (gate.wait(20), engine)))
+    engine.submit(engine.add_job(), _C.opaque_run(1, lambda: (gate.wait(20), engine)))
 hand_in()
 gate.set()
 until = time.monotonic() + 20
@@ -685,7 +685,7 @@ seed = int(sys.argv[1])
 engine = _C.Engine(lanes=2, threads_per_lane=1, capacity=100)
 def submit(job, draw):
     for _ in range(400):
-        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[draw.randint(0, 100)], after=[0]), lambda: None)
+        run = _C.opaque_run(draw.randint(0, 100), lambda: None)
         try:
             engine.submit(job, run)
         except _C.Cancelled:
@@ -700,7 +700,7 @@ for first in range(0, len(jobs), 6):
 engine.check()
 assert engine.held == 0, engine.held
 last = engine.add_job()
-run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[100], after=[0]), lambda: None)
+run = _C.opaque_run(100, lambda: None)
 engine.submit(last, run)
 engine.wait(run)
 print("done")
@@ -863,8 +863,7 @@ def test_eager_work_in_the_engine() -> None:
     assert result == 1000.0 and 4000 <= height <= 5000
     with pytest.raises(KeyError):
         engine.run_eager(job, lambda: {}["missing"], None)
-    plan = _C.GroupPlan(ends=[1], peak=[height], after=[0])
-    assert engine.run_eager(job, lambda: 3, plan)[0] == 3
+    assert engine.run_eager(job, lambda: 3, height)[0] == 3
     engine.close()
 
 

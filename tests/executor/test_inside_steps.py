@@ -101,7 +101,7 @@ def step_of(engine: Engine, model: nn.Module, warm: int = 4) -> wf.Step:
 
 
 def native_run(work: Callable[[], Any], by_caller: bool = False) -> _C.StepRun:
-    run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[1], after=[0]), work)
+    run = _C.opaque_run(1, work)
     run.by_caller = by_caller
     return run
 

@@ -25,7 +25,7 @@ class Held:
         self.began, self.go = threading.Event(), threading.Event()
         self.job = engine.add_job()
         self.engine = engine
-        self.run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), self._work)
+        self.run = _C.opaque_run(height, self._work)
         engine.submit(self.job, self.run)
 
     def _work(self) -> None:

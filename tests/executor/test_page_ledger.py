@@ -33,6 +33,16 @@ def test_a_device_that_runs_behind_keeps_what_was_reached() -> None:
     assert pages.spare(1) == (0, 40)
 
 
+def test_there_a_step_keeps_what_it_has_reached_itself_and_no_more() -> None:
+    pages = PageLedger(100, page=10, behind=True)
+    pages.begin(0, 80, capacity=100)
+    pages.grow(0, 80)
+    pages.finish(0)
+    pages.begin(0, 10, capacity=100)
+    pages.grow(0, 10)
+    assert pages.pages == 80 and pages.spare(0) == (10, 80)
+
+
 def test_both_ends_take_pages_from_each_other_where_not_all_fit() -> None:
     pages = PageLedger(200)
     assert pages.begin(0, 60, capacity=100)
@@ -164,3 +174,6 @@ def test_random_runs_keep_to_a_map_of_the_pages(chance: random.Random, behind: b
         assert sum(told.there) * page <= pages.pages
         for each in (0, 1):
             assert all(told.there[at] for at in told.in_use(each))
+    for end in (0, 1):
+        told.give_back(end, 0)
+    assert sum(told.there) == len({*told.in_use(0), *told.in_use(1)}), "pages that nobody needs cannot be given back"

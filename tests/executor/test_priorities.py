@@ -88,7 +88,7 @@ def test_an_opportunistic_step_must_fit_beside_the_largest_guaranteed_one() -> N
             if go is not None:
                 go.wait(WAIT)
 
-        made = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[height], after=[0]), work)
+        made = _C.opaque_run(height, work)
         engine.submit(job, made)
         return made
 
@@ -243,7 +243,7 @@ def test_a_sleeping_step_does_not_hold_back_memory_that_is_claimed(engine: _C.En
     engine.set_rates(0.0, 0.0)
     long = load.submit(guaranteed, 1.0)
     time.sleep(0.05)
-    run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[1 << 19], after=[0]), lambda: None)
+    run = _C.opaque_run(1 << 19, lambda: None)
     engine.submit(other, run)
     time.sleep(0.05)
     assert engine.held == 1 << 19
@@ -316,7 +316,7 @@ with wf.Engine(lanes=2) as engine:
             for number in range(signal.SIGRTMAX - 8, signal.SIGRTMAX):
                 signal.signal(number, lambda *given: hits.append(given))
         go.clear()
-        guaranteed = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: go.wait(20))
+        guaranteed = _C.opaque_run(0, lambda: go.wait(20))
         engine.native.submit(job, guaranteed)
         thread = threading.Thread(target=train)
         thread.start()
@@ -355,7 +355,7 @@ with wf.Engine(lanes=2) as engine:
     engine.set_priority(step, "opportunistic")
     engine.interference.look = lambda: None
     engine.native.set_rates(0.0, 0.0)
-    long = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), lambda: time.sleep(4))
+    long = _C.opaque_run(0, lambda: time.sleep(4))
     engine.native.submit(int(engine.native.add_job()), long)
     time.sleep(0.1)
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -39,7 +39,7 @@ class Load:
             time.sleep(seconds)
             self.ran.append((job, begin, time.perf_counter()))
 
-        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
+        run = _C.opaque_run(0, work)
         self.engine.submit(job, run)
         return run
 
@@ -54,7 +54,7 @@ class Load:
 def blocked(engine: _C.Engine, load: Load) -> threading.Event:
     """Keeps the lane until the event is set, so that all that is submitted meanwhile waits."""
     go = threading.Event()
-    run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), go.wait)
+    run = _C.opaque_run(0, go.wait)
     engine.submit(load.add(), run)
     return go
 

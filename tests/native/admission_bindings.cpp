@@ -38,14 +38,11 @@ void bind_admission(py::module_& m) {
       .def("arrive", &CounterBarrier::arrive)
       .def("pass_", &CounterBarrier::pass)
       .def("rearm", &CounterBarrier::rearm)
-      .def("add_party", &CounterBarrier::add_party)
-      .def("remove_party", &CounterBarrier::remove_party)
       .def_property_readonly("open", &CounterBarrier::open)
-      .def_property_readonly("parties", &CounterBarrier::parties)
       .def_property_readonly("waiting_for", &CounterBarrier::waiting_for);
 
   py::class_<OwnedAdmission>(m, "Admission", py::module_local())
-      .def(py::init<int64_t>(), py::arg("capacity"))
+      .def(py::init<int64_t, int32_t>(), py::arg("capacity"), py::arg("patience") = 1)
       .def("try_issue", &OwnedAdmission::issue, py::arg("job"), py::arg("peak"), py::arg("after"),
            py::arg("opportunistic") = false)
       .def("complete", &OwnedAdmission::complete)

@@ -271,7 +271,7 @@ class Engine:
             box.append(None)
             box[0] = audit.difference()
 
-        run = _C.opaque_run(_C.GroupPlan(ends=[1], peak=[audit.bytes], after=[0]), begun)
+        run = _C.opaque_run(audit.bytes, begun)
         begin = _C.Engine.now_ns()
         self.native.submit(job, run)
         try:
@@ -365,10 +365,10 @@ class Engine:
                 "this one holds; call it before or after that step, or make it outside of the engine"
             )
 
-    def run_eager(self, job: int, work: Callable[[], Any], plan: _C.GroupPlan | None, by_caller: bool = False) -> tuple[Any, int]:
+    def run_eager(self, job: int, work: Callable[[], Any], height: int | None, by_caller: bool = False) -> tuple[Any, int]:
         """Run ``work`` on a lane, or ``by_caller`` in the place of one, as one group; return its result and its measured height in bytes.
 
-        Without a plan the height is not known: the work then runs in the reserve, one job at a time. A calling thread that has a
+        Where its ``height`` in bytes is not known the work runs in the reserve, one job at a time. A calling thread that has a
         time limit does the work itself, while the lane waits (``lends_lanes``). Raises what the work raises, and JobCancelled.
         """
         self.refuse_inside(f"eager work of job {self.names[job]!r}")
@@ -378,11 +378,11 @@ class Engine:
             box.append(_C.metered(work, self.device.type == "cuda"))
 
         with contextlib.ExitStack() as turn:
-            if plan is None:
+            if height is None:
                 with time_does_not_count():
                     turn.enter_context(self._eager)
             lent = LentLane(task) if self.lends_lanes() else None
-            run = _C.opaque_run(plan or _C.GroupPlan(ends=[1], peak=[0], after=[0]), lent or task)
+            run = _C.opaque_run(height or 0, lent or task)
             run.by_caller = by_caller and lent is None
             self.native.submit(job, run)
             if lent is not None:
@@ -392,8 +392,7 @@ class Engine:
                 run.outputs()
             except _C.Cancelled as error:
                 raise JobCancelled(str(error)) from None
-        result, height = box[0]
-        return result, height
+        return box[0]
 
     def over(self) -> bool:
         """Return True if the engine has been closed."""

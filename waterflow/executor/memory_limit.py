@@ -44,8 +44,7 @@ class Claim:
     """The memory that one job keeps while it is in the engine, and the largest height that its steps reach, in bytes.
 
     ``owner`` is the thread that claimed it, ``worker`` that thread's number in the engine's virtual clock. Of ``bytes`` the job
-    uses ``needed``; the rest is kept free for it by its quota. ``settled`` is False once the job's policy has changed, until it
-    claims anew.
+    uses ``needed``; the rest is kept free for it by its quota.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Claim:
     opportunistic: bool = False
     needed: int = 0
     since: float = 0.0  # seconds on the clock of time.monotonic
-    settled: bool = True
 
     def has(self, needed: int, height: int) -> bool:
         """Return True if it has ``needed`` bytes between steps and a step of ``height`` bytes."""

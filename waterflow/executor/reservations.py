@@ -70,9 +70,11 @@ class Reservations:
         return self.limit - self.reserve
 
     def covers(self, job: int, plan: Plan, batches: int) -> bool:
-        """Return True if ``job`` has claimed what such a step needs, and has had the same policy since."""
+        """Return True if ``job`` has claimed what such a step needs, and its policy allows what it has claimed."""
         mine = self._claims.get(job)
-        return mine is not None and mine.settled and mine.has(plan.persistent + plan.batch * batches, plan.height)
+        if mine is None or not mine.has(plan.persistent + plan.batch * batches, plan.height):
+            return False
+        return self.policy_of(job).allow(mine.bytes + mine.height)
 
     def claim(self, job: int, plan: Plan, *, batches: int = 1, last: _C.StepRun | None = None) -> None:
         """Claim the persistent bytes of ``job`` and of ``batches`` batches before a step of it; wait until they fit.
@@ -91,7 +93,6 @@ class Reservations:
         needed, height = plan.persistent + plan.batch * batches, plan.height
         mine = self._claims.get(job)
         if mine is not None and mine.has(needed, height):
-            mine.settled = True  # first: another change of its policy is for its next step
             if self.above_quota(job):
                 self._leave(job, plan)
             return
@@ -123,17 +124,8 @@ class Reservations:
                         raise JobCancelled("the engine was closed while a job waited for memory")
                     if self._fits(job, wanted, height):
                         since = mine.since if mine is not None else time.monotonic()
-                        self._claims[job] = Claim(
-                            plan.name,
-                            owner,
-                            worker,
-                            wanted,
-                            height,
-                            policy.opportunistic,
-                            needed,
-                            since,
-                            self.policy_of(job) is policy,
-                        )
+                        opportunistic = self.policy_of(job).opportunistic
+                        self._claims[job] = Claim(plan.name, owner, worker, wanted, height, opportunistic, needed, since)
                         highest = sorted(c.height for c in self._claims.values())[-self.native.lanes :]
                         claimed = self.room - self._capacity() + min(sum(highest), self._capacity())
                         self.most_claimed = max(self.most_claimed, claimed)
@@ -286,7 +278,7 @@ class Reservations:
             self._policies[job] = policy
             self._stay.pop(job, None)
             if (claim := self._claims.get(job)) is not None:
-                claim.opportunistic, claim.settled = policy.opportunistic, False
+                claim.opportunistic = policy.opportunistic
             self._changed.notify_all()
 
     # -- quotas that are lowered

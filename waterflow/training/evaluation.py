@@ -12,7 +12,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from waterflow import _C
 from waterflow.errors import MemoryLimitError
 from waterflow.executor.cancel import UserCode, doing
 from waterflow.executor.data.copies import brought
@@ -113,12 +112,12 @@ class OnLane:
         Raises MemoryLimitError and JobCancelled.
         """
         assert step.job is not None
-        plan = None
+        known = None
         # The first time, and for an input that is larger than before, it runs in the reserve, measured; later it reserves what it took.
         if self._height is not None and size <= self._size:
             self._claim(engine, step, self._height)
-            plan = _C.GroupPlan(ends=[1], peak=[self._height], after=[0])
-        result, height = engine.run_eager(step.job, work, plan, by_caller)
+            known = self._height
+        result, height = engine.run_eager(step.job, work, known, by_caller)
         self._height, self._size = max(height, self._height or 0), max(size, self._size)
         with contextlib.suppress(RuntimeError):
             self._plan = step.plan

@@ -107,7 +107,7 @@ def of_bytes(anchor: Anchor) -> _C.StateBytes:
 
 
 def run_of(work: Callable[[], Any]) -> _C.StepRun:
-    return _C.opaque_run(_C.GroupPlan(ends=[1], peak=[0], after=[0]), work)
+    return _C.opaque_run(0, work)
 
 
 def of_error(anchor: Anchor) -> _C.StepRun:

@@ -147,7 +147,7 @@ class EagerStep:
         self.sums: dict[torch.Tensor, torch.Tensor] = {}
         self._calls, self._largest = 0, -1
         self._persistent = (-1, -1), 0
-        self.plan_before: tuple[Plan, _C.GroupPlan] | None = None
+        self.plan_before: Plan | None = None
         self._trained: list[torch.Tensor] | None = None  # by the last step
 
     def metered(self, batch: Any, update: bool, surrounding: torch.dtype | None) -> tuple[Any, int]:
@@ -183,20 +183,19 @@ class EagerStep:
             self._persistent = size, persistent_bytes(self._spec.model, self._spec.optimizer) + sums
         return self._persistent[1]
 
-    def plan(self, height: int, batch: int) -> tuple[Plan, _C.GroupPlan]:
-        """Return the plan of a step of ``height`` bytes on a batch of ``batch`` bytes; the same objects if nothing has changed."""
+    def plan(self, height: int, batch: int) -> Plan:
+        """Return the plan of a step of ``height`` bytes on a batch of ``batch`` bytes; the same object if nothing has changed."""
         persistent, known = self.persistent_bytes(), self.plan_before
-        if known is None or (height, persistent, batch) != (known[0].height, known[0].persistent, known[0].batch):
-            native = _C.GroupPlan(ends=[1], peak=[height], after=[0])
-            known = self.plan_before = opaque_plan(self._name, height, persistent=persistent, batch=batch), native
+        if known is None or (height, persistent, batch) != (known.height, known.persistent, known.batch):
+            known = self.plan_before = opaque_plan(self._name, height, persistent=persistent, batch=batch)
         return known
 
     def on_lane(self, engine: Engine, job: int, batch: Any, update: bool, surrounding: torch.dtype | None) -> Any:
         """Run the job's only step under way on the calling thread, by the plan of the one before. Raises what the step raises."""
-        assert self.plan_before is not None
-        plan, native = self.plan_before
+        plan = self.plan_before
+        assert plan is not None
         returned: list[Any] = []
-        run = _C.opaque_run(native, lambda: returned.append(self(batch, update, surrounding)))
+        run = _C.opaque_run(plan.height, lambda: returned.append(self(batch, update, surrounding)))
         # A caller that waits runs the step itself, in the place of a lane: 16 us instead of 69 for a step of 7 us.
         run.by_caller = True
         engine.submit(job, run, plan, None)

@@ -65,73 +65,69 @@ class WhatFits:
 Search = Callable[[Any, int], WhatFits]
 
 
-def claim(
-    engine: Engine,
-    job: int,
-    name: str,
-    batches: int,
-    bound_steps: BoundSteps,
-    bound_step: BoundStep,
-    leaves: list[Any],
-    batch_spec: pytree.TreeSpec | None,
-    under_way: Sequence[StepFuture],
-    search: Search,
-) -> tuple[BoundStep, PlannedStep]:
-    """Claim memory for the job's steps on this kind of batch; return the form of the step that has memory, and its plan then.
+@dataclass(frozen=True)
+class StepClaims:
+    """The claims of a job for its steps, of which some may be ``under_way``, on the memory of ``engine``."""
 
-    A step that may recompute is brought to the height at which it fits alone. Raises as ``Reservations.claim``; the error for a
-    job that does not fit alone names what ``search`` finds. Steps ``under_way`` end before the job claims less than before.
-    """
-    bound_step = _within_quota(engine, job, batches, bound_steps, bound_step, leaves, batch_spec, under_way)
-    last = under_way[-1].run if under_way else None
-    while not engine.reservations.covers(job, (planned := bound_step.plans.now).plan, batches):
-        plan = planned.plan
-        try:
-            engine.reservations.claim(job, plan.renamed(name), batches=batches, last=last)
-            return bound_step, planned
-        except MemoryLimitError as error:
-            if error.needed <= engine.reservations.room:  # it fits alone: its quota, or other jobs, are in the way
-                raise
-            held = plan.persistent + batches * plan.batch
-            lower = lowest = None
+    engine: Engine
+    job: int
+    name: str
+    bound_steps: BoundSteps
+    under_way: Sequence[StepFuture]
+
+    def claim(
+        self, batches: int, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None, search: Search
+    ) -> tuple[BoundStep, PlannedStep]:
+        """Claim memory for steps on this kind of batch; return the form of the step that has memory, and its plan then.
+
+        A step that may recompute is brought to the height at which it fits alone. Raises as ``Reservations.claim``; the error
+        for a job that does not fit alone names what ``search`` finds. Steps under way end before the job claims less than before.
+        """
+        reservations = self.engine.reservations
+        bound_step = self._within_quota(batches, bound_step, leaves, batch_spec)
+        last = self.under_way[-1].run if self.under_way else None
+        while not reservations.covers(self.job, (planned := bound_step.plans.now).plan, batches):
+            plan = planned.plan
             try:
-                lower = bound_steps.lowered(bound_step, leaves, batch_spec, engine.reservations.room - held)
-            except MemoryLimitError as out_of_reach:
-                lowest = out_of_reach.needed
-            if lower is None:
-                beyond = max(0, plan.height - bound_step.captured.predicted.height)
-                batch = tuple(leaves) if batch_spec is None else pytree.tree_unflatten(leaves, batch_spec)
-                found = search(batch, beyond)
-                raise found.error(engine.limit, engine.reservations.room, plan.renamed(name), held, lowest) from None
-            bound_step = lower
-    return bound_step, planned
+                reservations.claim(self.job, plan.renamed(self.name), batches=batches, last=last)
+                return bound_step, planned
+            except MemoryLimitError as error:
+                if error.needed <= reservations.room:  # it fits alone: its quota, or other jobs, are in the way
+                    raise
+                held = plan.persistent + batches * plan.batch
+                lower = lowest = None
+                try:
+                    lower = self.bound_steps.lowered(bound_step, leaves, batch_spec, reservations.room - held)
+                except MemoryLimitError as out_of_reach:
+                    lowest = out_of_reach.needed
+                if lower is None:
+                    beyond = max(0, plan.height - bound_step.captured.predicted.height)
+                    batch = tuple(leaves) if batch_spec is None else pytree.tree_unflatten(leaves, batch_spec)
+                    found = search(batch, beyond)
+                    limit = self.engine.limit
+                    raise found.error(limit, reservations.room, plan.renamed(self.name), held, lowest) from None
+                bound_step = lower
+        return bound_step, planned
 
-
-def _within_quota(
-    engine: Engine,
-    job: int,
-    batches: int,
-    bound_steps: BoundSteps,
-    bound_step: BoundStep,
-    leaves: list[Any],
-    batch_spec: pytree.TreeSpec | None,
-    under_way: Sequence[StepFuture],
-) -> BoundStep:
-    # The step in the form that fits in the job's quota; an opportunistic job's reduced step stays so until there is room for
-    # the whole one. If the claim exceeds a lowered quota, steps under way end, and the claim comes down to the form's height.
-    # If no form fits, the step is returned as it is and must claim anew: the claim raises, or asks the job to leave.
-    whole = bound_step.whole.plans.plan
-    needed = whole.persistent + batches * whole.batch
-    most = engine.reservations.most_height(job, needed)
-    room = whole.height if most is None else min(most, whole.height)
-    goes_whole = room == whole.height and bound_step.reduced
-    if goes_whole and engine.reservations.policy_of(job).opportunistic and not engine.reservations.has_room(job, needed, room):
-        return bound_step  # it stays in its reduced form until there is room for the whole one
-    fitting = bound_steps.within(bound_step, leaves, batch_spec, room)
-    if fitting is None:
-        return bound_step
-    if engine.reservations.above_quota(job):
-        if under_way:
-            engine.native.wait(under_way[-1].run)
-        engine.reservations.lower(job, fitting.plans.plan.height)
-    return fitting
+    def _within_quota(
+        self, batches: int, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None
+    ) -> BoundStep:
+        # The step in the form that fits in the job's quota; an opportunistic job's reduced step stays so until there is room
+        # for the whole one. If the claim exceeds a lowered quota, steps under way end, and the claim comes down to the form's
+        # height. If no form fits, the step is returned as it is: the claim raises, or asks the job to leave.
+        reservations, whole = self.engine.reservations, bound_step.whole.plans.plan
+        needed = whole.persistent + batches * whole.batch
+        most = reservations.most_height(self.job, needed)
+        room = whole.height if most is None else min(most, whole.height)
+        goes_whole = room == whole.height and bound_step.reduced
+        opportunistic = reservations.policy_of(self.job).opportunistic
+        if goes_whole and opportunistic and not reservations.has_room(self.job, needed, room):
+            return bound_step  # it stays in its reduced form until there is room for the whole one
+        fitting = self.bound_steps.within(bound_step, leaves, batch_spec, room)
+        if fitting is None:
+            return bound_step
+        if reservations.above_quota(self.job):
+            if self.under_way:
+                self.engine.native.wait(self.under_way[-1].run)
+            reservations.lower(self.job, fitting.plans.plan.height)
+        return fitting

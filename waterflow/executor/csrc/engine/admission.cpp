@@ -25,7 +25,7 @@ Heights::Heights(std::vector<int64_t> peak_, std::vector<int64_t> after_)
   for (size_t g = peak.size() - 1; g-- > 0;) rest[g] = std::max(rest[g], rest[g + 1]);
 }
 
-Admission::Admission(int64_t capacity) : capacity_(capacity) {
+Admission::Admission(int64_t capacity, int32_t patience) : capacity_(capacity), patience_(patience) {
   if (capacity < 0) throw std::invalid_argument("capacity cannot be negative: " + std::to_string(capacity));
 }
 
@@ -156,9 +156,9 @@ void Admission::count_start(Id job, bool opportunistic) {
 }
 
 bool Admission::must_yield(Id job, bool opportunistic) const {
-  // The longest waiting of those that were overtaken goes first; the others give way to it.
+  // The longest waiting of those that were overtaken too often goes first; the others give way to it.
   for (const auto& waiting : waiting_) {
-    if (waiting.overtaken > 0 && waiting.opportunistic <= opportunistic) return waiting.job != job;
+    if (waiting.overtaken >= patience_ && waiting.opportunistic <= opportunistic) return waiting.job != job;
   }
   return false;
 }
@@ -166,7 +166,7 @@ bool Admission::must_yield(Id job, bool opportunistic) const {
 std::vector<Admission::Id> Admission::waiting() const {
   auto order = waiting_;
   std::sort(order.begin(), order.end(), [this](const Waiting& a, const Waiting& b) {
-    const bool urgent_a = a.overtaken > 0, urgent_b = b.overtaken > 0;
+    const bool urgent_a = a.overtaken >= patience_, urgent_b = b.overtaken >= patience_;
     if (urgent_a != urgent_b) return urgent_a;
     if (!urgent_a) {
       // Nearest the end of its step first; those that have not begun come last.

@@ -29,7 +29,8 @@ class Admission {
  public:
   using Id = int64_t;
 
-  explicit Admission(int64_t capacity);
+  // `patience`: how many steps may start before one that waits for room, until it must come first.
+  explicit Admission(int64_t capacity, int32_t patience = 1);
 
   int64_t capacity() const { return capacity_; }
   // A larger capacity holds at once. A smaller one is pending until a state is safe under it: steps go on meanwhile,
@@ -53,12 +54,12 @@ class Admission {
   int32_t groups_left(Id job) const;  // 0 for a job that is not in mid-step
   bool in_step(Id job) const { return running_.count(job) != 0; }
 
-  // The job waits for room, until it is let in. Once another job has started a step meanwhile, no further step starts
-  // before this job is let in. For an opportunistic job only the steps of other opportunistic jobs count, and only
-  // they are held up.
+  // The job waits for room, until it is let in. Once `patience` steps of other jobs have started meanwhile, no further
+  // one starts before this job is let in. For an opportunistic job only the steps of other opportunistic jobs count,
+  // and only they are held up.
   void wait(Id job, bool opportunistic = false);
   void stop_waiting(Id job);
-  // Another job waits, of its class or a higher one, and was overtaken by the start of a step: that job starts first.
+  // Another job waits, of its class or a higher one, and was overtaken too often: that job starts first.
   bool must_yield(Id job, bool opportunistic = false) const;
   bool anyone_waiting() const { return !waiting_.empty(); }
   std::vector<Id> waiting() const;  // in the order in which room is offered
@@ -91,6 +92,7 @@ class Admission {
   void count_start(Id job, bool opportunistic);
 
   int64_t capacity_;
+  int32_t patience_;
   std::optional<int64_t> pending_;
   int64_t held_ = 0;
   int64_t tickets_ = 0;
@@ -102,14 +104,14 @@ class Admission {
 
 // Counts arrivals down to zero. The barrier of a step's first group waits for the end of the step before, for the
 // batch, which arrives when the step has been submitted, and for room; that of a later group waits for the group before
-// it and for room. Room is one arrival, made once admission has let the group in. `pass` arms the barrier anew, and its
-// number of parties may change while it is in use. Not thread-safe by itself: the engine's lock guards it.
+// it and for room. Room is one arrival, made once admission has let the group in. `pass` arms the barrier anew. Not
+// thread-safe by itself: the engine's lock guards it.
 class CounterBarrier {
  public:
   static constexpr int32_t kFirstGroup = 3;  // parties: the step before, the batch, room
   static constexpr int32_t kLaterGroup = 2;  // the group before, room
 
-  explicit CounterBarrier(int32_t parties) : parties_(check(parties)), waiting_for_(parties) {}
+  explicit CounterBarrier(int32_t parties) : parties_(parties), waiting_for_(parties) {}
 
   // One party has come. True when this arrival opened the barrier.
   bool arrive() {
@@ -118,7 +120,6 @@ class CounterBarrier {
   }
   bool open() const { return waiting_for_ == 0; }
   int32_t waiting_for() const { return waiting_for_; }
-  int32_t parties() const { return parties_; }
 
   // The group behind the barrier is issued: wait for the parties of its next step.
   void pass() {
@@ -131,24 +132,7 @@ class CounterBarrier {
   // Back to the beginning of a step, whatever had arrived (a failed or cancelled step).
   void rearm() { waiting_for_ = parties_; }
 
-  // One more party from now on, also in the round that is under way.
-  void add_party() {
-    ++parties_;
-    ++waiting_for_;
-  }
-  // A party that has not yet come in this round leaves. True when that opened the barrier.
-  bool remove_party() {
-    if (parties_ == 0 || waiting_for_ == 0) throw std::logic_error("no party left to remove from this barrier");
-    --parties_;
-    return --waiting_for_ == 0;
-  }
-
  private:
-  static int32_t check(int32_t parties) {
-    if (parties < 0) throw std::invalid_argument("a barrier cannot have " + std::to_string(parties) + " parties");
-    return parties;
-  }
-
   int32_t parties_;
   int32_t waiting_for_;
 };

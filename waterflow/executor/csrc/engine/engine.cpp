@@ -29,7 +29,7 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
     : process_(getpid()),
       room_(capacity),
       capacity_(capacity),
-      admission_(capacity),
+      admission_(capacity, lanes > 2 ? 2 * lanes : 1),  // room for a large step is lost on the others while it gathers
       arenas_(arenas),
       on_cuda_(cuda.has_value()) {
   if (lanes < 1) throw std::invalid_argument("an engine needs at least one lane; got " + std::to_string(lanes));
@@ -50,7 +50,8 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
   for (int32_t i = 0; i < lanes; i += 2) {
     shared_arenas_.push_back(std::make_unique<SharedArena>(
         capacity, make_arena,
-        [this] {
+        [this](bool all) {
+          if (!all) return keep_pages_within();
           if (limit_) limit_->memory().give_back();
           discard_pages(INT64_MAX);
         },
@@ -210,11 +211,10 @@ void Engine::batch_arrives(Job& job) {
 Engine::Lane* Engine::start(Job& job, Lane* here) {
   const StepRun& run = *job.queue.front();
   const Heights& heights = run.plan->heights;
-  Lane* lane = lane_for(job, here);
-  if (lane != nullptr && !leaves_enough(*lane, job)) {
-    lane = nullptr;
-  } else if (lane == nullptr || !admission_.try_issue(job.id, &heights, job.opportunistic)) {
-    admission_.wait(job.id, job.opportunistic);
+  const bool enough = leaves_enough(job);
+  Lane* lane = enough ? lane_for(job, here) : nullptr;
+  if (lane == nullptr || !admission_.try_issue(job.id, &heights, job.opportunistic)) {
+    enough ? admission_.wait(job.id, job.opportunistic) : admission_.stop_waiting(job.id);  // it holds up nobody
     lane = nullptr;
   }
   end_waits_for(job.id);
@@ -270,11 +270,13 @@ void Engine::offer_room(Lane* here) {
     for (Id id : admission_.waiting()) grant(find(id), here);
   }
   end_waits();
+  const auto kept = kept_lanes();
   for (size_t i = 0; i < ready_.size();) {
     Job* job = ready_[i];
     const bool open = std::any_of(lanes_.begin(), lanes_.end(), [&](auto& lane) { return open_to(*lane, *job); });
     if (!open || !grant(*job, here)) ++i;
   }
+  if (kept_lanes() < kept && !ready_.empty()) return offer_room(here);  // to those before it
   if (opportunistic_ > 0) watch_for_absence();
 }
 
@@ -375,17 +377,6 @@ bool Engine::set_capacity(int64_t bytes) {
   return !admission_.pending_capacity();
 }
 
-size_t Engine::queued(Id job) const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return find(job).queue.size();
-}
-std::vector<int64_t> Engine::lane_busy_ns() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  std::vector<int64_t> busy;
-  for (const auto& lane : lanes_) busy.push_back(lane->busy_ns);
-  return busy;
-}
-
 void Engine::record_spans(bool on, size_t most) {
   std::lock_guard<std::mutex> guard(lock_);
   recording_ = on;
@@ -403,7 +394,8 @@ void Engine::check() const {
   for (const auto& shared_arena : shared_arenas_) shared_arena->check();
   if (arenas_ && !device_ && beyond_capacity() > 0)
     throw std::logic_error("pages exceed the capacity by " + std::to_string(beyond_capacity()));
-  if (stop_) return;
+  const auto ending = [this](const auto& lane) { return lane->job != nullptr && !admission_.in_step(lane->job->id); };
+  if (stop_ || (!device_ && std::any_of(lanes_.begin(), lanes_.end(), ending))) return;  // it offers its room at once
   const auto refused = [this](const Job& job) {
     Admission after = admission_;
     if (after.try_issue(job.id, &job.queue.front()->plan->heights))
@@ -516,16 +508,17 @@ void Engine::end_waits() {
   }
 }
 
+int64_t Engine::kept_lanes() const {
+  return std::count_if(lanes_.begin(), lanes_.end(), [](const auto& each) { return each->kept_for >= 0; });
+}
+
 // On the lane's own thread, now and then while it is watched.
 void Engine::look_after(Lane& lane) {
-  const auto kept = [&] {
-    return std::count_if(lanes_.begin(), lanes_.end(), [](const auto& each) { return each->kept_for >= 0; });
-  };
-  const auto before = kept();
+  const auto before = kept_lanes();
   end_waits();
   lane.watched = lane.kept_for >= 0 || (lane.job != nullptr && lane.taken);
   // Another lane's wait may have ended here, or a guaranteed job be gone.
-  if (kept() < before || opportunistic_ > 0) offer_room(nullptr);
+  if (kept_lanes() < before || opportunistic_ > 0) offer_room(nullptr);
 }
 
 void Engine::set_fifo_lanes(bool fifo_lanes) {
@@ -674,7 +667,7 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
         }
       }
       if (!filled && run.frame) run.fill();
-      if (!filled && planned) {
+      if (!filled && run.placer != nullptr) {
         run.placer->begin(run.plan->requests);
       }
       filled = true;
@@ -716,7 +709,12 @@ void Engine::run_step(std::unique_lock<std::mutex>& lock, Lane& lane, Dropped& d
       spans_.push_back({job.id, job.steps, group, lane.index, start, ended, held, own});
     }
     if (error) break;
-    if (admission_.complete(job.id)) break;
+    const bool lowered = admission_.pending_capacity().has_value();
+    const bool step_ended = admission_.complete(job.id);
+    if (lane.shared_arena->planned(lane.end)) lane.shared_arena->grow(lane.end, admission_.held_by(job.id));
+    if (lowered && arenas_) keep_pages_within();
+    if (step_ended && behind && admission_.anyone_waiting()) offer_room(nullptr);  // the device may take a while yet
+    if (step_ended) break;
     job.barriers[group + 1].arrive();  // the group before
     job.waiting_since = ended;
     if (!admission_.anyone_waiting()) {
@@ -898,7 +896,7 @@ bool Engine::present(const Job& job) const {
 
 // An opportunistic step cannot be taken back: it starts on a lane only where one is left for each guaranteed job, and
 // where its largest height fits beside theirs.
-bool Engine::leaves_enough(const Lane& lane, const Job& job) const {
+bool Engine::leaves_enough(const Job& job) const {
   if (!job.opportunistic) return true;
   const int64_t height = job.queue.front()->plan->heights.largest();
   int64_t largest = 0;
@@ -909,10 +907,9 @@ bool Engine::leaves_enough(const Lane& lane, const Job& job) const {
     if (!other->running) ++to_come;
   }
   if (largest > 0 && height + largest > admission_.capacity()) return false;
-  const auto left = std::count_if(lanes_.begin(), lanes_.end(), [&](const auto& each) {
-    return each.get() != &lane && each->job == nullptr && each->index < active_;
-  });
-  return left >= std::min(to_come, active_);
+  const auto free = std::count_if(lanes_.begin(), lanes_.end(),
+                                  [&](const auto& each) { return each->job == nullptr && each->index < active_; });
+  return free > std::min(to_come, active_);
 }
 
 // Nobody tells when a guaranteed job has been idle for long: while an opportunistic step waits, a free lane looks.
@@ -965,28 +962,6 @@ void Engine::grow_capacity() {
   admission_.set_capacity(bytes);
 }
 
-int64_t Engine::capacity() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return std::max(admission_.capacity(), needed_behind(nullptr, nullptr));
-}
-
-int64_t Engine::held() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return admission_.held();
-}
-
-int64_t Engine::waiting_for_room() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  return static_cast<int64_t>(admission_.waiting().size());
-}
-
-int64_t Engine::pages_in_use() const {
-  std::lock_guard<std::mutex> guard(lock_);
-  int64_t bytes = 0;
-  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->pages().pages();
-  return bytes;
-}
-
 // Whether there is memory for a step that begins on this lane. What the host knows to be given back goes to others at
 // once; on a device that runs behind it a step keeps what it has reached to its end, so all of it must fit.
 bool Engine::has_pages(const Lane& lane, const StepRun& run) const {
@@ -1004,7 +979,7 @@ int64_t Engine::needed_behind(const Lane* lane, const StepRun* run) const {
     const PageLedger& pages = shared_arena->pages();
     const bool there = planned && shared_arena.get() == lane->shared_arena;
     bytes += there ? pages.needed_with(lane->end, height, admission_.capacity()) : pages.needed();
-    bytes -= shared_arena->rounding();
+    if (there || shared_arena->stands()) bytes -= shared_arena->rounding();
   }
   for (const auto& other : lanes_) {
     if (holds_elsewhere(*other)) bytes += other->job->queue.front()->plan->heights.largest();
@@ -1028,21 +1003,25 @@ void Engine::keep_pages_within() {
   const int64_t beyond = beyond_capacity();
   if (!limit_) {
     // The pool serves what is held elsewhere; what it keeps beside that is on top.
-    if (beyond + CpuPool::idle() > 0) CpuPool::trim();
-    discard_pages(beyond + CpuPool::idle());
-    return;
+    const int64_t idle = CpuPool::idle();
+    if (beyond + idle <= 0) return;
+    if (idle > 0) CpuPool::trim();
+    return discard_pages(beyond + CpuPool::idle());
   }
   if (limit_->memory().room() < 0) limit_->memory().give_back();  // which it does when asked
   discard_pages(limit_->memory().room() < 0 ? INT64_MAX : beyond);
 }
 
+int64_t Engine::pages() const {
+  int64_t bytes = 0;
+  for (const auto& shared_arena : shared_arenas_) bytes += shared_arena->pages().pages();
+  return bytes;
+}
+
 // Bytes of pages and of what is held elsewhere, less the capacity.
 int64_t Engine::beyond_capacity() const {
-  int64_t bytes = -admission_.capacity();
-  for (const auto& shared_arena : shared_arenas_) {
-    bytes += shared_arena->pages().pages();
-    if (shared_arena->stands()) bytes -= shared_arena->rounding();
-  }
+  int64_t bytes = pages() - admission_.capacity();
+  for (const auto& shared_arena : shared_arenas_) bytes -= shared_arena->stands() ? shared_arena->rounding() : 0;
   for (const auto& lane : lanes_) {
     if (holds_elsewhere(*lane)) bytes += admission_.held_by(lane->job->id);
   }

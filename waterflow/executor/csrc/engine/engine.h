@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -134,9 +135,15 @@ class Engine {
   void cancel(Id job, const std::string& reason);
 
   bool set_capacity(int64_t bytes);
-  int64_t capacity() const;
-  int64_t held() const;
-  int64_t waiting_for_room() const;  // jobs
+  int64_t capacity() const {
+    return under_lock([&] { return std::max(admission_.capacity(), needed_behind(nullptr, nullptr)); });
+  }
+  int64_t held() const {
+    return under_lock([&] { return admission_.held(); });
+  }
+  size_t waiting_for_room() const {  // jobs
+    return under_lock([&] { return admission_.waiting().size(); });
+  }
   // How many lanes take new steps, the first ones; all at the beginning.
   void set_active_lanes(int32_t count);
   // Lanes go to the jobs that came first, and what those leave to the next, instead of being shared evenly.
@@ -150,22 +157,26 @@ class Engine {
   std::vector<StepTime> take_step_times();
   // For how long opportunistic steps have been under way so far, their sleep included.
   int64_t opportunistic_ns() const;
-  int32_t active_lanes() const {
-    std::lock_guard<std::mutex> guard(lock_);
-    return active_;
+  int32_t active_lanes() const { return locked(active_); }
+  int64_t pages_in_use() const {  // bytes of arenas that may have pages
+    return under_lock([&] { return pages(); });
   }
-  int64_t pages_in_use() const;  // bytes of arenas that may have pages
   int64_t peak_held() const { return locked(peak_held_); }
-  size_t queued(Id job) const;
+  size_t queued(Id job) const {
+    return under_lock([&] { return find(job).queue.size(); });
+  }
   int32_t lanes() const { return static_cast<int32_t>(lanes_.size()); }
-  std::vector<int64_t> lane_busy_ns() const;
+  std::vector<int64_t> lane_busy_ns() const {
+    return under_lock([&] {
+      std::vector<int64_t> busy;
+      for (const auto& lane : lanes_) busy.push_back(lane->busy_ns);
+      return busy;
+    });
+  }
   int64_t steps_done() const { return locked(steps_done_); }
   int64_t groups_done() const { return locked(groups_done_); }
   int64_t progress_ns() const { return locked(progress_ns_); }  // done steps in the time that each takes alone
-  PlacedCounts placed() const {
-    std::lock_guard<std::mutex> guard(lock_);
-    return placed_;
-  }
+  PlacedCounts placed() const { return locked(placed_); }
   // Null where no device graphs are captured.
   const std::shared_ptr<GraphCache>& graphs() const { return graphs_; }
   int64_t detached() const { return locked(detached_); }            // steps that left something behind
@@ -198,9 +209,15 @@ class Engine {
     static thread_local const Inside* innermost;
   };
 
-  int64_t locked(const int64_t& number) const {
+  template <class Value>
+  Value locked(const Value& value) const {
     std::lock_guard<std::mutex> guard(lock_);
-    return number;
+    return value;
+  }
+  template <class Read>
+  std::invoke_result_t<Read> under_lock(const Read& read) const {
+    std::lock_guard<std::mutex> guard(lock_);
+    return read();
   }
 
   void lane_main(Lane& lane);
@@ -219,7 +236,7 @@ class Engine {
   bool before(const Job& one, const Job& other) const;
   bool open_to(const Lane& lane, const Job& job) const;
   void line_up(Job& job);
-  bool leaves_enough(const Lane& lane, const Job& job) const;
+  bool leaves_enough(const Job& job) const;
   bool present(const Job& job) const;
   void watch_for_absence();
   void pace_starts(Job& job, StepRun& run);
@@ -230,10 +247,12 @@ class Engine {
   void note_pause(Job& job, const Lane& lane);
   void end_waits();
   void end_waits_for(Id job);
+  int64_t kept_lanes() const;
   void look_after(Lane& lane);
   void grow_capacity();
   bool has_pages(const Lane& lane, const StepRun& run) const;
   int64_t needed_behind(const Lane* lane, const StepRun* run) const;
+  int64_t pages() const;
   int64_t beyond_capacity() const;
   bool holds_elsewhere(const Lane& lane) const;
   void leave_ground(Job& job);

@@ -193,13 +193,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   m.def(
       "opaque_run",
-      [](std::shared_ptr<GroupPlan> plan, const py::object& callable) {
+      [](int64_t height, const py::object& callable) {
         auto run = std::make_shared<StepRun>();
-        run->plan = std::move(plan);
+        run->plan = std::make_shared<GroupPlan>(std::vector<int32_t>{1}, Heights({height}, {0}));
         run->work(callable.ptr());
         return run;
       },
-      py::arg("plan"), py::arg("callable"));
+      py::arg("height"), py::arg("callable"), "A step of one group that reaches so many bytes.");
 
   m.def("set_threads_here", &set_threads_here,
         "Intra-op threads of the calling thread alone; what other threads use stays as it is.");

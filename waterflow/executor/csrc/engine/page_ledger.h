@@ -44,17 +44,19 @@ class PageLedger {
     ends_[1].touched = 0;
   }
 
-  // A step of that height begins at an idle end. False, and nothing changed, where the two could meet although they
-  // hold no more than `capacity` together.
+  // A step of that height begins at an idle end, unless the two could meet although they hold no more than `capacity`
+  // together: then it returns false.
   bool begin(int32_t end, int64_t height, int64_t capacity) {
-    ends_[end].height = height;
-    ends_[end].live = 0;
-    return ends_[end].standing = std::min(height + standing_height(1 - end), capacity) <= room();
+    if (std::min(height + standing_height(1 - end), capacity) > room()) return false;
+    ends_[end] = {.standing = true, .height = height, .touched = ends_[end].touched};
+    return true;
   }
   // It reaches so far, or holds so little. What it has reached has pages.
   void grow(int32_t end, int64_t bytes) {
-    ends_[end].live = bytes;
-    ends_[end].touched = std::max(ends_[end].touched, std::min(size_, whole_pages(bytes)));
+    End& one = ends_[end];
+    one.live = bytes;
+    one.reached = std::max(one.reached, std::min(size_, whole_pages(bytes)));
+    one.touched = std::max(one.touched, one.reached);
   }
   void finish(int32_t end) { ends_[end].standing = false; }
   // The largest capacity up to `wanted` at which the steps that stand there cannot meet.
@@ -96,14 +98,15 @@ class PageLedger {
  private:
   struct End {
     bool standing = false;  // a step whose memory lies there
-    int64_t height = 0;     // of that step, or of the last one
+    int64_t height = 0;     // of that step, or of the last one, which the next may be like
     int64_t live = 0;       // what it holds
+    int64_t reached = 0;    // the most that it held, in whole pages
     int64_t touched = 0;    // how far there may be pages
   };
   int64_t standing_height(int32_t end) const { return ends_[end].standing ? ends_[end].height : 0; }
   int64_t in_use(int32_t end) const {
     const End& one = ends_[end];
-    return !one.standing ? 0 : behind_ ? one.touched : whole_pages(one.live);
+    return !one.standing ? 0 : behind_ ? one.reached : whole_pages(one.live);
   }
 
   int64_t page_, apart_, most_, size_;

@@ -18,8 +18,8 @@ PageLedger ledger_of(const Arena* arena, bool behind) {
 
 }  // namespace
 
-SharedArena::SharedArena(int64_t most, const MakeArena& make_arena, std::function<void()> make_room, bool behind,
-                         OrderFault fault)
+SharedArena::SharedArena(int64_t most, const MakeArena& make_arena, std::function<void(bool all)> make_room,
+                         bool behind, OrderFault fault)
     : order(fault),
       arena_(make_arena ? make_arena(most) : nullptr),
       make_room_(std::move(make_room)),
@@ -44,9 +44,15 @@ bool SharedArena::begin(int32_t end, int64_t height, int64_t capacity) {
 bool SharedArena::back(int32_t end, int64_t height) {
   height = std::min(height, pages_.size());
   pages_.grow(end, height);  // also what is backed before there is no more
+  make_room_(false);
   if (arena_->back(end, height)) return true;
-  make_room_();
+  make_room_(true);
   return arena_->back(end, height);
+}
+
+void SharedArena::give_back() {
+  arena_.reset();
+  pages_ = ledger_of(nullptr, false);
 }
 
 void SharedArena::fit_pages(int32_t end, int64_t height, int64_t capacity) {

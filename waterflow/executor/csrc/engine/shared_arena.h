@@ -18,9 +18,9 @@ class SharedArena {
   // Makes an arena with addresses for so many bytes.
   using MakeArena = std::function<std::unique_ptr<Arena>(int64_t most)>;
 
-  // For up to `most` bytes, on a device that runs `behind` the host, or not. `make_room` gives back what nobody needs;
-  // it is called where the device has no page left.
-  SharedArena(int64_t most, const MakeArena& make_arena, std::function<void()> make_room, bool behind,
+  // For up to `most` bytes, on a device that runs `behind` the host, or not. `make_room` gives back what nobody needs:
+  // what is too much, or all of it, where the device has no page left.
+  SharedArena(int64_t most, const MakeArena& make_arena, std::function<void(bool all)> make_room, bool behind,
               OrderFault fault);
 
   CrossLaneFences order;  // between its two ends, on a device that runs behind the host
@@ -39,7 +39,7 @@ class SharedArena {
 
   const PageLedger& pages() const { return pages_; }
   void check() const { pages_.check(); }
-  void give_back() { arena_.reset(); }  // both ends are idle, and stay so
+  void give_back();  // both ends are idle, and stay so
   // How far a group of that peak reaches on the device, in whole pages.
   int64_t reach(int64_t peak) const { return arena_->backs() ? pages_.whole_pages(peak) : peak; }
   // What whole units may take beyond the bytes that steps were let in with, at both ends.
@@ -52,7 +52,7 @@ class SharedArena {
   bool back(int32_t end, int64_t height);
 
   std::unique_ptr<Arena> arena_;
-  std::function<void()> make_room_;
+  std::function<void(bool all)> make_room_;
   bool retired_ = false;  // somebody holds what could not be moved: nothing is planned here any more
   PageLedger pages_;
 };
