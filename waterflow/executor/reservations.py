@@ -7,7 +7,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from waterflow import _C
 from waterflow.errors import JobCancelled, MemoryLimitError
@@ -321,18 +321,22 @@ class Reservations:
         if self.policy_of(job).opportunistic:
             return False
         held = sorted((c.bytes + c.height, j) for j, c in self._claims.items() if c.opportunistic and j != job)
-        gone: set[int] = set()
-        for _, each in reversed(held):
-            if self._fits(job, wanted, height, without=gone):
-                break
-            if self._can_be_preempted(each):
-                gone.add(each)
-        if not self._fits(job, wanted, height, without=gone):
-            return False
-        for each in gone:
+        gone = self._enough_of((each for _, each in reversed(held) if self._can_be_preempted(each)), job, wanted, height)
+        for each in gone or ():
             self._tell(each)
             self._lend_priority(each)
-        return True
+        return gone is not None
+
+    def _enough_of(
+        self, leaving: Iterable[int], job: int, wanted: int, height: int, policy: ResourcePolicy | None = None
+    ) -> set[int] | None:
+        # The first of these jobs that would leave enough room, or None if all of them would not.
+        gone: set[int] = set()
+        for each in leaving:
+            if self._fits(job, wanted, height, policy, gone):
+                return gone
+            gone.add(each)
+        return gone if self._fits(job, wanted, height, policy, gone) else None
 
     def ask_for_turn(self, plan: Plan, policy: ResourcePolicy, batches: int, since: float) -> None:
         """Ask for room for a preempted job that has waited ``since`` then, in seconds of ``time.monotonic``."""
@@ -356,16 +360,10 @@ class Reservations:
             and now - c.since >= self.quantum
             and self._can_be_preempted(j)
         )
-        gone: set[int] = set()
-        for _, each in had:
-            if self._fits(job, wanted, height, policy, gone):
-                break
-            gone.add(each)
-        if not gone or not self._fits(job, wanted, height, policy, gone):
-            return False
-        for each in gone:
+        gone = self._enough_of((each for _, each in had), job, wanted, height, policy)
+        for each in gone or ():
             self._tell(each)
-        return True
+        return bool(gone)
 
     def _tell_who_stays(self, job: int, wanted: int, height: int) -> None:
         # A guaranteed job waits for opportunistic ones that cannot be preempted: a warning names them.

@@ -105,8 +105,7 @@ class LanesInUse:
         if self.native.waiting_for_room:
             may_work = min(may_work, max(1, round(working)))
         if working < BUSY * may_work:
-            if self._trial is not None:
-                self._decided = work
+            self._decided = self._decided if self._trial is None else work
             self._restart()
             return
         if not self._windows and work < LEAST_WINDOWS * wall * lanes:

@@ -225,7 +225,6 @@ void bind_cuda(py::module_& m) {
           "end_capture",
           [](CudaDevice& device, StreamId stream) { return reinterpret_cast<uintptr_t>(device.end_capture(stream)); },
           py::arg("stream"), unlocked())
-      .def("abandon_capture", &CudaDevice::abandon_capture, py::arg("stream"), unlocked())
       .def(
           "launch",
           [](CudaDevice& device, uintptr_t graph, StreamId stream) {

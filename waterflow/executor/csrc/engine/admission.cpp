@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace waterflow {
@@ -165,17 +166,12 @@ bool Admission::must_yield(Id job, bool opportunistic) const {
 
 std::vector<Admission::Id> Admission::waiting() const {
   auto order = waiting_;
-  std::sort(order.begin(), order.end(), [this](const Waiting& a, const Waiting& b) {
-    const bool urgent_a = a.overtaken >= patience_, urgent_b = b.overtaken >= patience_;
-    if (urgent_a != urgent_b) return urgent_a;
-    if (!urgent_a) {
-      // Nearest the end of its step first; those that have not begun come last.
-      const int32_t left_a = in_step(a.job) ? groups_left(a.job) : INT32_MAX;
-      const int32_t left_b = in_step(b.job) ? groups_left(b.job) : INT32_MAX;
-      if (left_a != left_b) return left_a < left_b;
-    }
-    return a.ticket < b.ticket;
-  });
+  // Who was overtaken too often; then nearest the end of its step first; those that have not begun come last.
+  const auto rank = [this](const Waiting& each) {
+    const bool urgent = each.overtaken >= patience_;
+    return std::tuple(!urgent, urgent || !in_step(each.job) ? INT32_MAX : groups_left(each.job), each.ticket);
+  };
+  std::sort(order.begin(), order.end(), [&](const Waiting& a, const Waiting& b) { return rank(a) < rank(b); });
   std::vector<Id> ids;
   ids.reserve(order.size());
   for (const auto& waiting : order) ids.push_back(waiting.job);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <latch>
 #include <utility>
 
 #include "waterflow/allocator/csrc/cpu/cpu_arena.h"
@@ -83,22 +84,15 @@ Engine::Engine(int32_t lanes, int32_t threads_per_lane, int64_t capacity, bool a
   }
   active_ = lanes;
   if (cuda && arenas && cuda->graph_bytes > 0) make_graph_lanes(*cuda);
-  std::mutex started_lock;
-  std::condition_variable started_one;
-  int32_t started = 0;
+  const auto started = std::make_shared<std::latch>(lanes);
   for (auto& lane : lanes_) {
-    lane->thread = std::thread([this, threads_per_lane, lane = lane.get(), &started_lock, &started_one, &started] {
+    lane->thread = std::thread([this, threads_per_lane, lane = lane.get(), started] {
       set_threads_here(threads_per_lane);
-      {
-        std::lock_guard<std::mutex> guard(started_lock);
-        ++started;
-        started_one.notify_all();
-      }
+      started->count_down();
       lane_main(*lane);
     });
   }
-  std::unique_lock<std::mutex> guard(started_lock);
-  started_one.wait(guard, [&] { return started == lanes; });
+  started->wait();
 }
 
 Engine::~Engine() { close(); }
