@@ -2,23 +2,36 @@
 
 And how many lanes work at a time, by the length of steps, if each job has a thread that submits them one by one. There steps
 that sleep stand for cores that are not there: a bound by Python and the engine, not a measured speed.
+
+And what many lanes keep in memory: the most resident bytes above those at the start, sampled each 5 ms (``Pss`` of
+``smaps_rollup``, in which a page counts once at however many addresses), against the limit, and page faults for each step.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import resource
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
+
+import optuna
+import torch
 
 import waterflow as wf
 from benchmarks import report
+from benchmarks.zoo import SMALL
 
 JOBS, LANES = 12, 8
 MOST = 1.25
 LENGTHS = (0.25, 1, 4, 16)  # of steps, in ms
+BESIDE = 64 << 20  # bytes of Python and libraries beside the limit
 
 
 @dataclass(frozen=True)
@@ -96,9 +109,89 @@ def working(lanes: int, seconds: float, for_seconds: float = 1.0) -> float:
     return steps * seconds / took
 
 
+def resident() -> int:
+    """Return the resident bytes of this process."""
+    with open("/proc/self/smaps_rollup") as file:
+        return int(re.search(r"^Pss:\s+(\d+) kB", file.read(), re.MULTILINE)[1]) * 1024  # type: ignore[index]
+
+
+def resnets(lanes: int) -> tuple[int, int]:
+    """Train twice as many ResNet-50 as lanes, where three steps fit; return the limit and the steps."""
+    zoo, steps = SMALL["resnet50"], 12
+    batches = [zoo.batch(8, torch.Generator().manual_seed(number)) for number in range(steps)]
+    jobs = [
+        wf.Job(name=str(n), model=zoo.build, data=batches, step=zoo.step, optimizer=zoo.optimizer, seed=n)
+        for n in range(2 * lanes)
+    ]
+    with wf.Engine(lanes=1) as engine, wf.within(engine):
+        model = zoo.build()
+        plan = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters())).plan_for(batches[0])
+    limit = len(jobs) * (plan.persistent + 2 * plan.batch) + 3 * plan.height
+    wf.train(jobs, lanes=lanes, memory=limit + (64 << 20), max_concurrent=len(jobs))
+    return limit + (64 << 20), steps * len(jobs)
+
+
+def study(lanes: int) -> tuple[int, int]:
+    """Run a study of small CNNs; return the limit and the steps."""
+    zoo, steps, trials, limit = SMALL["cnn_bn"], 30, 16, 256 << 20
+
+    def objective(trial: optuna.Trial) -> float:
+        model = zoo.build()
+        step = wf.Step(model, step=zoo.step, optimizer=zoo.optimizer(model.parameters()))
+        size = trial.suggest_categorical("batch", [64, 128])
+        losses = [step(zoo.batch(size, torch.Generator().manual_seed(n))) for n in range(steps)]
+        return float(losses[-1])
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    wf.optimize(optuna.create_study(), objective, n_trials=trials, lanes=lanes, memory=limit)
+    return limit, steps * trials
+
+
+CASES = {"ResNet-50, twice as many as lanes": resnets, "a study of CNNs": study}
+
+
+def kept(case: str, lanes: int) -> tuple[int, int, float]:
+    """Return the limit, the most resident bytes above the start, and the page faults for each step, of the second run."""
+    CASES[case](lanes)
+    over, most, start = threading.Event(), 0, resident()
+
+    def sample() -> None:
+        nonlocal most
+        while not over.wait(5e-3):
+            most = max(most, resident() - start)
+
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    watch = threading.Thread(target=sample)
+    watch.start()
+    limit, steps = CASES[case](lanes)
+    over.set()
+    watch.join()
+    return limit, most, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / steps
+
+
+def in_process(case: str, lanes: int) -> dict[str, Any]:
+    """One row of what is kept, measured in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.lanes", "--one", case, str(lanes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    limit, most, faults = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "jobs": f"{case}, {lanes} lanes", "limit MiB": limit / 2**20, "most MiB": most / 2**20, "page faults of a step": faults,
+        "holds": most <= limit + BESIDE,
+    }  # fmt: skip
+
+
 def main() -> int:
     """Command line."""
-    arguments = report.parser(__doc__ or "").parse_args()
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--one", nargs=2, help="for the benchmark itself: what is run, and on how many lanes")
+    parser.add_argument("--kept", action="store_true", help="what is kept alone")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(kept(arguments.one[0], int(arguments.one[1]))))
+        return 0
+    memory = [in_process(case, lanes) for case in CASES for lanes in (2, 4, 8)]
+    if arguments.kept:
+        return report.finish("lanes", arguments, memory)
     numbers = (1, 4, 8, 16, 32, 64)
     fed = [{"lanes": n, **{f"steps of {ms:g} ms": working(n, ms * 1e-3) for ms in LENGTHS}} for n in numbers]
     rows = []
@@ -114,7 +207,7 @@ def main() -> int:
             "at most": MOST, "holds": report.median(took) <= MOST * least,
         })  # fmt: skip
     note = "memory for a third of the jobs; steps that sleep, so any machine"
-    return report.finish("lanes", arguments, rows, note, before={"lanes that work at a time": fed})
+    return report.finish("lanes", arguments, rows, note, before={"resident memory": memory, "lanes that work at a time": fed})
 
 
 if __name__ == "__main__":

@@ -384,10 +384,10 @@ class Engine:
             lent = LentLane(task) if self.lends_lanes() else None
             run = _C.opaque_run(height or 0, lent or task)
             run.by_caller = by_caller and lent is None
-            self.native.submit(job, run)
-            if lent is not None:
-                lent.use(run)
             try:
+                self.native.submit(job, run)
+                if lent is not None:
+                    lent.use(run)
                 self.native.wait(run)
                 run.outputs()
             except _C.Cancelled as error:
