@@ -161,12 +161,15 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("lanes", [1, 4, 16])
+@pytest.mark.parametrize("lanes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 16])
 def test_ctrl_c(lanes: int) -> None:
     program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(lanes)], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
-    for _ in range(6):
-        assert program.stdout.readline().strip() == "running"
-    os.kill(program.pid, signal.SIGINT)
-    out, _ = program.communicate(timeout=60)
+    try:
+        for _ in range(6):
+            assert program.stdout.readline().strip() == "running"
+        os.kill(program.pid, signal.SIGINT)
+        out, _ = program.communicate(timeout=60)
+    finally:
+        program.kill()
     assert out.strip() == "interrupted True" and program.returncode == 0
