@@ -116,12 +116,12 @@ def resident() -> int:
 
 
 def resnets(lanes: int) -> tuple[int, int]:
-    """Train twice as many ResNet-50 as lanes, where three steps fit; return the limit and the steps."""
-    zoo, steps = SMALL["resnet50"], 12
+    """Train two ResNet-50 more than lanes, where three steps fit; return the limit and the steps."""
+    zoo, steps = SMALL["resnet50"], 6
     batches = [zoo.batch(8, torch.Generator().manual_seed(number)) for number in range(steps)]
     jobs = [
         wf.Job(name=str(n), model=zoo.build, data=batches, step=zoo.step, optimizer=zoo.optimizer, seed=n)
-        for n in range(2 * lanes)
+        for n in range(lanes + 2)
     ]
     with wf.Engine(lanes=1) as engine, wf.within(engine):
         model = zoo.build()
@@ -147,7 +147,7 @@ def study(lanes: int) -> tuple[int, int]:
     return limit, steps * trials
 
 
-CASES = {"ResNet-50, twice as many as lanes": resnets, "a study of CNNs": study}
+CASES = {"ResNet-50, two more than lanes": resnets, "a study of CNNs": study}
 
 
 def kept(case: str, lanes: int) -> tuple[int, int, float]:
