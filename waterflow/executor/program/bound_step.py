@@ -192,7 +192,7 @@ class BoundStep:
 
     @property
     def reduced(self) -> bool:
-        """Whether it runs in less memory than it needs."""
+        """True if it runs in less memory than it needs."""
         return self.plans is not self.whole.plans
 
     def answers(self, leaves: list[Any]) -> Answers:
