@@ -377,34 +377,97 @@ def both_parts(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("opaque", [False, True])
-def test_numpy_batches(opaque: bool) -> None:
-    """Arrays count as tensors in their memory, and NumPy's numbers as Python's, also in a step that runs eagerly."""
+def test_models_that_waterflow_calls_get_arrays_as_tensors(opaque: bool) -> None:
+    """Over the memory of the arrays, and NumPy's numbers as Python's, also in a step that runs eagerly."""
 
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        assert isinstance(batch["x"], torch.Tensor) and type(batch["scale"]) in (float, bool)
-        return both_parts(model, batch) + (batch["x"].sum().item() * 0 if opaque else 0)
+    class Scaled(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
 
-    of_numpy = [
-        {"x": x.numpy(), "y": y.numpy(), "scale": scale}
-        for (x, y), scale in zip(images(4), (np.float32(0.5), np.float64(0.5), np.bool_(True), np.float32(0.25)))
-    ]
-    of_numpy[1]["x"] = np.ascontiguousarray(of_numpy[1]["x"][::-1])[::-1]
-    of_numpy[2]["x"].flags.writeable = False
+        def forward(self, x: Any, scale: Any) -> Any:
+            assert isinstance(x, torch.Tensor) and type(scale) in (float, bool)
+            return self.model(x) * scale + (x.sum().item() * 0 if opaque else 0)
+
+    def scaled() -> Any:
+        model, _ = plainly()
+        return (model := Scaled(model)), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    scales = (np.float32(0.5), np.float64(0.5), np.bool_(True), np.float32(0.25))
+    of_numpy: list[Any] = [[x.numpy(), scale, y.numpy()] for (x, y), scale in zip(images(4), scales)]
+    of_numpy[1][0] = np.ascontiguousarray(of_numpy[1][0][::-1])[::-1]
+    of_numpy[2][0].flags.writeable = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mine = train_step(plainly, of_numpy, step=step)
-    of_torch = [{k: torch.from_numpy(np.array(v)) if k != "scale" else v.item() for k, v in b.items()} for b in of_numpy]
-    assert_same(mine, train_eager(plainly, of_torch, step=both_parts))
+        mine = train_step(scaled, of_numpy, loss=F.cross_entropy)
+    of_torch = [(torch.from_numpy(np.array(x)), scale.item(), torch.from_numpy(y)) for x, scale, y in of_numpy]
+    assert_same(mine, train_eager(scaled, of_torch, loss=F.cross_entropy))
     assert mine.step is not None and (mine.step.opaque_reason is not None) == opaque
 
 
-def test_a_step_changes_an_array_of_its_batch() -> None:
+def test_a_step_function_gets_arrays_as_they_are() -> None:
+    """A plain loop's code, which makes tensors of them itself; NumPy's numbers are what they are in a captured step, too."""
+
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0].mul_(0.5)), batch[1])
+        assert type(batch["x"]) is np.ndarray and type(batch["scale"]) is np.float32
+        return F.cross_entropy(model(torch.from_numpy(batch["x"])), torch.as_tensor(batch["y"])) * float(batch["scale"])
+
+    def of_tensors(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert type(batch["scale"]) is np.float32
+        return F.cross_entropy(model(batch["x"]), batch["y"]) * float(batch["scale"])
+
+    batches = [{"x": x.numpy(), "y": y.numpy(), "scale": np.float32(0.5)} for x, y in images(4)]
+    mine, plain = train_step(plainly, batches, step=step), train_eager(plainly, batches, step=step)
+    assert_same(mine, plain)
+    assert (
+        mine.step is not None and "NumPy array" in str(mine.step.opaque_reason) and "from_numpy" in str(mine.step.opaque_reason)
+    )
+    batches = [{name: torch.from_numpy(v) if name != "scale" else v for name, v in batch.items()} for batch in batches]
+    mine = train_step(plainly, batches, step=of_tensors)
+    assert_same(mine, plain)
+    assert mine.step is not None and mine.step.opaque_reason is None
+
+
+@pytest.mark.parametrize("way", ["alone", "of a job"])
+def test_a_step_changes_an_array_of_its_batch(way: str) -> None:
+    """In place, as a loop does; of a job, whose list others may read, too, only its own copy is changed."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0][:] *= 0.5
+        return F.cross_entropy(model(torch.from_numpy(batch[0])), torch.from_numpy(batch[1]))
+
+    ((x, y),) = images(1)
+    array = x.numpy().copy()
+
+    def made() -> Any:
+        torch.manual_seed(3)
+        return plainly()
+
+    plain = train_eager(made, [(x.numpy().copy(), y.numpy())] * 3, step=step)
+    if way == "alone":
+        assert_same(train_step(made, [(array, y.numpy())] * 3, step=step), plain)
+        assert np.array_equal(array, x.numpy() / 8)
+        return
+    job = wf.Job("j", model=lambda: made()[0], data=[(array, y.numpy())], step=step, optimizer=sgd, epochs=3)
+    [result] = wf.train([job])
+    assert [*result.losses] == [float(loss) for loss in plain.results] and np.array_equal(array, x.numpy())
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_a_model_changes_an_array_of_its_batch() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = plainly()[0]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.model(x.mul_(0.5))
 
     (x, y), array = images(1)[0], images(1)[0][0].numpy().copy()
-    model, optimizer = plainly()
-    job = wf.Step(model, step=step, optimizer=optimizer)
+    job = wf.Step(model := Halves(), loss=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(3):
         job((array, y.numpy()))
     assert job.opaque_reason is None and np.array_equal(array, x.numpy() / 8)

@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -204,7 +204,8 @@ class Step:
         model: The module to train, in training mode, on the engine's device.
         loss: ``loss(output, target)``, for batches ``(input, ..., target)``; a function whose first parameter is called ``model`` is
             taken as ``step``. None: the loss is the model's output, or its attribute ``loss``.
-        step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``.
+        step: ``step(model, batch)`` that returns the loss or ``(loss, dict_of_metrics)``; instead of ``loss``. It gets NumPy's
+            arrays in a batch as they are; with ``loss`` they are tensors over the same memory.
         optimizer: A ``torch.optim`` optimizer over the model's parameters. Its groups' numbers, and its state, are read at each call.
         accumulate: Update at every n-th call, with the mean of the n gradients.
         clip_grad_norm: Largest total norm of the gradients of an update, over the optimizer's groups in their order. If the step
@@ -267,6 +268,7 @@ class Step:
         self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
         self.opaque_reason: str | None = None
         holder, compute_loss = eager.compose(model, loss, step)
+        self._takes_arrays = not isinstance(compute_loss, eager.OfTensors)
         self._hold: Hold | None = None
         if self.engine is None:
             _tell_of_plain_study()
@@ -352,15 +354,15 @@ class Step:
         Raises CaptureError if the step would run as an opaque job, which has no plan before it has run, and MemoryLimitError if
         it cannot be lowered to that height; its ``needed`` is the lowest height that was found.
         """
-        return self._bound_steps.plan(*flatten(self._brought(batch)), recompute).renamed(self.name)
+        return self._bound_steps.plan(*self._flat(batch), recompute).renamed(self.name)
 
     def footprint_for(self, batch: Batch, recompute: int | None = None) -> Footprint:
         """Return the memory requests of such a step; its ``offsets()`` places them. Arguments and errors as ``plan_for``."""
-        return self._bound_steps.captured(*flatten(self._brought(batch)), recompute).footprint()
+        return self._bound_steps.captured(*self._flat(batch), recompute).footprint()
 
     def recomputed_for(self, batch: Batch, recompute: int | None = None) -> Recomputed | None:
         """Return what a step on batches like this one would recompute; None for nothing. Otherwise as ``plan_for``."""
-        return self._bound_steps.captured(*flatten(self._brought(batch)), recompute).recomputed
+        return self._bound_steps.captured(*self._flat(batch), recompute).recomputed
 
     def close(self) -> None:
         """Leave the engine: cancel queued steps and release the memory. Idempotent.
@@ -423,17 +425,17 @@ class Step:
         if self._worker is not None and self.engine is not None and self.engine.reservations.clock is not None:
             self.engine.reservations.clock.advance(self._worker)
         own = self.own_batches
-        if self._on_gpu and (there := brought(batch, self._spec.device)) is not batch:
+        if self._on_gpu and (there := brought(batch, self._spec.device, self._takes_arrays)) is not batch:
             batch, own = there, None
         if self.opaque_reason is not None:
             return self._submit_opaque(batch, own, update, by_caller)
         refused = done = None
         try:
-            leaves, batch_spec, key = flatten(batch)
+            leaves, batch_spec, key = flatten(batch, self._takes_arrays)
             bound_step = self._bound_steps.find(leaves, batch_spec, key, update)
             given = batch
             if own is not None and bound_step.captured.changed_leaves:
-                leaves = pytree.tree_leaves(given := own.of(batch))
+                leaves = pytree.tree_leaves(given := own.of(batch, self._as_taken))
             bound_step, _ = self._claimed(bound_step, leaves, batch_spec)  # before its audit, which runs the step
             self._will_write(bound_step.captured.written_buffers)
             done = self._audited(bound_step, leaves, given) if self.audit.due(bound_step) else None
@@ -447,8 +449,12 @@ class Step:
             return self._hand_in_captured(*done, bound_step, bound_step.plans.plan, update)
         return self._submit_captured(bound_step, leaves, batch_spec, update, by_caller)
 
-    def _brought(self, batch: Batch) -> Batch:
-        return brought(batch, self._spec.device) if self._on_gpu else batch
+    def _flat(self, batch: Batch) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
+        there = brought(batch, self._spec.device, self._takes_arrays) if self._on_gpu else batch
+        return flatten(there, self._takes_arrays)
+
+    def _as_taken(self, batch: Batch) -> Batch:
+        return batch if self._takes_arrays else of_torch(batch)
 
     def _audited(self, bound_step: BoundStep, leaves: list[Any], batch: Batch) -> tuple[_C.StepRun, bool] | None:
         """Audit a step that is about to be submitted. Returns its run, and if it was profiled, if the audit ran the step."""
@@ -457,7 +463,7 @@ class Step:
             before.wait()
         keep = not any(one.run.failed for one in self._under_way)
         own = self._bound_steps.sums, self.engine, self.job, self.batches_ahead
-        return self.audit.compare(bound_step, leaves, of_torch(batch), *own, keep)
+        return self.audit.compare(bound_step, leaves, self._as_taken(batch), *own, keep)
 
     def _claimed(
         self, bound_step: BoundStep, leaves: list[Any], batch_spec: pytree.TreeSpec | None
@@ -642,7 +648,7 @@ class Step:
         by_caller = by_caller and not lends
         if by_caller and own is None and (refused is None or new_kind) and self._is_ordinary(batch):
             return Done(self._eagerly(batch, update, new_kind))
-        given = of_torch(batch)
+        given = self._as_taken(batch)
         surrounding = surrounding_autocast(self._spec.device.type)
         returned: list[Any] = []
         size = storage_bytes(pytree.tree_leaves(given))
@@ -654,7 +660,7 @@ class Step:
         def work() -> None:
             if refused is not None:
                 self._eager_step.put_sums(self._bound_steps.before_eager())
-            made, height = train(given) if own is None else own.run(train, batch)
+            made, height = train(given) if own is None else own.run(train, batch, self._as_taken)
             returned.append(made)
             if self._on_gpu:
                 returned.append(given)  # until the GPU has read it

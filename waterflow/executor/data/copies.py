@@ -13,6 +13,7 @@ from copy import deepcopy
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -24,19 +25,22 @@ ALIGNMENT = 16  # bytes: of the largest elements
 
 
 def copied(batch: Any) -> Any:
-    """Return the batch with copies in the place of its tensors; a tensor that occurs twice has one copy."""
+    """Return the batch with copies in the place of its tensors and arrays; one that occurs twice has one copy."""
     leaves, form = pytree.tree_flatten(batch)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    copies = dict(zip(tensors, copies_of([*tensors.values()])))
+    copies: dict[int, Any] = dict(zip(tensors, copies_of([*tensors.values()])))
+    copies.update((id(leaf), leaf.copy(order="K")) for leaf in leaves if isinstance(leaf, np.ndarray))
     return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], form)
 
 
-def brought(batch: Any, device: torch.device) -> Any:
+def brought(batch: Any, device: torch.device, arrays: bool = False) -> Any:
     """Return the batch with copies on ``device``, a GPU, of what lies elsewhere; the batch itself if all of it is there.
 
-    Returns before the copies are made: the caller's current stream makes them, from pinned memory.
+    With ``arrays`` NumPy's arrays stay as they are, else they are brought as tensors. Returns before the copies are made: the
+    caller's current stream makes them, from pinned memory.
     """
-    leaves, form = pytree.tree_flatten(of_torch(batch), is_leaf=lambda part: isinstance(part, PackedSequence))
+    batch_of_tensors = batch if arrays else of_torch(batch)
+    leaves, form = pytree.tree_flatten(batch_of_tensors, is_leaf=lambda part: isinstance(part, PackedSequence))
     there = {id(leaf): _on(leaf, device) for leaf in leaves}  # a tensor that occurs twice has one copy
     if all(there[id(leaf)] is leaf for leaf in leaves):
         return batch
@@ -114,27 +118,29 @@ class OwnBatches:
     def __init__(self, kept: bool) -> None:
         self._kept = kept
         self._made: dict[int, Any] = {}  # deepcopy's memo: copies by the id of the original, with what keeps that alive
-        self._taken: dict[int, tuple[Any, Any]] = {}  # by id: batches with NumPy arrays, and their form in tensors
+        self._taken: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by id: batches with NumPy arrays, and the form in tensors that a step takes
         self._writes = False  # some step of the job has written to its batch
 
-    def of(self, batch: Any) -> Any:
-        """Return the job's copy of ``batch``, for a step that writes to it."""
+    def of(self, batch: Any, as_taken: Callable[[Any], Any]) -> Any:
+        """Return the job's copy of ``as_taken(batch)``, the batch as its step takes it, for a step that writes to it."""
         self._writes = self._kept
-        batch = self._of_torch(batch)
+        batch = self._once(batch, as_taken)
         return deepcopy(batch, self._made) if self._kept else copied(batch)
 
-    def _of_torch(self, batch: Any) -> Any:
-        taken = of_torch(batch)
+    def _once(self, batch: Any, as_taken: Callable[[Any], Any]) -> Any:
+        taken = as_taken(batch)
         return taken if taken is batch or not self._kept else self._taken.setdefault(id(batch), (batch, taken))[1]
 
-    def run(self, work: Callable[[Any], Any], batch: Any) -> Any:
-        """Call ``work`` with a copy of the batch, and keep the copy if ``work`` has written to it; return its result.
+    def run(self, work: Callable[[Any], Any], batch: Any, as_taken: Callable[[Any], Any]) -> Any:
+        """Call ``work`` with a copy of ``as_taken(batch)``, which is kept if ``work`` has written to it; return its result.
 
         For steps that are not captured, of which it is not known before whether they write.
         """
         if self._writes:
-            return work(self.of(batch))
-        batch = self._of_torch(batch)
+            return work(self.of(batch, as_taken))
+        batch = self._once(batch, as_taken)
         own = copied(batch)
         before, form = pytree.tree_flatten(own)
         versions = [_version(leaf) for leaf in before]
@@ -150,8 +156,9 @@ class OwnBatches:
                 self._made.setdefault(id(self._made), []).append(batch)  # kept alive, so that its id is not used again
 
 
-def _version(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, torch.Tensor) else 0
+def _version(leaf: Any) -> Any:
+    # Arrays do not count their writes.
+    return leaf._version if isinstance(leaf, torch.Tensor) else leaf.tobytes() if isinstance(leaf, np.ndarray) else 0
 
 
 class Ranges:

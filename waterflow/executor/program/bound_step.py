@@ -24,6 +24,7 @@ from waterflow.executor.program.binding import Owner, bind
 from waterflow.executor.program.capture_cache import (
     CaptureBudget,
     CapturedStep,
+    ChangedMeanwhile,
     Code,
     NewKind,
     StepPlans,
@@ -40,9 +41,11 @@ from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.capture.substitution import ChangesItself
 from waterflow.partition.capture.trace import Capture, no_gradient
 from waterflow.partition.guards.batch_reads import Answers, LeafRead, answers_of, free_places, values_known, with_values
+from waterflow.partition.guards.beside_leaves import Beside
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.settings import ambient_key
 from waterflow.partition.guards.step_key import state_of, structure_key
+from waterflow.partition.guards.trace_writes import others_run
 from waterflow.partition.passes.offload import Offloading, choose_spilled, spill
 from waterflow.partition.passes.rematerialize import Recomputation, choose, lowest, repeat
 from waterflow.partition.passes.storages import StorageTable
@@ -580,6 +583,14 @@ class BoundSteps:
     def _capture(
         self, spec: StepSpec, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, runs: bool = False
     ) -> tuple[CapturedStep, tuple[Hashable, int], Fingerprint]:
+        try:
+            return self._capture_once(spec, key, leaves, batch_spec, runs)
+        except ChangedMeanwhile:
+            return self._capture_once(spec, key, leaves, batch_spec, runs)
+
+    def _capture_once(
+        self, spec: StepSpec, key: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, runs: bool
+    ) -> tuple[CapturedStep, tuple[Hashable, int], Fingerprint]:
         structure, fingerprint = structure_key(spec)
         old = self._bound_steps.get(key)
         if old is not None and old.structure[0] == structure and old.plain.capture.holds():
@@ -593,7 +604,11 @@ class BoundSteps:
                 self._check_budget(key, leaves, batch_spec)
             self._captures[counted] = before + 1
             with self._budget.spending() if runs else contextlib.nullcontext():
-                made = build(spec, leaves, batch_spec, fingerprint, self._name, free_places(leaves, batch_spec, key[4]))
+                free, beside = free_places(leaves, batch_spec, key[4]), Beside.within(key[0])
+                made = build(spec, leaves, batch_spec, fingerprint, self._name, free, beside)
+            # Made from what was there before and what another thread has put there since.
+            if others_run() and structure_key(spec)[0] != structure:
+                raise ChangedMeanwhile("another thread changed what the step reads while it was captured")
             self._budget.account["captures"] += 1
             self._budget.account["captures anew"] += before > 0
             return made
@@ -618,7 +633,8 @@ class BoundSteps:
         # cache in their first calls.
         if isinstance(refused, NewKind):
             return True
-        most = 1 if isinstance(refused, LeavesTensors) else MOST_CHANGES if isinstance(refused, ChangesItself) else 0
+        changes = isinstance(refused, (ChangesItself, ChangedMeanwhile))
+        most = 1 if isinstance(refused, LeavesTensors) else MOST_CHANGES if changes else 0
         again = self._tried_again < most
         self._tried_again += again
         return not self._spec.has_sums and (again or isinstance(refused, HalfBegun))

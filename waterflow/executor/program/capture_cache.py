@@ -27,6 +27,7 @@ from waterflow.partition.capture.spec import GraphInput, StepSpec
 from waterflow.partition.capture.substitution import no_collections
 from waterflow.partition.capture.trace import Capture, capture_step
 from waterflow.partition.guards.batch_reads import LeafRead
+from waterflow.partition.guards.beside_leaves import NOTHING, Beside
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.passes.offload import Offloaded
 from waterflow.partition.passes.operators import running_statistics, storage_id, written_by
@@ -119,6 +120,10 @@ STEPS_PER_CAPTURE = 400  # where no clock may decide, as in deterministic studie
 
 class NewKind(CaptureError):
     """A batch is of a kind that is not captured now, as captures have used up their budget. Other kinds stay captured."""
+
+
+class ChangedMeanwhile(CaptureError):
+    """Another thread changed what the step's key was made from while the step was captured."""
 
 
 class CaptureBudget:
@@ -380,11 +385,12 @@ def build(
     fingerprint: Fingerprint | None = None,
     name: str = "step",
     unread: Collection[int] = (),
+    beside: Beside = NOTHING,
 ) -> CapturedStep:
     """Capture, lower and plan one step; ``fingerprint`` is what its key was made from. Raises CaptureError as ``capture_step``."""
     redirect()  # before the trace, which replaces the same generators, and afterwards restores what it found
     with no_collections():
-        capture = capture_step(spec, leaves, batch_spec, fingerprint, unread)
+        capture = capture_step(spec, leaves, batch_spec, fingerprint, unread, beside)
         return assemble(capture, name, fingerprint.keep if fingerprint is not None else [])
 
 
@@ -489,7 +495,7 @@ class CaptureCache:
         try:
             try:
                 entry = make()
-            except (LeavesTensors, NewKind):
+            except (LeavesTensors, NewKind, ChangedMeanwhile):
                 raise  # not lasting: the next time the step's cache is filled, or there is time for the capture
             except CaptureError as error:
                 entry = copy.copy(error)  # without its frames

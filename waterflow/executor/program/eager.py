@@ -43,7 +43,11 @@ class ModelAndLoss(nn.Module):
         self.training = model.training
 
 
-class _OfTarget:
+class OfTensors:
+    """A step function of waterflow's own: model and loss get tensors where the batch holds NumPy's arrays, as from a loader."""
+
+
+class _OfTarget(OfTensors):
     """A step function that calls ``loss(output, target)``."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
@@ -58,7 +62,7 @@ class _OfTarget:
         return self.loss(model(*batch[:-1]), batch[-1])
 
 
-class _OfHeldLoss:
+class _OfHeldLoss(OfTensors):
     """A step function that calls the loss module of a ``ModelAndLoss``."""
 
     def __call__(self, holder: nn.Module, batch: Any) -> Any:
@@ -80,7 +84,7 @@ class OfPart:
         return split_result(self.compute_loss(model, part), numbers=True)[0] * weight
 
 
-class _OfOutput:
+class _OfOutput(OfTensors):
     """A step function for a model that computes its loss itself, as Hugging Face's do."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:

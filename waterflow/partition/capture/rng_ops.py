@@ -8,14 +8,14 @@ computes again has the bits of the first one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from waterflow import _C  # noqa: F401  # defines the operators
+from waterflow import _C
 from waterflow.errors import CaptureError
 from waterflow.partition.passes.operators import is_random, tensors_in
 
@@ -57,16 +57,34 @@ class Traced:
         return self._refuse(CaptureError(f"the step asks a default generator for its {name}"))
 
 
-class _StandIn:
-    # Resolved at each call, by thread: only the thread that traces is in a mode that replaces generators.
-    def __init__(self, real: torch.Generator) -> None:
-        self._real = real
+class _StandIn(torch.Generator):
+    # Another name for a default generator, which other threads may use as that one. Methods are resolved at each call, by
+    # thread: only the thread that traces is in a mode that replaces generators.
+    _real: torch.Generator
 
-    def __getattr__(self, name: str) -> Any:
-        for mode in reversed(_get_current_dispatch_mode_stack()):
-            if isinstance(mode, ShowsGenerators):
-                return getattr(mode.default_generator(self._real), name)
-        return getattr(self._real, name)
+
+def _by_thread(name: str) -> Callable[..., Any]:
+    def call(self: _StandIn, *given: Any, **named: Any) -> Any:
+        modes = (mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, ShowsGenerators))
+        shown = next((mode.default_generator(self._real) for mode in modes), self._real)
+        return getattr(shown, name)(*given, **named)
+
+    return call
+
+
+for _name in dir(torch.Generator):
+    if not _name.startswith("_") and callable(getattr(torch.Generator, _name)):
+        setattr(_StandIn, _name, _by_thread(_name))
+
+_stand_ins: dict[int, _StandIn] = {}  # kept: torch takes the end of one for the end of the generator itself
+
+
+def _stand_in(real: torch.Generator) -> _StandIn:
+    if (known := _stand_ins.get(id(real))) is None or known._real is not real:
+        known = _stand_ins[id(real)] = _StandIn()
+        known._real = real
+        _C.alias_generator(known, real)
+    return known
 
 
 @contextlib.contextmanager
@@ -76,9 +94,9 @@ def shown() -> Iterator[None]:
     Other threads see no difference. One thread of a process may do so at a time.
     """
     of_cpu, of_cuda = torch.random.default_generator, torch.cuda.default_generators
-    torch.random.default_generator = _StandIn(of_cpu)  # type: ignore[assignment]
+    torch.random.default_generator = _stand_in(of_cpu)
     if of_cuda:  # there are none before CUDA is initialized, which sets them
-        torch.cuda.default_generators = tuple(map(_StandIn, of_cuda))  # type: ignore[assignment]
+        torch.cuda.default_generators = tuple(map(_stand_in, of_cuda))
     try:
         yield
     finally:

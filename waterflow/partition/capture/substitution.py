@@ -34,6 +34,7 @@ from waterflow.partition.capture.formulas import IN_EAGER
 from waterflow.partition.capture.reasons import DRAWN, ReadsValues, is_users_file
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.guards.cache_key import Fingerprint
+from waterflow.partition.guards.trace_writes import TraceWrites
 
 
 class Carried:
@@ -72,12 +73,12 @@ class ChangesItself(CaptureError):
 
 
 @contextlib.contextmanager
-def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor], writes: TraceWrites) -> Iterator[None]:
     """Restore, on exit, every place that the step's key was made from, and the states of random number generators.
 
     ``stand_ins`` maps the ``id`` of a real tensor to the tensor that the step was shown for it; it must be complete by
-    the end of the block. Raises ChangesItself where the step changed more than tensors, and CaptureError where it drew
-    from a generator outside of torch.
+    the end of the block. What by ``writes`` another thread has changed stays as it is. Raises ChangesItself where the
+    step changed more than tensors, and CaptureError where it drew from a generator outside of torch.
     """
     before = [(look, look.contents()) for look in fingerprint.guarded_places if look.kept]
     drawn: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
@@ -91,7 +92,7 @@ def undisturbed(fingerprint: Fingerprint, stand_ins: Mapping[int, torch.Tensor])
         yield
     finally:
         for look, contents in before:
-            key = look.put_back(contents, stand_ins)
+            key = look.put_back(contents, stand_ins, writes.wrote)
             if key is not None:
                 changed = ".".join(part for part in (look.label, key) if part)
         for (label, read, write), state in zip(drawn, states):

@@ -40,6 +40,7 @@ from waterflow.partition.capture.substitution import (
     undisturbed,
 )
 from waterflow.partition.guards.batch_reads import Question, StandIn, Unread, question_of
+from waterflow.partition.guards.beside_leaves import NOTHING, Beside, rebuilt
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.purity import ClosedWorld
 from waterflow.partition.guards.reads import NamedValue
@@ -170,11 +171,13 @@ def capture_step(
     batch_spec: pytree.TreeSpec | None,
     fingerprint: Fingerprint | None = None,
     unread: Collection[int] = (),
+    beside: Beside = NOTHING,
 ) -> Capture:
     """Trace one step over ``leaves``, the flattened batch, clean up the graph, and return the capture.
 
     ``fingerprint`` is the one that the step's key was made from, if the caller has it. ``unread`` are the positions of
     leaves (numbers, text) that the capture must not depend on: LeafRead is raised where the step reads one of them.
+    ``beside`` is what the batch holds beside its leaves.
 
     Raises CaptureError where the step cannot become one graph: control flow that depends on data, an optimizer that is
     not known, a model that changes itself from step to step. A process captures one step at a time; other threads wait.
@@ -190,7 +193,7 @@ def capture_step(
     check_hooks(fingerprint.modules())
     with one_at_a_time, _C.ThreadGenerators([]):  # not this thread's generators: any job may run the graph
         start = time.perf_counter()
-        given = spec, leaves, batch_spec, fingerprint
+        given = spec, leaves, batch_spec, fingerprint, beside
         try:
             tracer, graph, constants = _trace(_StepTracer.record, _StepTracer(*given), unread)
         except CaptureError:
@@ -253,12 +256,13 @@ class _StepTracer:
     """Lays out fake inputs, runs the step over them once, and remembers what each input was."""
 
     def __init__(
-        self, spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint
+        self, spec: StepSpec, leaves: Sequence[Any], batch_spec: pytree.TreeSpec | None, fingerprint: Fingerprint, beside: Beside
     ) -> None:
         self.spec = spec
         self.fingerprint = fingerprint
         self.leaves = list(leaves)
         self.batch_spec = batch_spec
+        self.beside = beside
         self.inputs: list[GraphInput] = []
         self.fakes: list[torch.Tensor] = []
         self.fakes_by_id: dict[int, torch.Tensor] = {}  # what stands for a real tensor
@@ -331,7 +335,7 @@ class _StepTracer:
                 shown[id(leaf)] = self._add(GraphInput("batch", leaf=position), leaf)
         self.batch_leaves = batch = [shown.get(id(leaf), leaf) for leaf in self.world.unread.shown(self.leaves)]
         self.mode.made += (weakref.ref(leaf) for leaf in batch if issubclass(type(leaf), StandIn))
-        self.batch = tuple(batch) if self.batch_spec is None else pytree.tree_unflatten(batch, self.batch_spec)
+        self.batch = tuple(batch) if self.batch_spec is None else rebuilt(batch, self.batch_spec, self.beside)
 
     # -- the step
 
@@ -347,7 +351,7 @@ class _StepTracer:
                 self.world.unread.call(spec.compute_loss, [self.batch], self.world.is_observed)
                 result = spec.compute_loss(spec.model, self.batch)
             # The batch's containers are not inputs of the graph: a captured step would not change them.
-            check_unchanged(self.batch, self.batch_spec, self.batch_leaves)
+            check_unchanged(self.batch, self.batch_spec, self.batch_leaves, self.beside)
             loss, metrics = split_result(result)
             self._keep_assigned_buffers()
             self._mark()
@@ -434,7 +438,7 @@ class _StepTracer:
     def trace(self, way: Callable[[_StepTracer], Traced]) -> Traced:
         """Run the step once by ``way``, with the model, random states and autograd set up for a trace, and undone after it."""
         # Backward passes for a GPU else run on threads of their own, where user code is not observed.
-        with undisturbed(self.fingerprint, self.fakes_by_id), torch.autograd.set_multithreading_enabled(False):
+        with undisturbed(self.fingerprint, self.fakes_by_id, self.world.writes), torch.autograd.set_multithreading_enabled(False):
             try:
                 with rng_ops.shown(), as_in_eager(self.mode.refuse), self.mode, no_reports():
                     self._lay_out()

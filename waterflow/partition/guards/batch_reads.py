@@ -19,6 +19,7 @@ from gc import get_referents
 from types import FrameType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import distributions, fx
 from torch.utils import _pytree as pytree
@@ -206,10 +207,11 @@ def _look_at(stand_in: Any, *_: Any) -> NoReturn:
     raise Refused("reads a leaf of its batch")
 
 
+_NUMBERS: set[type] = {kind for kind in np.sctypeDict.values() if np.dtype(kind).kind in "biufc"}
 # With the special methods of each type, and no others, by which abstract classes and protocols know what is of theirs.
 _STAND_INS = {
     kind: type(kind.__name__, (StandIn,), dict.fromkeys({n for n in dir(kind) if n[:2] == "__"} - _OF_ALL, _look_at))
-    for kind in (str, bytes, int, float)
+    for kind in (str, bytes, int, float, *_NUMBERS)
 }
 
 
@@ -245,7 +247,7 @@ class Unread:
         if self.places and called is not isinstance and called is not torch.is_tensor:
             if id(called) in _HAND_ON or (called is type and len(given) == 1):
                 self.note(filter(_is_stand_in, given))
-            elif not _goes_to(called, is_observed):
+            elif not goes_to(called, is_observed):
                 self.note(given)
 
     def note(self, values: Iterable[Any]) -> None:
@@ -271,8 +273,8 @@ def _is_stand_in(value: Any) -> bool:
     return issubclass(type(value), StandIn)
 
 
-def _goes_to(called: Any, is_observed: Callable[..., bool]) -> bool:
-    # Observed code may pass a leaf on; a leaf in unobserved code counts as read.
+def goes_to(called: Any, is_observed: Callable[..., bool]) -> bool:
+    """Return True if a call goes to observed code, which may pass a leaf on; a leaf in unobserved code counts as read."""
     while isinstance(called, (types.MethodType, functools.partial)):
         called = called.func if isinstance(called, functools.partial) else called.__func__
     code: Any = called if isinstance(called, types.FunctionType) else type(called).__call__

@@ -10,7 +10,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +86,13 @@ _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 _SET_BY_TORCH = ("_flat_weights", "_flat_weight_refs", "_flat_weights_names")
 
 
+Wrote = Callable[[Any, Any], bool]
+
+
+def _everything(container: Any, key: Any) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class GuardedPlace:
     """A place that a key was made from.
@@ -143,13 +150,16 @@ class GuardedPlace:
             return [(name, value) for name, value in vars(container).items() if name not in BOOKKEEPING]
         return np.ndarray.ravel(container).tolist() if _has_objects(container) else memory_of(container)
 
-    def put_back(self, before: Any, stand_ins: Mapping[int, Any] = _NONE) -> str | None:
+    def put_back(self, before: Any, stand_ins: Mapping[int, Any] = _NONE, wrote: Wrote = _everything) -> str | None:
         """Undo what a trace changed. Returns the name of something that the step changes; None if it changes nothing.
 
         ``stand_ins`` maps the ``id`` of an object to what the trace showed for it. A stand-in in the place of its
-        object is no change: the step has put the object back, as ``self.total += x`` does.
+        object is no change: the step has put the object back, as ``self.total += x`` does. What the trace has not
+        written by ``wrote``, of a container and a key, stays.
         """
         now = self.contents()
+        if self.kind in ("memory", "items") and not wrote(self.container, None):
+            return None
         if self.kind == "memory":
             if now == before if isinstance(now, bytes) else len(now) == len(before) and all(map(_is, now, before)):
                 return None
@@ -158,24 +168,26 @@ class GuardedPlace:
         if self.kind == "items":
             return self._put_items_back(before, now, stand_ins)
         if self.kind == "object":
-            return self._put_object_back(before, now, stand_ins)
+            return self._put_object_back(before, now, stand_ins, wrote)
         if len(before) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(before, now)):
             return None
-        return self._put_pairs_back(before, now, stand_ins)
+        return self._put_pairs_back(before, now, stand_ins, wrote)
 
-    def _put_object_back(self, before: tuple[Any, ...], now: tuple[Any, ...], stand_ins: Mapping[int, Any]) -> str | None:
+    def _put_object_back(
+        self, before: tuple[Any, ...], now: tuple[Any, ...], stand_ins: Mapping[int, Any], wrote: Wrote
+    ) -> str | None:
         changed = None
-        if now[0] is not before[0]:
+        if now[0] is not before[0] and wrote(self.container, "__class__"):
             # object's own: a user's __setattr__ must not run.
             object.__setattr__(self.container, "__class__", before[0])
             changed = "__class__"
-        if now[1] is not before[1] and before[1] is not None:
+        if now[1] is not before[1] and before[1] is not None and wrote(self.container, "__dict__"):
             object.__setattr__(self.container, "__dict__", before[1])
             changed = "__dict__"
         pairs = pairs_of(_C.attributes_of(self.container) or {})
         if len(before[2]) == len(pairs) and all(a is c and b is d for (a, b), (c, d) in zip(before[2], pairs)):
             return changed
-        return self._put_pairs_back(before[2], pairs, stand_ins) or changed
+        return self._put_pairs_back(before[2], pairs, stand_ins, wrote) or changed
 
     def _put_items_back(self, before: list[Any], now: list[Any], stand_ins: Mapping[int, Any]) -> str | None:
         if len(before) == len(now) and all(map(_is, before, now)):
@@ -195,7 +207,7 @@ class GuardedPlace:
         return None if same else ""
 
     def _put_pairs_back(
-        self, before: list[tuple[Any, Any]], now: list[tuple[Any, Any]], stand_ins: Mapping[int, Any]
+        self, before: list[tuple[Any, Any]], now: list[tuple[Any, Any]], stand_ins: Mapping[int, Any], wrote: Wrote
     ) -> str | None:
         changed = None
         old_values, new_values = dict(before), dict(now)
@@ -206,15 +218,22 @@ class GuardedPlace:
             # Another job that shares a frozen part may have set its mode meanwhile.
             if key == "training" and self.owner is not None and not any(p.requires_grad for p in self.owner.parameters()):
                 continue
+            if not wrote(self.container, key.__name__ if self.kind == "slots" else key):
+                continue
             self._put(key, old)
             same = equal(old, new) or (new is not None and stand_ins.get(id(old)) is new)
             if not (same or (isinstance(self.owner, nn.RNNBase) and key in _SET_BY_TORCH)):
                 changed = key.__name__ if self.kind == "slots" else str(key)
         ordered = self.kind == "dict" and not isinstance(self.container, OrderedDict)  # its order has its own place
-        if ordered and [id(key) for key, _ in self.contents()] != [id(key) for key, _ in before]:
-            dict.clear(self.container)
-            dict.update(self.container, before)
-            changed = changed or ""
+        if ordered and wrote(self.container, None):
+            there, own = self.contents(), {id(key) for key, _ in before}
+            others = [pair for pair in there if id(pair[0]) not in own]  # of other threads
+            held = {id(key): pair for pair in there for key in pair[:1]}
+            wanted = [held[id(key)] for key, _ in before if id(key) in held] + others
+            if [id(key) for key, _ in there] != [id(key) for key, _ in wanted]:
+                dict.clear(self.container)
+                dict.update(self.container, wanted)
+                changed = changed or ""
         return changed
 
     def _put(self, key: Any, old: Any) -> None:

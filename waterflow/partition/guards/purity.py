@@ -39,12 +39,13 @@ from waterflow.errors import CaptureError
 from waterflow.partition.capture.reasons import advised
 from waterflow.partition.capture.substitution import no_collections
 from waterflow.partition.guards import code_refs, reads, settings
-from waterflow.partition.guards.batch_reads import StandIn, Unread
+from waterflow.partition.guards.batch_reads import StandIn, Unread, goes_to
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.code_refs import codes_within, in_library, is_library_code, operators_with, slots_of
 from waterflow.partition.guards.guarded_places import MISSING, pairs_of, slot_value
 from waterflow.partition.guards.observer import CannotObserve, Event, Kind, line_of, observing
 from waterflow.partition.guards.reads import ATOMS, FIXED_MODULES, NamedValue, Reads, Refused, is_atom, is_fixed, name_of
+from waterflow.partition.guards.trace_writes import TraceWrites
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, frozenset, deque, type({}.keys()), type({}.values()), type({}.items()))
@@ -64,6 +65,7 @@ class ClosedWorld:
         """``batch`` has the leaves of the batch, ``batch_spec`` its structure."""
         self.unread = Unread(fingerprint, ())
         self.reads = Reads(fingerprint, batch_spec)
+        self.writes = TraceWrites(fingerprint)
         for value in batch:
             if isinstance(value, enum.Enum) and not in_library(type(value)) and fingerprint.cover(value) is None:
                 self.reads.stranger(value, f"{value} of the batch")
@@ -174,6 +176,8 @@ class ClosedWorld:
         # Judges, after the block, what cannot be judged before: the frames that were entered, and the modules that an
         # import returned.
         for event in seen.events:
+            if not self.writes.alone:
+                self.writes.note(event, lambda called: goes_to(called, self.is_observed))
             try:
                 if event.kind is Kind.ENTER:
                     self._frame(event.code, event.operands[0])

@@ -21,11 +21,13 @@ from waterflow.errors import CaptureError, InvalidJobError
 from waterflow.partition.capture.optimizers import BY_ZERO, READ_EACH_STEP, check_hooks, has_fused_form
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.guards.batch_reads import free_places
+from waterflow.partition.guards.beside_leaves import Beside, held_beside
 from waterflow.partition.guards.cache_key import Fingerprint, tensor_key
 from waterflow.partition.guards.guarded_places import exact
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _FLAT = frozenset({torch.Tensor, int, float, str, bool})
+_NUMBERS = "biufc"  # kinds of NumPy's types
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
 
@@ -49,15 +51,15 @@ def check_plain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise CaptureError(f"{what} {why}")
 
 
-def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[Any]) -> None:
+def check_unchanged(batch: Any, spec: pytree.TreeSpec | None, leaves: Sequence[Any], beside: Beside) -> None:
     """Raise CaptureError where a step has changed the containers of its batch, which a captured step never touches.
 
-    ``spec`` and ``leaves`` are the structure and the leaves that the batch was built from.
+    ``spec``, ``leaves`` and ``beside`` are the structure, the leaves and the attributes that the batch was built with.
     """
     if spec is None:
         return  # a tuple
     now, form = pytree.tree_flatten(batch)
-    if form != spec or any(map(operator.is_not, now, leaves)):
+    if form != spec or any(map(operator.is_not, now, leaves)) or held_beside(batch, spec, now) != beside:
         raise CaptureError("a step changes what its batch consists of; let it change a copy, as dict(batch) is one")
 
 
@@ -71,7 +73,8 @@ def flat_leaves(batch: Any) -> list[Any] | None:
 def of_torch(batch: Any) -> Any:
     """Return the batch with NumPy's arrays as tensors over the same memory, and NumPy's numbers as Python's.
 
-    An array that torch cannot share (read-only, or with negative strides) is copied.
+    Models and losses that waterflow calls itself get it so, as from a loader of torch's. An array that torch cannot share
+    (read-only, or with negative strides) is copied.
     """
     if flat_leaves(batch) is not None:
         return batch
@@ -87,7 +90,7 @@ def _of_torch(leaves: list[Any]) -> list[Any]:
 
 def _from_numpy(value: Any) -> Any:
     if isinstance(value, np.generic):
-        return value.item() if value.dtype.kind in "biufc" else value
+        return value.item() if value.dtype.kind in _NUMBERS else value
     with contextlib.suppress(TypeError, ValueError):  # of a type or strides that torch does not have
         if type(value) is np.ndarray:
             shared = value.flags.writeable and min(value.strides, default=0) >= 0
@@ -95,16 +98,17 @@ def _from_numpy(value: Any) -> Any:
     return value
 
 
-def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
+def flatten(batch: Any, arrays: bool = False) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
     """Return the leaves, the structure (None for a flat tuple) and the key of a batch.
 
+    With ``arrays`` the user's code gets NumPy's arrays as they are, and they cannot be captured; else see ``of_torch``.
     Raises InvalidJobError for a batch without tensors, and CaptureError for objects that a capture cannot look into.
     """
     form = _C.form_of(batch)
     if form is not None:
         return list(batch), None, form
     leaves, spec = pytree.tree_flatten(batch)
-    leaves = _of_torch(leaves)
+    leaves = leaves if arrays else _of_torch(leaves)
     key: list[Hashable] = [spec, *_dict_keys(spec)]
     tensors, others = 0, []
     free = {*free_places(leaves, spec)}
@@ -113,20 +117,24 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec | None, Hashable]:
             tensors += 1
             check_plain([("a tensor of the batch", leaf)])
             key.append(_form(leaf))
-        elif isinstance(leaf, _VALUES):
+        elif isinstance(leaf, _VALUES) or (isinstance(leaf, np.generic) and leaf.dtype.kind in _NUMBERS):
             key.append(type(leaf) if place in free else exact(leaf))  # type: ignore[arg-type]
         else:
             others.append(leaf)
     _check_bare(leaves)
     if others:
         name, advice = type(others[0]).__qualname__, "pass dict(batch)"
-        if not isinstance(others[0], Mapping):
+        if isinstance(others[0], np.ndarray):
+            name, advice = "NumPy array", "pass torch.from_numpy(array) in its place"
+        elif not isinstance(others[0], Mapping):
             how = f"export.register_dataclass({name})" if is_dataclass(others[0]) else "utils._pytree.register_pytree_node"
             advice = f"pass a tuple or dict of its tensors, or register the class by torch.{how}"
         raise CaptureError(f"the batch holds a {name}, into which a capture cannot look; {advice}")
     if not tensors:
         advice = ". Make lists of numbers tensors, by torch.tensor" if leaves else ""
         raise InvalidJobError(f"a batch must hold at least one tensor; got {type(batch).__name__}{advice}")
+    if beside := held_beside(batch, spec, leaves):
+        key.append(beside)
     first: dict[int, int] = {}
     places = [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if len(first) < len(places):  # a tensor that is there twice changes with itself

@@ -1,0 +1,159 @@
+"""Other threads of a program while a step is traced: they see no difference, and what they change stays."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import waterflow as wf
+from waterflow.partition.capture.trace import _StepTracer
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any], int], None]]:
+    """Call a function on another thread in the middle of the next traces, this often at most."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # the thread is there before the trace
+        mark, waiting = _StepTracer._mark, list[Callable[[], Any]]()
+
+        def also(tracer: _StepTracer) -> None:
+            mark(tracer)
+            if waiting and len(tracer._marks) == 1:
+                pool.submit(waiting.pop()).result()
+
+        monkeypatch.setattr(_StepTracer, "_mark", also)
+        yield lambda change, times: waiting.extend([change] * times)
+
+
+class Net(nn.Module):
+    registry: dict[str, Any]
+    names: list[str]
+    best = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 1)
+        self.seen: dict[str, int] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.l(x) * self.registry["scale"] * self.best * len(self.names[:1])
+
+
+def fresh(kind: type = dict) -> type[Net]:
+    return type("Fresh", (Net,), {"registry": kind(scale=1.0), "names": ["a"]})
+
+
+def step_of(model: nn.Module, step: Any = lambda m, b: m(b).mean()) -> wf.Step:
+    return wf.Step(model, step=step, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_what_other_threads_register_stays(meanwhile: Any, kind: type) -> None:
+    """In a dict, a list, an attribute of the class and one of the object: the step is captured from what is there now."""
+    cls = fresh(kind)
+    model = cls()
+
+    def change() -> None:
+        cls.registry["other"], cls.registry["scale"], cls.best = cls, 0.5, 3.0
+        cls.names.append("b")
+        model.seen["other"] = 1
+
+    meanwhile(change, 1)
+    step, x = step_of(model), torch.ones(2, 4)
+    expected = model.l(x).mean().detach() * 1.5
+    assert float(step(x)) == pytest.approx(float(expected))
+    assert (
+        cls.registry == {"scale": 0.5, "other": cls}
+        and cls.best == 3.0
+        and cls.names == ["a", "b"]
+        and model.seen == {"other": 1}
+    )
+    assert step.opaque_reason is None
+    assert float(step(x)) == pytest.approx(float(expected))
+
+
+def test_one_that_changes_all_the_time_runs_eagerly_for_now(meanwhile: Any) -> None:
+    cls, numbers = fresh(), iter(range(1000))
+    meanwhile(lambda: cls.registry.update({str(next(numbers)): 0}), 2)
+    step, x = step_of(cls()), torch.ones(2, 4)
+    step(x)
+    assert (step.eager_steps, step.opaque_reason) == (1, None)
+    step(x)
+    assert (step.eager_steps, step.steps) == (1, 2) and len(cls.registry) == 3
+
+
+def assigned(model: Any) -> None:
+    model.registry["own"] = 1
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "an entry": lambda model: model.registry.update({"own": 1}),
+    "an entry, by its key": assigned,
+    "a list": lambda model: model.names.append("own"),
+    "an attribute": lambda model: setattr(model, "own", 1),
+    "the class's": lambda model: setattr(type(model), "best", 1.5),
+    "in a list that the step made": lambda model: [model.registry][0].update({"own": 1}),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_the_trace_wrote_is_put_back_all_the_same(meanwhile: Any, what: str) -> None:
+    """The step runs once, eagerly, with its own effect once; the other thread's entry is not lost."""
+    cls = fresh()
+    model = cls()
+
+    def step(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        loss = m(batch).mean()
+        WRITES[what](m)
+        return loss
+
+    meanwhile(lambda: setattr(cls, "mine", cls.registry.setdefault("other", 1)), 1)
+    made = step_of(model, step)
+    made(torch.ones(2, 4))
+    assert made.eager_steps == 1
+    if what != "a list":
+        assert cls.registry.get("other") == 1
+    assert cls.names.count("own") <= 1 and ("own" in cls.registry) == ("entry" in what or "list that" in what)
+
+
+def test_a_generator_that_other_threads_draw_from() -> None:
+    """As generator= of an operator, while steps of ever new shapes are traced."""
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            try:
+                torch.empty(4).uniform_(generator=torch.random.default_generator)
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for width in range(4, 12):
+            step_of(nn.Linear(4, width))(torch.ones(2, 4))
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+
+
+def test_draws_of_other_threads_follow_from_the_seed(meanwhile: Any) -> None:
+    """A draw by the generator's name in the middle of a trace is the process's next one."""
+    drawn: list[torch.Tensor] = []
+    step = step_of(nn.Linear(4, 3))
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    meanwhile(lambda: drawn.append(torch.empty(4).uniform_(generator=torch.random.default_generator)), 1)
+    step(torch.ones(2, 4))
+    assert torch.equal(drawn[0], expected)
