@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -157,3 +158,57 @@ def test_draws_of_other_threads_follow_from_the_seed(meanwhile: Any) -> None:
     meanwhile(lambda: drawn.append(torch.empty(4).uniform_(generator=torch.random.default_generator)), 1)
     step(torch.ones(2, 4))
     assert torch.equal(drawn[0], expected)
+
+
+class Base(nn.Module):
+    """Every trial's class enters itself, and each of its models, while steps of other trials are captured."""
+
+    table: dict[str, Any] = {"scale": 0.5}
+    made: list[str] = []
+
+    def __init_subclass__(cls, trial: int) -> None:
+        Base.table[f"class of {trial}"] = cls
+
+    def __init__(self, width: int, key: str) -> None:
+        super().__init__()
+        self.hidden, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+        Base.table[key] = width
+        Base.made.append(key)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.hidden(x))) * self.table["scale"]
+
+
+def objective(trial: Any) -> float:
+    class Own(Base, trial=trial.number):
+        pass
+
+    torch.manual_seed(trial.number)
+    rates = [trial.suggest_float(f"rate {number}", 0.01, 0.1) for number in range(2)]
+    losses = torch.zeros(())
+    for number, rate in enumerate(rates):
+        model = Own(3 + trial.number % 5, f"{number} of {trial.number}")
+        step = wf.Step(model, step=lambda m, b: m(b).square().mean(), optimizer=torch.optim.SGD(model.parameters(), lr=rate))
+        for rows in range(2, 6):
+            losses += step(torch.randn(rows, 4))
+        step.close()
+    return float(losses)
+
+
+def test_eight_trials_with_registries_of_their_own() -> None:
+    """No entry is lost, and each trial has the bits that it has alone."""
+
+    def values(beside: int) -> list[float]:
+        Base.table.clear()
+        Base.table["scale"] = 0.5
+        Base.made.clear()
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+        for trial in range(16):
+            study.enqueue_trial({"rate 0": 0.01 + trial / 200, "rate 1": 0.1 - trial / 200})
+        wf.optimize(study, objective, n_trials=16, max_concurrent=beside, memory="64MiB")
+        entered = {f"{number} of {trial}" for number in range(2) for trial in range(16)}
+        assert {*Base.made} == entered and len(Base.made) == 32
+        assert Base.table.keys() == {"scale", *entered, *(f"class of {trial}" for trial in range(16))}
+        return [trial.value for trial in study.trials]
+
+    assert values(8) == values(1)
