@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import optuna
 import pytest
@@ -163,8 +163,8 @@ def test_draws_of_other_threads_follow_from_the_seed(meanwhile: Any) -> None:
 class Base(nn.Module):
     """Every trial's class enters itself, and each of its models, while steps of other trials are captured."""
 
-    table: dict[str, Any] = {"scale": 0.5}
-    made: list[str] = []
+    table: ClassVar[dict[str, Any]] = {"scale": 0.5}
+    made: ClassVar[list[str]] = []
 
     def __init_subclass__(cls, trial: int) -> None:
         Base.table[f"class of {trial}"] = cls
