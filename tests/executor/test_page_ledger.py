@@ -94,6 +94,35 @@ def test_a_page_lies_between_them_on_a_device_that_has_each_twice() -> None:
     assert pages.begin(1, 60, capacity=100)
 
 
+def test_its_size_has_bounds() -> None:
+    """The addresses that it has, and what a step that stands at end 0 needs, also where the limit is lower by now."""
+    pages = PageLedger(100)
+    assert pages.begin(1, 60, 200)
+    pages.finish(1)
+    assert pages.fit(0, 60, 200) == 100
+    pages = PageLedger(100)
+    assert pages.begin(0, 80, 100)
+    assert pages.fit(1, 10, 50) == 100
+
+
+def test_a_new_size_takes_the_pages_beyond_it_and_those_of_end_1() -> None:
+    pages = PageLedger(100)
+    for end in (0, 1):
+        assert pages.begin(end, 50, 100)
+        pages.grow(end, 50)
+        pages.finish(end)
+    pages.resize(30)
+    pages.resize(100)
+    assert pages.pages == 30
+
+
+def test_a_step_that_exceeds_the_arena_reaches_its_end() -> None:
+    pages = PageLedger(100, behind=True)
+    assert pages.begin(0, 100, 100)
+    pages.grow(0, 150)
+    assert (pages.pages, pages.spare(0)) == (100, (100, 100))
+
+
 def test_two_steps_that_share_a_byte_are_found() -> None:
     pages = PageLedger(100)
     pages.begin(0, 60, capacity=100)
