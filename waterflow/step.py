@@ -48,6 +48,7 @@ from waterflow.planner.search import what_fits
 
 logger = logging.getLogger("waterflow")
 NEW_KINDS = "batches of ever new kinds; pad them to a few sizes, and make numbers tensors"
+CHANGES = "what the step reads changes ever again; make it a buffer that is changed in place, or pass it in the batch"
 
 
 def default_name(model: Any) -> str:
@@ -573,12 +574,13 @@ class Step:
 
     def _tell_eager(self, error: CaptureError, told: Counter[str]) -> None:
         # One warning per cause in an engine: a study of a hundred trials must not say the same a hundred times.
-        some = isinstance(error, NewKind)
-        self.account.cause = cause = NEW_KINDS if some else str(error)
+        how, cause = "eagerly", str(error)
+        if isinstance(error, NewKind):
+            how, cause = ("eagerly for now", CHANGES) if error.changed else ("batches of new kinds eagerly", NEW_KINDS)
+        self.account.cause = cause
         told[cause] += 1
         if told[cause] == 1:
-            which = "batches of new kinds " if some else ""
-            logger.warning("step %r runs %seagerly, about as fast as without waterflow: %s", self.name, which, error)
+            logger.warning("step %r runs %s, about as fast as without waterflow: %s", self.name, how, error)
 
     def _note(self, bound_step: BoundStep, plan: Plan) -> None:
         # Plans are frozen and shared: with the same plan there is nothing new to record.

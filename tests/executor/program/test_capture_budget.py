@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import waterflow as wf
-from waterflow.executor.program import capture_cache
+from waterflow.executor.program import bound_step, capture_cache
 from waterflow.executor.program.capture_cache import CaptureBudget, NewKind, captures
+from waterflow.partition.guards.cache_key import Fingerprint
+from waterflow.partition.guards.step_key import structure_key, what_changed
 
 SIZES = [3, 5, 3, 7, 5, 9, 3, 11, 7, 13, 5, 15]
 
@@ -95,6 +97,108 @@ def test_it_is_told_once_with_the_leaf_that_changes(
             step(change(i))
     said = [record.getMessage() for record in caplog.records if "new kinds" in record.getMessage()]
     assert len(said) == 1 and told in said[0] and "'it'" in said[0], said
+
+
+class Annealed(nn.Module):
+    """Weighs a penalty by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.beta = network(), 0.0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.net(x)
+        return y, self.beta * y.square().mean()
+
+
+def penalized(model: nn.Module, batch: Any) -> torch.Tensor:
+    y, penalty = model(batch[0])
+    return F.cross_entropy(y, batch[1]) + penalty
+
+
+def annealed(betas: list[float], accumulate: int = 1, **options: Any) -> tuple[wf.Step, list[float], list[int]]:
+    """Trains with these values of the attribute, one a step; returns the losses, and the steps that ran eagerly."""
+    model = Annealed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(3)
+    step = wf.Step(model, step=penalized, optimizer=optimizer, generator=generator, accumulate=accumulate, name="it", **options)
+    losses, eager = [], []
+    for number, (beta, batch) in enumerate(zip(betas, batches([4] * len(betas)))):
+        model.beta, before = beta, step.eager_steps
+        losses.append(step(batch).item())
+        eager += [number] * (step.eager_steps - before)
+    return step, losses, eager
+
+
+STANDS = [0.0] * 2 + [0.1] * 2 + [0.2] * 3 + [0.3] * 6
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_changes_is_captured_again_once_it_stands_still(few: pytest.MonkeyPatch, accumulate: int) -> None:
+    few.setattr(capture_cache, "FREE_CAPTURES", 3)
+    few.setattr(capture_cache, "MOST_OF_TIME", float("inf"))
+    step, losses, eager = annealed(STANDS, accumulate)
+    assert step.opaque_reason is None and eager and STANDS[eager[-1]] == 0.3 and eager[-1] < len(STANDS) - 2
+    few.setattr(capture_cache, "FREE_CAPTURES", 100)
+    _, same, none = annealed(STANDS, accumulate)
+    assert none == [] and losses == same
+
+
+def test_one_that_stands_still_waits_for_its_share_of_the_time(few: pytest.MonkeyPatch) -> None:
+    step, _, eager = annealed(STANDS)
+    assert eager == [number for number, beta in enumerate(STANDS) if beta > 0.1] and step.opaque_reason is None
+
+
+def test_in_a_deterministic_study_steps_decide_when_what_changed_is_captured(few: pytest.MonkeyPatch) -> None:
+    few.setattr(capture_cache, "STEPS_PER_CAPTURE", 5)
+
+    def objective(trial: optuna.Trial) -> float:
+        trial.set_user_attr("eager", annealed(STANDS)[2])
+        return 0.0
+
+    study = optuna.create_study()
+    wf.optimize(study, objective, n_trials=3, deterministic=True, max_concurrent=2)
+    assert [trial.user_attrs["eager"] for trial in study.trials] == [[4, 7, 8, 9]] * 3
+
+
+def test_what_never_stands_still_is_looked_at_ever_more_rarely(few: pytest.MonkeyPatch) -> None:
+    """A look makes the key of all that the step reads, which takes longer than a small step."""
+    looks: list[int] = []
+    few.setattr(bound_step, "structure_key", lambda spec: looks.append(1) or structure_key(spec))
+    step, _, eager = annealed([float(number) for number in range(300)])
+    assert len(eager) == 298 and step.opaque_reason is None and len(looks) < 15
+
+
+def test_what_changes_is_told_once_by_its_name(few: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "waterflow"):
+        annealed([0.1 * number for number in range(20)])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("step 'it' runs eagerly for now") and "beta was 0.1 and is 0.2, and a capture" in said, said
+
+
+def test_changes_are_found_by_their_names() -> None:
+    settings, weights = {"alpha": 0.5, "deep": [1, 2]}, [1.0]
+    model = nn.Sequential(Annealed(), nn.Dropout(0.2))
+
+    def compute(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch) * settings["alpha"] * weights[0]
+
+    def key() -> Any:
+        found = Fingerprint(model)
+        return found.of(model), found.of(compute)
+
+    changes: list[tuple[Callable[[], None], str]] = [
+        (lambda: setattr(model[0], "beta", 0.5), "0.beta was 0.0 and is 0.5"),
+        (lambda: setattr(model[1], "p", 0.3), "1.p was 0.2 and is 0.3"),
+        (lambda: model.eval(), "training was True and is False"),
+        (lambda: settings.update(alpha=2), "alpha was 0.5 and is 2"),
+        (lambda: settings["deep"].append(3), "deep has changed"),
+        (lambda: weights.append(2.0), "something that the step reads beside its batch has changed"),
+    ]
+    for change, told in changes:
+        before = key()
+        change()
+        assert what_changed(before, key()) == told
 
 
 def spent(budget: CaptureBudget, now: list[float]) -> None:

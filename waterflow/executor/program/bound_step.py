@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -40,11 +41,11 @@ from waterflow.partition.capture.optimizers import FIRST_STEP_FLAG, parameters_o
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.capture.substitution import ChangesItself
 from waterflow.partition.capture.trace import Capture, no_gradient
-from waterflow.partition.guards.batch_reads import Answers, LeafRead, answers_of, free_places, values_known, with_values
+from waterflow.partition.guards.batch_reads import Answers, LeafRead, answers_of, free_places, with_values
 from waterflow.partition.guards.beside_leaves import Beside
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.guards.settings import ambient_key
-from waterflow.partition.guards.step_key import state_of, structure_key
+from waterflow.partition.guards.step_key import state_of, structure_key, what_changed
 from waterflow.partition.guards.trace_writes import others_run
 from waterflow.partition.passes.offload import Offloading, choose_spilled, spill
 from waterflow.partition.passes.rematerialize import Recomputation, choose, lowest, repeat
@@ -233,6 +234,30 @@ class BoundStep:
         return given
 
 
+@dataclass
+class Changing:
+    """A kind of batch whose step is not captured for now, as what it reads beside the batch has changed.
+
+    ``guards`` tell whether that is still as it was at the last look; else there are ever longer pauses before the next one, as a
+    look takes longer than a small step.
+    """
+
+    kind: int
+    guards: _C.Binding
+    changes: Callable[[], str]
+    pause: int = 1  # calls
+    calls: int = 0
+
+    def rests(self) -> bool:
+        """Return True if what the step reads is as at the last look. Raises NewKind if it is too early for the next one."""
+        if self.guards.current():
+            return True
+        self.calls += 1
+        if self.calls < self.pause:
+            raise NewKind("", changed=True)
+        return False
+
+
 Chosen = TypeVar("Chosen", Recomputation, Offloading)
 _ATTEMPTS = 3
 _LOOK = MOST_WORK // 20  # work of a trial placement; that of a plan is searched for longer, and is no higher
@@ -322,11 +347,10 @@ def placed_height(captured: CapturedStep) -> int:
 _T = TypeVar("_T")
 Recompute = int | Literal["auto"] | None
 MOST_SHAPES = 64
-# A step that is captured anew more often than this, for batches of one shape, computes with something that changes.
-MOST_CAPTURES = 8
 MOST_CHANGES = 3  # of the step's own objects, after each of which it is captured anew
 MOST_READ = 16  # leaves of a batch that are found one by one: a step that reads more counts as reading all
 MOST_SURPRISES = 8  # each capture by what kernels have told of their layouts may ask others
+MOST_UNLOOKED = 64  # eager steps in a row that are not asked whether what changes has come to rest
 
 
 @contextlib.contextmanager
@@ -357,6 +381,10 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             else:
                 del optimizer.state[parameter]
         raise
+
+
+def _kind_of(structure: Hashable, key: Key) -> int:
+    return hash((structure, key))
 
 
 def _form(plain: CapturedStep, height: int | None, offload: bool = False) -> CapturedStep:
@@ -403,10 +431,11 @@ class BoundSteps:
         self._accumulators: dict[str, torch.Tensor] = {}
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
         self.first = FirstUpdates(spec.optimizer)
-        self._captures: dict[Hashable, int] = {}
+        self._changing: dict[Key, Changing] = {}
         self._read: dict[Key, tuple[int, ...]] = {}  # places of leaves that steps have read, by keys without them
         self._budget = budget or CaptureBudget()
-        self._kinds: set[Key] = set()  # of batches that this job's steps have been captured for
+        # Kinds of batches that this job's steps have been captured for, and of all that these steps are made from.
+        self._kinds: set[Hashable] = set()
         self._tried_again = 0
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> BoundStep:
@@ -418,6 +447,9 @@ class BoundSteps:
         def at(key: Key) -> tuple[BoundStep, Answers]:
             bound_step = self._bound_steps.get(key)
             if bound_step is None or not bound_step.binding.current():
+                changing = self._changing.get(key)
+                if changing is not None and changing.rests():
+                    self._budget.check_change(changing.kind, changing.changes)
                 if key not in self._kinds and (self._budget.own or not captures.know(key)):
                     self._check_budget(key, leaves, batch_spec)
                 with as_refusal():
@@ -500,8 +532,9 @@ class BoundSteps:
         if plain.capture.questions:
             made.asked_not = Ranges([*owner.tensors.values(), *fingerprint.external_tensors, *state_of(spec.optimizer)])
         self._bound_steps[key] = made
-        if key not in self._kinds:
-            self._kinds.add(key)
+        self._changing.pop(key, None)
+        if (kind := _kind_of(structure[0], key)) not in self._kinds:
+            self._kinds |= {key, kind}
             self._budget.add_kind()
         return made
 
@@ -595,24 +628,39 @@ class BoundSteps:
         old = self._bound_steps.get(key)
         if old is not None and old.structure[0] == structure and old.plain.capture.holds():
             return old.plain, old.structure, fingerprint
-        before = self._captures.get(counted := (*key[:3], values_known(key[4])), 0)
-        if before >= MOST_CAPTURES:
-            raise CaptureError(f"what the step uses changed {MOST_CAPTURES} times; pass what changes in the batch")
+        kind, changed, own = _kind_of(structure, key), key in self._kinds, self._budget.own
+
+        def check() -> None:
+            if not changed:
+                self._check_budget(key, leaves, batch_spec)
+                return
+            before = old.structure[0] if old is not None else None
+            changes = partial(what_changed, before, structure)
+            try:
+                self._budget.check_change(kind, changes)
+            except NewKind:
+                self._note_change(spec, key, kind, fingerprint, changes)
+                raise
 
         def make() -> CapturedStep:
-            if runs and key not in self._kinds and not self._budget.own:  # there it was checked
-                self._check_budget(key, leaves, batch_spec)
-            self._captures[counted] = before + 1
+            again = kind in self._kinds
+            if runs and (again or not own):
+                check()
             with self._budget.spending() if runs else contextlib.nullcontext():
                 free, beside = free_places(leaves, batch_spec, key[4]), Beside.within(key[0])
                 made = build(spec, leaves, batch_spec, fingerprint, self._name, free, beside)
             # Made from what was there before and what another thread has put there since.
             if others_run() and structure_key(spec)[0] != structure:
-                raise ChangedMeanwhile("another thread changed what the step reads while it was captured")
+                raise ChangedMeanwhile("", changed=True)
             self._budget.account["captures"] += 1
-            self._budget.account["captures anew"] += before > 0
+            self._budget.account["captures anew"] += changed
+            if again:
+                self._budget.add_kind()
             return made
 
+        # In a deterministic study the step's own past decides, whatever other jobs have captured.
+        if runs and own and changed and kind not in self._kinds:
+            check()
         found = captures.get((structure, key), make)
         for _ in range(MOST_SURPRISES if runs and not found.layouts_hold else 0):
             if not surprises(found.capture.graph):
@@ -625,6 +673,13 @@ class BoundSteps:
             found = captures.get((structure, key, "inexact", self._threads), found.inexact)
         return found, (structure, found.capture.number), fingerprint
 
+    def _note_change(self, spec: StepSpec, key: Key, kind: int, fingerprint: Fingerprint, changes: Callable[[], str]) -> None:
+        before = self._changing.get(key)
+        guards = _C.Binding(_C.Program(inputs=0, fixed=0, slots=0))
+        Owner(spec, {}, {}, fingerprint).watch(guards)
+        pause = min(2 * before.pause, MOST_UNLOOKED) if before is not None else 1
+        self._changing[key] = Changing(kind, guards, changes, pause)
+
     # -- what the bound_steps share
 
     def may_try_again(self, refused: CaptureError) -> bool:
@@ -633,8 +688,7 @@ class BoundSteps:
         # cache in their first calls.
         if isinstance(refused, NewKind):
             return True
-        changes = isinstance(refused, (ChangesItself, ChangedMeanwhile))
-        most = 1 if isinstance(refused, LeavesTensors) else MOST_CHANGES if changes else 0
+        most = 1 if isinstance(refused, LeavesTensors) else MOST_CHANGES if isinstance(refused, ChangesItself) else 0
         again = self._tried_again < most
         self._tried_again += again
         return not self._spec.has_sums and (again or isinstance(refused, HalfBegun))
@@ -699,4 +753,5 @@ class BoundSteps:
     def clear(self) -> None:
         """Drop all bound steps and gradient sums."""
         self._bound_steps.clear()
+        self._changing.clear()
         self.put_sums({})

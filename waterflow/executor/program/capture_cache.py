@@ -119,18 +119,26 @@ STEPS_PER_CAPTURE = 400  # where no clock may decide, as in deterministic studie
 
 
 class NewKind(CaptureError):
-    """A batch is of a kind that is not captured now, as captures have used up their budget. Other kinds stay captured."""
+    """A step is of a kind that is not captured now, as captures have used up their budget. Other kinds stay captured.
+
+    The batch is of a new kind, or, where it has ``changed``, something that the step reads beside its batch.
+    """
+
+    def __init__(self, reason: str, changed: bool = False) -> None:
+        self.changed = changed
+        super().__init__(reason)
 
 
-class ChangedMeanwhile(CaptureError):
+class ChangedMeanwhile(NewKind):
     """Another thread changed what the step's key was made from while the step was captured."""
 
 
 class CaptureBudget:
-    """Bounds the captures of one job: the first eight kinds of batch, then kinds that recur, in a tenth of its time at most.
+    """Bounds the captures of one job: the first eight kinds of step, then kinds that recur, in a tenth of its time at most.
 
-    In deterministic studies ``steps`` returns the number of the job's steps, which stands for its time; only the job's own
-    kinds count then, also those that another job has captured. Elsewhere it is None. The time is added to ``account``.
+    A kind is new by its batch, or by what else the step reads. In deterministic studies ``steps`` returns the number of the job's
+    steps, which stands for its time; only the job's own kinds count then, also those that another job has captured. Elsewhere
+    it is None. The time is added to ``account``.
     """
 
     def __init__(self, steps: Callable[[], int] | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -140,6 +148,7 @@ class CaptureBudget:
         self._began = now()
         self._made = 0
         self._last: dict[str, str] = {}
+        self._told_of_changes = False
         self._seen: dict[int, None] = {}  # hashes of kinds that are not captured
 
     @contextlib.contextmanager
@@ -153,7 +162,7 @@ class CaptureBudget:
             self.account["capturing"] += self._now() - before
 
     def add_kind(self) -> None:
-        """Count one more kind of batch that is captured."""
+        """Count one more kind of step that is captured."""
         self._made += self.own
 
     def check(self, kind: Hashable, batch: Callable[[], Any]) -> None:
@@ -163,20 +172,34 @@ class CaptureBudget:
         """
         if self._made < FREE_CAPTURES:
             self._last = described(batch())
+        elif not self._allows(kind):
+            raise NewKind(self._why(batch))
+
+    def check_change(self, kind: Hashable, changes: Callable[[], str]) -> None:
+        """Raise NewKind if a step must not be captured now whose ``kind`` is new by what it reads beside its batch.
+
+        ``changes()`` says what has changed.
+        """
+        if self._made < FREE_CAPTURES or self._allows(kind):
             return
+        told, self._told_of_changes = self._told_of_changes, True
+        why = "" if told else (
+            f"{changes()}, and a capture takes longer than a step. What then stays as it is is captured by and by; for a number "
+            "that never does, read a buffer in its place, and change that (model.weight.fill_(x)), or pass a tensor in the batch"
+        )  # fmt: skip
+        raise NewKind(why, changed=True)
+
+    def _allows(self, kind: Hashable) -> bool:
         if hash(kind) not in self._seen:
             self._seen[hash(kind)] = None
             if len(self._seen) > KINDS_REMEMBERED:
                 del self._seen[next(iter(self._seen))]
-            allowed = False
-        elif self._steps is not None:
-            allowed = self._made < FREE_CAPTURES + self._steps() // STEPS_PER_CAPTURE
-        else:
-            spent = self.account["capturing"]
-            # With one more capture of mean length.
-            allowed = spent + spent / self._made <= MOST_OF_TIME * (self._now() - self._began)
-        if not allowed:
-            raise NewKind(self._why(batch))
+            return False
+        if self._steps is not None:
+            return self._made < FREE_CAPTURES + self._steps() // STEPS_PER_CAPTURE
+        spent = self.account["capturing"]
+        # With one more capture of mean length.
+        return spent + spent / self._made <= MOST_OF_TIME * (self._now() - self._began)
 
     def _why(self, batch: Callable[[], Any]) -> str:
         if not self._last:
@@ -495,7 +518,7 @@ class CaptureCache:
         try:
             try:
                 entry = make()
-            except (LeavesTensors, NewKind, ChangedMeanwhile):
+            except (LeavesTensors, NewKind):
                 raise  # not lasting: the next time the step's cache is filled, or there is time for the capture
             except CaptureError as error:
                 entry = copy.copy(error)  # without its frames

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
+import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import pairwise
@@ -197,6 +198,33 @@ def structure_key(spec: StepSpec) -> tuple[Hashable, Fingerprint]:
     own = (spec.update, spec.accumulate, spec.clip_norm, spec.clip_value, spec.autocast, spec.early_updates, apart)
     sharded = (spec.shards > 1, spec.more_sums)
     return (model, compute, optimizer, fingerprint.of_process(), exact(own), sharded), fingerprint
+
+
+def what_changed(before: Hashable, now: Hashable) -> str:
+    """Describe the first difference of two keys of one step, by its name where that has one."""
+    names: list[str] = []
+    while type(before) is type(now) is tuple and len(before) == len(now):
+        place = next((n for n, (one, other) in enumerate(zip(before, now)) if one != other), None)
+        if place is None or (len(now) == 2 and isinstance(now[0], type)):
+            break  # a type and a value
+        if len(now) == 2 and place == 1:
+            names += [now[0]] if isinstance(now[0], str) and now[0] not in _TAGS else []
+            names += [now[0][1]] if isinstance(now[0], tuple) and now[0][:1] == (str,) else []  # a key of a dict
+        before, now = before[place], now[place]
+    where = ".".join(names) or "something that the step reads beside its batch"
+    was, there = _shown(before), _shown(now)
+    return f"{where} was {was} and is {there}" if was and there else f"{where} has changed"
+
+
+_TAGS = ("id", "token", "seen")
+
+
+def _shown(value: Any) -> str:
+    # Of a key that ``exact`` has made of one value.
+    if not (type(value) is tuple and len(value) == 2 and value[0] in (bool, int, float, str, type(None))):
+        return ""
+    shown = repr(struct.unpack("d", value[1])[0] if value[0] is float else value[1])
+    return shown if len(shown) <= 40 else ""
 
 
 def _check_parametrized(fingerprint: Fingerprint) -> None:
