@@ -145,3 +145,53 @@ def test_what_adds_up_in_its_place_is_put_back_by_the_step_itself() -> None:
     expected, found = train(eagerly), train(wf.Step)
     assert found[1].opaque_reason is None
     assert same_bits(expected[0].total, found[0].total) and same_bits(expected[0].parts[0], found[0].parts[0])
+
+
+WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "twice": lambda buffer, y: buffer.add_(y).mul_(0.5),
+    "out": lambda buffer, y: torch.add(buffer, y, out=buffer),
+    "outs": lambda buffer, y: torch.sort(y, out=(buffer, torch.empty(4, dtype=torch.long))),
+    "out_of_a_view": lambda buffer, y: torch.add(buffer[:2], 1.0, out=buffer[2:]),
+    "view": lambda buffer, y: buffer[1:].add_(1.0),
+    "item": lambda buffer, y: buffer.__setitem__(0, 1.0),
+    "detached": lambda buffer, y: buffer.detach().mul_(2.0),
+    "data": lambda buffer, y: buffer.data.add_(1.0),
+    "list": lambda buffer, y: torch._foreach_mul_([buffer[:2], buffer[2:]], 2.0),
+    "not": lambda buffer, y: buffer + y,
+}
+
+
+class Writing(nn.Module):
+    """Changes a buffer of its own by each way of writing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        for name in WAYS:
+            self.register_buffer(name, torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(torch.cumsum(x.mul_(0.5), 0, out=x))
+        with torch.no_grad():
+            for name, write in WAYS.items():
+                write(getattr(self, name), y.mean(0))
+        return y.square().mean()
+
+
+def test_what_a_step_changes_has_its_version_raised_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATERFLOW_AUDIT", "off")  # audits do steps twice
+
+    def train(captured: bool) -> tuple[list[dict[str, int]], list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model = Writing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        one: Any = wf.Step(model, optimizer=optimizer) if captured else eagerly(model, optimizer, lambda m, batch: m(*batch))
+        versions = []
+        for x, _ in images(3):
+            one((x,))
+            versions.append({name: tensor._version for name, tensor in [*model.named_buffers(), ("batch", x)]})
+        return versions, [buffer.clone() for buffer in model.buffers()], one
+
+    expected, found = train(False), train(True)
+    assert found[2].opaque_reason is None and found[0] == expected[0]
+    assert all(map(same_bits, expected[1], found[1]))

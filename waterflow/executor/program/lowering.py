@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +27,12 @@ _STRIDE_BOUND = frozenset({aten.view.default, aten._unsafe_view.default, aten.as
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program with its inputs and constants, by slot. ``instructions[i]`` is the graph node of instruction ``i``.
-
-    ``written`` are the numbers of the inputs that the program changes.
-    """
+    """A program with its inputs and constants, by slot. ``instructions[i]`` is the graph node of instruction ``i``."""
 
     program: _C.Program
     inputs: tuple[GraphInput, ...]
     constants: tuple[tuple[int, torch.Tensor], ...]
     instructions: tuple[fx.Node, ...]
-    written: tuple[int, ...]
 
 
 def lower(capture: Capture, exact: bool = True) -> Lowered:
@@ -107,10 +103,9 @@ class _Lowering:
         program.set_outputs(
             [self.slots[value] if isinstance(value, fx.Node) else -1 for value in outputs], self._shared(nodes, outputs)
         )
-        written = sorted(self._written(body, len(placeholders)))
-        program.set_written(written)
-        program.set_not_graphed(self._not_graphed(placeholders, body, written))
-        return Lowered(program, tuple(self.inputs), tuple(self.constants), tuple(body), tuple(written))
+        program.set_written(sorted(self._raised(body)))
+        program.set_not_graphed(self._not_graphed(placeholders, body))
+        return Lowered(program, tuple(self.inputs), tuple(self.constants), tuple(body))
 
     # -- inputs that are numbers
 
@@ -201,22 +196,23 @@ class _Lowering:
                 taken.add(storage)
         return shared
 
-    def _written(self, body: Sequence[fx.Node], placeholders: int) -> set[int]:
-        written: set[int] = set()
+    def _raised(self, body: Sequence[fx.Node]) -> Iterator[int]:
+        # The inputs whose version counters a step raises, once for each time. Operators that change whole lists do not raise
+        # those of fake tensors.
+        yield from (slot for slot, given in enumerate(self.inputs) for _ in range(given.raised))
         for node in body:
             for argument, value in zip(node.target._schema.arguments, node.args):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    values = value if isinstance(value, (list, tuple)) else [value]
-                    written |= {self.slots[v] for v in values if isinstance(v, fx.Node)}
-        return {slot for slot in written if slot < placeholders}
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, (list, tuple)):
+                    written = map(_base_of, value)
+                    yield from (self.slots[base] for base in written if base.op == "placeholder")
 
-    def _not_graphed(self, placeholders: Sequence[fx.Node], body: Sequence[fx.Node], written: Sequence[int]) -> str:
+    def _not_graphed(self, placeholders: Sequence[fx.Node], body: Sequence[fx.Node]) -> str:
         # The reason why the step cannot run as device graphs, or "". A graph launches kernels alone: an operator whose host
         # code does more would do it at capture only, and tensors elsewhere than on the device are read by the host.
         for node in body:
             if node.target.namespace not in ("aten", "prims"):
                 return f"it calls {node.target}, which is none of torch's own operators"
-        if any(self.inputs[slot].kind == "batch" for slot in written):
+        if any(given.kind == "batch" and given.raised for given in self.inputs):
             return "it changes its batch"
         given = list(zip(placeholders, self.inputs))
         devices = {n.meta["val"].device for n, g in given if g.kind == "parameter"}
@@ -314,6 +310,12 @@ class _Lowering:
                 if parameter.meta["val"].dim()
             ]
         return []
+
+
+def _base_of(node: Any) -> fx.Node:
+    while node.op == "call_function" and is_view(node.target):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
 
 
 def _mentions(values: Sequence[Any], node: fx.Node) -> int:

@@ -21,7 +21,8 @@ class GraphInput:
 
     ``name`` is the qualified parameter or buffer name; ``key`` the state entry, or the group entry of a number;
     ``group`` the optimizer's group; ``leaf`` the position among the batch's leaves, or among the tensors that the step
-    reads and the model does not hold as parameters or buffers (``external``).
+    reads and the model does not hold as parameters or buffers (``external``). A step raises its version counter ``raised``
+    times, as the eager step does, and may have given it another size or other strides (``resized``).
     """
 
     kind: InputKind
@@ -29,6 +30,8 @@ class GraphInput:
     key: str = ""
     group: int = -1
     leaf: int = -1
+    raised: int = 0
+    resized: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -252,6 +252,10 @@ def _trace(
     return tracer, graph, constants
 
 
+def _form_of(fake: torch.Tensor) -> tuple[int, Any, Any]:
+    return fake._version, fake.shape, (fake.stride(), fake.storage_offset())
+
+
 class _StepTracer:
     """Lays out fake inputs, runs the step over them once, and remembers what each input was."""
 
@@ -265,6 +269,7 @@ class _StepTracer:
         self.beside = beside
         self.inputs: list[GraphInput] = []
         self.fakes: list[torch.Tensor] = []
+        self._forms: list[tuple[int, Any, Any]] = []  # of the fakes: the version, sizes and strides that they were made with
         self.fakes_by_id: dict[int, torch.Tensor] = {}  # what stands for a real tensor
         self.metric_names: tuple[str, ...] | None = None
         self._carried = Carried()
@@ -289,7 +294,14 @@ class _StepTracer:
             self._carried.give(fake, like)
         self.inputs.append(given)
         self.fakes.append(fake)
+        self._forms.append(_form_of(fake))
         return fake
+
+    def _note_changes(self) -> None:
+        # The fakes were changed as an eager step changes the real tensors, through whatever operator or view.
+        for number, (fake, (version, *form)) in enumerate(zip(self.fakes, self._forms)):
+            now, *left = _form_of(fake)
+            self.inputs[number] = replace(self.inputs[number], raised=now - version, resized=left != form)
 
     def _lay_out(self) -> None:
         spec = self.spec
@@ -371,6 +383,7 @@ class _StepTracer:
         results = [loss.detach(), *(value.detach() for value in (metrics or {}).values())]
         with torch.no_grad():
             norm = self._update(by_name, results)
+        self._note_changes()
         self.metric_names = None if metrics is None else tuple(metrics)
         if norm is not None and self.metric_names is not None and "grad_norm" not in self.metric_names:
             self.metric_names, results = (*self.metric_names, "grad_norm"), [*results, norm]
