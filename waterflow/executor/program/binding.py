@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import torch
@@ -21,18 +22,24 @@ class Owner:
     """The job whose tensors and numbers fill a step's inputs.
 
     ``accumulators`` are gradient sums by parameter name, created if missing; ``first_step`` contains the flags that the
-    update reads; ``fingerprint`` is what the key of the job's step was made from.
+    update reads; ``fingerprint`` is what the key of the job's step was made from; ``resized`` are the ids of tensors to which a
+    step of the job may give another size.
     """
 
     spec: StepSpec
     accumulators: dict[str, torch.Tensor]
     first_step: dict[str, bool]
     fingerprint: Fingerprint
+    resized: Set[int] = frozenset()
     tensors: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         named = [*self.spec.model.named_parameters(), *self.spec.model.named_buffers()]
         object.__setattr__(self, "tensors", dict(named))
+
+    def tensor(self, given: GraphInput) -> torch.Tensor:
+        """Return the tensor of an input that is a parameter, a buffer or from outside of the model."""
+        return self.fingerprint.external_tensors[given.leaf] if given.kind == "external" else self.tensors[given.name]
 
     def fill(self, binding: _C.Binding, slot: int, given: GraphInput) -> None:
         """Fill ``slot`` with the tensor or number of an input. Missing optimizer state is created, as the optimizer does.
@@ -40,10 +47,10 @@ class Owner:
         Raises CaptureError if a parameter's strides have changed since its gradient sum was created.
         """
         spec, groups = self.spec, self.spec.optimizer.param_groups
-        if given.kind in ("parameter", "buffer"):
-            binding.set_input(slot, self.tensors[given.name], may_resize=True)
-        elif given.kind == "external":
-            binding.set_input(slot, self.fingerprint.external_tensors[given.leaf], may_resize=True)
+        if given.kind in ("parameter", "buffer", "external"):
+            tensor = self.tensor(given)
+            # Its size is passed on by a weak reference, with which torch.utils.swap_tensors refuses a tensor.
+            binding.set_input(slot, tensor, may_resize=id(tensor) in self.resized)
         elif given.kind == "state":
             binding.set_input(slot, _state_entry(spec.optimizer, self.tensors[given.name], given.key))
         elif given.kind == "accumulator":

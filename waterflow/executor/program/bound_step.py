@@ -432,6 +432,7 @@ class BoundSteps:
         self._gathered: frozenset[str] = frozenset()  # whose sums have been added to since the last update
         self.first = FirstUpdates(spec.optimizer)
         self._changing: dict[Key, Changing] = {}
+        self._resized: set[int] = set()  # ids of tensors to which a step gives another size
         self._read: dict[Key, tuple[int, ...]] = {}  # places of leaves that steps have read, by keys without them
         self._budget = budget or CaptureBudget()
         # Kinds of batches that this job's steps have been captured for, and of all that these steps are made from.
@@ -513,7 +514,8 @@ class BoundSteps:
             written = [fingerprint.external_tensors[one.leaf] for one in captured.changed_inputs if one.kind == "external"]
             holders.check_tensors(self._hold, fingerprint.external_tensors, written)
         moved = members_of(plain, spec.optimizer, dict(spec.model.named_parameters()))
-        owner = Owner(spec, self._accumulators, self.first.flags(moved), fingerprint)
+        owner = Owner(spec, self._accumulators, self.first.flags(moved), fingerprint, self._resized)
+        self._note_resized(plain, owner)
         ownership.check(plain.capture.reached, owner)
         with _state_kept(spec.optimizer), self.first.laying_out(moved):
             binding, slots, positions = bind(captured, owner)
@@ -537,6 +539,11 @@ class BoundSteps:
             self._kinds |= {key, kind}
             self._budget.add_kind()
         return made
+
+    def _note_resized(self, captured: CapturedStep, owner: Owner) -> None:
+        if found := {id(owner.tensor(one)) for one in captured.resized_inputs} - self._resized:
+            self._resized |= found
+            self._bound_steps.clear()  # queued behind this step, they need the sizes that it leaves
 
     def _plans(self, key: Hashable, captured: CapturedStep) -> StepPlans:
         if not self._own_plans:

@@ -30,7 +30,7 @@ from waterflow.partition.guards.batch_reads import LeafRead
 from waterflow.partition.guards.beside_leaves import NOTHING, Beside
 from waterflow.partition.guards.cache_key import Fingerprint
 from waterflow.partition.passes.offload import Offloaded
-from waterflow.partition.passes.operators import running_statistics, storage_id, written_by
+from waterflow.partition.passes.operators import may_resize, running_statistics, storage_id, written_by
 from waterflow.partition.passes.rematerialize import Recomputed
 from waterflow.partition.plan.costs import operation_cost
 from waterflow.partition.plan.liveness import OperationMemory, follow, operation_memory
@@ -363,6 +363,14 @@ class CapturedStep:
         }
         given = zip(self.capture.graph.nodes, self.capture.inputs)  # placeholders come first
         return tuple(one for node, one in given if storage_id(node.meta["val"]) in changed)
+
+    @functools.cached_property
+    def resized_inputs(self) -> tuple[GraphInput, ...]:
+        """The inputs, beside those of the batch, to which a step may give another size."""
+        nodes = self.capture.graph.nodes
+        changed = {storage_id(source.meta["val"]) for n in nodes if may_resize(n.target) for source in written_by(n)}
+        given = (one for node, one in zip(nodes, self.capture.inputs) if one.resized or storage_id(node.meta["val"]) in changed)
+        return tuple(one for one in given if one.kind in ("parameter", "buffer", "external"))
 
     @functools.cached_property
     def changed_leaves(self) -> frozenset[int]:

@@ -213,12 +213,8 @@ def check(reached: Iterable[GraphInput], owner: Owner) -> None:
         return
     cleared = {id(p) for optimizer in [*_optimizers] for group in optimizer.param_groups for p in group["params"]}
     for given in reached:
-        if given.kind in ("batch", "buffer") or id(_tensor(given, owner)) not in cleared:
+        if given.kind in ("batch", "buffer") or id(owner.tensor(given)) not in cleared:
             raise CaptureError(_reason(given))
-
-
-def _tensor(given: GraphInput, owner: Owner) -> torch.Tensor:
-    return owner.fingerprint.external_tensors[given.leaf] if given.kind == "external" else owner.tensors[given.name]
 
 
 def _reason(given: GraphInput) -> str:

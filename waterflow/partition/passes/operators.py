@@ -130,6 +130,17 @@ def written_by(node: fx.Node) -> set[fx.Node]:
 
 
 @functools.cache
+def may_resize(target: Any) -> bool:
+    """Return whether an operator may give what it changes another size, as observers do, without a fake tensor's telling.
+
+    Those that work in place do not, and where ``out=`` gets another size a fake tensor does so, too.
+    """
+    named = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    written = [a for a in named if a.alias_info is not None and a.alias_info.is_write]
+    return any(not a.kwarg_only for a in written) and not target._schema.name.endswith("_")
+
+
+@functools.cache
 def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return ()
