@@ -23,6 +23,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 import waterflow as wf
 from tests.support import MiB, Net, Trained, assert_same, compare, images, train_eager, train_step
 from waterflow.executor.engine import Engine, within
+from waterflow.executor.program import bound_step
 
 
 @pytest.fixture(autouse=True)
@@ -284,15 +285,24 @@ def test_optimizer_hooks(engine: Engine | None) -> None:
     assert len(calls) == 8
 
 
-@pytest.mark.parametrize("kind", ["hook", "after accumulation"])
+@pytest.mark.parametrize("kind", ["hook", "after accumulation", "node", "before the node"])
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_gradient_hooks(kind: str, when: str, engine: Engine | None) -> None:
+    nodes: list[Any] = []  # which have hooks as long as somebody holds them
+
     def add(model: Net, calls: list[int]) -> None:
         def scale(gradient: torch.Tensor) -> torch.Tensor:
             calls.append(1)
             return gradient * len(calls)
 
-        if kind == "hook":
+        if "node" in kind:
+            weight = model.first.weight
+            nodes.append(node := weight.expand_as(weight).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+            if kind == "node":
+                node.register_hook(lambda *_: setattr(weight, "grad", scale(weight.grad)))  # type: ignore[arg-type]
+            else:
+                node.register_prehook(lambda gradients: (scale(gradients[0]),))
+        elif kind == "hook":
             model.first.weight.register_hook(scale)
         else:
             model.first.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", scale(p.grad)))
@@ -303,7 +313,30 @@ def test_gradient_hooks(kind: str, when: str, engine: Engine | None) -> None:
             add(model, calls)
         return lambda number: add(model, calls) if when == "between" and number == 2 else None
 
-    compare(making(Net), images(5), during=during, opaque="gradient hooks", engine=engine)
+    compare(making(Net), images(5), during=during, opaque="hooks, ", engine=engine)
+
+
+def test_hooks_of_other_nodes_leave_a_step_as_it_is(engine: Engine | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a parameter that were taken off, or whose node has gone."""
+    torch.manual_seed(0)
+    model, other = Net(), nn.Linear(6, 6)
+    step = wf.Step(model, loss=F.cross_entropy, optimizer=SGD(model.parameters(), lr=0.1, fused=True), engine=engine)
+    batch = images(1)[0]
+    step(batch)
+    keys: list[Any] = []
+    monkeypatch.setattr(bound_step, "structure_key", keys.append)
+    for _ in range(3):
+        y = other(batch[0]).relu()
+        y.grad_fn.register_hook(lambda *_: None)
+        loss = model(y).square().mean()  # holds the nodes of the parameters
+        weight = model.first.weight
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_hook(lambda *_: None).remove()
+        step(batch)
+        del loss, node
+        weight.expand_as(weight).grad_fn.next_functions[0][0].register_hook(lambda *_: None)  # type: ignore[union-attr]
+        step(batch)
+    assert step.opaque_reason is None and keys == []
 
 
 def test_module_hooks_on_gradients(engine: Engine | None) -> None:

@@ -41,6 +41,7 @@ from waterflow.partition.capture.optimizers import FIRST_STEP_FLAG, parameters_o
 from waterflow.partition.capture.spec import StepSpec
 from waterflow.partition.capture.substitution import ChangesItself
 from waterflow.partition.capture.trace import Capture, no_gradient
+from waterflow.partition.guards import node_hooks
 from waterflow.partition.guards.batch_reads import Answers, LeafRead, answers_of, free_places, with_values
 from waterflow.partition.guards.beside_leaves import Beside
 from waterflow.partition.guards.cache_key import Fingerprint
@@ -438,6 +439,8 @@ class BoundSteps:
         # Kinds of batches that this job's steps have been captured for, and of all that these steps are made from.
         self._kinds: set[Hashable] = set()
         self._tried_again = 0
+        node_hooks.observe()
+        self._looked_at = -1  # the last hook of any node at the last look whether one is a parameter's
 
     def find(self, leaves: list[Any], batch_spec: pytree.TreeSpec | None, batch_key: Hashable, update: bool) -> BoundStep:
         """Return the step for a batch of this kind, bound to the tensors as they are now; capture it if there is none.
@@ -456,11 +459,22 @@ class BoundSteps:
                 with as_refusal():
                     bound_step = self._make(key, leaves, batch_spec)
             bound_step.code.check()
+            if node_hooks.Registered.last != self._looked_at:
+                self._check_nodes(bound_step.owner)
             return bound_step, bound_step.answers(leaves)
 
         gathered = self._gathered if update else frozenset()
         base: Key = (batch_key, update, ambient_key(self._spec.device.type), gathered, ())
         return self._answering(base, leaves, batch_spec, at)
+
+    def _check_nodes(self, owner: Owner) -> None:
+        registered = node_hooks.Registered.last
+        if node_hooks.hooked((*owner.tensors.values(), *owner.fingerprint.external_tensors)):
+            raise CaptureError(
+                "the AccumulateGrad node of a parameter has hooks, as those of distributed optimizers, which must run every step; "
+                "take them off"
+            )
+        self._looked_at = registered
 
     def _answering(
         self, base: Key, leaves: list[Any], batch_spec: pytree.TreeSpec | None, at: Callable[[Key], tuple[_T, Answers]]
@@ -533,6 +547,7 @@ class BoundSteps:
             made.changed_between = Ranges(written if captured.recomputed is not None else ())
         if plain.capture.questions:
             made.asked_not = Ranges([*owner.tensors.values(), *fingerprint.external_tensors, *state_of(spec.optimizer)])
+        self._looked_at = -1
         self._bound_steps[key] = made
         self._changing.pop(key, None)
         if (kind := _kind_of(structure[0], key)) not in self._kinds:
